@@ -1,0 +1,140 @@
+"""Experiment dicts become frozen, typed configs here; every mistake is named by its dotted path."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from src.errors import ConfigError
+
+
+class Config(BaseModel):
+    """Strict (`True` is not an int, `"1e-4"` is refused), frozen, and closed to unknown keys. An int is taken for a float."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True, protected_namespaces=()
+    )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where things are on this machine. None of it may change a number, so none of it is in an experiment."""
+
+    data: Path
+    """Prepared data sets, one folder each (`--data_path`)."""
+    runs: Path
+    """Save directories, one per experiment id (`--savedir_base`)."""
+    experiments: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Every experiment of exp_configs.py by its id: where `ref` finds a parent that has not run yet."""
+
+
+class Problems(ValueError):
+    """Mistakes found inside a part, as (path below the part, message), to be reported below the path of the part."""
+
+    def __init__(self, found: Iterable[tuple[str, str]]) -> None:
+        self.found = list(found)
+        super().__init__("; ".join(f"{path}: {text}" for path, text in self.found))
+
+
+C = TypeVar("C", bound=Config)
+
+
+def load(cls: type[C], raw: Any, where: str) -> C:
+    """Check `raw` against `cls`.
+
+    Raises:
+        ConfigError: one line for each mistake, each beginning with `where` and the dotted path.
+    """
+    try:
+        return cls.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{join(where, path)}: {text}" for path, text in problems(cls, error))) from None
+
+
+def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, str]]:
+    """Turn pydantic's report into (dotted path, message) pairs; parts of parts are flattened."""
+    for item in error.errors(include_url=False):
+        loc, context = item["loc"], item.get("ctx", {})
+        path = dotted(loc)
+        cause = context.get("error")
+        if isinstance(cause, Problems):
+            yield from ((join(path, below), text) for below, text in cause.found)
+        elif item["type"] == "extra_forbidden":
+            yield dotted(loc[:-1]), unknown_text("key", str(loc[-1]), _config_at(cls, loc[:-1]).model_fields)
+        elif item["type"] == "missing":
+            yield path, "missing. It has no default, so write it."
+        elif item["type"] == "literal_error" and isinstance(item["input"], str):
+            choices = get_args(_config_at(cls, loc[:-1]).model_fields[str(loc[-1])].annotation)
+            yield path, unknown_text("value", item["input"], [c for c in choices if isinstance(c, str)])
+        elif cause is not None:
+            yield path, str(cause)
+        else:
+            yield path, f"expected {_expected(item['type'], item['msg'], context)}, got {_got(item['input'])}."
+
+
+def unknown(kind: str, got: str, known: Iterable[str], where: str) -> ConfigError:
+    """Name the place, the culprit, the nearest valid spelling and all the choices."""
+    return ConfigError(f"{where}: {unknown_text(kind, got, known)}")
+
+
+def unknown_text(kind: str, got: str, known: Iterable[str]) -> str:
+    """The part of `unknown` that follows the place."""
+    choices = sorted(known)
+    close = get_close_matches(got, choices, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"unknown {kind} {got!r}.{hint} Known: {', '.join(choices) or 'none'}."
+
+
+def dotted(loc: Iterable[int | str]) -> str:
+    """("loop", "betas", 0) -> "loop.betas[0]"."""
+    path = ""
+    for key in loc:
+        path = f"{path}[{key}]" if isinstance(key, int) else join(path, key)
+    return path
+
+
+def join(head: str, tail: str) -> str:
+    """Dotted path of `tail` below `head`; either may be empty."""
+    return f"{head}{'' if tail.startswith('[') else '.'}{tail}" if head and tail else head or tail
+
+
+def _config_at(cls: type[Config], loc: Iterable[int | str]) -> type[Config]:
+    """The Config class that holds the field below `loc`."""
+    for key in loc:
+        if isinstance(key, int) or key not in cls.model_fields:
+            continue
+        annotation = cls.model_fields[key].annotation
+        for candidate in (annotation, *get_args(annotation)):
+            if inspect.isclass(candidate) and issubclass(candidate, Config):
+                cls = candidate
+    return cls
+
+
+_TYPES = {
+    "int_type": "int",
+    "float_type": "float",
+    "string_type": "str",
+    "bool_type": "bool",
+    "model_type": "a dict",
+    "dict_type": "a dict",
+    "list_type": "a list",
+    "int_from_float": "int",
+    "finite_number": "a finite number",
+}
+_BOUNDS = {"greater_than": (">", "gt"), "greater_than_equal": (">=", "ge"), "less_than": ("<", "lt"), "less_than_equal": ("<=", "le")}
+
+
+def _expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
+    if kind in _BOUNDS:
+        sign, key = _BOUNDS[kind]
+        return f"a number {sign} {context[key]}"
+    return _TYPES.get(kind) or message[0].lower() + message[1:]
+
+
+def _got(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

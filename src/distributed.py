@@ -1,0 +1,87 @@
+"""The processes of one training: who I am, what all agree on. The only reader of RANK, WORLD_SIZE and LOCAL_RANK."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """Global rank, 0 where nobody launched several processes."""
+    return int(os.environ.get("RANK", 0))
+
+
+def local_rank() -> int:
+    """Rank on this machine: it picks the device."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def world_size() -> int:
+    """Number of processes that train together."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_main() -> bool:
+    """Rank 0: the one that writes."""
+    return rank() == 0
+
+
+@contextlib.contextmanager
+def session() -> Iterator[None]:
+    """Join the process group on entry and leave it in order on success; a failing process leaves at once.
+
+    Backend: nccl with a GPU for each process, else gloo.
+    """
+    if world_size() == 1:
+        yield
+        return
+    import torch
+    import torch.distributed as dist
+
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(local_rank())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def from_main(compute: Callable[[], T]) -> T:
+    """Call `compute` on rank 0 only and give its result, or its exception, to every rank. Results must be picklable."""
+    if world_size() == 1:
+        return compute()
+    import torch.distributed as dist
+
+    box: list[Any] = [None, None]
+    if is_main():
+        try:
+            box[0] = compute()
+        except Exception as error:  # noqa: BLE001  re-raised on every rank below
+            box[1] = error
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+def total(values: Sequence[float]) -> list[float]:
+    """Sums over ranks, element by element, in float64. Collective."""
+    if world_size() == 1:
+        return [float(v) for v in values]
+    import torch
+    import torch.distributed as dist
+
+    sums = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def barrier() -> None:
+    """Wait for every rank. Collective."""
+    if world_size() > 1:
+        import torch.distributed as dist
+
+        dist.barrier()

@@ -1,0 +1,155 @@
+"""Every name that an experiment can use, and the module that it leads to. Imports none of them until one is used."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Annotated, Any
+
+from pydantic import PlainSerializer, PlainValidator, ValidationError
+
+from src.config import Config, Problems, problems, unknown_text
+from src.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Table:
+    """Names of one kind; each leads to a module that has a `Config` and the verb."""
+
+    kind: str
+    verb: str
+    modules: Mapping[str, str]
+
+
+RECIPES = Table(
+    "recipe",
+    "run",
+    {
+        "crossattn": "src.recipes.crossattn",
+        "lm": "src.recipes.lm",
+    },
+)
+MODELS = Table(
+    "model",
+    "build",
+    {
+        "cross_attention": "src.models.cross_attention",
+        "experiment": "src.models.experiment",
+        "gpt_bigcode": "src.models.gpt_bigcode",
+        "hf": "src.models.hf",
+    },
+)
+DATASETS = Table(
+    "dataset",
+    "build",
+    {
+        "qa": "src.data.qa",
+        "text": "src.data.text",
+    },
+)
+METRICS = Table(
+    "metric",
+    "score",
+    {
+        "squad": "src.metrics.squad",
+    },
+)
+LAUNCHERS = Table(
+    "launcher",
+    "submit",
+    {
+        "local": "src.launch.local",
+    },
+)
+REWARDS = Table("reward", "score", {})
+TABLES = (RECIPES, MODELS, DATASETS, METRICS, LAUNCHERS, REWARDS)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named entry of a table, bound to its checked config. Calling it calls the verb of its module.
+
+    The modules of the tables import no torch when they are imported; their verbs do.
+    """
+
+    table: Table
+    name: str
+    config: Config
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._module(), self.table.verb)(self.config, *args, **kwargs)
+
+    def function(self, name: str) -> Callable[..., Any] | None:
+        """Another public function of the module, bound to the config, or None where the module has none of that name."""
+        found = getattr(self._module(), name, None)
+        return partial(found, self.config) if found else None
+
+    def _module(self) -> Any:
+        return import_module(self.table.modules[self.name])
+
+
+def bind(table: Table, raw: Any, key: str = "name") -> Part:
+    """Look up `raw[key]` in `table` and check the rest of `raw` against the Config found there.
+
+    Raises:
+        Problems: everything wrong with `raw`, by path.
+    """
+    if isinstance(raw, Part):
+        return raw
+    if not isinstance(raw, dict):
+        raise Problems([("", f"expected a dict with {key!r}, got {raw!r} ({type(raw).__name__}).")])
+    if key not in raw:
+        raise Problems([(key, f"missing. Known: {', '.join(sorted(table.modules))}.")])
+    name = raw[key]
+    if name not in table.modules:
+        raise Problems([(key, unknown_text(table.kind, str(name), table.modules))])
+    cls: type[Config] = import_module(table.modules[name]).Config
+    try:
+        return Part(table, name, cls.model_validate({k: v for k, v in raw.items() if k != key}))
+    except ValidationError as error:
+        raise Problems(problems(cls, error)) from None
+
+
+def resolved(part: Part, key: str = "name") -> dict[str, Any]:
+    """The dict of `part` with every default written out, JSON values only."""
+    return {key: part.name, **part.config.model_dump(mode="json")}
+
+
+def _field(table: Table) -> Any:
+    return Annotated[Part, PlainValidator(partial(bind, table)), PlainSerializer(resolved)]
+
+
+Model = _field(MODELS)
+Dataset = _field(DATASETS)
+Metric = _field(METRICS)
+Reward = _field(REWARDS)
+
+
+def load_experiment(raw: dict[str, Any], where: str) -> Part:
+    """The recipe of an experiment dict, bound to its config.
+
+    Raises:
+        ConfigError: one line for each mistake, each beginning with `where` and the dotted path.
+    """
+    try:
+        return bind(RECIPES, raw, key="recipe")
+    except Problems as error:
+        text = "\n".join(f"{where}{'.' if path else ''}{path}: {message}" for path, message in error.found)
+        raise ConfigError(text) from None
+
+
+def canonical(raw: dict[str, Any], recipe: Part) -> dict[str, Any]:
+    """`raw` with 1 written as 1.0 wherever the config takes a float, so that one experiment has one id."""
+    return _spelled(raw, recipe)
+
+
+def _spelled(raw: Any, loaded: Any) -> Any:
+    if isinstance(loaded, Part):
+        loaded = loaded.config
+    if isinstance(raw, dict):
+        inner = loaded if isinstance(loaded, dict) else {k: getattr(loaded, k, None) for k in raw}
+        return {k: _spelled(v, inner.get(k)) for k, v in raw.items()}
+    if isinstance(raw, list):
+        items = loaded if isinstance(loaded, (list, tuple)) else [None] * len(raw)
+        return [_spelled(r, x) for r, x in zip(raw, items, strict=True)]
+    return float(raw) if type(raw) is int and type(loaded) is float else raw
