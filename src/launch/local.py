@@ -123,9 +123,11 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _reason(code: int) -> str | None:
-    if code == 0:
-        return None
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    """bash reports a command that was killed by signal n, as the out-of-memory killer does, as exit code 128 + n."""
+    number = -code if code < 0 else code - 128
+    if number in set(signal.Signals):
+        return f"exit code {code} ({signal.Signals(number).name})"
+    return f"exit code {code}" if code else None
 
 
 def _logs(log_dir: Path, job: Job) -> tuple[Path, Path]:

@@ -46,13 +46,13 @@ def test_one_failure_does_not_stop_the_others(tmp_path: Path):
     jobs = [
         job("good", "print('done')", tmp_path),
         job("bad", "raise SystemExit(3)", tmp_path),
-        job("worse", "import os; os.kill(os.getppid(), 9)", tmp_path),
+        job("worse", "import os; os.kill(os.getpid(), 9)", tmp_path),
         job("late", "print('done')", tmp_path),
         job("nowhere", "pass", tmp_path / "missing"),
     ]
     message = (
         r"^3 of 5 jobs failed:\nbad: exit code 3\. See .*/bad\.err\.log\."
-        r"\nworse: killed by SIGKILL\. .*\nnowhere: could not be started: .*missing"
+        r"\nworse: exit code 137 \(SIGKILL\)\. .*\nnowhere: could not be started: .*missing"
     )
     with pytest.raises(LaunchError, match=message):
         submit(Config(slots=2), jobs, tmp_path / "logs")
