@@ -1,0 +1,58 @@
+"""Settings that every test starts from: seeded, offline, one thread."""
+
+import os
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    TRANSFORMERS_VERBOSITY="error",
+    WANDB_MODE="offline",
+    WANDB_SILENT="true",
+    TOKENIZERS_PARALLELISM="false",
+    OMP_NUM_THREADS="1",
+    MPLBACKEND="Agg",
+)  # before the libraries that read them at import
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Every test starts from the same seeds, and leaves torch's global settings as they were. Tests without torch never load it."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        np.random.seed(0)  # noqa: NPY002  libraries that we call draw from it
+    if "torch" not in sys.modules:
+        yield
+        return
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    before = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
+    yield
+    after = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
+    torch.set_default_dtype(before[0])
+    torch.use_deterministic_algorithms(before[1])
+    torch.set_grad_enabled(before[2])
+    assert after == before, "a test changed torch's default dtype, determinism or gradient mode"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data named by TRAINVAL_DATA."""
+    folder = os.environ.get("TRAINVAL_DATA")
+    if not folder:
+        pytest.skip("TRAINVAL_DATA is not set: it names a folder with real data sets")
+    if not Path(folder).is_dir():
+        pytest.fail(f"TRAINVAL_DATA={folder}: no such folder")
+    return Path(folder)
