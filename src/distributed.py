@@ -85,3 +85,14 @@ def barrier() -> None:
         import torch.distributed as dist
 
         dist.barrier()
+
+
+def gathered(items: list[T]) -> list[T]:
+    """The lists of all ranks, one after another, on every rank. Items must be picklable. Collective."""
+    if world_size() == 1:
+        return items
+    import torch.distributed as dist
+
+    lists: list[Any] = [None] * world_size()
+    dist.all_gather_object(lists, items)
+    return [item for part in lists for item in part]

@@ -84,6 +84,12 @@ class Part:
         found = getattr(self._module(), name, None)
         return partial(found, self.config) if found else None
 
+    def check(self, *args: Any) -> None:
+        """Call the module's `check`, where it has one: it raises a UserError for what can be known to fail without loading anything."""
+        found = self.function("check")
+        if found:
+            found(*args)
+
     def _module(self) -> Any:
         return import_module(self.table.modules[self.name])
 

@@ -1,0 +1,116 @@
+"""From names on a command line to checked experiments, parents first."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from src.config import Places, unknown
+from src.errors import ConfigError, RunError, UserError
+from src.experiments import references
+from src.experiments.grid import set_path
+from src.experiments.identity import check_values, exp_id
+from src.files import read_json
+from src.registry import Part, canonical, load_experiment
+
+Experiment = dict[str, Any]
+Groups = Mapping[str, Sequence[Experiment]]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One experiment that is valid as written."""
+
+    exp_id: str
+    exp: Experiment
+    """Canonical: what exp_dict.json holds and the id is the hash of."""
+    recipe: Part
+    group: str
+    where: str
+    """Its place for messages, such as "crossattn_tiny[3]"."""
+
+
+def load(exp: Experiment, group: str, where: str) -> Planned:
+    """Check one dict.
+
+    Raises:
+        ConfigError: one line for each mistake in it.
+    """
+    check_values(exp, where)
+    recipe = load_experiment(exp, where)
+    spelled = canonical(exp, recipe)
+    return Planned(exp_id(spelled), spelled, recipe, group, where)
+
+
+def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]) -> list[Planned]:
+    """Every experiment of the groups called `names`, with the assignments of --set made in each.
+
+    Raises:
+        ConfigError: an unknown group, every mistake of every experiment, or two experiments with one id.
+    """
+    planned: list[Planned] = []
+    mistakes: list[str] = []
+    for name in names:
+        if name not in groups:
+            raise unknown("group", name, groups, "-e")
+        if not isinstance(groups[name], list):
+            raise ConfigError(f"{name}: expected a list of experiments, got {type(groups[name]).__name__}.")
+        for i, exp in enumerate(groups[name]):
+            try:
+                for path, value in assignments:
+                    exp = set_path(exp, path, value, must_exist=False)
+                planned.append(load(exp, name, f"{name}[{i}]"))
+            except ConfigError as error:
+                mistakes.append(str(error))
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    return _distinct(planned)
+
+
+def _distinct(planned: list[Planned]) -> list[Planned]:
+    first: dict[str, Planned] = {}
+    for item in planned:
+        other = first.setdefault(item.exp_id, item)
+        if other.exp != item.exp:
+            raise ConfigError(f"{item.where} and {other.where} differ but share the id {item.exp_id}. Change a string in one of them.")
+        if other is not item and other.group == item.group:
+            raise ConfigError(f"{item.where} is the same experiment as {other.where}. Remove one of them.")
+    return list(first.values())
+
+
+def find(wanted: str, known: Mapping[str, Planned], places: Places) -> Planned:
+    """The experiment with the id `wanted`: from its save directory or from exp_configs.py.
+
+    Raises:
+        ConfigError: neither has it.
+    """
+    if wanted in known:
+        return known[wanted]
+    path = places.runs / wanted / "exp_dict.json"
+    if not path.exists():
+        raise ConfigError(f"--exp_id {wanted}: neither in exp_configs.py nor in {places.runs}.")
+    return load(read_json(path, RunError), "", str(path))
+
+
+def with_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: bool) -> list[Planned]:
+    """`selected` with parents before children; `add` puts in the ancestors that `known` holds."""
+    everything = {**known, **{item.exp_id: item for item in selected}}
+    ordered = references.order([item.exp for item in selected], {i: item.exp for i, item in known.items()}, add)
+    return [everything[exp_id(exp)] for exp in ordered]
+
+
+def problems(planned: Sequence[Planned], places: Places) -> dict[str, list[str]]:
+    """What this machine lacks for each experiment, by id. Parents that are planned to run before are not missed. Loads no model."""
+    found: dict[str, list[str]] = {}
+    ahead: set[str] = set()
+    for item in planned:
+        lacks = []
+        if not set(references.parents(item.exp)) <= ahead:
+            lacks += references.missing(item.exp, places)
+        try:
+            item.recipe.check(places)
+        except UserError as error:
+            lacks.append(str(error))
+        if lacks:
+            found[item.exp_id] = [f"{item.where}: {lack}" for lack in lacks]
+        ahead.add(item.exp_id)
+    return found

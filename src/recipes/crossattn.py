@@ -1,0 +1,105 @@
+"""Recipe `crossattn`: train cross-attention layers in a frozen language model, to answer questions about a context that they read."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from src import config as configs
+from src.config import Places
+from src.experiments.run import Run
+from src.registry import Dataset, Metric, Model, resolved
+from src.training.config import LoopConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Answers(configs.Config):
+    """Questions answered by greedy generation at each evaluation, and how the answers are scored."""
+
+    questions: int = Field(gt=0)
+    """The first ones of the validation set."""
+    max_new_tokens: int = Field(gt=0)
+    metrics: list[Metric] = Field(min_length=1)
+
+
+class Config(configs.Config):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    seed: int = Field(ge=0)
+    model: Model
+    data: Dataset
+    loop: LoopConfig
+    answers: Answers | None = None
+
+    @model_validator(mode="after")
+    def _reads_contexts(self) -> "Config":
+        if self.model.name != "cross_attention":
+            raise ValueError(f"the model of this recipe is 'cross_attention' around a base model, got {self.model.name!r}.")
+        return self
+
+
+def check(config: Config, places: Places) -> None:
+    """Raises a UserError for what can be known to fail before anything is loaded."""
+    config.model.check(places)
+    config.data.check(places)
+    config.loop.check()
+
+
+def run(config: Config, run: Run) -> None:
+    """Train to the last step. Collective.
+
+    Scores: train_loss; val_loss with the right context and val_loss_shuffled_context with another question's (nats per token);
+    those of `answers.metrics`.
+    """
+    import torch
+
+    from src.data import tokenizers
+    from src.training.checkpoint import About
+    from src.training.evaluation import mean_loss
+    from src.training.generation import answer
+    from src.training.loop import Task, fit
+
+    torch.manual_seed(config.seed)
+    model = config.model(run.places)
+    tokenizer = tokenizers.load(model.name_or_path)
+    train = config.data(run.places, tokenizer, "train", config.seed)
+    val = config.data(run.places, tokenizer, "val", config.seed)
+    shuffled = val.with_shuffled_contexts()
+
+    def evaluate(accelerator: Any) -> dict[str, float]:
+        at = (config.loop.micro_batch, accelerator.device)
+        scores = {"val_loss": mean_loss(model, val, loss, *at), "val_loss_shuffled_context": mean_loss(model, shuffled, loss, *at)}
+        if config.answers:
+            count = min(config.answers.questions, len(val))
+            predictions = answer(model, val, tokenizer, count, config.answers.max_new_tokens, at)
+            scores |= score_answers(config.answers.metrics, predictions, val)
+        return scores
+
+    def learned(module: "nn.Module", batch: "Mapping[str, Tensor]") -> "Tensor":
+        return loss(module, batch, config.loop.label_smoothing)
+
+    about = About(resolved(config.model), tokenizer)
+    fit(Task(model, about, train, learned, evaluate), run, config.loop, config.seed)
+
+
+def loss(model: "nn.Module", batch: "Mapping[str, Tensor]", label_smoothing: float = 0.0) -> "Tensor":
+    """Summed cross entropy of the tokens where `loss_mask` is True; the model gives logits for these alone."""
+    from src.training.loss import cross_entropy
+
+    return cross_entropy(model(**batch), batch["input_ids"][batch["loss_mask"]], label_smoothing)
+
+
+def score_answers(metrics: list[Any], predictions: list[str], dataset: Any) -> dict[str, float]:
+    """Scores over all predictions and, where the questions come from several data sets, over each: {"em": …, "em/nq": …}."""
+    references = [dataset.references(i) for i in range(len(predictions))]
+    sources = [dataset.source(i) for i in range(len(predictions))]
+    scores: dict[str, float] = {}
+    for metric in metrics:
+        scores |= metric(predictions, references)
+        for source in sorted(set(sources)) if len(set(sources)) > 1 else []:
+            chosen = [i for i, s in enumerate(sources) if s == source]
+            part = metric([predictions[i] for i in chosen], [references[i] for i in chosen])
+            scores |= {f"{name}/{source}": value for name, value in part.items()}
+    return scores

@@ -1,0 +1,54 @@
+"""Recipe `lm`: train a causal language model on the next token, from scratch or from given weights."""
+
+from typing import Any
+
+from pydantic import Field
+
+from src import config as configs
+from src.config import Places
+from src.experiments.run import Run
+from src.registry import Dataset, Model, resolved
+from src.training.config import LoopConfig
+
+
+class Config(configs.Config):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    seed: int = Field(ge=0)
+    model: Model
+    data: Dataset
+    loop: LoopConfig
+
+
+def check(config: Config, places: Places) -> None:
+    """Raises a UserError for what can be known to fail before anything is loaded."""
+    config.model.check(places)
+    config.data.check(places)
+    config.loop.check()
+
+
+def run(config: Config, run: Run) -> None:
+    """Train to the last step. Scores: train_loss, val_loss (nats per token) and val_perplexity. Collective."""
+    import torch
+
+    from src.data import tokenizers
+    from src.training.checkpoint import About
+    from src.training.evaluation import mean_loss
+    from src.training.loop import Task, fit
+    from src.training.loss import causal_lm_loss
+
+    torch.manual_seed(config.seed)
+    model = config.model(run.places)
+    tokenizer = tokenizers.load(model.name_or_path)
+    train = config.data(run.places, tokenizer, "train", config.seed)
+    val = config.data(run.places, tokenizer, "val", config.seed)
+
+    def evaluate(accelerator: Any) -> dict[str, float]:
+        loss = mean_loss(model, val, causal_lm_loss, config.loop.micro_batch, accelerator.device)
+        return {"val_loss": loss, "val_perplexity": float(torch.tensor(loss).exp())}
+
+    def learned(module: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return causal_lm_loss(module, batch, config.loop.label_smoothing)
+
+    about = About(resolved(config.model), tokenizer)
+    fit(Task(model, about, train, learned, evaluate), run, config.loop, config.seed)

@@ -1,0 +1,39 @@
+"""A progress bar in a terminal, a line per row elsewhere."""
+
+import logging
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from tqdm import tqdm
+
+log = logging.getLogger(__name__)
+
+
+class Progress:
+    """Shows step, loss, tokens/s and the time that is left."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.bar = tqdm(total=steps, unit="step", leave=False) if sys.stderr.isatty() else None
+
+    def on_step(self, step: int) -> None:
+        """Move the bar."""
+        if self.bar is not None:
+            self.bar.update(step - self.bar.n)
+
+    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
+        """Show losses, speed and the time that is left."""
+        step, rate = row["step"], perf["tokens_per_second"]
+        left = timedelta(seconds=round((self.steps - step) / max(perf["steps_per_second"], 1e-9)))
+        losses = "  ".join(f"{name} {value:.4f}" for name, value in row.items() if "loss" in name)
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"{losses}  {rate:,.0f} tokens/s  {left} left")
+        else:
+            log.info("step %d/%d  %s  %s tokens/s  %s left", step, self.steps, losses, f"{rate:,.0f}", left)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self.bar is not None:
+            self.bar.close()

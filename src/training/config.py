@@ -1,0 +1,68 @@
+"""What an experiment says of its training loop. Where and how often it logs is not part of an experiment."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from src import distributed
+from src.config import Config
+from src.errors import ConfigError
+
+
+class EarlyStopping(Config):
+    """Stop after `patience` evaluations in a row that do not better the best value of `loop.best_metric` by more than `min_gain`."""
+
+    patience: int = Field(gt=0)
+    min_gain: float = Field(default=0.0, ge=0)
+
+
+class LoopConfig(Config):
+    """One optimizer step reads `sequences_per_step` sequences, `micro_batch` at a time in each process.
+
+    The number of micro-batches that each process accumulates follows from these two and the number of processes.
+    """
+
+    steps: int = Field(gt=0)
+    sequences_per_step: int = Field(gt=0)
+    micro_batch: int = Field(gt=0)
+    learning_rate: float = Field(gt=0)
+    schedule: Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"] = (
+        "linear"
+    )
+    """Named as in transformers."""
+    warmup_rate: float = Field(default=0.0, ge=0, lt=1)
+    """Share of `steps` during which the learning rate rises from 0."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Applied to matrices, not to biases and norms."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-6, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the forward and backward pass; weights and optimizer stay as the model was built."""
+    eval_every: int = Field(gt=0)
+    """Optimizer steps between evaluations; the last step is always evaluated."""
+    best_metric: str = "val_loss"
+    best_mode: Literal["min", "max"] = "min"
+    early_stopping: EarlyStopping | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "LoopConfig":
+        if self.sequences_per_step % self.micro_batch:
+            raise ValueError(
+                f"sequences_per_step = {self.sequences_per_step} is not a multiple of micro_batch = {self.micro_batch}, "
+                "so no whole number of micro-batches makes a step."
+            )
+        if self.schedule == "constant" and self.warmup_rate:
+            raise ValueError("schedule 'constant' has no warm-up: write 'constant_with_warmup', or leave warmup_rate out.")
+        return self
+
+    def check(self) -> None:
+        """Raises ConfigError where the processes launched cannot share an optimizer step evenly."""
+        count, world_size = self.sequences_per_step // self.micro_batch, distributed.world_size()
+        if count % world_size:
+            raise ConfigError(
+                f"loop.sequences_per_step: {self.sequences_per_step} sequences in micro-batches of {self.micro_batch} make {count} "
+                f"micro-batches a step, which {world_size} processes cannot share evenly. Change their number or loop.micro_batch."
+            )

@@ -1,0 +1,55 @@
+"""The micro-batches of this process, optimizer step by optimizer step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from src import distributed
+from src.training import order
+from src.training.config import LoopConfig
+from src.training.evaluation import to_device
+
+
+class _Samples(Dataset):
+    """Lets a DataLoader ask for samples by (epoch, index)."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return self.dataset.sample(*key)
+
+
+class _Plan(Sampler):
+    """Hands an iterator of (epoch, index) lists to a DataLoader."""
+
+    def __init__(self, micro_batches: Iterator[list[tuple[int, int]]]) -> None:
+        self.micro_batches = micro_batches
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self.micro_batches
+
+
+def steps(dataset: Any, config: LoopConfig, seed: int, first_step: int, device: torch.device) -> Iterator[list[dict[str, Tensor]]]:
+    """Yield, for each optimizer step from `first_step` on, the micro-batches of this process, on `device`. Endless.
+
+    `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`.
+    """
+    rank, world_size = distributed.rank(), distributed.world_size()
+    share = order.Share(config.sequences_per_step, config.micro_batch, rank, world_size)
+    gpu = device.type == "cuda"
+    batches = DataLoader(
+        _Samples(dataset),
+        batch_sampler=_Plan(order.micro_batches(seed, len(dataset), first_step, share)),
+        collate_fn=dataset.collate,
+        num_workers=2 if gpu else 0,  # samples are pure functions, so workers change no number; on a CPU they take the cores that train
+        pin_memory=gpu,
+        generator=torch.Generator(),  # else it draws from the global one
+    )
+    stream = iter(batches)
+    count = config.sequences_per_step // config.micro_batch // world_size
+    while True:
+        yield [to_device(next(stream), device) for _ in range(count)]

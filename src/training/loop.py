@@ -1,0 +1,252 @@
+"""The training loop of every recipe, on Hugging Face Accelerate.
+
+A run that is killed at any moment and started again ends bit for bit where the uninterrupted one ends (same world size): data order and
+dropout are functions of (seed, step), and everything else that a later step depends on is in `State`, the optimizer and the weights.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+
+from src import distributed
+from src.errors import ConfigError, DataError, TrainingError
+from src.experiments import checkpoints
+from src.experiments.run import Run
+from src.training import checkpoint, loader, optim, order
+from src.training.config import LoopConfig
+from src.training.evaluation import Loss
+from src.training.meter import Meter
+from src.training.reporting import Reporter
+from src.training.selection import Selection
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a recipe gives to the loop."""
+
+    model: nn.Module
+    about: checkpoint.About
+    train: Any
+    """Data set: `len`, `sample(epoch, index)`, `collate(samples)`, `fingerprint`."""
+    loss: Loss
+    """(model, batch) -> summed loss over the tokens where batch["loss_mask"] is True."""
+    evaluate: Callable[[Accelerator], Mapping[str, float]]
+    """Scores of the model as it stands, the same on every rank. Called on every rank, in eval mode."""
+
+
+@dataclass
+class State:
+    """Everything that the loop carries from one step to the next, besides weights and optimizer."""
+
+    step: int = 0
+    """Optimizer steps finished. The data position, the learning rate and all random draws follow from it."""
+    tokens: int = 0
+    """Loss tokens seen, over all ranks."""
+    since_row: "SinceRow" = field(default_factory=lambda: SinceRow())
+    selection: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """Of the fp16 loss scaler."""
+    data: str = ""
+    """Fingerprint of the training data."""
+
+
+@dataclass
+class SinceRow:
+    """Sums since the last score row."""
+
+    steps: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    clipped: int = 0
+    skipped: int = 0
+    """Steps that the fp16 loss scaler skipped because a gradient overflowed; they have no gradient norm."""
+
+    def scores(self) -> dict[str, float]:
+        """Means over the interval."""
+        moved = max(1, self.steps - self.skipped)
+        scores = {"train_loss": self.loss / self.tokens, "grad_norm": self.grad_norm / moved, "clip_rate": self.clipped / moved}
+        return {**scores, "skipped_steps": self.skipped} if self.skipped else scores
+
+
+def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
+    """Train from the newest whole checkpoint of `run`, or from the start, to the last step. Collective.
+
+    Returns the final state; the model of `task` is mutated. Scores go to scores.jsonl, timings to perf.jsonl.
+
+    Raises:
+        ConfigError: the processes cannot share a step evenly, or the precision needs another device.
+        DataError: the data have changed since the run began, or a step has nothing to learn.
+        TrainingError: loss or gradient is no longer finite; raised on every rank before the optimizer moves.
+    """
+    loop = Loop(task, run, config, seed)
+    loop.restore()
+    with contextlib.closing(loop.reporter):
+        batches = loader.steps(task.train, config, seed, loop.state.step, loop.accelerator.device)
+        loop.meter.restart()
+        while loop.state.step < config.steps and not loop.selection.stop():
+            loop.learn(loop.meter.waiting(batches))
+            scores = loop.evaluate() if loop.due(config.eval_every) else {}
+            if scores or loop.due(loop.row_every):
+                loop.report(scores)
+                loop.save()
+    return loop.state
+
+
+class Loop:
+    """The parts of one training, put together. `fit` is the loop itself."""
+
+    def __init__(self, task: Task, run: Run, config: LoopConfig, seed: int) -> None:
+        self.task, self.run, self.config, self.seed = task, run, config, seed
+        self.accelerator = start(config)
+        self.model, self.optimizer = self.accelerator.prepare(task.model, optim.adamw(task.model, config))
+        self.learning_rate = optim.learning_rate(config)
+        self.selection = Selection(config)
+        self.state = State(data=task.train.fingerprint)
+        self.row_every = run.options.log_every or config.eval_every
+        self.meter = Meter()
+        self.reporter = Reporter(run, config, task.model)
+
+    def due(self, every: int) -> bool:
+        """True at every `every`-th step and at the last."""
+        return self.state.step % every == 0 or self.state.step == self.config.steps
+
+    def learn(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
+        """One optimizer step on the mean loss over all tokens of the global batch."""
+        state, world_size = self.state, distributed.world_size()
+        (tokens,) = distributed.total([sum(int(batch["loss_mask"].sum()) for batch in batches)])
+        if not tokens:
+            raise DataError(f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has a token to learn.")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(state.step)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
+        for a, batch in enumerate(batches):
+            torch.manual_seed(order.noise_seed(self.seed, state.step, a * world_size + distributed.rank()))
+            last = a == len(batches) - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+                loss = self.task.loss(self.model, batch)
+                # DDP takes the mean over ranks; the factor makes it a sum.
+                self.accelerator.backward(loss * (world_size / tokens))
+            loss_sum += loss.detach()
+        (loss_total,) = distributed.total([float(loss_sum)])
+        self.move(loss_total, int(tokens))
+        self.meter.count(batches)
+        self.reporter.step(state.step)
+
+    def move(self, loss_sum: float, tokens: int) -> None:
+        """Clip, check and step. The values are the same on every rank, so all decide alike."""
+        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        check_finite(self.state.step + 1, "loss", loss_sum)
+        if self.config.precision != "float16":  # there the scaler skips the step and lowers its scale
+            check_finite(self.state.step + 1, "gradient norm", norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.state.step += 1
+        self.state.tokens += tokens
+        since = self.state.since_row
+        since.steps += 1
+        since.tokens += tokens
+        since.loss += loss_sum
+        if self.optimizer.step_was_skipped:
+            since.skipped += 1
+        else:
+            since.grad_norm += norm
+            since.clipped += norm > self.config.max_grad_norm
+
+    def evaluate(self) -> dict[str, float]:
+        """Score the model as it stands, and note whether it is the best."""
+        self.task.model.eval()
+        with self.meter.apart():
+            scores = dict(self.task.evaluate(self.accelerator))
+        self.task.model.train()
+        self.selection.update(self.state.step, scores)
+        return scores
+
+    def report(self, scores: Mapping[str, float]) -> None:
+        """Write one score row and one row of timings, and begin new sums."""
+        step, since = self.state.step, self.state.since_row
+        row = {"step": step, **since.scores(), "learning_rate": self.learning_rate(step - 1), "tokens": self.state.tokens, **scores}
+        perf = self.meter.row()
+        distributed.from_main(lambda: self.reporter.report(row, perf))
+        self.state.since_row = SinceRow()
+        self.meter.restart()
+
+    def save(self) -> None:
+        """Write a checkpoint, whole or not at all, name the best and drop the old ones."""
+        scaler = self.accelerator.scaler
+        self.state.selection, self.state.scaler = self.selection.state(), scaler.state_dict() if scaler else {}
+        with self.meter.apart():
+            distributed.from_main(self._write)
+
+    def _write(self) -> None:
+        self.run.dir.confirm()
+        step, best = self.state.step, self.selection.best_step
+        checkpoint.save(self.run.path, step, self.task.model, self.optimizer.optimizer, asdict(self.state), self.task.about)
+        if best == step:
+            checkpoints.mark_best(self.run.path, best)
+        checkpoints.rotate(self.run.path, best)
+
+    def restore(self) -> None:
+        """Continue from the newest whole checkpoint, if there is one; scores past it are dropped, to be made again."""
+        folder = distributed.from_main(lambda: checkpoints.newest_whole(self.run.path))
+        if folder is not None:
+            saved = checkpoint.load(folder, self.task.model, self.optimizer.optimizer)
+            self._take(saved)
+            log.info("%s: continues from step %d.", self.run.path, self.state.step)
+        distributed.from_main(self._align)
+        self.task.model.train()
+
+    def _take(self, saved: dict[str, Any]) -> None:
+        if saved["data"] != self.state.data:
+            raise DataError(
+                f"{self.run.path}: the data are no longer those that this run began with (manifest {saved['data'][:12]}, "
+                f"now {self.state.data[:12]}). Restore them, or start over with -r 1."
+            )
+        self.state = State(**{**saved, "since_row": SinceRow(**saved["since_row"])})
+        self.selection.restore(saved["selection"])
+        if self.accelerator.scaler and saved["scaler"]:
+            self.accelerator.scaler.load_state_dict(saved["scaler"])
+
+    def _align(self) -> None:
+        """Bring scores and the best pointer back to the restored step."""
+        self.run.dir.scores.truncate(self.state.step)
+        best = self.selection.best_step
+        if best is not None:
+            checkpoints.mark_best(self.run.path, best)
+
+
+def start(config: LoopConfig) -> Accelerator:
+    """Accelerate for this process, with the precision of `config`.
+
+    Raises:
+        ConfigError: float16 without a GPU, or processes that cannot share a step evenly.
+    """
+    gpu = torch.cuda.is_available()
+    if config.precision == "float16" and not gpu:
+        raise ConfigError("loop.precision: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
+    config.check()
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
+    return Accelerator(
+        cpu=not gpu,
+        mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[config.precision],
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+
+
+def check_finite(step: int, name: str, value: float) -> None:
+    """Raises TrainingError where `value` is NaN or infinite."""
+    if not math.isfinite(value):
+        raise TrainingError(
+            f"step {step}: the {name} is {value}, so training stops before the optimizer moves; the last checkpoint is sound. "
+            "Lower loop.learning_rate, lengthen loop.warmup_rate, or look at the data of this step."
+        )

@@ -1,0 +1,48 @@
+"""Which step is best so far, and whether to stop early."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from src.errors import ConfigError
+from src.training.config import LoopConfig
+
+
+class Selection:
+    """Follows `loop.best_metric` over the evaluations. Its whole state is `state()`."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        self.config = config
+        self.best_value: float | None = None
+        self.best_step: int | None = None
+        self.without_gain = 0
+
+    def update(self, step: int, scores: Mapping[str, float]) -> None:
+        """Take in one evaluation.
+
+        Raises:
+            ConfigError: the evaluation does not measure `loop.best_metric`.
+        """
+        metric = self.config.best_metric
+        if metric not in scores:
+            raise ConfigError(f"loop.best_metric: the evaluation has no {metric!r}. It has: {', '.join(sorted(scores))}.")
+        value = scores[metric]
+        sign = 1 if self.config.best_mode == "max" else -1
+        gain = math.inf if self.best_value is None else sign * (value - self.best_value)
+        stopping = self.config.early_stopping
+        self.without_gain = 0 if gain > (stopping.min_gain if stopping else 0.0) else self.without_gain + 1
+        if gain > 0:
+            self.best_value, self.best_step = value, step
+
+    def stop(self) -> bool:
+        """True when early stopping has run out of patience."""
+        stopping = self.config.early_stopping
+        return stopping is not None and self.without_gain >= stopping.patience
+
+    def state(self) -> dict[str, Any]:
+        """JSON values that `restore` takes back."""
+        return {"best_value": self.best_value, "best_step": self.best_step, "without_gain": self.without_gain}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()`."""
+        self.best_value, self.best_step, self.without_gain = state["best_value"], state["best_step"], state["without_gain"]

@@ -1,0 +1,71 @@
+"""Learning rates and parameter groups."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from src import distributed
+from src.config import load
+from src.errors import ConfigError
+from src.training.config import LoopConfig
+from src.training.loss import cross_entropy
+from src.training.optim import adamw, learning_rate
+
+LOOP = {"steps": 100, "sequences_per_step": 2, "micro_batch": 2, "learning_rate": 0.5, "eval_every": 1}
+
+
+def loop(**changes: object) -> LoopConfig:
+    return load(LoopConfig, {**LOOP, **changes}, "loop")
+
+
+def test_warm_up_rises_in_a_line_and_linear_decays_to_zero():
+    rate = learning_rate(loop(schedule="linear", warmup_rate=0.1))
+    assert [rate(0), rate(5), rate(10), rate(55), rate(100)] == pytest.approx([0.0, 0.25, 0.5, 0.25, 0.0])
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    rate = learning_rate(loop(schedule="cosine"))
+    assert rate(25) == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.25)) / 2)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant_with_warmup", "inverse_sqrt"])
+def test_schedules_are_those_of_transformers(name: str):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = get_scheduler(name, optimizer, 10, 100)
+    rate = learning_rate(loop(schedule=name, warmup_rate=0.1))
+    for step in range(20):
+        assert rate(step) == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+
+
+def test_only_trained_matrices_decay():
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+    model[2].requires_grad_(False)
+    decays = {g["weight_decay"]: [tuple(p.shape) for p in g["params"]] for g in adamw(model, loop(weight_decay=0.1)).param_groups}
+    assert decays == {0.1: [(2, 2)], 0.0: [(2,), (2,), (2,)]}
+
+
+def test_loss_is_the_sum_over_targets():
+    logits = torch.tensor([[0.0, 0.0], [0.0, math.log(3.0)]])
+    assert cross_entropy(logits, torch.tensor([0, 1])).item() == pytest.approx(math.log(2) + math.log(4 / 3))
+
+
+def test_a_step_is_a_whole_number_of_micro_batches():
+    with pytest.raises(ConfigError, match=r"loop: sequences_per_step = 10 is not a multiple of micro_batch = 4"):
+        loop(sequences_per_step=10, micro_batch=4)
+
+
+def test_a_setting_that_would_be_ignored_is_refused():
+    with pytest.raises(ConfigError, match="schedule 'constant' has no warm-up"):
+        loop(schedule="constant", warmup_rate=0.1)
+
+
+def test_processes_must_share_a_step_evenly(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert distributed.world_size() == 3
+    with pytest.raises(ConfigError, match="make 4 micro-batches a step, which 3 processes cannot share evenly"):
+        loop(sequences_per_step=8, micro_batch=2).check()
