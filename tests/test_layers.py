@@ -1,0 +1,242 @@
+"""Arrows point down: which module may import which, what may be imported at all, and where."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+# layer -> layers that it may import besides itself; every layer may import errors and files
+MAY_IMPORT = {
+    "src.errors": set(),
+    "src.files": set(),
+    "src.config": set(),
+    "src.batches": set(),
+    "src.distributed": set(),
+    "src.registry": {"src.config"},
+    "src.experiments": {"src.config", "src.registry"},
+    "src.launch": {"src.config", "src.registry"},
+    "src.metrics": {"src.config"},
+    "src.data": {"src.config", "src.registry", "src.batches", "src.distributed"},
+    "src.models": {"src.config", "src.registry", "src.batches", "src.experiments"},
+    "src.training": {"src.config", "src.batches", "src.distributed", "src.experiments"},
+    "src.serving": {"src.config", "src.registry", "src.models", "src.data"},
+    "src.recipes": {
+        "src.config",
+        "src.registry",
+        "src.batches",
+        "src.distributed",
+        "src.experiments",
+        "src.data",
+        "src.training",
+    },
+    "trainval": {"exp_configs", "job_configs", "src.config", "src.registry", "src.experiments", "src.launch", "src.distributed"},
+    "exp_configs": {"src.experiments.grid"},
+    "job_configs": set(),
+    "data_prep": {"src.config", "src.data"},
+    "results": {"src.experiments", "src.config", "src.registry"},
+}
+EVERYONE = {"src.errors", "src.files"}
+OUTSIDE = {"tests", "benchmarks"}  # these may import anything
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "custom", "v2"}
+HEAVY = {"torch", "transformers", "accelerate", "numpy", "pandas", "matplotlib", "rich", "wandb", "datasets"}
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Dotted module name -> path of each Python file that git tracks or would track."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    paths = [Path(name) for name in listing.split("\0") if name and (ROOT / name).exists()]
+    return {".".join(path.with_suffix("").parts): ROOT / path for path in paths if path.parts[0] != ".ci"}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def ours(module: str) -> bool:
+    return module.partition(".")[0] not in OUTSIDE
+
+
+def imports(module: str, parsed: ast.Module) -> Iterator[tuple[str, int]]:
+    """Every dotted name imported anywhere in a file, inside functions too, with its line."""
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def layer_of(name: str) -> str | None:
+    """The layer that a dotted name belongs to, or None for what is not ours."""
+    parts = name.split(".")
+    if parts[0] == "src":
+        return ".".join(parts[:2])
+    return parts[0] if parts[0] in {"trainval", "exp_configs", "job_configs", "data_prep", "results", "tests", "benchmarks"} else None
+
+
+def upward(module: str, parsed: ast.Module) -> list[str]:
+    """The imports of a file that its layer may not make, as messages."""
+    layer = layer_of(module)
+    if layer not in MAY_IMPORT:
+        return [f"{module}: is in no layer. Put it in one, or add the layer to MAY_IMPORT and design it."]
+    allowed = MAY_IMPORT[layer] | (EVERYONE if layer != "src.errors" else set()) | {layer}
+    wrong = []
+    for name, line in imports(module, parsed):
+        within = any(name == a or name.startswith(a + ".") for a in allowed)
+        other_recipe = layer == layer_of(name) == "src.recipes" and not name.startswith(module)
+        if layer_of(name) is not None and (not within or other_recipe):
+            wrong.append(f"{module}:{line}: may not import {name}")
+    return wrong
+
+
+def test_arrows_point_down():
+    wrong = [message for module, path in sources().items() if ours(module) for message in upward(module, tree(path))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "found"),
+    [
+        ("src.models.x", "from src.training import loop", "src.models.x:1: may not import src.training.loop"),
+        ("src.models.x", "def f():\n    import src.training.loop", "src.models.x:2: may not import src.training.loop"),
+        ("src.models.x", "from src import data", "src.models.x:1: may not import src.data"),
+        ("src.models.x", "from ..recipes import lm", "src.models.x:1: may not import src.recipes.lm"),
+        ("src.recipes.x", "from src.recipes.lm import run", "src.recipes.x:1: may not import src.recipes.lm.run"),
+        ("src.errors", "import src.files", "src.errors:1: may not import src.files"),
+        ("src.config", "from src.distributed import rank", "src.config:1: may not import src.distributed.rank"),
+        ("exp_configs", "from src.experiments import identity", "exp_configs:1: may not import src.experiments.identity"),
+        ("job_configs", "import src.launch.local", "job_configs:1: may not import src.launch.local"),
+        ("src.data.x", "import tests.conftest", "src.data.x:1: may not import tests.conftest"),
+        ("src.novelty.x", "import os", "src.novelty.x: is in no layer"),
+    ],
+)
+def test_an_arrow_that_points_up_is_found(module: str, code: str, found: str):
+    assert [message for message in upward(module, ast.parse(code)) if message.startswith(found)]
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("src.models.x", "from src.errors import ConfigError\nfrom src.models import y\nimport torch"),
+        ("exp_configs", "from src.experiments.grid import grid, ref"),
+        ("src.recipes.x", "from src.training import loop"),
+        ("trainval", "from src import distributed"),
+    ],
+)
+def test_an_arrow_that_points_down_is_not(module: str, code: str):
+    assert upward(module, ast.parse(code)) == []
+
+
+LIGHT_PROBE = """
+import importlib, sys
+modules = sys.argv[1].split(",")
+heavy = sys.argv[2].split(",")
+for module in modules:
+    importlib.import_module(module)
+    loaded = [name for name in heavy if name in sys.modules]
+    if loaded:
+        raise SystemExit(f"importing {module} loads {', '.join(loaded)}")
+"""
+
+
+def light_modules() -> list[str]:
+    from src.registry import TABLES
+
+    listed = {module for table in TABLES for module in table.modules.values()}
+    named = {m for m in sources() if m.startswith(("src.experiments.", "src.launch.")) or m in {"trainval", "exp_configs", "job_configs"}}
+    return sorted(listed | named | {"src.registry"})
+
+
+def test_the_command_line_loads_nothing_heavy():
+    """Also holds for every module that an experiment can name: they import torch when their verb is called."""
+    command = [sys.executable, "-c", LIGHT_PROBE, ",".join(light_modules()), ",".join(sorted(HEAVY))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def only_in(pattern: set[str], allowed: set[str]) -> list[str]:
+    """Places outside the `allowed` modules that import one of the packages in `pattern`."""
+    return [
+        f"{module}:{line}: imports {name}"
+        for module, path in sources().items()
+        if ours(module) and module not in allowed
+        for name, line in imports(module, tree(path))
+        if name.split(".")[0] in pattern
+    ]
+
+
+def test_wandb_is_spoken_to_in_one_file():
+    assert not only_in({"wandb"}, {"src.training.callbacks.wandb", "src.training.callbacks.weights_and_biases"})
+
+
+def test_pickles_are_written_and_read_in_one_file():
+    assert not only_in({"pickle", "dill", "cloudpickle", "joblib"}, {"src.experiments.scores"})
+
+
+def test_src_prints_nothing():
+    calls = [
+        f"{module}:{node.lineno}"
+        for module, path in sources().items()
+        if module.startswith("src.")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not calls, "use logging"
+
+
+def test_one_file_reads_the_ranks():
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+    readers = [
+        f"{module}:{node.lineno}: {node.value}"
+        for module, path in sources().items()
+        if ours(module) and module != "src.distributed"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert not readers, "ask src/distributed.py"
+
+
+def test_no_broad_except_without_a_reason():
+    reason = re.compile(r"# noqa: BLE001\s{2,}\S")
+    broad = []
+    for module, path in sources().items():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        handlers = [node for node in ast.walk(tree(path)) if isinstance(node, ast.ExceptHandler) and ours(module) and is_broad(node)]
+        broad += [f"{module}:{h.lineno}: {lines[h.lineno - 1].strip()}" for h in handlers if not reason.search(lines[h.lineno - 1])]
+    assert not broad, "\n".join(broad)
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    """True for a handler that takes every error and does not end by raising it again."""
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    every = any(kind is None or (isinstance(kind, ast.Name) and kind.id in {"Exception", "BaseException"}) for kind in caught)
+    last = handler.body[-1]
+    return every and not (isinstance(last, ast.Raise) and last.exc is None)
+
+
+def test_file_names_say_what_is_inside():
+    vague = [
+        str(path.relative_to(ROOT)) for path in sources().values() if FORBIDDEN_NAMES & set(path.relative_to(ROOT).with_suffix("").parts)
+    ]
+    assert not vague
+
+
+def test_every_module_opens_with_one_line():
+    without = [module for module, path in sources().items() if not (ast.get_docstring(tree(path)) or "").strip()]
+    assert not without
