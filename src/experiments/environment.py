@@ -1,0 +1,134 @@
+"""What a run was started with: code, versions, machine, command. Never secrets, never a reason to fail."""
+
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+MAX_DIFF_BYTES = 1_000_000
+_GIT_SECONDS = 5.0
+_GPU_SECONDS = 2.0
+_ROOT = Path(__file__).resolve().parents[2]
+
+# Only these variables are kept: the environment as a whole is full of tokens.
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_RESTART_COUNT",
+    "SLURM_NODELIST",
+    "EAI_JOB_ID",
+    "EAI_RUN_INDEX",
+)
+_SECRET_WORDS = {"key", "apikey", "token", "secret", "secrets", "password", "passwd", "pwd", "credential", "credentials", "auth"}
+_SECRET_FILES = (".env", ".env.*", "*.pem", "*.key", "*.p12", ".netrc", "id_rsa*", "credentials*")
+_IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
+_HIDDEN = "***"
+
+
+def describe(command: Sequence[str]) -> dict[str, Any]:
+    """Facts for env.json, JSON values only, in well under a second; what cannot be known is None.
+
+    "diff" is the text of the uncommitted changes (at most `MAX_DIFF_BYTES`): `RunDir.open` writes it to diff.patch.
+    Values of flags that look like keys or tokens are hidden in "command".
+    """
+    commit = _git("rev-parse", "HEAD")
+    diff = _git("diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".", *(f":(exclude,glob)**/{name}" for name in _SECRET_FILES))
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": redacted(command),
+        "commit": commit.strip() if commit else None,
+        "dirty": None if diff is None else bool(diff),
+        "diff": diff and _shortened(diff),
+        "python": platform.python_version(),
+        "packages": packages(sys.path),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpus": gpus(),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def redacted(command: Sequence[str]) -> list[str]:
+    """`command` with the values of secrets hidden: `--api_key x`, `--api_key=x`, `WANDB_API_KEY=x`, `https://user:x@host`."""
+    shown: list[str] = []
+    hide_next = False
+    for word in command:
+        name, equals, _ = word.partition("=")
+        if hide_next and not word.startswith("--"):
+            shown.append(_HIDDEN)
+        elif equals and _is_secret(name):
+            shown.append(f"{name}={_HIDDEN}")
+        else:
+            shown.append(_IN_ADDRESS.sub(rf"\1{_HIDDEN}@", word))
+        hide_next = word.startswith("-") and not equals and _is_secret(word)
+    return shown
+
+
+def packages(paths: Iterable[str]) -> dict[str, str]:
+    """Name -> version of every installed distribution, from the names of its metadata folders: opening 200 files would take longer."""
+    found: dict[str, str] = {}
+    for path in paths:
+        try:
+            entries = os.listdir(path or ".")
+        except OSError:
+            continue
+        for entry in entries:
+            if entry.endswith(".dist-info"):
+                name, _, version = entry.removesuffix(".dist-info").partition("-")
+                found.setdefault(name.lower().replace("_", "-"), version)
+    return dict(sorted(found.items()))
+
+
+def gpus() -> list[str]:
+    """Model names of this machine's NVIDIA GPUs; empty where there is none. Loads no CUDA."""
+    named = []
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        match = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        named.append(match.group(1).strip() if match else "unknown")
+    if not named and shutil.which("nvidia-smi"):
+        text = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], _GPU_SECONDS)
+        named = [line.strip() for line in (text or "").splitlines() if line.strip()]
+    return named
+
+
+def _is_secret(name: str) -> bool:
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return any(word in _SECRET_WORDS for word in words)
+
+
+def _shortened(diff: str) -> str:
+    data = diff.encode(errors="replace")
+    if len(data) <= MAX_DIFF_BYTES:
+        return diff
+    return data[:MAX_DIFF_BYTES].decode(errors="ignore") + f"\n[cut: {len(data)} bytes in all]\n"
+
+
+def _git(*arguments: str) -> str | None:
+    return _output(["git", "-C", str(_ROOT), *arguments], _GIT_SECONDS)
+
+
+def _output(command: list[str], timeout_seconds: float) -> str | None:
+    """What the command prints; None when it is absent, fails, or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=timeout_seconds, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None

@@ -1,0 +1,127 @@
+"""Many experiments from one dict: the only module of the project that exp_configs.py imports."""
+
+import copy
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from src.config import unknown
+from src.errors import ConfigError
+from src.experiments.identity import check_values, exp_id
+from src.registry import canonical, load_experiment
+
+Experiment = dict[str, Any]
+Axes = Mapping[str, list[Any]]
+
+
+def grid(base: Experiment, axes: Axes, where: Callable[[Experiment], bool] | None = None) -> list[Experiment]:
+    """Every combination of the values of `axes` (dotted path -> values), the last axis changing fastest.
+
+    `where` keeps the experiments for which it is true. A value that is a list stays a list. The dicts share nothing.
+
+    Raises:
+        ConfigError: a path that is not in `base`, or an axis without values.
+    """
+    _check_axes(axes, "grid")
+    combinations = itertools.product(*axes.values())
+    experiments = [_combined(base, zip(axes, values, strict=True)) for values in combinations]
+    return [exp for exp in experiments if where is None or where(exp)]
+
+
+def zipped(base: Experiment, axes: Axes) -> list[Experiment]:
+    """One experiment for each position in the axes: the first values together, the second values together, and so on.
+
+    Raises:
+        ConfigError: axes of different lengths, a path that is not in `base`, or an axis without values.
+    """
+    _check_axes(axes, "zipped")
+    lengths = {path: len(values) for path, values in axes.items()}
+    if len(set(lengths.values())) > 1:
+        raise ConfigError(f"zipped: axes of equal length are needed, got {', '.join(f'{p}: {n}' for p, n in lengths.items())}.")
+    return [_combined(base, zip(axes, values, strict=True)) for values in zip(*axes.values(), strict=True)]
+
+
+def seeds(experiments: Iterable[Experiment], seeds: int | Sequence[int]) -> list[Experiment]:
+    """Each experiment once for each seed: 0 … `seeds` - 1, or the seeds listed.
+
+    Raises:
+        ConfigError: no seed at all.
+    """
+    values = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not values:
+        raise ConfigError(f"seeds: expected a number of seeds above 0, or a list of them, got {seeds!r}.")
+    return [set_path(exp, "seed", seed, must_exist=False) for exp in experiments for seed in values]
+
+
+def ref(parent: Experiment, checkpoint: str = "last") -> dict[str, Any]:
+    """The model dict that stands for what `parent` trained. It holds the parent's id, so a changed parent is another child.
+
+    Raises:
+        ConfigError: `parent` is not a valid experiment.
+    """
+    check_values(parent, "ref")
+    return {"name": "experiment", "exp_id": exp_id(canonical(parent, load_experiment(parent, "ref"))), "checkpoint": checkpoint}
+
+
+def set_path(exp: Experiment, path: str, value: Any, must_exist: bool) -> Experiment:
+    """A deep copy of `exp` with `value` at the dotted `path`.
+
+    must_exist: True refuses a last key that is not in `exp`; the keys before it must be there in any case.
+
+    Raises:
+        ConfigError: names the key that is not there, or that leads to no dict.
+    """
+    changed = copy.deepcopy(exp)
+    _assign(changed, path, value, must_exist)
+    return changed
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """Split "loop.steps=20" into ("loop.steps", 20). The value is read as JSON where it is JSON, else taken as it stands.
+
+    Raises:
+        ConfigError: no "=" or nothing before it.
+    """
+    path, equals, value = text.partition("=")
+    if not equals or not path.strip():
+        raise ConfigError(f"--set: expected path=value, such as loop.steps=20, got {text!r}.")
+    try:
+        return path.strip(), json.loads(value)
+    except json.JSONDecodeError:
+        return path.strip(), value
+
+
+def _combined(base: Experiment, values: Iterable[tuple[str, Any]]) -> Experiment:
+    exp = copy.deepcopy(base)
+    for path, value in values:
+        _assign(exp, path, value, must_exist=True)
+    return exp
+
+
+def _assign(exp: Experiment, path: str, value: Any, must_exist: bool) -> None:
+    """`set_path` in place; `value` itself is copied, so that no two experiments share a dict."""
+    place, keys = exp, path.split(".")
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        if not key:
+            raise ConfigError(f"{path!r}: expected keys joined by single dots, such as 'loop.steps'.")
+        if key not in place and (must_exist or not last):
+            raise unknown("key", key, map(str, place), ".".join(keys[:depth]) or path)
+        if last:
+            place[key] = copy.deepcopy(value)
+        elif not isinstance(place[key], dict):
+            raise ConfigError(f"{path}: {'.'.join(keys[: depth + 1])} is {place[key]!r}, not a dict, so nothing can be set below it.")
+        else:
+            place = place[key]
+
+
+def _check_axes(axes: Axes, where: str) -> None:
+    for path, values in axes.items():
+        if not isinstance(values, list):
+            raise ConfigError(f"{where}: {path}: expected a list of values, got {values!r} ({type(values).__name__}).")
+        if not values:
+            raise ConfigError(f"{where}: {path}: an axis without values makes no experiment. Give it values or drop it.")
+    for first, second in itertools.combinations(axes, 2):
+        if first.startswith(second + "."):
+            raise ConfigError(f"{where}: {second}: it would overwrite {first}. Put the axis {second} first.")

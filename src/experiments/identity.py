@@ -1,0 +1,84 @@
+"""The id of an experiment: haven's hash of its dict, for dicts that haven hashes faithfully and JSON can hold."""
+
+import hashlib
+import math
+from typing import Any
+
+from src.config import join
+from src.errors import ConfigError
+
+
+def exp_id(exp: dict[str, Any]) -> str:
+    """32 hex characters, equal to `haven.haven_utils.hash_dict(exp)` for every dict that `check_values` accepts.
+
+    Two dicts that differ only in types, such as 1 and "1", share an id: `RunDir.open` compares the dicts themselves.
+    """
+    return hashlib.md5("".join(f"{key}/{_text(exp[key])}" for key in sorted(exp)).encode(), usedforsecurity=False).hexdigest()
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return exp_id(value)
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "".join(exp_id(item) for item in value)
+    return str(value)
+
+
+def check_values(exp: Any, where: str) -> None:
+    """Refuse what haven cannot hash faithfully or JSON cannot hold.
+
+    Raises:
+        ConfigError: names the first such value by its path below `where`.
+    """
+    if type(exp) is not dict:
+        raise ConfigError(f"{where}: expected a dict, got {_shown(exp)}.")
+    _check_dict(exp, where)
+
+
+def _check_dict(value: dict[Any, Any], where: str) -> None:
+    for key, item in value.items():
+        if type(key) is not str:
+            raise ConfigError(f"{where}: expected keys of type str, got {_shown(key)}.")
+        if not key or "." in key:
+            raise ConfigError(f"{where}: a key must not be empty or hold a dot, got {key!r}. Nest the dicts instead.")
+        _check_text(key, where)
+        _check(item, join(where, key))
+
+
+def _check(value: Any, where: str) -> None:
+    if type(value) is dict:
+        _check_dict(value, where)
+    elif type(value) is list:
+        _check_list(value, where)
+    elif type(value) is str:
+        _check_text(value, where)
+    elif type(value) is float and not math.isfinite(value):
+        raise ConfigError(f"{where}: expected a finite number, got {value}.")
+    elif value is not None and type(value) not in (bool, int, float):
+        hint = " Write a list instead." if isinstance(value, (tuple, set, frozenset)) else ""
+        raise ConfigError(f"{where}: expected a JSON value (dict, list, str, int, float, bool or None), got {_shown(value)}.{hint}")
+
+
+def _check_list(value: list[Any], where: str) -> None:
+    dicts = sum(type(item) is dict for item in value)
+    if 0 < dicts < len(value):
+        raise ConfigError(f"{where}: a list holds only dicts or none, got {dicts} among {len(value)} values.")
+    for place, item in enumerate(value):
+        below = f"{where}[{place}]"
+        if type(item) is list and _holds_dict(item):
+            raise ConfigError(f"{below}: a list inside a list must not hold dicts: their key order would change the id.")
+        _check(item, below)
+
+
+def _holds_dict(value: list[Any]) -> bool:
+    return any(isinstance(item, dict) or (isinstance(item, list) and _holds_dict(item)) for item in value)
+
+
+def _check_text(value: str, where: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ConfigError(f"{where}: expected text that UTF-8 can hold, got {_shown(value)}.")
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,0 +1,228 @@
+"""The save directory of one experiment: locked, checked against its dict, every file whole."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, get_args
+
+from src.errors import ConfigError, RunError
+from src.experiments import lease as leases
+from src.experiments.identity import check_values, exp_id
+from src.experiments.lease import Lease
+from src.experiments.saved import (
+    CONFIG,
+    DIFF,
+    ENV,
+    EXP_DICT,
+    STATUS,
+    State,
+    attempts,
+    differences,
+    join_group,
+    read_exp_dict,
+    read_status,
+)
+from src.experiments.scores import SCORES, Scores
+from src.files import read_json, write_atomic, write_json, writing
+
+DELETED = "deleted"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunDir:
+    """Opened for writing by one process (`open`), or for reading by any (`attach`). A context manager: leaving it unlocks."""
+
+    path: Path
+    exp_id: str
+    exp: dict[str, Any]
+    """Canonical dict of the experiment."""
+    attempt: int
+    lease: Lease | None
+    """None: attached, so it may not write."""
+
+    @classmethod
+    def open(
+        cls, runs: Path, exp: dict[str, Any], resolved: Mapping[str, Any], *, reset: int = 0, facts: Mapping[str, Any] | None = None
+    ) -> "RunDir":
+        """Lock <runs>/<id>, made where it is missing, and check that it belongs to `exp`; its status is then "running".
+
+        exp: canonical (`registry.canonical`). resolved: with every default (`registry.resolved`).
+        reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … where that exists.
+        facts: for env.json; "group" is the experiment's group, and "diff", if any, goes to diff.patch.
+
+        An exp_dict.json that cannot be read is written anew, as the id in the directory's name vouches for its content.
+
+        Raises:
+            ConfigError: `exp` holds a value that cannot be hashed faithfully.
+            RunError: held by another process; another dict with the same id; defaults that changed since the start;
+                a damaged file; a disk that refuses.
+        """
+        if reset not in (0, 1):
+            raise ConfigError(f"-r: expected 0 (continue) or 1 (start over), got {reset}.")
+        check_values(exp, "experiment")
+        identity = exp_id(exp)
+        path = runs / identity
+        lease = Lease.acquire(path)
+        try:
+            if reset and _used(path):
+                lease.move_directory(_backup(runs / DELETED, identity))
+                lease = Lease.acquire(path)
+            run = cls(path, identity, exp, attempts(path) + 1, lease)
+            run._check_dict()
+            run._check_config(dict(resolved))
+            read_status(path)
+            run._write_facts(dict(facts or {}))
+            run.set_status("running")
+        except BaseException:
+            lease.release()
+            raise
+        return run
+
+    @classmethod
+    def attach(cls, path: Path) -> "RunDir":
+        """Read a directory that another process may hold: no lock, and every writing method is refused.
+
+        Raises:
+            RunError: there is no experiment in `path`, or its exp_dict.json is damaged.
+        """
+        exp = read_exp_dict(path)
+        return cls(path, path.name, exp, attempts(path), None)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints; it need not exist yet."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the log files; it need not exist yet."""
+        return self.path / "logs"
+
+    @cached_property
+    def scores(self) -> Scores:
+        """The scores of this run. One object for the whole life of this one: it knows the last step."""
+        return Scores(self.path / SCORES, read_only=self.lease is None)
+
+    def confirm(self) -> None:
+        """Make sure that this process may still write here: call it before checkpoints and scores.
+
+        Raises:
+            RunError: attached only, or the lease was lost.
+        """
+        if self.lease is None:
+            raise RunError(f"{self.path}: opened for reading only; the process that holds the lease writes.")
+        self.lease.confirm()
+
+    def set_status(self, state: State, **facts: Any) -> None:
+        """Replace status.json: the state, this attempt's number, the time, and `facts` such as step and reason.
+
+        What was said before in this attempt stays, but for a reason.
+
+        Raises:
+            RunError: attached only, the lease was lost, or the disk refuses.
+        """
+        assert state in get_args(State), state
+        self.confirm()
+        now = _now()
+        before = self.status()
+        if before.get("attempt") == self.attempt:
+            kept = {key: value for key, value in before.items() if key != "reason"}
+        else:
+            kept = {"started": now} | {key: value for key, value in before.items() if key == "step"}
+        write_json(self.path / STATUS, {**kept, **facts, "state": state, "attempt": self.attempt, "updated": now})
+
+    def status(self) -> dict[str, Any]:
+        """What status.json says: at least "state", which is "new" where nothing was ever started.
+
+        Raises:
+            RunError: status.json is damaged.
+        """
+        return read_status(self.path)
+
+    def close(self) -> None:
+        """Unlock. Harmless a second time."""
+        if self.lease is not None:
+            self.lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _check_dict(self) -> None:
+        file = self.path / EXP_DICT
+        if file.exists():
+            try:
+                found = read_json(file, RunError)
+            except RunError as error:
+                log.warning("%s It is written anew: the id vouches for its content.", error)
+            else:
+                changes = differences(found, self.exp)
+                if changes:
+                    raise RunError(
+                        f"{file}: another experiment has the id {self.exp_id}: {_told(changes)}. "
+                        "Haven's hash cannot tell them apart; change a string in one of them."
+                    )
+                return
+        write_json(file, self.exp)
+
+    def _check_config(self, resolved: dict[str, Any]) -> None:
+        file = self.path / CONFIG
+        resolved = json.loads(json.dumps(resolved, allow_nan=False))
+        if file.exists():
+            try:
+                found = read_json(file, RunError)
+            except RunError as error:
+                raise RunError(f"{error} Delete it if no default has changed since the run began, or start over with -r 1.") from None
+            changes = differences(found, resolved)
+            if changes:
+                raise RunError(
+                    f"{file}: this run was started with other defaults: {_told(changes)}. To continue it, restore the old defaults; "
+                    "to have both, write the value into the dict (a new id); to start over, -r 1."
+                )
+            return
+        write_json(file, resolved)
+
+    def _write_facts(self, facts: dict[str, Any]) -> None:
+        diff = facts.pop("diff", None)
+        history = self.path / "attempts" / f"{self.attempt:03d}"
+        with writing(history):
+            history.mkdir(parents=True, exist_ok=True)
+        if diff:
+            write_atomic(history / DIFF, diff)
+        if group := facts.get("group"):
+            join_group(self.path, group)
+        for folder in (history, self.path):
+            write_json(folder / ENV, {"attempt": self.attempt, **facts})
+
+
+def _told(changes: list[tuple[str, str, str]]) -> str:
+    return "; ".join(f"{key or 'value'} was {old}, is now {new}" for key, old, new in changes)
+
+
+def _used(path: Path) -> bool:
+    return any(entry.name not in (leases.LEASE, leases.GUARD) for entry in path.iterdir())
+
+
+def _backup(deleted: Path, identity: str) -> Path:
+    """The first free name, so that no older backup is replaced."""
+    with writing(deleted):
+        os.makedirs(deleted, exist_ok=True)
+    number, target = 0, deleted / identity
+    while target.exists():
+        number += 1
+        target = deleted / f"{identity}.{number}"
+    return target
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,114 @@
+"""What a save directory says of itself, read without locking it."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from src.config import join
+from src.errors import ConfigError, RunError
+from src.experiments.identity import check_values, exp_id
+from src.experiments.lease import holder_is_dead
+from src.files import read_json, write_json
+
+EXP_DICT = "exp_dict.json"
+CONFIG = "config.json"
+ENV = "env.json"
+DIFF = "diff.patch"
+STATUS = "status.json"
+GROUPS = "groups.json"
+State = Literal["running", "done", "failed", "stopped"]
+
+
+def read_exp_dict(path: Path) -> dict[str, Any]:
+    """The dict of the experiment in the save directory `path`.
+
+    Raises:
+        RunError: missing, damaged, or not the dict that the directory's name is the id of.
+    """
+    exp = read_json(path / EXP_DICT, RunError)
+    if not isinstance(exp, dict):
+        raise RunError(f"{path / EXP_DICT}: expected a dict, got {type(exp).__name__}.")
+    try:
+        check_values(exp, str(path / EXP_DICT))
+    except ConfigError as error:
+        raise RunError(str(error)) from None
+    if exp_id(exp) != path.name:
+        raise RunError(f"{path / EXP_DICT}: its id is {exp_id(exp)}, not the name of its directory. It was changed by hand, or moved.")
+    return exp
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """status.json of the save directory `path`, or {"state": "new"} where there is none.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    if not (path / STATUS).exists():
+        return {"state": "new"}
+    hint = "Delete it: the run then goes on from its newest checkpoint."
+    try:
+        status = read_json(path / STATUS, RunError)
+    except RunError as error:
+        raise RunError(f"{error} {hint}") from None
+    if not isinstance(status, dict) or status.get("state") not in get_args(State):
+        raise RunError(f"{path / STATUS}: expected a dict with one of the states {', '.join(get_args(State))}. {hint}")
+    return status
+
+
+def state_of(path: Path) -> str:
+    """State of the save directory `path`: new, running, done, failed, stopped; or lost, which is running with a dead holder.
+
+    A holder on another machine cannot be judged at a glance and counts as alive.
+
+    Raises:
+        RunError: status.json is damaged.
+    """
+    state = read_status(path)["state"]
+    return "lost" if state == "running" and holder_is_dead(path) else state
+
+
+def attempts(path: Path) -> int:
+    """How often the experiment in `path` was started."""
+    names = [entry.name for entry in (path / "attempts").glob("*") if re.fullmatch(r"\d{3,}", entry.name)]
+    return max(map(int, names), default=0)
+
+
+def join_group(path: Path, group: str) -> None:
+    """Note that `group` asked for the experiment in `path`: several may, and only the first has it trained.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    groups = read_groups(path)
+    if group not in groups:
+        write_json(path / GROUPS, [*groups, group])
+
+
+def read_groups(path: Path) -> list[str]:
+    """The groups that asked for the experiment in `path`, the first to ask first; empty where that is not known."""
+    try:
+        found = read_json(path / GROUPS, RunError)
+    except RunError:
+        return []
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def differences(old: Any, new: Any) -> list[tuple[str, str, str]]:
+    """(dotted path, old, new) for each value that differs in value or type; "absent" stands for a key that is not there."""
+    before, after = flat(old), flat(new)
+    keys = [*before, *(key for key in after if key not in before)]
+    shown = [(key, _json(before, key), _json(after, key)) for key in keys]
+    return [change for change in shown if change[1] != change[2]]
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """{"model": {"depth": 2}} -> {"model.depth": 2}. Lists, and dicts without keys, are values."""
+    if not isinstance(value, dict) or (not value and path):
+        return {path: value}
+    return {key: leaf for name, item in value.items() for key, leaf in flat(item, join(path, name)).items()}
+
+
+def _json(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key], sort_keys=True) if key in values else "absent"

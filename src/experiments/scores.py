@@ -1,0 +1,209 @@
+"""The scores of one run: append-only JSON lines that survive a kill in the middle of a line, and haven's score_list.pkl."""
+
+import errno
+import io
+import json
+import logging
+import math
+import os
+import pickle
+import struct
+from collections.abc import Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from src.errors import DataError, RunError
+from src.files import sync_directory, write_atomic, writing
+
+SCORES = "scores.jsonl"
+SCORE_LIST = "score_list.pkl"
+
+log = logging.getLogger(__name__)
+Row = dict[str, Any]
+"""An int "step" and, by name, numbers or None."""
+
+
+class Scores:
+    """scores.jsonl in the folder of a run. Rows are in the order of their steps, one for each step."""
+
+    def __init__(self, path: Path, read_only: bool = False) -> None:
+        self.path = path
+        self._read_only = read_only
+        self._last_step: int | None = None
+        self._mended = False
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row of numbers with an int "step" greater than that of the row before; it is on the disk when this returns.
+
+        NaN and infinity become null, as JSON has neither: one undefined metric must not end a training.
+
+        Raises:
+            RunError: the disk refuses. The file holds what it held before.
+        """
+        self._check_writable()
+        line = self._line(row)
+        if not self._mended:
+            self._mend()
+        step = row["step"]
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"{self.path}: step {step} cannot follow step {self._last_step}: truncate first.")
+        with writing(self.path):
+            _append_whole(self.path, line)
+        self._last_step = step
+
+    def rows(self) -> list[Row]:
+        """Every complete row. A last line without its newline was cut by a crash and is left out.
+
+        Raises:
+            DataError: a line that is not a row; names the file and the line.
+        """
+        return [row for _, row in self._read()]
+
+    def truncate(self, step: int) -> None:
+        """Drop the rows after `step`, and a line that was cut by a crash: what a run does that resumes from `step`.
+
+        Raises:
+            DataError: a line that is not a row.
+            RunError: the disk refuses. The file holds what it held before.
+        """
+        self._check_writable()
+        kept = [(line, row) for line, row in self._read() if row["step"] <= step]
+        content = b"".join(line + b"\n" for line, _ in kept)
+        if self.path.exists() and self.path.read_bytes() != content:
+            write_atomic(self.path, content)
+        self._last_step = kept[-1][1]["step"] if kept else None
+        self._mended = True
+
+    def export_haven(self) -> None:
+        """Write score_list.pkl beside, from the rows; null becomes NaN, which haven's tables skip.
+
+        Raises:
+            RunError: the disk refuses. An older score_list.pkl stays.
+        """
+        self._check_writable()
+        rows = [{key: math.nan if value is None else value for key, value in row.items()} for row in self.rows()]
+        write_atomic(self.path.with_name(SCORE_LIST), pickle.dumps(rows, protocol=4))
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise RunError(f"{self.path}: opened for reading only; the process that holds the lease writes.")
+
+    def _line(self, row: Mapping[str, Any]) -> bytes:
+        if type(row.get("step")) is not int:
+            raise TypeError(f"{self.path}: a row needs an int 'step', got {row!r}.")
+        values = {"step": row["step"]}
+        for key, value in row.items():
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{self.path}: {key!r} is not a number: {value!r} ({type(value).__name__}).")
+            values[key] = int(value) if isinstance(value, Integral) else float(value)
+            if not math.isfinite(values[key]):
+                log.warning("%s: %s at step %d is %s; written as null.", self.path, key, row["step"], value)
+                values[key] = None
+        return json.dumps(values, allow_nan=False).encode() + b"\n"
+
+    def _mend(self) -> None:
+        """Find the last step, and cut the torn line that a killed process may have left: nothing may be glued to it."""
+        rows = self._read()
+        whole = sum(len(line) + 1 for line, _ in rows)
+        if self.path.exists() and self.path.stat().st_size > whole:
+            with writing(self.path):
+                os.truncate(self.path, whole)
+        self._last_step = rows[-1][1]["step"] if rows else None
+        self._mended = True
+
+    def _read(self) -> list[tuple[bytes, Row]]:
+        """Complete lines, without their newlines, and the rows in them."""
+        try:
+            lines = self.path.read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        try:
+            # One call for all lines: several times faster than one for each.
+            rows = json.loads(b"[" + b",".join(lines) + b"]")
+        except ValueError:
+            rows = []
+        if len(rows) != len(lines) or not all(_is_row(row) for row in rows):
+            rows = [_parse(line, f"{self.path}:{number}") for number, line in enumerate(lines, start=1)]
+        return list(zip(lines, rows, strict=True))
+
+
+def read_score_list(path: Path) -> list[dict[str, Any]]:
+    """The rows of a score_list.pkl that haven wrote: containers and numbers, numpy's scalars among them as Python numbers.
+
+    Nothing else is unpickled, so that a file from elsewhere cannot run code.
+
+    Raises:
+        DataError: the file is torn, or holds anything else.
+    """
+    try:
+        rows = _Numbers(io.BytesIO(path.read_bytes())).load()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file.") from None
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError, struct.error) as error:
+        raise DataError(f"{path}: expected a pickled list of dicts of numbers, got {error}.") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path}: expected a pickled list of dicts, got {type(rows).__name__}.")
+    return rows
+
+
+class _Dtype:
+    """Stands for numpy.dtype while unpickling, so that numpy need not be there."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        self.code, self.order = code, "<"
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.order = "<" if state[1] == "|" else state[1]
+
+
+_FORMATS: dict[str, str] = dict(zip(["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "b1"], "dfeqihbQIHB?", strict=True))
+
+
+def _scalar(dtype: _Dtype, data: bytes) -> Any:
+    return struct.unpack(dtype.order + _FORMATS[dtype.code], data)[0]
+
+
+class _Numbers(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("numpy", "dtype"):
+            return _Dtype
+        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "scalar":
+            return _scalar
+        if (module, name) in (("builtins", "set"), ("builtins", "frozenset"), ("collections", "OrderedDict")):
+            return {"set": set, "frozenset": frozenset, "OrderedDict": dict}[name]
+        if (module, name) == ("_codecs", "encode"):  # how protocol 2 spells bytes
+            return lambda text, coding: text.encode("latin1")
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and type(row.get("step")) is int
+
+
+def _parse(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8 text"
+        raise DataError(f"{where}: not a row of scores: {reason}. Remove this line, or start over with -r 1.") from None
+    if not _is_row(row):
+        raise DataError(f"{where}: expected a row with an int 'step', got {line[:60].decode(errors='replace')!r}.")
+    return row
+
+
+def _append_whole(path: Path, line: bytes) -> None:
+    """One write of one line, synced; a part of a line that a full disk took is given back."""
+    new = not path.exists()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        before = os.fstat(descriptor).st_size
+        written = os.write(descriptor, line)
+        if written < len(line):
+            os.ftruncate(descriptor, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if new:
+        sync_directory(path.parent)
