@@ -1,0 +1,41 @@
+"""Lists of ids to padded tensors. Masks come from lengths, never from ids, so a padding id may also be a real token.
+
+Shapes: B samples, T tokens of the longest sample, C context chunks of the sample with most, S tokens of the longest chunk.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from src.batches import TokenBatch
+
+
+def pad_tokens(ids: Sequence[Sequence[int]], loss_masks: Sequence[Sequence[bool]], pad_id: int, left: bool = False) -> TokenBatch:
+    """Pad B sequences to (B, T): on the right, or on the left for generation."""
+    B, T = len(ids), max(len(sequence) for sequence in ids)
+    input_ids = torch.full((B, T), pad_id)
+    attention_mask = torch.zeros(B, T, dtype=torch.bool)
+    loss_mask = torch.zeros(B, T, dtype=torch.bool)
+    for b, (sequence, mask) in enumerate(zip(ids, loss_masks, strict=True)):
+        place = slice(T - len(sequence), T) if left else slice(len(sequence))
+        input_ids[b, place] = torch.tensor(sequence, dtype=torch.int64)
+        attention_mask[b, place] = True
+        loss_mask[b, place] = torch.tensor(mask, dtype=torch.bool)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+
+
+def pad_chunks(samples: Sequence[Sequence[Sequence[int]]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Pad the context chunks of B samples on the right to ids (B, C, S) int64 and a mask (B, C, S), True on real tokens.
+
+    A sample with fewer chunks gets all-False mask rows, never another sample's chunk.
+    """
+    B, C = len(samples), max(len(chunks) for chunks in samples)
+    S = max(len(chunk) for chunks in samples for chunk in chunks)
+    ids = torch.full((B, C, S), pad_id)
+    mask = torch.zeros(B, C, S, dtype=torch.bool)
+    for b, chunks in enumerate(samples):
+        for c, chunk in enumerate(chunks):
+            ids[b, c, : len(chunk)] = torch.tensor(chunk, dtype=torch.int64)
+            mask[b, c, : len(chunk)] = True
+    return ids, mask

@@ -1,0 +1,204 @@
+"""Questions on contexts: the decoder reads question and answer, the encoder reads the context."""
+
+import copy
+from collections.abc import Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from pydantic import Field
+
+from src.batches import ContextBatch
+from src.config import Config as StrictConfig
+from src.config import Places
+from src.data import fim, jsonl, templates
+from src.data.tokenizers import Encoder
+from src.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_FIELDS = {"context": str, "question": str, "answer": str, "dataset": str}
+_OPTIONAL = {"answers": list, "contexts_list": list, "useful_contexts": list, "kind": str}
+
+
+class Config(StrictConfig):
+    """A prepared folder of rows {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl."""
+
+    corpus: str = Field(min_length=1)
+    """Folder below `--data_path`."""
+    context_tokens: int = Field(gt=0)
+    """Most tokens of one encoder input: of all contexts joined, or of each with `chunked_contexts`. A longer context loses its end."""
+    sequence_tokens: int = Field(gt=0)
+    """Most tokens of question and answer. A longer question loses its beginning; an answer that alone is too long loses its end."""
+    loss_on: Literal["answer", "all"]
+    """Score the answer and the end token, or every token but the first."""
+    template: templates.Name = "assistant"
+    questions_on_contexts: bool = False
+    """The encoder reads the question before the context."""
+    chunked_contexts: bool = False
+    """Each of a row's contexts is encoded on its own, rather than all joined by spaces."""
+    include_contexts: bool = False
+    """The training set is seen twice: then as a language model of the useful contexts, half of them with the middle to fill in."""
+    val_samples: int | None = Field(default=None, gt=0)
+    """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
+
+
+class Sample(TypedDict):
+    """One training sample, or one prompt."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    """As long as input_ids. True where the prediction of the token is scored."""
+    context_chunks: list[list[int]]
+    """At least one, none of them empty."""
+
+
+def check(config: Config, places: Places) -> None:
+    """Refuse a data set that is missing or incomplete, without reading its rows.
+
+    Raises:
+        DataError: says what makes it.
+    """
+    folder = jsonl.corpus(places, config.corpus)
+    for split in ("train", "val"):
+        jsonl.require_file(folder, f"{split}.jsonl")
+
+
+def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "QADataset":
+    """The rows of one split, tokenised when they are asked for.
+
+    Raises:
+        DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`.
+        ConfigError: too few tokens are allowed for the template alone.
+    """
+    folder = jsonl.corpus(places, config.corpus)
+    path = jsonl.require_file(folder, f"{split}.jsonl")
+    rows = jsonl.read_rows(path, _FIELDS, _OPTIONAL)
+    for number, row in enumerate(rows, 1):
+        useful, contexts = row.get("useful_contexts"), row.get("contexts_list")
+        if useful is not None and len(useful) != len(contexts or []):
+            raise DataError(f"{path}:{number}: field 'useful_contexts': {len(useful)} entries for {len(contexts or [])} in 'contexts_list'.")
+    if split == "val" and config.val_samples is not None:
+        rows = [rows[i] for i in jsonl.first_of_permutation(len(rows), config.val_samples, path)]
+    return QADataset(config, rows, tokenizer, seed, both_views=config.include_contexts and split == "train", fingerprint=jsonl.fingerprint(folder))
+
+
+class QADataset:
+    """Samples are pure functions of (seed, epoch, index)."""
+
+    def __init__(self, config: Config, rows: Sequence[dict[str, Any]], tokenizer: "PreTrainedTokenizerFast", seed: int, both_views: bool, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self._config = config
+        self._rows = rows
+        self._seed = seed
+        self._both_views = both_views
+        self._encoder = Encoder(tokenizer)
+        self._prompter = templates.Prompter(self._encoder, config.template)
+        self._fim_tokens = fim.fim_tokens(self._encoder)
+        self._context_rows: Sequence[int] = range(len(rows))
+        _require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
+        _require_room("context_tokens", config.context_tokens, self._prompter.fixed_context_tokens + 1)
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        return len(self._rows) * (2 if self._both_views else 1)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Question and answer for index < number of rows; from there on the contexts, for the language model."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        if index >= len(self._rows):
+            return self._context_sample(epoch, index)
+        row, most = self._rows[index], self._config.sequence_tokens
+        answer = self._prompter.answer(row["answer"], most - self._prompter.fixed_tokens)
+        prompt = self._prompter.prompt(row["question"], most - len(answer))
+        if self._config.loss_on == "answer":
+            loss_mask = [False] * len(prompt) + [True] * len(answer)
+        else:
+            loss_mask = _all_but_first(len(prompt) + len(answer))
+        return {"input_ids": prompt + answer, "loss_mask": loss_mask, "context_chunks": self._chunks(index)}
+
+    def prompt(self, index: int) -> Sample:
+        """What generation starts from: the sample without its answer. Only for the rows themselves."""
+        ids = self._prompter.prompt(self._rows[index]["question"], self._config.sequence_tokens - 1)
+        return {"input_ids": ids, "loss_mask": [False] * len(ids), "context_chunks": self._chunks(index)}
+
+    def references(self, index: int) -> list[str]:
+        """Accepted answers, at least one."""
+        row = self._rows[index]
+        return row.get("answers") or [row["answer"]]
+
+    def source(self, index: int) -> str:
+        """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as "stdlib_calls"."""
+        row = self._rows[index]
+        return f"{row['dataset']}_{row['kind']}" if row.get("kind") else row["dataset"]
+
+    def collate(self, samples: Sequence[Sample]) -> ContextBatch:
+        """Pad on the right."""
+        return self._collated(samples, left=False)
+
+    def collate_prompts(self, samples: Sequence[Sample]) -> ContextBatch:
+        """Pad the prompts on the left, so that all end where generation begins; contexts as ever on the right."""
+        return self._collated(samples, left=True)
+
+    def with_shuffled_contexts(self) -> "QADataset":
+        """The same questions, each with another sample's context, never one of the same text.
+
+        A control: a model that reads its context does worse here. Depends on the rows and the seed alone.
+
+        Raises:
+            DataError: all rows have the same context.
+        """
+        by_text: dict[tuple[str, ...], int] = {}
+        for index, row in enumerate(self._rows):
+            by_text.setdefault(tuple(_contexts(row)), index)
+        if len(by_text) < 2:
+            raise DataError(f"{self._config.corpus}: all {len(self._rows)} rows have the same context; shuffling needs at least two.")
+        order = list(by_text)
+        Random(f"contexts/{self._seed}").shuffle(order)
+        partner = {text: by_text[order[i - 1]] for i, text in enumerate(order)}
+        shuffled = copy.copy(self)
+        shuffled._context_rows = [partner[tuple(_contexts(row))] for row in self._rows]
+        return shuffled
+
+    def _collated(self, samples: Sequence[Sample], left: bool) -> ContextBatch:
+        from src.data import collate
+
+        ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
+        context_ids, context_mask = collate.pad_chunks([s["context_chunks"] for s in samples], self._encoder.pad_id)
+        tokens = collate.pad_tokens(ids, masks, self._encoder.pad_id, left)
+        return {**tokens, "context_ids": context_ids, "context_mask": context_mask}
+
+    def _context_sample(self, epoch: int, index: int) -> Sample:
+        """The useful contexts of a row to be predicted, as long as one encoder input; the end token stands where nothing was cut."""
+        most = self._config.context_tokens
+        row = index - len(self._rows)
+        ids = self._prompter.context(" ".join(_useful_contexts(self._rows[row])), "", most)
+        moved = fim.maybe_fill_in_the_middle(ids, self._fim_tokens, most, self._seed, epoch, index)
+        ended = [*moved, self._encoder.eos_id][:most]
+        return {"input_ids": ended, "loss_mask": _all_but_first(len(ended)), "context_chunks": self._chunks(row)}
+
+    def _chunks(self, index: int) -> list[list[int]]:
+        contexts = _contexts(self._rows[self._context_rows[index]])
+        question = self._rows[index]["question"] if self._config.questions_on_contexts else ""
+        texts = contexts if self._config.chunked_contexts else [" ".join(contexts)]
+        return [self._prompter.context(text, question, self._config.context_tokens) for text in texts]
+
+
+def _contexts(row: dict[str, Any]) -> list[str]:
+    return row.get("contexts_list") or [row["context"]]
+
+
+def _useful_contexts(row: dict[str, Any]) -> list[str]:
+    """All of them where none is marked."""
+    useful = row.get("useful_contexts") or []
+    return [c for c, u in zip(_contexts(row), useful, strict=False) if u] or _contexts(row)
+
+
+def _all_but_first(count: int) -> list[bool]:
+    return [False] + [True] * (count - 1)
+
+
+def _require_room(field: str, given: int, needed: int) -> None:
+    if given < needed:
+        raise ConfigError(f"data.{field}: {given} tokens leave no room beside the template in this vocabulary; expected at least {needed}.")

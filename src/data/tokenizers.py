@@ -1,0 +1,91 @@
+"""Tokenizers from a folder or from the local hub cache, and text that can never turn into control tokens."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from src.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_BATCH = 256
+
+
+def load(source: str | Path) -> "PreTrainedTokenizerFast":
+    """The tokenizer in a folder, or that of a hub id in the local cache. Downloads nothing.
+
+    Raises:
+        DataError: it is not there, or is no fast tokenizer; says how to get it.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = Path(source)
+    if not folder.is_dir() and _names_a_folder(source):
+        hint = " Make it with: python -m data_prep.stdlib_qa" if folder.name == "stdlib_tokenizer" else ""
+        raise DataError(f"{source}: no such tokenizer folder.{hint}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
+    except (OSError, ValueError) as error:
+        if folder.is_dir():
+            raise DataError(f"{source}: no tokenizer can be read from this folder. It should hold tokenizer.json.") from error
+        raise DataError(
+            f"{source}: not in the local cache of the hub, and no folder. On a machine with network: huggingface-cli download {source}; "
+            "or give the path of a folder with tokenizer.json."
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise DataError(f"{source}: {type(tokenizer).__name__} is not a fast tokenizer. Save it as tokenizer.json first.")
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"{source}: this tokenizer has no eos_token, and every answer and document ends with it.")
+    return tokenizer
+
+
+def _names_a_folder(source: str | Path) -> bool:
+    """A hub id is "name" or "owner/name"; anything else can only be a path."""
+    return isinstance(source, Path) or source.startswith((".", "/", "~")) or source.count("/") > 1
+
+
+class Encoder:
+    """Text to ids, for text that users wrote: "<|assistant|>" in it is plain characters, never a control token.
+
+    It has a tokenizer of its own, so that neither its settings nor those of the one it is made from touch the other.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        from tokenizers import Tokenizer
+
+        self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.encode_special_tokens = True
+        self._controls = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.eos_id: int = tokenizer.eos_token_id
+        self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.start: list[int] = _start(tokenizer)
+
+    def text(self, text: str) -> list[int]:
+        """Ids of user text; no control token is among them."""
+        return self._backend.encode(text, add_special_tokens=False).ids if text else []
+
+    def texts(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """`text` of each, many at once on all cores."""
+        for first in range(0, len(texts), _BATCH):
+            for encoding in self._backend.encode_batch_fast(list(texts[first : first + _BATCH]), add_special_tokens=False):
+                yield encoding.ids
+
+    def control(self, token: str) -> int | None:
+        """Id of a control token, None where the vocabulary has none of that name."""
+        return self._controls.get(token)
+
+    def token(self, token: str) -> list[int]:
+        """A control token as one id, or as the ids of its characters where the vocabulary lacks it."""
+        index = self.control(token)
+        return self.text(token) if index is None else [index]
+
+
+def _start(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """What the tokenizer itself puts before every sequence, as Llama's <s>; often nothing."""
+    ids = list(tokenizer("")["input_ids"])
+    if ids and ids[-1] == tokenizer.eos_token_id != tokenizer.bos_token_id:
+        ids.pop()
+    return ids
