@@ -1,0 +1,55 @@
+# `make demo` and `make test` set up what they need: .venv in this folder, from requirements*.txt, with plain pip.
+# It is set up once, and again when those files change; an installation that was interrupted is done again.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export OMP_NUM_THREADS := 1
+
+# $(call install,NAME,FILE): the stamp .venv/.installed-NAME holds the checksum of the file that was installed last, whole.
+# torch goes first and alone: nothing else may choose its build.
+define install
+	@sha256sum $(2) | cmp -s - .venv/.installed-$(1) || { set -e; \
+	  echo "Installing $(2) into .venv ..."; rm -f .venv/.installed-$(1); \
+	  $(BIN)/python -m pip --version > /dev/null 2>&1 || { rm -rf .venv; $(PYTHON) -m venv .venv; }; \
+	  $(PIP) "$$(grep -o '^torch==[^ ]*' requirements.txt)"; \
+	  $(PIP) -r $(2); \
+	  sha256sum $(2) > .venv/.installing; mv .venv/.installing .venv/.installed-$(1); }
+endef
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: run-environment dev-environment
+run-environment:
+	$(call install,run,requirements.txt)
+
+dev-environment: run-environment
+	$(call install,dev,requirements-dev.txt)
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: run-environment  ## data, a tiny base model, cross-attention on it, the table and the plot (a few minutes on two cores)
+	$(BIN)/python -m data_prep.stdlib_qa
+	$(BIN)/torchrun --nproc-per-node 2 trainval.py -e crossattn_tiny --with-parents --log_every 50
+	$(BIN)/python -m results.table -e crossattn_tiny
+	$(BIN)/python -m results.plot -e crossattn_tiny
+
+test: dev-environment  ## everything that this machine can test; says what was skipped and why
+	$(BIN)/python -m pytest
+
+lint: dev-environment  ## ruff, its format check and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/basedpyright
+
+format: dev-environment  ## rewrite imports and layout
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## caches and the environment; keeps runs and data
+	rm -rf .venv .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './results/*' -prune -exec rm -rf {} +

@@ -1,0 +1,87 @@
+"""`make` sets up .venv once, again when the requirements change, and never trusts half an installation."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# stands for python3 and, copied by `-m venv`, for .venv/bin/python: it writes down what it was asked to do
+RECORDER = """#!/bin/bash
+echo "$*" >> "$RECORD"
+case "$*" in
+  "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python;;
+  *"$FAIL_ON"*) exit 1;;
+esac
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    """Run a target in a copy of the Makefile and the requirements; gives what was asked of Python and pip."""
+    for name in ("Makefile", "requirements.txt", "requirements-dev.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    recorder = tmp_path / "python"
+    recorder.write_text(RECORDER)
+    recorder.chmod(0o755)
+
+    def run(target: str, fail_on: str = "nothing at all") -> list[str]:
+        record = tmp_path / "record"
+        record.write_text("")
+        environment = {**os.environ, "RECORD": str(record), "FAIL_ON": fail_on, "PYTHON": str(recorder)}
+        done = subprocess.run(
+            ["make", f"PYTHON={recorder}", target], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode != 0) == (fail_on in record.read_text()), done.stderr
+        return [line.replace(" --quiet --disable-pip-version-check", "") for line in record.read_text().splitlines()]
+
+    return run
+
+
+def torch_pin() -> str:
+    return next(line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
+
+
+def installed(lines: list[str]) -> list[str]:
+    return [line.removeprefix("-m pip install ") for line in lines if "pip install" in line]
+
+
+def test_torch_comes_first_and_the_second_time_nothing_is_done(make):
+    lines = make("run-environment")
+    assert "-m venv .venv" in lines
+    assert installed(lines) == [torch_pin(), "-r requirements.txt"]
+    assert make("run-environment") == []
+
+
+def test_the_tests_need_the_second_file_too(make):
+    assert "-r requirements-dev.txt" in installed(make("test"))
+    assert make("test") == ["-m pytest"]
+
+
+def test_a_changed_file_is_installed_again(make, tmp_path: Path):
+    make("dev-environment")
+    with open(tmp_path / "requirements.txt", "a") as file:
+        file.write("another==1.0\n")
+    lines = make("dev-environment")
+    assert "-m venv .venv" not in lines
+    assert installed(lines) == [torch_pin(), "-r requirements.txt"]
+    assert make("dev-environment") == []
+
+
+@pytest.mark.parametrize("broken", ["torch==", "-r requirements.txt"])
+def test_half_an_installation_is_done_again(make, tmp_path: Path, broken: str):
+    make("run-environment")
+    with open(tmp_path / "requirements.txt", "a") as file:
+        file.write("another==1.0\n")
+    make("run-environment", fail_on=broken)
+    assert installed(make("run-environment"))[-1] == "-r requirements.txt"
+    assert make("run-environment") == []
+
+
+def test_an_environment_without_pip_is_made_anew(make, tmp_path: Path):
+    """As an interrupted `python3 -m venv` leaves it."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy("/bin/false", tmp_path / ".venv" / "bin" / "python")
+    assert "-m venv .venv" in make("run-environment")
