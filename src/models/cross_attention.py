@@ -1,0 +1,177 @@
+"""A frozen decoder with new layers that read encoded contexts: the config, and all that can be refused before torch is loaded.
+
+The method is "XC-Cache: Cross-Attending to Cached Context for Efficient LLM Inference" (EMNLP Findings 2024).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+import src.config
+from src.config import Places, unknown_text
+from src.errors import ConfigError
+from src.models import architecture as architectures
+from src.models.architecture import Architecture, depth
+from src.registry import Model
+
+if TYPE_CHECKING:
+    from src.models.cross_attention_layers import CrossAttentionLM
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the attachment must know of a family of decoders: where its layers are and what its config calls things."""
+
+    layers: str
+    """Attribute path of the list of decoder layers."""
+    gated: bool
+    """True: blocks with RMSNorm, rotary positions, grouped keys and values, gated MLP. False: LayerNorm, biases, plain MLP."""
+    norm_eps: str
+    activation: str
+    residual_dropout: str | None
+    """Config field of the dropout after attention and MLP; None where the family has none."""
+    attention_dropout: str
+
+
+_LLAMA = Family("model.layers", True, "rms_norm_eps", "hidden_act", None, "attention_dropout")
+_GPT = Family("transformer.h", False, "layer_norm_epsilon", "activation_function", "resid_pdrop", "attn_pdrop")
+FAMILIES = {
+    "gpt2": _GPT,
+    "gpt_bigcode": _GPT,
+    "gpt_neox": Family("gpt_neox.layers", False, "layer_norm_eps", "hidden_act", "hidden_dropout", "attention_dropout"),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+}
+"""By the `model_type` of the base. A new family is a row here and a line in the test."""
+
+
+class Config(src.config.Config):
+    """Where the blocks go and how they look."""
+
+    num_layers: int = Field(ge=1)
+    """Blocks."""
+    stride: int = Field(ge=1)
+    """Decoder layers from one block to the next, counted from the top."""
+    base: Model
+    """The decoder, frozen; it encodes the contexts too."""
+    shared_weights: bool = False
+    """One block for all the places."""
+    final_layer: bool = False
+    """True: a block runs after its decoder layer. False: before it."""
+    shared_projections: bool = False
+    """One matrix for queries and keys."""
+    hidden_size: int | None = Field(default=None, gt=0)
+    """Width of all heads together; None: the base's hidden size."""
+    num_heads: int | None = Field(default=None, gt=0)
+    """None: the base's."""
+    num_key_value_heads: int | None = Field(default=None, gt=0)
+    """Llama style only. None: the base's."""
+    attention_bias: bool = False
+    """Llama style only: biases in the attention's projections. GPT style always has them."""
+    skip_connections: bool = False
+    """The input of a block is added to its output once more."""
+    context_dropout_rate: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the context positions that each block cannot read at a training step."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config with every choice made, for one base."""
+
+    family: Family
+    places: list[int]
+    """Decoder layers that get a block, the topmost first."""
+    hidden_size: int
+    num_heads: int
+    num_key_value_heads: int
+
+
+def build(config: Config, places: Places) -> "CrossAttentionLM":
+    """The base with its blocks. New weights are drawn from torch's global generator, after the base's.
+
+    Raises:
+        ConfigError: the base is of no known family, or the blocks do not fit it.
+    """
+    from src.models.cross_attention_layers import CrossAttentionLM
+
+    return CrossAttentionLM(config, config.base(places))
+
+
+def check(config: Config, places: Places) -> None:
+    """Check the base and, where its sizes are known, everything that `build` would refuse.
+
+    Raises:
+        ConfigError: the blocks do not fit, or a setting would be ignored.
+        UserError: whatever is wrong with the base.
+    """
+    config.base.check(places)
+    known = architecture(config, places)
+    if known:
+        plan(config, known)
+
+
+def architecture(config: Config, places: Places) -> Architecture | None:
+    """The base's."""
+    return architectures.of(config.base, places)
+
+
+def num_decoder_layers(config: Config, places: Places) -> int | None:
+    """Depth of the base: the blocks are not counted."""
+    return depth(architecture(config, places))
+
+
+def placement(num_decoder_layers: int, num_layers: int, stride: int) -> list[int]:
+    """Indices of the decoder layers that get a block: the last, then every `stride`-th below it, `num_layers` of them.
+
+    Raises:
+        ConfigError: num_layers * stride is more than num_decoder_layers.
+    """
+    if num_layers < 1 or stride < 1:
+        raise ConfigError(f"cross_attention: num_layers {num_layers} and stride {stride} must be at least 1.")
+    if num_layers * stride > num_decoder_layers:
+        fits = [f"{name} up to {most}" for name, most in _fitting(num_decoder_layers, num_layers, stride) if most]
+        advice = f"Fits: {' or '.join(fits)}." if fits else f"Both must be smaller: their product may be {num_decoder_layers} at most."
+        raise ConfigError(
+            f"cross_attention: num_layers {num_layers} x stride {stride} needs {num_layers * stride} decoder layers, "
+            f"the base has {num_decoder_layers}. {advice}"
+        )
+    return [num_decoder_layers - 1 - stride * i for i in range(num_layers)]
+
+
+def _fitting(depth: int, num_layers: int, stride: int) -> list[tuple[str, int]]:
+    return [("num_layers", depth // stride), ("stride", depth // num_layers)]
+
+
+def plan(config: Config, base: Architecture) -> Plan:
+    """Make every choice that `config` leaves to the base.
+
+    Raises:
+        ConfigError: the family is unknown, the blocks do not fit, or a setting would be ignored.
+    """
+    if base.model_type not in FAMILIES:
+        raise ConfigError(f"cross_attention: {unknown_text('family of the base', base.model_type, FAMILIES)}")
+    family = FAMILIES[base.model_type]
+    if not family.gated and (config.num_key_value_heads is not None or config.attention_bias):
+        given = "num_key_value_heads" if config.num_key_value_heads is not None else "attention_bias"
+        raise ConfigError(f"cross_attention: {given} is for Llama-style bases; on {base.model_type!r} it would be ignored. Remove it.")
+    hidden, heads = config.hidden_size or base.hidden_size, config.num_heads or base.num_heads
+    groups = (config.num_key_value_heads or base.num_key_value_heads) if family.gated else heads
+    made = Plan(family, placement(base.num_layers, config.num_layers, config.stride), hidden, heads, groups)
+    _check_heads(made, config.shared_projections)
+    return made
+
+
+def _check_heads(made: Plan, shared_projections: bool) -> None:
+    hidden, heads, groups = made.hidden_size, made.num_heads, made.num_key_value_heads
+    if hidden % heads:
+        raise ConfigError(f"cross_attention: hidden_size {hidden} does not divide by num_heads {heads}.")
+    if made.family.gated and hidden // heads % 2:
+        raise ConfigError(f"cross_attention: rotary positions need an even width per head, {hidden} / {heads} is {hidden // heads}.")
+    if heads % groups:
+        raise ConfigError(f"cross_attention: num_heads {heads} does not divide by num_key_value_heads {groups}.")
+    if shared_projections and groups != heads:
+        raise ConfigError(
+            f"cross_attention: shared_projections needs as many key heads as query heads: set num_key_value_heads to {heads}, got {groups}."
+        )

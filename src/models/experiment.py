@@ -1,0 +1,85 @@
+"""The model that another experiment trained, named by that experiment's id."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+import src.config
+from src.config import Places, Problems
+from src.errors import CheckpointError, ConfigError
+from src.files import read_json
+from src.models.architecture import Architecture, depth, of
+from src.registry import MODELS, Part, bind
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Config(src.config.Config):
+    """Whose model, and from which of its checkpoints."""
+
+    exp_id: str = Field(pattern=r"^[0-9a-f]{32}$")
+    """Id of the parent, as `ref` writes it: when the parent changes, so does the child's id."""
+    checkpoint: Literal["last", "best"] = "last"
+
+
+def build(config: Config, places: Places) -> "nn.Module":
+    """The parent's model with the weights of the checkpoint; `name_or_path` is the checkpoint's tokenizer.
+
+    Raises:
+        ConfigError: the parent is unknown, or not trained yet.
+        CheckpointError: the checkpoint does not fit its own description.
+    """
+    from src.experiments import checkpoints
+    from src.weights import load_trained
+
+    run = places.runs / config.exp_id
+    folder = checkpoints.best(run) if config.checkpoint == "best" else checkpoints.newest_whole(run)
+    if folder is None:
+        raise ConfigError(
+            f"{run}: the {config.checkpoint} checkpoint of parent {config.exp_id} is not there. Train the parent first: add --with-parents."
+        )
+    model = _bound(read_json(folder / "model.json", CheckpointError), config)(places)
+    load_trained(model, folder / "model.safetensors")
+    model.name_or_path = str(folder / "tokenizer")
+    return model
+
+
+def check(config: Config, places: Places) -> None:
+    """Look for the parent's dict; the parent need not be trained yet.
+
+    Raises:
+        ConfigError: nobody knows the id.
+    """
+    _parent(config, places)
+
+
+def architecture(config: Config, places: Places) -> Architecture | None:
+    """The parent's."""
+    return of(_parent(config, places), places)
+
+
+def num_decoder_layers(config: Config, places: Places) -> int | None:
+    """Depth of the parent."""
+    return depth(architecture(config, places))
+
+
+def _parent(config: Config, places: Places) -> Part:
+    """The model part of the parent's dict, from its save directory or else from exp_configs.py."""
+    written = places.runs / config.exp_id / "exp_dict.json"
+    raw = read_json(written, ConfigError) if written.is_file() else places.experiments.get(config.exp_id)
+    if raw is None:
+        raise ConfigError(
+            f"parent {config.exp_id}: neither under {places.runs} nor in exp_configs.py. "
+            "Name an experiment that is, with ref(...), and train it with --with-parents."
+        )
+    if "model" not in raw:
+        raise ConfigError(f"parent {config.exp_id}: its experiment has no 'model'.")
+    return _bound(raw["model"], config)
+
+
+def _bound(raw: Any, config: Config) -> Part:
+    try:
+        return bind(MODELS, raw)
+    except Problems as error:
+        raise ConfigError(f"parent {config.exp_id}: model.{error}") from None

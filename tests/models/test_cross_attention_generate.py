@@ -1,0 +1,111 @@
+"""Generation with caches equals computing every token anew."""
+
+import pytest
+import torch
+
+GREEDY = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+
+
+def prompts_and_contexts(batch, lengths=(4, 2, 3)):
+    """Left-padded prompts (3, 4) and their contexts."""
+    mask = torch.arange(4) >= 4 - torch.tensor(lengths)[:, None]
+    return {**batch, "input_ids": batch["input_ids"][:, :4].clamp(min=3) * mask, "attention_mask": mask}
+
+
+def one_token_at_a_time(model, ids, context_ids, context_mask, steps=6):
+    """Greedy continuation of one prompt (T) by whole forwards: no cache of any kind."""
+    for _ in range(steps):
+        logits = model(ids[None], torch.ones(1, len(ids), dtype=torch.bool), context_ids[None], context_mask[None])
+        ids = torch.cat((ids, logits[0, -1].argmax()[None]))
+    return ids
+
+
+@pytest.mark.parametrize("settings", [{}, {"final_layer": True, "shared_weights": True}])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral", "qwen2"])
+def test_greedy_with_caches_and_left_padding(make, batch, model_type, settings):
+    model = make(model_type, **settings)
+    inputs = prompts_and_contexts(batch)
+    got = model.generate(**inputs, **GREEDY)
+    assert got.shape == (3, 10)
+    for b in range(3):
+        prompt = inputs["input_ids"][b][inputs["attention_mask"][b]]
+        expected = one_token_at_a_time(model, prompt, inputs["context_ids"][b], inputs["context_mask"][b])
+        assert got[b, -len(expected) :].tolist() == expected.tolist()
+
+
+def test_the_context_is_encoded_and_projected_once_and_past_tokens_never_again(make, batch):
+    model = make()
+    encoded, projected, decoded = [], [], []
+    for block in model.blocks.values():
+        block.attention.k.register_forward_hook(lambda *_: projected.append(1))
+        block.attention.q.register_forward_hook(lambda _, args, __: decoded.append(args[0].shape[1]))
+    model.base.transformer.register_forward_pre_hook(lambda _, __, kwargs: encoded.append(model._reading is None), with_kwargs=True)
+    model.generate(**prompts_and_contexts(batch), **GREEDY)
+    assert sum(encoded) == 1
+    assert len(projected) == 2
+    assert decoded == [4, 4, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_further_questions_on_one_context(make, batch):
+    model = make()
+    inputs = prompts_and_contexts(batch)
+    projected = []
+    model.blocks["3"].attention.k.register_forward_hook(lambda *_: projected.append(1))
+    with torch.no_grad(), model.reading(model.encode(inputs["context_ids"], inputs["context_mask"])):
+        answers = [
+            model.base.generate(input_ids=ids, attention_mask=inputs["attention_mask"].long(), **GREEDY)
+            for ids in (inputs["input_ids"], inputs["input_ids"].flip(0))
+        ]
+    assert len(projected) == 1
+    assert torch.equal(answers[0], model.generate(**inputs, **GREEDY))
+
+
+@pytest.mark.parametrize("model_type", ["gpt_bigcode", "llama"])
+def test_beams_read_the_context_of_their_sample(make, batch, model_type):
+    """Batched beam search finds what it finds for each sample alone, where no context can be mixed up."""
+    model = make(model_type)
+    inputs = prompts_and_contexts(batch)
+    got = model.generate(**inputs, num_beams=3, num_return_sequences=2, **GREEDY)
+    assert got.shape == (6, 10)
+    for b in range(3):
+        alone = model.generate(
+            **{name: tensor[b : b + 1] for name, tensor in inputs.items()}, num_beams=3, num_return_sequences=2, **GREEDY
+        )
+        assert torch.equal(got[2 * b : 2 * b + 2], alone)
+
+
+def test_beams_of_a_duplicated_sample_are_duplicates(make, batch):
+    model = make()
+    inputs = {name: tensor[:1].repeat_interleave(2, 0) for name, tensor in prompts_and_contexts(batch).items()}
+    got = model.generate(**inputs, num_beams=2, **GREEDY)
+    assert torch.equal(got[0], got[1])
+
+
+def test_sampling_follows_the_seed(make, batch):
+    model = make()
+    inputs, sampling = prompts_and_contexts(batch), {**GREEDY, "do_sample": True, "temperature": 2.0}
+    draws = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        draws.append(model.generate(**inputs, **sampling))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_generation_stops_at_eos_and_pads(make, batch):
+    model = make()
+    inputs = prompts_and_contexts(batch)
+    free = model.generate(**inputs, **GREEDY)
+    eos = int(free[0, 5])
+    stopped = model.generate(**inputs, **{**GREEDY, "eos_token_id": eos})
+    first = (free[0, 4:] == eos).nonzero()[0, 0] + 5
+    assert torch.equal(stopped[0, :first], free[0, :first])
+    assert (stopped[0, first:] == 0).all()
+
+
+def test_without_context_generation_is_finite(make, batch):
+    model = make()
+    inputs = prompts_and_contexts(batch)
+    inputs["context_mask"] = torch.zeros_like(inputs["context_mask"])
+    got = model.generate(**inputs, output_logits=True, return_dict_in_generate=True, **GREEDY)
+    assert all(step.isfinite().all() for step in got.logits)

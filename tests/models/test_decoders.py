@@ -1,0 +1,329 @@
+"""The decoders that an experiment can name: from random weights, from a folder or the hub's cache, from another experiment."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from src.config import Places
+from src.errors import CheckpointError, ConfigError, DataError
+from src.files import new_directory, write_json
+from src.models.architecture import Architecture
+from src.weights import load_trained, trained_weights
+from src.registry import MODELS, Part, bind, resolved
+
+GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 4, "num_heads": 4, "max_positions": 32}
+PARENT = "0123456789abcdef0123456789abcdef"
+
+
+def part(raw: dict) -> Part:
+    return bind(MODELS, raw)
+
+
+def save_checkpoint(model: torch.nn.Module, raw: dict, places: Places, step: int = 100) -> Path:
+    """A checkpoint as the loop writes it, of experiment PARENT."""
+    run = places.runs / PARENT
+    run.mkdir(parents=True, exist_ok=True)
+    write_json(run / "exp_dict.json", {"recipe": "lm", "model": raw})
+    with new_directory(run / "checkpoints" / f"step-{step:08d}") as folder:
+        save_file(trained_weights(model), folder / "model.safetensors")
+        write_json(folder / "model.json", resolved(part(raw)))
+        shutil.copytree(places.data / "tokenizer", folder / "tokenizer")
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def test_light_modules_import_nothing_heavy():
+    code = (
+        "import sys; import src.models.cross_attention, src.models.experiment, src.models.gpt_bigcode, src.models.hf, src.weights;"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'pandas', 'safetensors', 'huggingface_hub') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+# ---- gpt_bigcode
+
+
+def test_gpt_bigcode_has_the_sizes_asked_for(places):
+    model = part({**GPT, "dropout_rate": 0.25})(places)
+    assert type(model).__name__ == "GPTBigCodeForCausalLM"
+    c = model.config
+    assert (c.vocab_size, c.n_embd, c.n_layer, c.n_head, c.n_positions, c.multi_query) == (23, 16, 4, 4, 32, True)
+    assert (c.resid_pdrop, c.embd_pdrop, c.attn_pdrop) == (0.25, 0.25, 0.25)
+    assert (c.bos_token_id, c.eos_token_id, c.pad_token_id) == (1, 2, 0)
+    assert model.name_or_path == str(places.data / "tokenizer")
+    assert part(GPT).function("num_decoder_layers")(places) == 4
+
+
+def test_gpt_bigcode_draws_from_the_global_generator(places):
+    def first(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return part(GPT)(places).transformer.h[0].attn.c_attn.weight
+
+    assert torch.equal(first(0), first(0))
+    assert not torch.equal(first(0), first(1))
+
+
+def test_gpt_bigcode_without_its_tokenizer(places):
+    for verb in (part({**GPT, "tokenizer": "other"}).check, part({**GPT, "tokenizer": "other"})):
+        with pytest.raises(DataError, match=r"data/other: no tokenizer here \(tokenizer.json is missing\)\. Prepare it"):
+            verb(places)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 3}, "hidden_size 16 does not divide by num_heads 3"),
+        ({"num_layers": 0}, "expected a number > 0, got 0"),
+        ({"dropout_rate": 1.0}, "expected a number < 1"),
+        ({"max_positions": "32"}, "expected int, got '32'"),
+    ],
+)
+def test_gpt_bigcode_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        part({**GPT, **change})
+
+
+# ---- hf
+
+
+@pytest.fixture
+def pretrained(base_of, tmp_path: Path) -> Path:
+    folder = tmp_path / "pretrained"
+    base_of("llama").save_pretrained(folder)
+    return folder
+
+
+def test_hf_loads_a_folder(pretrained, places, base_of):
+    model = part({"name": "hf", "path": str(pretrained)})(places)
+    assert model.dtype == torch.float32
+    assert model.name_or_path == str(pretrained)
+    ids = torch.arange(5)[None]
+    assert torch.equal(model.eval()(ids).logits, base_of("llama")(ids).logits)
+    assert part({"name": "hf", "path": str(pretrained), "dtype": "bfloat16"})(places).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("model_type", "groups"), [("llama", 2), ("gpt_bigcode", 1), ("gpt_neox", 4)])
+def test_hf_knows_the_sizes_before_loading(base_of, tmp_path, places, model_type, groups):
+    base_of(model_type).save_pretrained(tmp_path / "m")
+    raw = part({"name": "hf", "path": str(tmp_path / "m")})
+    assert raw.function("architecture")(places) == Architecture(model_type, 4, 16, 4, groups)
+    assert raw.function("num_decoder_layers")(places) == 4
+
+
+def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeypatch):
+    repository = tmp_path / "home" / "hub" / "models--owner--name"
+    shutil.copytree(pretrained, repository / "snapshots" / "abc123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc123")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for raw in ({"path": "owner/name"}, {"path": "owner/name", "revision": "abc123"}):
+        assert part({"name": "hf", **raw})(places).config.model_type == "llama"
+    with pytest.raises(ConfigError, match=r"'owner/name' at revision 'v9' is neither .* `hf download owner/name --revision v9`"):
+        part({"name": "hf", "path": "owner/name", "revision": "v9"}).check(places)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(
+        ConfigError,
+        match=r"'owner/name' is neither a folder nor in the local Hugging Face cache\. Get it once with `hf download owner/name` "
+        r"\(gated models: `hf auth login` first\), or name a folder with --set model\.base\.path=FOLDER\.",
+    ):
+        part({"name": "hf", "path": "owner/name"}).check(places)
+
+
+def test_hf_refuses_what_it_would_ignore_and_what_is_no_model(pretrained, places, tmp_path):
+    with pytest.raises(ConfigError, match=r"is a folder, so revision 'main' would be ignored"):
+        part({"name": "hf", "path": str(pretrained), "revision": "main"}).check(places)
+    with pytest.raises(ConfigError, match=r"is a folder without a config.json"):
+        part({"name": "hf", "path": str(tmp_path)}).check(places)
+    (pretrained / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"pretrained: no weights here. Expected model.safetensors or pytorch_model.bin"):
+        part({"name": "hf", "path": str(pretrained)}).check(places)
+
+
+def test_hf_names_the_damaged_file(pretrained, places):
+    file = pretrained / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"pretrained/model.safetensors: damaged or of another model .*Get it again"):
+        part({"name": "hf", "path": str(pretrained)})(places)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of them in its own way
+def test_hf_refuses_weights_that_do_not_fit(pretrained, places):
+    file = pretrained / "model.safetensors"
+    whole = load_file(file)
+    save_file({name: tensor for name, tensor in whole.items() if "layers.2.mlp.up" not in name}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model.safetensors: incomplete: model.layers.2.mlp.up_proj.weight missing"):
+        part({"name": "hf", "path": str(pretrained)})(places)
+    save_file({**whole, "model.norm.weight": torch.ones(3)}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model.safetensors: damaged or of another model"):
+        part({"name": "hf", "path": str(pretrained)})(places)
+
+
+def test_hf_names_the_missing_shard(base_of, places, tmp_path):
+    folder = tmp_path / "sharded"
+    base_of("llama").save_pretrained(folder, max_shard_size="10KB")
+    raw = part({"name": "hf", "path": str(folder)})
+    raw.check(places)
+    assert raw(places).config.model_type == "llama"
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    shards[1].unlink()
+    with pytest.raises(CheckpointError, match=rf"{shards[1].name}: missing, though model.safetensors.index.json lists it"):
+        raw.check(places)
+
+
+# ---- experiment
+
+
+@pytest.fixture
+def parent(places) -> torch.nn.Module:
+    """A model of random weights, saved as checkpoints 50 (noise) and 100."""
+    torch.manual_seed(5)
+    model = part(GPT)(places)
+    save_checkpoint(part(GPT)(places), GPT, places, step=50)
+    save_checkpoint(model, GPT, places)
+    return model
+
+
+def test_experiment_gives_the_parent_s_weights_and_tokenizer(parent, places):
+    child = part({"name": "experiment", "exp_id": PARENT})(places)
+    assert all(torch.equal(a, b) for a, b in zip(child.parameters(), parent.parameters(), strict=True))
+    assert child.name_or_path == str(places.runs / PARENT / "checkpoints" / "step-00000100" / "tokenizer")
+    assert child.lm_head.weight is child.transformer.wte.weight
+
+
+def test_experiment_last_and_best(parent, places):
+    with pytest.raises(ConfigError, match=f"the best checkpoint of parent {PARENT} is not there. .*--with-parents"):
+        part({"name": "experiment", "exp_id": PARENT, "checkpoint": "best"})(places)
+    write_json(places.runs / PARENT / "checkpoints" / "best.json", {"step": 50})
+    best = part({"name": "experiment", "exp_id": PARENT, "checkpoint": "best"})(places)
+    assert not torch.equal(best.lm_head.weight, parent.lm_head.weight)
+
+
+def test_experiment_knows_the_parent_s_depth_before_and_after_its_training(places):
+    raw = part({"name": "experiment", "exp_id": PARENT})
+    planned = Places(places.data, places.runs, {PARENT: {"recipe": "lm", "model": GPT}})
+    assert raw.function("num_decoder_layers")(planned) == 4
+    raw.check(planned)
+    with pytest.raises(
+        ConfigError, match=rf"the last checkpoint of parent {PARENT} is not there\. Train the parent first: add --with-parents"
+    ):
+        raw(planned)
+    with pytest.raises(ConfigError, match=rf"parent {PARENT}: neither under .* nor in exp_configs\.py.*--with-parents"):
+        raw.check(places)
+    save_checkpoint(part(GPT)(places), GPT, places)
+    assert raw.function("num_decoder_layers")(places) == 4
+
+
+@pytest.mark.parametrize("exp_id", ["0" * 31, "0" * 33, "G" * 32, "../" * 10 + "00"])
+def test_experiment_wants_a_whole_id(exp_id):
+    with pytest.raises(ValueError, match="exp_id"):
+        part({"name": "experiment", "exp_id": exp_id})
+
+
+def test_experiment_with_a_parent_that_we_cannot_read(places):
+    raw = part({"name": "experiment", "exp_id": PARENT})
+    with pytest.raises(ConfigError, match=rf"parent {PARENT}: model.hidden_size: missing"):
+        raw.check(Places(places.data, places.runs, {PARENT: {"model": {k: v for k, v in GPT.items() if k != "hidden_size"}}}))
+    with pytest.raises(ConfigError, match=rf"parent {PARENT}: its experiment has no 'model'"):
+        raw.check(Places(places.data, places.runs, {PARENT: {"recipe": "lm"}}))
+
+
+def test_cross_attention_on_another_experiment_from_its_own_checkpoint(parent, places, tmp_path):
+    """Base, child, and the child again from its checkpoint: the whole way of a real run."""
+    raw = {"name": "cross_attention", "num_layers": 2, "stride": 1, "base": {"name": "experiment", "exp_id": PARENT}}
+    part(raw).check(places)
+    child = part(raw)(places).eval()
+    assert torch.equal(child.base.lm_head.weight, parent.lm_head.weight)
+    assert child.name_or_path.endswith("tokenizer")
+    save_file(trained_weights(child), tmp_path / "child.safetensors")
+    again = part(json.loads(json.dumps(resolved(part(raw)))))(places).eval()
+    load_trained(again, tmp_path / "child.safetensors")
+    ids, mask = torch.arange(3, 9)[None], torch.ones(1, 6, dtype=torch.bool)
+    inputs = {"input_ids": ids, "attention_mask": mask, "context_ids": ids[None], "context_mask": mask[None]}
+    assert torch.equal(again(**inputs), child(**inputs))
+
+
+def test_cross_attention_is_checked_before_anything_is_loaded(places):
+    planned = Places(places.data, places.runs, {PARENT: {"model": GPT}})
+    raw = {"name": "cross_attention", "num_layers": 2, "stride": 3, "base": {"name": "experiment", "exp_id": PARENT}}
+    with pytest.raises(
+        ConfigError, match=r"num_layers 2 x stride 3 needs 6 decoder layers, the base has 4. Fits: num_layers up to 1 or stride up to 2"
+    ):
+        part(raw).check(planned)
+    with pytest.raises(ConfigError, match=f"parent {PARENT}: neither"):
+        part(raw).check(places)
+    with pytest.raises(ConfigError, match="hidden_size 6 does not divide by num_heads 4"):
+        part({**raw, "stride": 1, "hidden_size": 6}).check(planned)
+    assert part({**raw, "stride": 1}).function("num_decoder_layers")(planned) == 4
+
+
+# ---- weights
+
+
+class Mixed(torch.nn.Module):
+    """A frozen part, a trained part with a running mean and a scratch buffer, and a tied pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).requires_grad_(False)
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.norm.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.first = torch.nn.Linear(2, 2, bias=False)
+        self.tied = torch.nn.Linear(2, 2, bias=False)
+        self.tied.weight = self.first.weight
+
+
+TRAINED = {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "first.weight"}
+
+
+def test_trained_weights_are_trained_parameters_and_their_modules_buffers():
+    assert trained_weights(Mixed()).keys() == TRAINED
+
+
+def test_load_trained_restores_and_keeps_ties(tmp_path):
+    model, other = Mixed(), Mixed()
+    model.norm.running_mean += 3
+    save_file(trained_weights(model), tmp_path / "w.safetensors")
+    load_trained(other, tmp_path / "w.safetensors")
+    assert all(torch.equal(trained_weights(other)[name], tensor) for name, tensor in trained_weights(model).items())
+    assert other.tied.weight is other.first.weight
+    assert not torch.equal(other.frozen[0].weight, model.frozen[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("norm.bias"), r"w.safetensors: of another model. Missing: norm.bias; unexpected: none\."),
+        (lambda w: w.update({f"x{i}": torch.ones(1) for i in range(5)}), r"Missing: none; unexpected: x0, x1, x2 and 2 more\."),
+        (
+            lambda w: w.update({"first.weight": torch.ones(2, 3)}),
+            r"w.safetensors: of another model. first.weight is \[2, 3\], expected \[2, 2\]",
+        ),
+    ],
+)
+def test_load_trained_refuses_other_models_and_changes_nothing(tmp_path, change, message):
+    model = Mixed()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = dict(trained_weights(Mixed()))
+    change(weights)
+    save_file(weights, tmp_path / "w.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_trained(model, tmp_path / "w.safetensors")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_load_trained_names_a_missing_or_damaged_file(tmp_path):
+    file = tmp_path / "w.safetensors"
+    with pytest.raises(CheckpointError, match=r"w.safetensors: no such file"):
+        load_trained(Mixed(), file)
+    save_file(trained_weights(Mixed()), file)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match=r"w.safetensors: damaged, not readable as safetensors"):
+        load_trained(Mixed(), file)
