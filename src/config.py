@@ -1,6 +1,7 @@
 """Experiment dicts become frozen, typed configs here; every mistake is named by its dotted path."""
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -67,13 +68,12 @@ def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, s
             yield dotted(loc[:-1]), unknown_text("key", str(loc[-1]), _config_at(cls, loc[:-1]).model_fields)
         elif item["type"] == "missing":
             yield path, "missing. It has no default, so write it."
-        elif item["type"] == "literal_error" and isinstance(item["input"], str):
-            choices = get_args(_config_at(cls, loc[:-1]).model_fields[str(loc[-1])].annotation)
-            yield path, unknown_text("value", item["input"], [c for c in choices if isinstance(c, str)])
+        elif item["type"] == "literal_error" and isinstance(item["input"], str) and "'" in context["expected"]:
+            yield path, unknown_text("value", item["input"], re.findall("'([^']*)'", context["expected"]))
         elif cause is not None:
             yield path, str(cause)
         else:
-            yield path, f"expected {_expected(item['type'], item['msg'], context)}, got {_got(item['input'])}."
+            yield path, f"{_expected(item['type'], item['msg'], context)}, got {_got(item['input'])}."
 
 
 def unknown(kind: str, got: str, known: Iterable[str], where: str) -> ConfigError:
@@ -105,13 +105,17 @@ def join(head: str, tail: str) -> str:
 def _config_at(cls: type[Config], loc: Iterable[int | str]) -> type[Config]:
     """The Config class that holds the field below `loc`."""
     for key in loc:
-        if isinstance(key, int) or key not in cls.model_fields:
-            continue
-        annotation = cls.model_fields[key].annotation
-        for candidate in (annotation, *get_args(annotation)):
-            if inspect.isclass(candidate) and issubclass(candidate, Config):
-                cls = candidate
+        if isinstance(key, str) and key in cls.model_fields:
+            cls = next(_configs_in(cls.model_fields[key].annotation), cls)
     return cls
+
+
+def _configs_in(annotation: Any) -> Iterator[type[Config]]:
+    """The Config classes of an annotation such as `list[Loop] | None`."""
+    if inspect.isclass(annotation) and issubclass(annotation, Config):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _configs_in(inner)
 
 
 _TYPES = {
@@ -131,8 +135,10 @@ _BOUNDS = {"greater_than": (">", "gt"), "greater_than_equal": (">=", "ge"), "les
 def _expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
     if kind in _BOUNDS:
         sign, key = _BOUNDS[kind]
-        return f"a number {sign} {context[key]}"
-    return _TYPES.get(kind) or message[0].lower() + message[1:]
+        return f"expected a number {sign} {context[key]}"
+    if kind in _TYPES:
+        return f"expected {_TYPES[kind]}"
+    return message.replace("Input should be", "expected", 1)
 
 
 def _got(value: Any) -> str:

@@ -107,8 +107,10 @@ def bind(table: Table, raw: Any, key: str = "name") -> Part:
     if key not in raw:
         raise Problems([(key, f"missing. Known: {', '.join(sorted(table.modules))}.")])
     name = raw[key]
+    if not isinstance(name, str):
+        raise Problems([(key, f"expected str, got {name!r} ({type(name).__name__}).")])
     if name not in table.modules:
-        raise Problems([(key, unknown_text(table.kind, str(name), table.modules))])
+        raise Problems([(key, unknown_text(table.kind, name, table.modules))])
     cls: type[Config] = import_module(table.modules[name]).Config
     try:
         return Part(table, name, cls.model_validate({k: v for k, v in raw.items() if k != key}))
