@@ -1,0 +1,97 @@
+"""Both ways: every line of the registry leads to a module with its Config and verb, and every such module has its line."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from src.config import Config
+from src.registry import DATASETS, LAUNCHERS, METRICS, MODELS, RECIPES, REWARDS, TABLES, Table
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"src/recipes": RECIPES, "src/models": MODELS, "src/data": DATASETS, "src/metrics": METRICS, "src/launch": LAUNCHERS}
+LINES = [(table, name) for table in TABLES for name in table.modules]
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Dotted name -> syntax tree of every module of src."""
+    paths = [path for path in sorted((ROOT / "src").rglob("*.py")) if not path.name.startswith(".")]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def top_level(tree: ast.Module) -> set[str]:
+    """Names of the classes and functions that a module itself defines."""
+    return {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+
+
+@pytest.mark.parametrize(("table", "name"), LINES, ids=[f"{table.kind}-{name}" for table, name in LINES])
+def test_every_line_leads_to_a_config_and_a_verb(table: Table, name: str):
+    module = import_module(table.modules[name])
+    assert issubclass(module.Config, Config)
+    assert module.Config is not Config
+    parameters = list(inspect.signature(getattr(module, table.verb)).parameters.values())
+    assert parameters[0].name == "config"
+
+
+@pytest.mark.parametrize(("folder", "table"), FOLDERS.items(), ids=list(FOLDERS))
+def test_every_module_with_a_config_and_a_verb_has_its_line(folder: str, table: Table):
+    prefix = folder.replace("/", ".") + "."
+    found = {module for module, tree in trees().items() if module.startswith(prefix) and {"Config", table.verb} <= top_level(tree)}
+    assert found == set(table.modules.values())
+
+
+def test_a_module_has_one_name():
+    modules = [module for table in TABLES if table is not REWARDS for module in table.modules.values()]
+    assert len(modules) == len(set(modules))
+
+
+def config_fields() -> Iterator[tuple[str, str, str]]:
+    """(module, class, field) of every field of every Config class in src."""
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(parent).split(".")[-1].endswith("Config") for parent in node.bases):
+                for line in node.body:
+                    if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                        yield module, node.name, line.target.id
+
+
+def reads(tree: ast.Module, excluded: str | None) -> set[str]:
+    """Attribute names read in a module, outside the class called `excluded`."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.ClassDef) and node.name == excluded:
+            continue
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            found.add(node.attr)
+        waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def unread(fields: Iterator[tuple[str, str, str]]) -> list[str]:
+    elsewhere = {module: reads(tree, None) for module, tree in trees().items()}
+    wrong = []
+    for module, cls, field in fields:
+        at_home = reads(trees()[module], cls)
+        if not any(field in (at_home if name == module else names) for name, names in elsewhere.items()):
+            wrong.append(f"{module}.{cls}.{field}")
+    return wrong
+
+
+def test_every_config_field_is_read():
+    assert list(config_fields())
+    assert not unread(config_fields()), "a setting that nothing reads would be ignored"
+
+
+def test_a_field_that_nothing_reads_is_found():
+    assert unread(iter([("src.launch.local", "Config", "never_read_anywhere")])) == ["src.launch.local.Config.never_read_anywhere"]
+
+
+def test_fields_are_found():
+    assert ("src.launch.local", "Config", "slots") in set(config_fields())
