@@ -90,7 +90,7 @@ class Lease:
         self._released.set()
         self._thread.join()
         try:
-            with _guarded(self.path):
+            with _guarded(self.path, create=False):
                 if _parsed(_read(self.path)).get("token") == self._facts["token"]:
                     (self.path / LEASE).unlink()
         except (OSError, RunError) as error:
@@ -194,7 +194,7 @@ def _open_guard(path: Path, create: bool) -> int:
     until = time.monotonic() + GUARD_SECONDS
     while True:
         if create:
-            path.mkdir(parents=True, exist_ok=True)
+            _make(path)
         try:
             descriptor = os.open(path / GUARD, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:
@@ -216,6 +216,13 @@ def _open_guard(path: Path, create: bool) -> int:
         if time.monotonic() > until:
             raise RunError(f"{path / GUARD}: locked for {GUARD_SECONDS:g} s, not milliseconds. Is a process stopped in the middle?")
         time.sleep(_POLL_SECONDS)
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise RunError(f"{path}: a file stands where the save directory should be. Move it away.") from None
 
 
 def _read(path: Path) -> bytes | None:

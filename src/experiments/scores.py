@@ -164,17 +164,22 @@ def _scalar(dtype: _Dtype, data: bytes) -> Any:
     return struct.unpack(dtype.order + _FORMATS[dtype.code], data)[0]
 
 
+_ALLOWED: dict[str, Any] = {
+    "builtins.set": set,
+    "__builtin__.set": set,  # as protocols 0 to 2 spell it
+    "collections.OrderedDict": dict,
+    "numpy.dtype": _Dtype,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy.core.multiarray.scalar": _scalar,  # numpy 1
+    "_codecs.encode": lambda text, _: text.encode("latin1"),  # how protocols 0 to 2 spell bytes
+}
+
+
 class _Numbers(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("numpy", "dtype"):
-            return _Dtype
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "scalar":
-            return _scalar
-        if (module, name) in (("builtins", "set"), ("builtins", "frozenset"), ("collections", "OrderedDict")):
-            return {"set": set, "frozenset": frozenset, "OrderedDict": dict}[name]
-        if (module, name) == ("_codecs", "encode"):  # how protocol 2 spells bytes
-            return lambda text, coding: text.encode("latin1")
-        raise pickle.UnpicklingError(f"{module}.{name}")
+        if f"{module}.{name}" not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return _ALLOWED[f"{module}.{name}"]
 
 
 def _is_row(row: Any) -> bool:

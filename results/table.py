@@ -1,0 +1,181 @@
+"""The scores of a folder of runs as a table, mean ± standard deviation over seeds: `python -m results.table [RUNS] [-e GROUP]`."""
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from src.errors import UserError
+from src.experiments import results
+
+RUNS = Path("results/runs")
+FORMATS = ("rich", "markdown", "csv", "latex", "json")
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{character: "\\" + character for character in "&%$#_{}"},
+}
+Table = list[dict[str, Any]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; warnings about runs that cannot be read or are not done go to stderr. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        rows, warnings = results.load_rows(options.runs, options.group)
+        table, keys, scores = tabulate(rows, options.by, options.scores, options.metric, options.best)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    waiting = sum(row["state"] not in ("done", "haven") for row in rows)
+    if waiting:
+        warnings.append(f"{waiting} of {len(rows)} runs are not done; the table holds their latest scores.")
+    for warning in warnings:
+        print(warning, file=sys.stderr)
+    print_table(table, keys, scores, options.format)
+    return 0
+
+
+def tabulate(
+    rows: Sequence[results.Row],
+    by: Sequence[str] | None = None,
+    scores: Sequence[str] | None = None,
+    metric: str | None = None,
+    best: str | None = None,
+) -> tuple[Table, list[str], list[str]]:
+    """Aggregated rows, best first, with the keys and the scores that are their columns.
+
+    by: dotted config keys; None takes those that vary, without the seed. scores: None takes all.
+    metric: what to sort by; None takes the first of val_loss, any val_ score, any score. best: "min" or "max"; None decides by its name.
+
+    Raises:
+        ConfigError: a key or a score that no run has.
+    """
+    known = results.score_names(rows)
+    keys = [key for key in results.varying(rows) if key != "seed"] if by is None else list(by)
+    shown = known if scores is None else list(scores)
+    if metric is None:
+        metric = default_metric(shown)
+    elif metric not in shown:
+        shown = [metric, *shown]
+    table = results.aggregate(rows, keys, shown)
+    if metric is not None:
+        table = results.best_first(table, metric, None if best is None else best == "min")
+    return table, keys, shown
+
+
+def default_metric(scores: Sequence[str]) -> str | None:
+    """The score that tables are sorted by and plots show when none is named."""
+    preferred = [name for name in scores if name == "val_loss"] or [name for name in scores if name.startswith("val_")] or scores
+    return preferred[0] if preferred else None
+
+
+def print_table(table: Table, keys: Sequence[str], scores: Sequence[str], style: str) -> None:
+    """Print to stdout. csv and json hold every digit; the others four, as mean ± std (n)."""
+    if style == "rich":
+        _print_rich(*_cells(table, keys, scores))
+    else:
+        print(rendered(table, keys, scores, style), end="")
+
+
+def rendered(table: Table, keys: Sequence[str], scores: Sequence[str], style: str) -> str:
+    """The table as text: one of `FORMATS` but rich."""
+    if style == "json":
+        return json.dumps(table, indent=4, allow_nan=False) + "\n"
+    if style == "csv":
+        return _csv(table, keys, scores)
+    headings, lines = _cells(table, keys, scores)
+    return _markdown(headings, lines) if style == "markdown" else _latex(headings, lines, len(keys))
+
+
+def _cells(table: Table, keys: Sequence[str], scores: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    names = results.short_names(keys)
+    facts = ["runs", "state", "step"]
+    headings = [*(names[key] for key in keys), *facts, *scores]
+    lines = [
+        [*(_plain(row[key]) for key in keys), *(_plain(row[fact]) for fact in facts), *(_score(row, s) for s in scores)] for row in table
+    ]
+    return headings, lines
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value[:8] if len(value) == 32 and set(value) <= set("0123456789abcdef") else value
+    return json.dumps(value)
+
+
+def _score(row: dict[str, Any], name: str) -> str:
+    mean, std, count = row[name], row[f"{name}_std"], row[f"{name}_n"]
+    if mean is None:
+        return "-"
+    return f"{mean:.4g}" if std is None else f"{mean:.4g} ± {std:.2g} ({count})"
+
+
+def _csv(table: Table, keys: Sequence[str], scores: Sequence[str]) -> str:
+    columns = [*keys, "runs", "state", "step", *(name + end for name in scores for end in ("", "_std", "_n"))]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([value if isinstance(value := row[column], (str, float)) else _raw(value) for column in columns] for row in table)
+    return text.getvalue()
+
+
+def _raw(value: Any) -> str:
+    return "" if value is None else json.dumps(value)
+
+
+def _markdown(headings: list[str], lines: list[list[str]]) -> str:
+    rows = [headings, ["---"] * len(headings), *lines]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |\n" for row in rows)
+
+
+def _latex(headings: list[str], lines: list[list[str]], num_keys: int) -> str:
+    columns = "l" * num_keys + "r" * (len(headings) - num_keys)
+    rows = [" & ".join(map(_escaped, row)) + r" \\" for row in (headings, *lines)]
+    parts = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]
+    return "% needs \\usepackage{booktabs}\n" + "\n".join(parts) + "\n"
+
+
+def _escaped(cell: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in cell).replace(" ± ", r" $\pm$ ").replace("\n", " ")
+
+
+def _print_rich(headings: list[str], lines: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = RichTable(caption="mean ± standard deviation (number of runs), best first")
+    for heading in headings:
+        table.add_column(Text(heading))
+    for line in lines:
+        table.add_row(*map(Text, line))
+    console = Console()
+    if not console.is_terminal:  # a log file has no width: cut nothing
+        wide = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+        console = Console(width=max(console.width, wide))
+    console.print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m results.table", description=__doc__)
+    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
+    parser.add_argument("-e", "--group", help="only the runs of this group")
+    parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
+    parser.add_argument("--metric", help="score to sort by, best first (default: val_loss, else the first val_ score)")
+    parser.add_argument("--best", choices=("min", "max"), help="which end of the metric is best (default: min for losses and errors)")
+    parser.add_argument("--scores", nargs="+", metavar="NAME", help="scores to show (default: all)")
+    parser.add_argument("--format", choices=FORMATS, default="rich")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

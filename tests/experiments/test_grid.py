@@ -1,0 +1,114 @@
+"""Grids: which experiments come out, in which order, sharing nothing."""
+
+import pytest
+
+from src.errors import ConfigError
+from src.experiments.grid import grid, parse_assignment, ref, seeds, set_path, zipped
+from src.experiments.identity import exp_id
+from src.registry import canonical, load_experiment
+
+BASE = {"recipe": "r", "seed": 0, "model": {"stride": 1, "sizes": [1, 2]}}
+
+
+def test_grid_is_the_product_with_the_last_axis_fastest():
+    experiments = grid(BASE, {"model.stride": [1, 2], "seed": [0, 1, 2]})
+    assert [(e["model"]["stride"], e["seed"]) for e in experiments] == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
+    assert all(e["recipe"] == "r" and e["model"]["sizes"] == [1, 2] for e in experiments)
+
+
+def test_grid_keeps_what_where_is_true_for():
+    assert [e["seed"] for e in grid(BASE, {"seed": [0, 1, 2, 3]}, where=lambda e: e["seed"] % 2 == 1)] == [1, 3]
+    assert grid(BASE, {}) == [BASE]
+
+
+def test_a_list_stays_a_list_and_nothing_is_shared():
+    value = [3, 4]
+    first, second = grid(BASE, {"model.sizes": [value], "seed": [0, 1]})
+    first["model"]["sizes"].append(5)
+    assert second["model"]["sizes"] == [3, 4] == value
+    assert BASE["model"]["sizes"] == [1, 2]
+
+
+def test_a_dict_value_can_be_refined_by_a_later_axis():
+    experiments = grid(BASE, {"model": [{"stride": 0, "depth": 9}], "model.stride": [5, 6]})
+    assert [e["model"] for e in experiments] == [{"stride": 5, "depth": 9}, {"stride": 6, "depth": 9}]
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"model.strid": [1]}, r"^model: unknown key 'strid'\. Did you mean 'stride'\? Known: sizes, stride\.$"),
+        ({"sed": [1]}, r"unknown key 'sed'\. Did you mean 'seed'\?"),
+        ({"seed.x": [1]}, r"^seed\.x: seed is 0, not a dict"),
+        ({"model..stride": [1]}, r"'model\.\.stride': expected keys joined by single dots"),
+        ({"seed": []}, r"^grid: seed: an axis without values"),
+        ({"recipe": "lm"}, r"^grid: recipe: expected a list of values, got 'lm' \(str\)"),
+        ({"model.stride": [1], "model": [{}]}, r"^grid: model: it would overwrite model\.stride"),
+    ],
+)
+def test_grid_refuses(axes: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        grid(BASE, axes)
+
+
+def test_zipped_goes_position_by_position():
+    experiments = zipped(BASE, {"model.stride": [1, 2], "seed": [7, 8]})
+    assert [(e["model"]["stride"], e["seed"]) for e in experiments] == [(1, 7), (2, 8)]
+    with pytest.raises(ConfigError, match=r"^zipped: axes of equal length are needed, got model\.stride: 1, seed: 2\.$"):
+        zipped(BASE, {"model.stride": [1], "seed": [7, 8]})
+
+
+def test_seeds_by_number_or_by_list():
+    assert [e["seed"] for e in seeds([BASE, BASE], 2)] == [0, 1, 0, 1]
+    assert [e["seed"] for e in seeds([BASE], [5, 3])] == [5, 3]
+    for none in (0, []):
+        with pytest.raises(ConfigError, match="expected a number of seeds above 0"):
+            seeds([BASE], none)
+
+
+def test_set_path_adds_a_last_key_only_where_it_may():
+    assert set_path(BASE, "model.depth", 3, must_exist=False)["model"] == {"stride": 1, "sizes": [1, 2], "depth": 3}
+    assert "depth" not in BASE["model"]
+    with pytest.raises(ConfigError, match="unknown key 'depth'"):
+        set_path(BASE, "model.depth", 3, must_exist=True)
+    with pytest.raises(ConfigError, match="unknown key 'modle'. Did you mean 'model'"):
+        set_path(BASE, "modle.depth", 3, must_exist=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("20", 20),
+        ("1e-3", 0.001),
+        ("true", True),
+        ("null", None),
+        ('"20"', "20"),
+        ("[1, 2]", [1, 2]),
+        ("cosine", "cosine"),
+        ("", ""),
+        ("a=b", "a=b"),
+    ],
+)
+def test_assignments_are_json_where_they_can_be(text: str, value: object):
+    assert parse_assignment(f"loop.x={text}") == ("loop.x", value)
+
+
+@pytest.mark.parametrize("text", ["loop.steps", "=3", ""])
+def test_an_assignment_without_path_or_value_is_refused(text: str):
+    with pytest.raises(ConfigError, match=r"^--set: expected path=value"):
+        parse_assignment(text)
+
+
+def test_ref_is_the_id_of_the_canonical_parent(toy_recipe: None):
+    whole, spelled = ({"recipe": "toy", "seed": 0, "rate": rate} for rate in (1, 1.0))
+    assert ref(whole) == ref(spelled) == {"name": "experiment", "exp_id": exp_id(spelled), "checkpoint": "last"}
+    assert exp_id(canonical(whole, load_experiment(whole, "x"))) == exp_id(spelled) != exp_id(whole)
+    assert ref(whole, checkpoint="best")["checkpoint"] == "best"
+    assert ref({**whole, "seed": 1})["exp_id"] != ref(whole)["exp_id"]
+
+
+def test_ref_of_an_invalid_parent_names_the_mistake(toy_recipe: None):
+    with pytest.raises(ConfigError, match=r"^ref\.rte: |^ref: unknown key 'rte'\. Did you mean 'rate'"):
+        ref({"recipe": "toy", "seed": 0, "rte": 1})
+    with pytest.raises(ConfigError, match=r"^ref\.rate: expected a JSON value"):
+        ref({"recipe": "toy", "seed": 0, "rate": (1,)})

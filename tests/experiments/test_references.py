@@ -1,0 +1,75 @@
+"""Lineage: parents are found, run first, and missed with advice."""
+
+from pathlib import Path
+
+import pytest
+
+from src.config import Places
+from src.experiments.identity import exp_id
+from src.experiments.references import missing, order, parents
+from src.experiments.rundir import RunDir
+
+
+def child_of(*ids: str, seed: int = 0) -> dict:
+    return {"seed": seed, "model": {"name": "wrapper", "bases": [{"name": "experiment", "exp_id": i, "checkpoint": "last"} for i in ids]}}
+
+
+OLD = {"recipe": "lm", "seed": 0}
+MIDDLE = child_of(exp_id(OLD))
+YOUNG = child_of(exp_id(MIDDLE), exp_id(OLD))
+KNOWN = {exp_id(e): e for e in (YOUNG, MIDDLE, OLD)}
+
+
+def test_parents_are_found_at_any_depth_once_and_in_order():
+    a, b = "a" * 32, "b" * 32
+    exp = {"model": {"name": "x", "base": {"name": "experiment", "exp_id": b}}, "heads": [{"base": {"name": "experiment", "exp_id": a}}]}
+    assert parents(exp) == [b, a]
+    assert parents({**exp, "again": exp["model"]}) == [b, a]
+    assert parents({"model": {"name": "hf", "exp_id": a}}) == []
+
+
+def test_parents_come_first():
+    assert order([YOUNG, MIDDLE, OLD], KNOWN, with_parents=False) == [OLD, MIDDLE, YOUNG]
+    assert order([YOUNG, OLD], KNOWN, with_parents=False) == [OLD, YOUNG]
+    assert order([YOUNG], KNOWN, with_parents=False) == [YOUNG]
+    assert order([YOUNG], KNOWN, with_parents=True) == [OLD, MIDDLE, YOUNG]
+
+
+def test_order_drops_duplicates_and_otherwise_keeps_the_given_one():
+    others = [child_of(exp_id(OLD), seed=s) for s in (3, 1, 2)]
+    assert order([*others, others[0]], KNOWN, with_parents=True) == [OLD, *others]
+
+
+def test_a_parent_that_nobody_knows_is_left_to_missing():
+    orphan = child_of("c" * 32)
+    assert order([orphan], KNOWN, with_parents=True) == [orphan]
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places(data=tmp_path, runs=tmp_path / "runs", experiments=KNOWN)
+
+
+def test_a_parent_that_was_never_run_says_how_to_run_it(places: Places):
+    (message,) = missing(MIDDLE, places)
+    assert message.startswith(f"it starts from experiment {exp_id(OLD)}, which has not been run (recipe 'lm'")
+    assert "--with-parents" in message
+
+
+def test_an_unknown_parent_says_where_it_was_looked_for(places: Places):
+    (message,) = missing(child_of("c" * 32), places)
+    assert "neither in exp_configs.py nor in" in message
+
+
+def test_each_state_of_a_parent_has_its_message(places: Places):
+    with RunDir.open(places.runs, OLD, OLD) as run:
+        assert "still running" in missing(MIDDLE, places)[0]
+        run.set_status("failed", reason="boom")
+        assert "is failed, not done" in missing(MIDDLE, places)[0]
+        forgotten = Places(data=places.data, runs=places.runs)
+        assert f"Finish it with --exp_id {run.exp_id}" in missing(MIDDLE, forgotten)[0]
+        run.set_status("running")
+    assert "is lost, not done" in missing(MIDDLE, places)[0]
+    with RunDir.open(places.runs, OLD, OLD) as run:
+        run.set_status("done")
+    assert missing(MIDDLE, places) == []
