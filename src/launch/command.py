@@ -25,6 +25,8 @@ class Job:
     """The folder that holds trainval.py."""
     python_binary: str | None = None
     """What stands before `args`, in bash: "source activate ENV ; torchrun --nproc-per-node NGPUS ". None: this Python."""
+    after: tuple[str, ...] = ()
+    """Ids that must have ended well before it starts, as far as they stand before it in the same submission."""
 
 
 def shell_line(job: Job) -> str:

@@ -34,7 +34,8 @@ class Config(configs.Config):
 def submit(config: Config, jobs: Sequence[Job], log_dir: Path) -> list[str]:
     """Run `jobs` and wait for all; returns their process ids, in the same order.
 
-    What a job prints is appended to <log_dir>/<exp_id>.out.log and .err.log. A failing job does not stop the others.
+    What a job prints is appended to <log_dir>/<exp_id>.out.log and .err.log. A failing job does not stop
+    the others, except those that come `after` it.
     SIGINT, SIGTERM and SIGHUP stop all of them, with everything that they started.
 
     Raises:
@@ -43,14 +44,14 @@ def submit(config: Config, jobs: Sequence[Job], log_dir: Path) -> list[str]:
     """
     with writing(log_dir):
         log_dir.mkdir(parents=True, exist_ok=True)
-    crew = _Crew(log_dir)
+    crew = _Crew(log_dir, jobs)
     with _signals_raise(), ThreadPoolExecutor(config.slots) as pool:
         try:
             ends = list(pool.map(crew.run, jobs))
         except BaseException:
             crew.stop(config.grace_seconds)
             raise
-    failed = [f"{job.exp_id}: {reason}. See {_logs(log_dir, job)[1]}." for job, (_, reason) in zip(jobs, ends, strict=True) if reason]
+    failed = [f"{job.exp_id}: {reason}." for job, (_, reason) in zip(jobs, ends, strict=True) if reason]
     if failed:
         raise LaunchError("\n".join([f"{len(failed)} of {len(jobs)} jobs failed:", *failed]))
     return [str(pid) for pid, _ in ends]
@@ -59,15 +60,31 @@ def submit(config: Config, jobs: Sequence[Job], log_dir: Path) -> list[str]:
 class _Crew:
     """The children that run now, each the leader of a process group of its own."""
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, jobs: Sequence[Job]) -> None:
         self.log_dir = log_dir
         self.changed = threading.Condition()
         self.children: set[int] = set()
         self.stopped = False
+        self.well: dict[str, bool] = {}
+        """Ended jobs, True for those that ended well."""
+        # Only what stands before a job is waited for: the pool takes jobs in their order, so that cannot wait in a circle.
+        self.place = {job.exp_id: place for place, job in enumerate(jobs)}
 
     def run(self, job: Job) -> tuple[int, str | None]:
-        """Run one job to its end. Gives its process id and, if it failed, how it ended."""
-        out_path, err_path = _logs(self.log_dir, job)
+        """Run one job to its end, once its turn has come. Gives its process id and, if it failed, how it ended."""
+        parents = {exp_id for exp_id in job.after if self.place.get(exp_id, len(self.place)) < self.place[job.exp_id]}
+        with self.changed:
+            self.changed.wait_for(lambda: self.stopped or parents <= self.well.keys())
+            failed = sorted(parent for parent in parents if not self.well.get(parent))
+        pid, reason = (0, f"not started, because {failed[0]} did not end well") if failed else self._start(job)
+        with self.changed:
+            self.children.discard(pid)
+            self.well[job.exp_id] = reason is None
+            self.changed.notify_all()
+        return pid, reason
+
+    def _start(self, job: Job) -> tuple[int, str | None]:
+        out_path, err_path = (self.log_dir / f"{job.exp_id}.{stream}.log" for stream in ("out", "err"))
         try:
             with open(out_path, "ab") as out, open(err_path, "ab") as err, self.changed:
                 if self.stopped:
@@ -78,16 +95,14 @@ class _Crew:
             return 0, f"could not be started: {error}"
         log.info("%s: started as process %d, writing to %s", job.exp_id, child.pid, err_path)
         code = child.wait()
-        with self.changed:
-            self.children.remove(child.pid)
-            self.changed.notify_all()
         log.info("%s: ended with exit code %d", job.exp_id, code)
-        return child.pid, _reason(code)
+        return child.pid, f"{_ending(code)}. See {err_path}" if code else None
 
     def stop(self, grace_seconds: float) -> None:
         """Start nothing more, ask every child to end, and kill those that have not after the grace, or at a second interruption."""
         with self.changed:
             self.stopped = True
+            self.changed.notify_all()
             self._signal(signal.SIGTERM)
             try:
                 self.changed.wait_for(lambda: not self.children, timeout=grace_seconds)
@@ -122,13 +137,8 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, old)
 
 
-def _reason(code: int) -> str | None:
+def _ending(code: int) -> str:
     """bash reports a command that was killed by signal n, as the out-of-memory killer does, as exit code 128 + n."""
     number = -code if code < 0 else code - 128
-    if number in set(signal.Signals):
-        return f"exit code {code} ({signal.Signals(number).name})"
-    return f"exit code {code}" if code else None
-
-
-def _logs(log_dir: Path, job: Job) -> tuple[Path, Path]:
-    return log_dir / f"{job.exp_id}.out.log", log_dir / f"{job.exp_id}.err.log"
+    name = f" ({signal.Signals(number).name})" if number in set(signal.Signals) else ""
+    return f"exit code {code}{name}"

@@ -1,6 +1,7 @@
 """Jobs on this machine: slots, logs, failures, interruptions. Real processes throughout."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,6 +87,29 @@ def test_one_slot_runs_in_the_order_given(tmp_path: Path):
     code = "import sys; open('order', 'a').write(sys.argv[1])"
     submit(Config(), [Job(n, ("-c", code, n), tmp_path) for n in "dacb"], tmp_path / "logs")
     assert (tmp_path / "order").read_text() == "dacb"
+
+
+def test_a_child_waits_for_its_parent(tmp_path: Path):
+    """Three slots are free, yet the child starts only when the parent has written its file, and the orphan not at all."""
+    late = "import time; time.sleep(0.3); open('weights', 'w').close()"
+    jobs = [
+        job("parent", late, tmp_path),
+        job("bad", "raise SystemExit(1)", tmp_path),
+        Job("child", ("-c", "open('weights')"), tmp_path, after=("parent", "done long ago")),
+        Job("orphan", ("-c", "open('orphan', 'w')"), tmp_path, after=("parent", "bad")),
+        Job("grandchild", ("-c", ""), tmp_path, after=("orphan",)),
+        Job("first", ("-c", ""), tmp_path, after=("second",)),
+        Job("second", ("-c", ""), tmp_path),
+    ]
+    with pytest.raises(LaunchError) as caught:
+        submit(Config(slots=3), jobs, tmp_path / "logs")
+    assert re.sub(r" See .*", "", str(caught.value)).splitlines() == [
+        "3 of 7 jobs failed:",
+        "bad: exit code 1.",
+        "orphan: not started, because bad did not end well.",
+        "grandchild: not started, because orphan did not end well.",
+    ]
+    assert not (tmp_path / "orphan").exists()
 
 
 def test_a_log_folder_that_cannot_be_made(tmp_path: Path):
