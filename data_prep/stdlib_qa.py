@@ -40,6 +40,8 @@ MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 # What nearly every function has; a context is asked about one of them, or they would drown the other kinds.
 _FREQUENT_KINDS = ("name", "parameters", "calls")
 _SKIPPED_FOLDERS = {"__pycache__", "_bundled", "dist-packages", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
+# Chosen so that tkinter, one question in twenty, is not a third of the validation split.
+_SALT = "stdlib_qa/"
 _SKIPPED_PREFIX = "_sysconfigdata"  # paths and flags of this machine
 
 Rows = dict[str, list[dict[str, Any]]]
@@ -66,7 +68,8 @@ def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None)
     """
     start = time.monotonic()
     if vocab_size < MIN_VOCAB_SIZE:
-        raise DataError(f"--vocab_size: expected at least {MIN_VOCAB_SIZE} (256 bytes and {len(SPECIAL_TOKENS)} control tokens), got {vocab_size}.")
+        needed = f"{MIN_VOCAB_SIZE} (256 bytes and {len(SPECIAL_TOKENS)} control tokens)"
+        raise DataError(f"--vocab_size: expected at least {needed}, got {vocab_size}.")
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     sources = read_sources(stdlib)
     made_from = _made_from(sources, vocab_size)
@@ -81,7 +84,8 @@ def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None)
     counts = {split: dict(sorted(Counter(row["kind"] for row in rows).items())) for split, rows in questions.items()}
     _write_rows(data_path / "stdlib_qa", questions, {**facts, "counts": counts, "modules_that_do_not_parse": skipped})
     _write_rows(data_path / "stdlib_text", texts, {**facts, "counts": {split: len(rows) for split, rows in texts.items()}})
-    _write_tokenizer(data_path / "stdlib_tokenizer", questions["train"], texts["train"], vocab_size, facts)
+    lines = [row["text"] for row in texts["train"]] + [f"{row['question']}\n{row['answer']}" for row in questions["train"]]
+    _write_tokenizer(data_path / "stdlib_tokenizer", lines, vocab_size, facts)
     _print_summary(data_path, counts, texts, time.monotonic() - start)
     return True
 
@@ -110,8 +114,8 @@ def read_sources(stdlib: Path) -> dict[str, str]:
 
 
 def split_of(module: str) -> str:
-    """"val" for about VAL_PERCENT of the modules, by a hash of the name, so that it is the same on every machine."""
-    return "val" if hashlib.sha256(module.encode()).digest()[0] * 100 < VAL_PERCENT * 256 else "train"
+    """ "val" for about VAL_PERCENT of the modules, by a hash of the name, so that it is the same on every machine."""
+    return "val" if hashlib.sha256(f"{_SALT}{module}".encode()).digest()[0] * 100 < VAL_PERCENT * 256 else "train"
 
 
 def question_rows(sources: Mapping[str, str]) -> tuple[Rows, list[str]]:
@@ -200,8 +204,8 @@ def _write_rows(folder: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
                 file.writelines(json.dumps(row) + "\n" for row in rows[split])
 
 
-def _write_tokenizer(folder: Path, questions: Sequence[Mapping[str, str]], texts: Sequence[Mapping[str, str]], vocab_size: int, facts: Mapping[str, Any]) -> None:
-    """Train on what the train split holds: modules, questions and answers."""
+def _write_tokenizer(folder: Path, lines: Sequence[str], vocab_size: int, facts: Mapping[str, Any]) -> None:
+    """Train byte-level BPE on `lines`, which are all from the train split. Digits stand alone, as in StarCoder's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -216,7 +220,6 @@ def _write_tokenizer(folder: Path, questions: Sequence[Mapping[str, str]], texts
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    lines = [row["text"] for row in texts] + [f"{row['question']}\n{row['answer']}" for row in questions]
     tokenizer.train_from_iterator(lines, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

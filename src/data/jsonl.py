@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from src.config import Places, unknown_text
 from src.errors import DataError
@@ -22,7 +22,7 @@ def corpus(places: Places, name: str) -> Path:
     """
     folder = places.data / name
     if not folder.is_dir():
-        command = _command(folder)
+        command = made_by(folder)
         known = sorted(p.parent.name for p in places.data.glob(f"*/{MANIFEST}"))
         raise DataError(f"{folder}: no such data set. {command or unknown_text('corpus', name, known)}")
     _check_sizes(folder)
@@ -47,17 +47,17 @@ def require_file(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def read_rows(path: Path, fields: Mapping[str, type], optional: Mapping[str, type] | None = None) -> list[dict[str, Any]]:
+def read_rows(path: Path, fields: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`.
 
-    A field of `optional` may be absent or null; where it is there, its type is checked. `list` means a list of strings
-    or of 0 and 1. True is not an int. Blank lines are refused like other lines that are not JSON.
+    A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional` may be
+    absent or null. A blank line is refused like any other that is not JSON.
 
     Raises:
         DataError: the folder is missing or incomplete, the file is missing or empty, or a line is not what it should be.
     """
     if not path.parent.is_dir():
-        raise DataError(f"{path.parent}: no such folder. {_command(path.parent)}".rstrip())
+        raise DataError(f"{path.parent}: no such folder. {made_by(path.parent)}".rstrip())
     _check_sizes(path.parent)
     if not path.is_file():
         raise DataError(f"{path}: no such file.")
@@ -91,9 +91,9 @@ def first_of_permutation(total: int, count: int, path: Path) -> list[int]:
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip(b"\r\n"))
     except json.JSONDecodeError as bad:
-        raise DataError(f"{where}: not valid JSON: {bad.msg} at column {bad.colno}.") from None
+        raise DataError(f"{where}: not valid JSON: {bad.msg.removesuffix(' at')} at column {bad.colno}.") from None
     except UnicodeDecodeError as bad:
         raise DataError(f"{where}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None
     if not isinstance(row, dict):
@@ -101,12 +101,13 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _check_type(value: Any, kind: type, where: str) -> None:
-    if type(value) is not kind:
-        raise DataError(f"{where}: expected {kind.__name__}, got {_shown(value)}.")
-    if kind is list and not all(isinstance(item, str) or item in (0, 1) for item in value):
-        bad = next(item for item in value if not (isinstance(item, str) or item in (0, 1)))
-        raise DataError(f"{where}: expected a list of str or of 0 and 1, got {_shown(bad)} in it.")
+def _check_type(value: Any, kind: Any, where: str) -> None:
+    outer = get_origin(kind) or kind
+    if type(value) is not outer:
+        raise DataError(f"{where}: expected {outer.__name__}, got {_shown(value)}.")
+    for inner in get_args(kind):
+        for index, item in enumerate(value):
+            _check_type(item, inner, f"{where}[{index}]")
 
 
 def _shown(value: Any) -> str:
@@ -116,18 +117,18 @@ def _shown(value: Any) -> str:
 
 def _check_sizes(folder: Path) -> None:
     if not (folder / MANIFEST).is_file():
-        hint = _command(folder) or "Prepare it again."
+        hint = made_by(folder) or "Prepare it again."
         raise DataError(f"{folder}: incomplete, it has no {MANIFEST}. {hint}")
     for name, facts in read_json(folder / MANIFEST, DataError)["files"].items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size != facts["bytes"]:
             got = "missing" if size is None else f"{size} bytes"
-            raise DataError(f"{path}: {got}, but {facts['bytes']} bytes were written. {_command(folder) or 'Prepare it again.'}")
+            raise DataError(f"{path}: {got}, but {facts['bytes']} bytes were written. {made_by(folder) or 'Prepare it again.'}")
 
 
-def _command(folder: Path) -> str:
-    """Sentence that says what makes `folder`, empty where nothing of ours does."""
+def made_by(folder: Path) -> str:
+    """A sentence that says what makes `folder`, empty where nothing of ours does."""
     for prefix, command in _MADE_BY.items():
         if folder.name.startswith(prefix):
             return f"Make it with: {command} --data_path {folder.parent}"

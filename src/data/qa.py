@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _FIELDS = {"context": str, "question": str, "answer": str, "dataset": str}
-_OPTIONAL = {"answers": list, "contexts_list": list, "useful_contexts": list, "kind": str}
+_OPTIONAL = {"answers": list[str], "contexts_list": list[str], "useful_contexts": list[int], "kind": str}
 
 
 class Config(StrictConfig):
@@ -77,16 +77,28 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
     for number, row in enumerate(rows, 1):
         useful, contexts = row.get("useful_contexts"), row.get("contexts_list")
         if useful is not None and len(useful) != len(contexts or []):
-            raise DataError(f"{path}:{number}: field 'useful_contexts': {len(useful)} entries for {len(contexts or [])} in 'contexts_list'.")
+            raise DataError(
+                f"{path}:{number}: field 'useful_contexts': {len(useful)} entries for {len(contexts or [])} in 'contexts_list'."
+            )
     if split == "val" and config.val_samples is not None:
         rows = [rows[i] for i in jsonl.first_of_permutation(len(rows), config.val_samples, path)]
-    return QADataset(config, rows, tokenizer, seed, both_views=config.include_contexts and split == "train", fingerprint=jsonl.fingerprint(folder))
+    return QADataset(
+        config, rows, tokenizer, seed, both_views=config.include_contexts and split == "train", fingerprint=jsonl.fingerprint(folder)
+    )
 
 
 class QADataset:
     """Samples are pure functions of (seed, epoch, index)."""
 
-    def __init__(self, config: Config, rows: Sequence[dict[str, Any]], tokenizer: "PreTrainedTokenizerFast", seed: int, both_views: bool, fingerprint: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        rows: Sequence[dict[str, Any]],
+        tokenizer: "PreTrainedTokenizerFast",
+        seed: int,
+        both_views: bool,
+        fingerprint: str,
+    ) -> None:
         self.fingerprint = fingerprint
         self._config = config
         self._rows = rows

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from src.data import jsonl
 from src.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,15 +23,14 @@ def load(source: str | Path) -> "PreTrainedTokenizerFast":
 
     folder = Path(source)
     if not folder.is_dir() and _names_a_folder(source):
-        hint = " Make it with: python -m data_prep.stdlib_qa" if folder.name == "stdlib_tokenizer" else ""
-        raise DataError(f"{source}: no such tokenizer folder.{hint}")
+        raise DataError(f"{source}: no such tokenizer folder. {jsonl.made_by(folder)}".rstrip())
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
     except (OSError, ValueError) as error:
         if folder.is_dir():
             raise DataError(f"{source}: no tokenizer can be read from this folder. It should hold tokenizer.json.") from error
         raise DataError(
-            f"{source}: not in the local cache of the hub, and no folder. On a machine with network: huggingface-cli download {source}; "
+            f"{source}: not in the local cache of the hub, and no folder. On a machine with network: hf download {source}; "
             "or give the path of a folder with tokenizer.json."
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -59,9 +59,15 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.encode_special_tokens = True
         self._controls = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.eos_id: int = tokenizer.eos_token_id
-        self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+        assert isinstance(eos, int), "load refuses a tokenizer without an end token"
+        self.eos_id = eos
+        self.pad_id = pad if isinstance(pad, int) else eos
         self.start: list[int] = _start(tokenizer)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._backend.encode_special_tokens = True  # a copy in another process forgets it
 
     def text(self, text: str) -> list[int]:
         """Ids of user text; no control token is among them."""

@@ -15,7 +15,7 @@ class Config(StrictConfig):
     """Nothing to choose."""
 
 
-def score(config: Config, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:  # noqa: ARG001
+def score(config: Config, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """Means over samples of {"em", "f1", "precision", "recall"}, each between 0 and 1.
 
     A sample has one or more accepted answers: em takes any of them, the others the one with the best F1. Words are those of

@@ -1,0 +1,34 @@
+"""Padding: exact small lists, masks included."""
+
+import torch
+
+from src.data.collate import pad_chunks, pad_tokens
+
+
+def test_right_padding_masks_come_from_lengths_even_where_the_pad_id_is_a_real_token():
+    batch = pad_tokens([[5, 0], [6, 7, 0]], [[False, True], [False, False, True]], pad_id=0)
+    assert batch["input_ids"].tolist() == [[5, 0, 0], [6, 7, 0]]
+    assert batch["attention_mask"].tolist() == [[True, True, False], [True, True, True]]
+    assert batch["loss_mask"].tolist() == [[False, True, False], [False, False, True]]
+    assert batch["input_ids"].dtype == torch.int64
+    assert batch["attention_mask"].dtype == batch["loss_mask"].dtype == torch.bool
+
+
+def test_left_padding_ends_every_sequence_at_the_same_place():
+    batch = pad_tokens([[5], [6, 7, 8]], [[True], [False, False, True]], pad_id=9, left=True)
+    assert batch["input_ids"].tolist() == [[9, 9, 5], [6, 7, 8]]
+    assert batch["attention_mask"].tolist() == [[False, False, True], [True, True, True]]
+    assert batch["loss_mask"].tolist() == [[False, False, True], [False, False, True]]
+
+
+def test_chunks_stay_with_their_sample():
+    ids, mask = pad_chunks([[[1], [2], [3]], [[7], [8, 9]]], pad_id=0)
+    assert ids.tolist() == [[[1, 0], [2, 0], [3, 0]], [[7, 0], [8, 9], [0, 0]]]
+    assert mask[0].tolist() == [[True, False]] * 3
+    assert mask[1].tolist() == [[True, False], [True, True], [False, False]]
+
+
+def test_one_chunk_each():
+    ids, mask = pad_chunks([[[1, 2]], [[3]]], pad_id=4)
+    assert ids.tolist() == [[[1, 2]], [[3, 4]]]
+    assert mask.tolist() == [[[True, True]], [[True, False]]]

@@ -1,0 +1,135 @@
+"""Prepared folders: what is wrong is named by file, line and field, with what would mend it."""
+
+import json
+import re
+
+import pytest
+
+from src.data import jsonl
+from src.errors import DataError
+from src.files import new_directory
+
+ROW = {"question": "why?", "answer": "so"}
+FIELDS = {"question": str, "answer": str}
+
+
+def read(folder, text, fields=FIELDS, optional=None):
+    with new_directory(folder) as beside:
+        (beside / "train.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+    return jsonl.read_rows(folder / "train.jsonl", fields, optional)
+
+
+def test_rows_come_back_in_order_with_further_fields(tmp_path):
+    rows = [{**ROW, "n": i} for i in range(3)]
+    assert read(tmp_path / "c", "".join(json.dumps(r) + "\n" for r in rows)) == rows
+
+
+def test_last_line_may_lack_its_line_end(tmp_path):
+    assert read(tmp_path / "c", json.dumps(ROW)) == [ROW]
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ('{"question": "why?", "answer": 3}', "field 'answer': expected str, got 3 (int)."),
+        ('{"question": "why?", "answer": null}', "field 'answer': expected str, got None (NoneType)."),
+        ('{"question": "why?"}', "field 'answer' is missing. Fields: question."),
+        ('{"question": "why?", "answer', "not valid JSON: Unterminated string starting at column 22."),
+        ("", "not valid JSON: Expecting value at column 1."),
+        ("[1, 2]", "expected a JSON object, got [1, 2] (list)."),
+        (b'{"question": "\xff", "answer": "so"}', "not UTF-8 text: invalid start byte at byte 14."),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, second, message):
+    second = second if isinstance(second, bytes) else second.encode()
+    text = json.dumps(ROW).encode() + b"\n" + second + b"\n"
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path}/c/train.jsonl:2: {message}")):
+        read(tmp_path / "c", text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        (int, True, "expected int, got True (bool)."),
+        (list[str], "a", "expected list, got 'a' (str)."),
+        (list[str], ["a", 3], "expected str, got 3 (int)."),
+        (list[int], [1, None], "expected int, got None (NoneType)."),
+    ],
+)
+def test_types_are_strict_in_optional_fields_too(tmp_path, kind, value, message):
+    with pytest.raises(DataError, match=re.escape("train.jsonl:1: field 'x") + r"'(\[1\])?: " + re.escape(message)):
+        read(tmp_path / "c", json.dumps({**ROW, "x": value}), optional={"x": kind})
+
+
+def test_optional_fields_may_be_null(tmp_path):
+    assert read(tmp_path / "c", json.dumps({**ROW, "x": None}), optional={"x": int})
+
+
+def test_empty_file(tmp_path):
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path}/c/train.jsonl: empty.")):
+        read(tmp_path / "c", "")
+
+
+def test_missing_folder_says_what_makes_it(places):
+    with pytest.raises(
+        DataError,
+        match=re.escape(
+            f"{places.data}/stdlib_qa: no such data set. Make it with: python -m data_prep.stdlib_qa --data_path {places.data}"
+        ),
+    ):
+        jsonl.corpus(places, "stdlib_qa")
+    with pytest.raises(DataError, match=r"stdlib_qa: no such folder. Make it with: python -m data_prep.stdlib_qa"):
+        jsonl.read_rows(places.data / "stdlib_qa" / "train.jsonl", FIELDS)
+
+
+def test_unknown_corpus_suggests(places, write_corpus):
+    write_corpus("squad", [ROW])
+    with pytest.raises(DataError, match=r"unknown corpus 'sqaud'\. Did you mean 'squad'\? Known: squad\."):
+        jsonl.corpus(places, "sqaud")
+
+
+def test_folder_without_manifest_is_incomplete(places, write_corpus):
+    folder = write_corpus("stdlib_qa", [ROW])
+    (folder / "manifest.json").unlink()
+    with pytest.raises(DataError, match=r"stdlib_qa: incomplete, it has no manifest.json. Make it with: python -m"):
+        jsonl.corpus(places, "stdlib_qa")
+
+
+def test_short_or_missing_files_are_refused(places, write_corpus):
+    folder = write_corpus("nq", [ROW, ROW])
+    size = (folder / "train.jsonl").stat().st_size
+    (folder / "train.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=rf"train.jsonl: 3 bytes, but {size} bytes were written. Prepare it again."):
+        jsonl.corpus(places, "nq")
+    (folder / "train.jsonl").unlink()
+    with pytest.raises(DataError, match=r"train.jsonl: missing, but"):
+        jsonl.read_rows(folder / "train.jsonl", FIELDS)
+
+
+def test_a_file_that_was_never_there(places, write_corpus):
+    folder = write_corpus("nq", [ROW])
+    with pytest.raises(DataError, match=re.escape(f"{folder}: has no test.jsonl. It holds: train.jsonl, val.jsonl.")):
+        jsonl.require_file(folder, "test.jsonl")
+    with pytest.raises(DataError, match=r"test.jsonl: no such file."):
+        jsonl.read_rows(folder / "test.jsonl", FIELDS)
+
+
+def test_fingerprint_follows_the_data_and_nothing_else(tmp_path):
+    def made(name, text, facts):
+        with new_directory(tmp_path / name, facts) as beside:
+            (beside / "train.jsonl").write_text(text)
+        return jsonl.fingerprint(tmp_path / name)
+
+    first = made("a", "x", {"python": "3.11"})
+    assert first == made("b", "x", {"python": "3.12"})
+    assert first != made("c", "y", {"python": "3.11"})
+    assert re.fullmatch(r"[0-9a-f]{64}", first)
+
+
+def test_validation_choice_is_fixed_and_nested(tmp_path):
+    first = jsonl.first_of_permutation(100, 10, tmp_path)
+    assert jsonl.first_of_permutation(100, 20, tmp_path)[:10] == first
+    assert first != list(range(10))
+    assert sorted(jsonl.first_of_permutation(100, 100, tmp_path)) == list(range(100))
+    with pytest.raises(DataError, match=r"101 validation samples are wanted, it has 100"):
+        jsonl.first_of_permutation(100, 101, tmp_path)
