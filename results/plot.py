@@ -1,6 +1,7 @@
 """Learning curves, one line for each configuration with a band over its seeds: `python -m results.plot [RUNS] [-e GROUP]`."""
 
 import argparse
+import io
 import statistics
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from results.table import RUNS, default_metric
 from src.config import unknown
 from src.errors import ConfigError, UserError
 from src.experiments import results
-from src.files import writing
+from src.files import write_atomic, writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,10 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = options.output or PLOTS / f"{options.group or 'all'}.png"
     try:
         rows, warnings = results.load_rows(options.runs, options.group)
-        figure = draw(options.runs, rows, options.metric)
-        with writing(output):
-            output.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(output)
+        save(draw(options.runs, rows, options.metric), output)
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
@@ -38,6 +36,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(warning, file=sys.stderr)
     print(output)
     return 0
+
+
+def save(figure: "Figure", output: Path) -> None:
+    """Write the picture, whole or not at all, in the format that its name ends with.
+
+    Raises:
+        ConfigError: a name without a known ending.
+        RunError: the disk refuses.
+    """
+    formats = figure.canvas.get_supported_filetypes()
+    if output.suffix[1:].lower() not in formats:
+        raise ConfigError(f"--output {output}: expected a name that ends with one of {', '.join(sorted(formats))}.")
+    picture = io.BytesIO()
+    figure.savefig(picture, format=output.suffix[1:].lower())
+    with writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output, picture.getvalue())
 
 
 def draw(runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None = None) -> "Figure":

@@ -81,9 +81,8 @@ def dead_process() -> dict:
 
 
 def foreign(beat: int = 0) -> str:
-    return json.dumps(
-        {"host": "far", "boot_id": "other", "pid_namespace": "x", "pid": 1, "started": 1, "token": "far", "since": "s", "beat": beat}
-    )
+    facts = {"host": "far", "boot_id": "other", "pid_namespace": "x", "pid": 1, "started": 1}
+    return json.dumps({**facts, "token": "far", "since": "2026-01-01", "beat": beat})
 
 
 def test_exactly_one_of_eight_racers_wins_every_round(tmp_path: Path):
@@ -108,9 +107,8 @@ def test_the_refusal_names_the_holder(tmp_path: Path):
     with racers(1) as (owner,):
         owner.tell(tmp_path)
         assert owner.answer() == "won"
-        with pytest.raises(
-            RunError, match=rf"{tmp_path}: held by process {owner.process.pid} on host .* since 20.*; it trains .* Wait for it, or stop it"
-        ):
+        told = rf"{tmp_path}: held by process {owner.process.pid} on host .* since 20.*; it trains .* Wait for it, or stop it"
+        with pytest.raises(RunError, match=told):
             Lease.acquire(tmp_path)
 
 

@@ -1,0 +1,62 @@
+"""haven opens our save directories and gives the numbers of our table."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+
+from results import table
+from src.experiments import results
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # haven imports deprecated modules
+    from haven.haven_results import ResultManager
+
+
+@pytest.fixture
+def manager(runs: Path) -> ResultManager:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # haven uses deprecated calls of pandas
+        return ResultManager(savedir_base=str(runs), verbose=False)
+
+
+def test_haven_finds_every_run(manager: ResultManager, runs: Path):
+    rows, _ = results.load_rows(runs)
+    assert len(manager.exp_list) == len(rows) == 6
+    assert sorted(Path(path).name for path in manager.get_savedir_list()) == sorted(row["exp_id"] for row in rows)
+
+
+def test_havens_histories_are_our_rows(manager: ResultManager, runs: Path):
+    histories = manager.get_score_lists(return_as_dict=True)
+    assert len(histories) == 6
+    for name, rows in histories.items():
+        assert rows == results.history(runs / name)
+
+
+def test_havens_table_is_ours(manager: ResultManager, runs: Path, capsys: pytest.CaptureFixture[str]):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        frame = manager.get_score_df(columns=["exp_id", "model.stride", "seed"], show_exp_ids=True, show_meta=False, show_max_min=False)
+    assert table.main([str(runs), "--by", "exp_id", "--format", "json"]) == 0
+    ours = {row["exp_id"]: row for row in json.loads(capsys.readouterr().out)}
+    theirs = {row["exp_id"]: row for row in frame.to_dict("records")}
+    assert theirs.keys() == ours.keys()
+    for name, row in theirs.items():
+        for score in ("val_loss", "em", "train_loss"):
+            assert row[score] == ours[name][score]
+        assert row["step"] == ours[name]["step"]
+
+
+def test_havens_last_value_skips_what_is_not_finite_as_ours_does(runs: Path):
+    rows, _ = results.load_rows(runs)
+    path = runs / rows[0]["exp_id"]
+    scores = results.Scores(path / "scores.jsonl")
+    scores.append({"step": 9, "val_loss": math.inf})
+    scores.export_haven()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = ResultManager(savedir_base=str(runs), exp_ids=[path.name], verbose=False)
+        frame = other.get_score_df(columns=["exp_id"], show_meta=False, show_max_min=False)
+    assert frame["val_loss"].iloc[0] == results.load_rows(runs)[0][0]["val_loss"] == rows[0]["val_loss"]

@@ -1,0 +1,124 @@
+"""The table: the same numbers in five formats, best first."""
+
+import csv
+import io
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from results import table
+from src.experiments.rundir import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert table.main([str(a) for a in arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def expected(stride: int) -> list[float]:
+    return [stride / 4 + 0.1 * seed + 1 / 3 for seed in range(3)]
+
+
+def test_json_holds_every_digit_and_the_best_first(runs: Path, capsys: pytest.CaptureFixture[str]):
+    best, other = json.loads(printed(capsys, runs, "--format", "json"))
+    assert (best["model.stride"], other["model.stride"]) == (1, 2)
+    assert best["val_loss"] == statistics.fmean(expected(1))
+    assert best["val_loss_std"] == statistics.stdev(expected(1))
+    assert (best["val_loss_n"], best["runs"], best["state"], best["step"]) == (3, 3, "done", 4)
+
+
+def test_another_metric_and_another_end(runs: Path, capsys: pytest.CaptureFixture[str]):
+    strides = {}
+    for arguments in (["--metric", "em"], ["--metric", "em", "--best", "min"], ["--best", "max"]):
+        strides[tuple(arguments)] = [row["model.stride"] for row in json.loads(printed(capsys, runs, "--format", "json", *arguments))]
+    assert list(strides.values()) == [[2, 1], [1, 2], [2, 1]]
+
+
+def test_csv_reads_back_exactly(runs: Path, capsys: pytest.CaptureFixture[str]):
+    rows = list(csv.DictReader(io.StringIO(printed(capsys, runs, "--format", "csv", "--scores", "val_loss"))))
+    assert list(rows[0]) == ["model.stride", "runs", "state", "step", "val_loss", "val_loss_std", "val_loss_n"]
+    assert [float(row["val_loss"]) for row in rows] == [statistics.fmean(expected(1)), statistics.fmean(expected(2))]
+
+
+def test_markdown(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert printed(capsys, runs, "-e", "tiny", "--format", "markdown", "--scores", "val_loss", "em").splitlines() == [
+        "| stride | runs | state | step | val_loss | em |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| 1 | 3 | done | 4 | 0.6833 ± 0.1 (3) | 0.25 ± 0 (3) |",
+        "| 2 | 3 | done | 4 | 0.9333 ± 0.1 (3) | 0.5 ± 0 (3) |",
+    ]
+
+
+def test_latex_escapes_what_latex_would_read(runs: Path, capsys: pytest.CaptureFixture[str]):
+    text = printed(capsys, runs, "--format", "latex", "--by", "model.kind", "model.stride", "--scores", "val_loss")
+    assert r"kind & stride & runs & state & step & val\_loss \\" in text
+    assert r"a\_b \& 50\% & 1 & 3 & done & 4 & 0.6833 $\pm$ 0.1 (3) \\" in text
+    assert text.count("&") - text.count(r"\&") == 5 * 3
+    assert table._escaped("\\~^#${}%_&") == r"\textbackslash{}\textasciitilde{}\textasciicircum{}\#\$\{\}\%\_\&"
+
+
+def test_markdown_escapes_its_bars():
+    assert table._markdown(["a|b"], [["c\nd"]]) == "| a\\|b |\n| --- |\n| c d |\n"
+
+
+def test_rich_cuts_nothing_when_it_is_not_a_terminal(runs: Path):
+    command = [sys.executable, "-m", "results.table", str(runs), "--by", "model.stride", "seed", "exp_id"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert "…" not in done.stdout
+    assert done.stdout.count("│ done") == 6
+    assert "0.5833" in done.stdout
+
+
+def test_one_seed_has_no_deviation(runs: Path, capsys: pytest.CaptureFixture[str]):
+    text = printed(capsys, runs, "--by", "model.stride", "seed", "--format", "markdown", "--scores", "val_loss")
+    assert "| 1 | 0 | 1 | done | 4 | 0.5833 |" in text
+    assert "±" not in text
+
+
+def test_what_is_not_done_or_not_readable_is_said_beside_the_table(runs: Path, capsys: pytest.CaptureFixture[str]):
+    exp = {"recipe": "toy", "seed": 9, "model": {"name": "m", "stride": 1, "kind": "a_b & 50%"}}
+    with RunDir.open(runs, exp, exp, facts={"group": "tiny"}) as run:
+        run.set_status("failed")
+    (runs / ("0" * 32)).mkdir()
+    assert table.main([str(runs), "--format", "markdown", "--scores", "em"]) == 0
+    captured = capsys.readouterr()
+    assert "| 1 | 4 | " in captured.out
+    assert "3 done, 1 failed" in captured.out or "1 failed, 3 done" in captured.out
+    assert "exp_dict.json: no such file" in captured.err
+    assert "1 of 7 runs are not done; the table holds their latest scores." in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--metric", "val_los"], "unknown score 'val_los'. Did you mean 'val_loss'?"),
+        (["--by", "stride"], "unknown key 'stride'."),
+        (["-e", "tny"], "unknown group 'tny'. Did you mean 'tiny'?"),
+    ],
+)
+def test_mistakes_are_one_line(runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
+    assert table.main([str(runs), *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_missing_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert table.main([str(tmp_path / "none")]) == 1
+    assert "none: no such folder of runs" in capsys.readouterr().err
+
+
+def test_tables_in_text_load_nothing_heavy():
+    heavy = ["torch", "pandas", "numpy", "matplotlib", "rich"]
+    code = f"import sys, results.table, results.plot; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
