@@ -36,7 +36,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     where.add_argument("--data_path", type=Path, default=ROOT / "results" / "data", metavar="DIR", help="prepared data sets")
     where.add_argument("-r", "--reset", type=int, choices=(0, 1), default=0, help="1: back up what there is and start over")
     where.add_argument("--log_every", type=int, metavar="N", help="steps between score rows and checkpoints (default: each evaluation)")
-    where.add_argument("-j", "--j", "--job_scheduler", metavar="NAME", help="a launcher of job_configs.py; none: run here")
+    where.add_argument("-j", "--j", "--job_scheduler", dest="job_scheduler", metavar="NAME", help="a launcher of job_configs.py; none: run here")
     where.add_argument("--python_binary", metavar="COMMAND", help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there')
     where.add_argument("--deepspeed", type=Path, metavar="JSON", help="DeepSpeed configuration")
     logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")
@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from src import distributed
     from src.errors import UserError
 
-    logging.basicConfig(format="%(message)s", level=logging.INFO if distributed.is_main() else logging.ERROR, force=True)
+    logging.basicConfig(format="%(message)s")
+    for name in ("trainval", "src"):
+        logging.getLogger(name).setLevel(logging.INFO if distributed.is_main() else logging.ERROR)
     try:
         return act(args)
     except UserError as error:
@@ -157,7 +159,7 @@ def select(args: argparse.Namespace, groups: Any, known: Any, places: Any) -> li
 
 def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> int:
     """Print the plan and all that stands in its way; exit code 1 where something does."""
-    from src.experiments.rundir import state_of
+    from src.experiments.saved import state_of
 
     for item in planned:
         print(f"{item.exp_id}  {item.where:<30}  {state_of(places.runs / item.exp_id)}")
@@ -255,7 +257,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
             raise ConfigError("\n".join(f"{item.where}: {lack}" for lack in lacks))
         facts = {"group": item.group, "command": sys.argv}
         opened.append(RunDir.open(places.runs, item.exp, resolved(item.recipe, key="recipe"), reset=reset, facts=facts))
-        return opened[0].status().get("state", "new")
+        return opened[0].status()["state"]
 
     state = distributed.from_main(begin)
     run_dir = opened[0] if opened else RunDir.attach(places.runs / item.exp_id)

@@ -52,7 +52,9 @@ class RunDir:
     def open(
         cls, runs: Path, exp: dict[str, Any], resolved: Mapping[str, Any], *, reset: int = 0, facts: Mapping[str, Any] | None = None
     ) -> "RunDir":
-        """Lock <runs>/<id>, made where it is missing, and check that it belongs to `exp`; its status is then "running".
+        """Lock <runs>/<id>, made where it is missing, and check that it belongs to `exp`.
+
+        Its status is then "running", unless it is "done": a finished run is left as it is.
 
         exp: canonical (`registry.canonical`). resolved: with every default (`registry.resolved`).
         reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … where that exists.
@@ -78,9 +80,12 @@ class RunDir:
             run = cls(path, identity, exp, attempts(path) + 1, lease)
             run._check_dict()
             run._check_config(dict(resolved))
-            read_status(path)
-            run._write_facts(dict(facts or {}))
-            run.set_status("running")
+            group = (facts or {}).get("group")
+            if group:
+                join_group(path, group)
+            if run.status()["state"] != "done":
+                run._write_facts(dict(facts or {}))
+                run.set_status("running")
         except BaseException:
             lease.release()
             raise
@@ -199,8 +204,6 @@ class RunDir:
             history.mkdir(parents=True, exist_ok=True)
         if diff:
             write_atomic(history / DIFF, diff)
-        if group := facts.get("group"):
-            join_group(self.path, group)
         for folder in (history, self.path):
             write_json(folder / ENV, {"attempt": self.attempt, **facts})
 

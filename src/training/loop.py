@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from src import distributed
 from src.errors import ConfigError, DataError, TrainingError
@@ -110,6 +111,8 @@ class Loop:
         self.task, self.run, self.config, self.seed = task, run, config, seed
         self.accelerator = start(config)
         self.model, self.optimizer = self.accelerator.prepare(task.model, optim.adamw(task.model, config))
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.forward_sync_buffers = False  # they are constants: masks and frequencies
         self.learning_rate = optim.learning_rate(config)
         self.selection = Selection(config)
         self.state = State(data=task.train.fingerprint)
@@ -239,7 +242,6 @@ def start(config: LoopConfig) -> Accelerator:
     return Accelerator(
         cpu=not gpu,
         mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[config.precision],
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
 
 

@@ -1,0 +1,62 @@
+"""The trained weights of a model: what a checkpoint keeps of it, and how it comes back."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from src.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
+    """The entries of the state dict that training changes, detached and contiguous, by name.
+
+    These are the parameters that require a gradient and the buffers of the modules that hold such a parameter.
+    Frozen parameters are left out. Tensors that are tied are there once, under the name that comes first.
+    """
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for prefix, module in model.named_modules():
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            names.update(f"{prefix}.{name}" if prefix else name for name, _ in module.named_buffers(recurse=False))
+    # The state dict has the last word: it leaves out the buffers that are not persistent.
+    return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items() if name in names}
+
+
+def load_trained(model: "nn.Module", file: Path) -> None:
+    """Copy what `trained_weights` gave, saved as safetensors in `file`, into `model`, which is changed in place.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or its names or shapes are not those of the trained weights
+            of `model`. `model` is unchanged then.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        saved = load_file(file)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file.") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: damaged, not readable as safetensors ({error}).") from None
+    names = trained_weights(model)
+    if saved.keys() != names.keys():
+        raise CheckpointError(
+            f"{file}: of another model. Missing: {_some(names.keys() - saved.keys())}; unexpected: {_some(saved.keys() - names.keys())}."
+        )
+    for name, tensor in names.items():
+        if saved[name].shape != tensor.shape:
+            raise CheckpointError(f"{file}: of another model. {name} is {list(saved[name].shape)}, expected {list(tensor.shape)}.")
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in saved.items():
+            state[name].copy_(tensor)
+
+
+def _some(names: Iterable[str]) -> str:
+    """At most three names and how many more."""
+    listed = sorted(names)
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return (", ".join(listed[:3]) or "none") + more

@@ -1,0 +1,138 @@
+"""A run that is killed at any moment and started again ends bit for bit where the uninterrupted one ends."""
+
+import copy
+import hashlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from src.experiments.grid import ref
+from src.experiments.identity import exp_id
+from tests import toy
+
+STEPS = 40
+BASE = copy.deepcopy(toy.BASE)
+CHILD: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
+CHILD["model"] |= {"base": ref(BASE), "context_dropout_rate": 0.3}
+CHILD["loop"] |= {"steps": STEPS, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 8, "schedule": "cosine", "warmup_rate": 0.1}
+EXP_CONFIGS = f"EXP_GROUPS = {{'base': [{BASE!r}], 'child': [{CHILD!r}]}}\n"
+ARGUMENTS = ["-e", "child", "--log_every", "2"]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(project, folder with data and the parent's run)."""
+    folder = tmp_path_factory.mktemp("resume")
+    toy.write_data(folder / "data")
+    root = toy.project(folder, EXP_CONFIGS)
+    done = toy.run(root, ["-e", "base"], folder)
+    assert done.returncode == 0, done.stderr
+    return root, folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(started: tuple[Path, Path]) -> dict[str, str]:
+    root, folder = started
+    done = toy.run(root, ARGUMENTS, folder, processes=2)
+    assert done.returncode == 0, done.stderr
+    found = fingerprints(folder)
+    shutil.rmtree(folder / "runs" / exp_id(CHILD))
+    return found
+
+
+def fingerprints(folder: Path) -> dict[str, str]:
+    """Hashes of everything that must come out the same."""
+    run = folder / "runs" / exp_id(CHILD)
+    last = run / "checkpoints" / f"step-{STEPS:08d}"
+    paths = [last / "model.safetensors", last / "optimizer.safetensors", last / "state.json", run / "scores.jsonl", run / "score_list.pkl"]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in [*paths, run / "checkpoints" / "best.json"]}
+
+
+def ranks(torchrun: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
+    """The training processes by rank."""
+    found = {}
+    for child in psutil.Process(torchrun.pid).children():
+        try:
+            found[int(child.environ()["RANK"])] = child
+        except (psutil.Error, KeyError):
+            continue
+    return found
+
+
+def start(root: Path, folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        toy.command(root, ARGUMENTS, folder, processes=2),
+        env=toy.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> bool:
+    """False where the process ended first."""
+    while process.poll() is None:
+        if condition():
+            return True
+        time.sleep(0.0002)
+    return False
+
+
+def steps_written(folder: Path) -> int:
+    path = folder / "runs" / exp_id(CHILD) / "scores.jsonl"
+    return path.read_bytes().count(b"\n") * 2 if path.exists() else 0
+
+
+def kill(process: subprocess.Popen[bytes], target: int) -> None:
+    """SIGKILL to a rank, or to everything where `target` is -1; waits until all are gone."""
+    if target == -1:
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        ranks(process)[target].kill()
+    process.wait(timeout=60)
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_moments_change_nothing(started: tuple[Path, Path], uninterrupted: dict[str, str]):
+    root, folder = started
+    draw = random.Random(20)
+    # One kill before the first step, nine spread over the training; each some milliseconds after a row was written.
+    moments = [0, *sorted(draw.sample(range(1, STEPS // 2 - 3), 9))]
+    for i, moment in enumerate(moments):
+        process = start(root, folder)
+        wait_until(lambda at=moment * 2: steps_written(folder) >= at and len(ranks(process)) == 2, process)
+        time.sleep(draw.random() * (0.05 if moment else 2.0))
+        assert process.poll() is None, "the training ended before it could be killed"
+        kill(process, target=(0, 1, -1)[i % 3])
+    done = toy.run(root, ARGUMENTS, folder, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert fingerprints(folder) == uninterrupted
+    shutil.rmtree(folder / "runs" / exp_id(CHILD))
+
+
+@pytest.mark.slow
+def test_a_kill_inside_a_checkpoint_write_changes_nothing(started: tuple[Path, Path], uninterrupted: dict[str, str]):
+    root, folder = started
+    checkpoints = folder / "runs" / exp_id(CHILD) / "checkpoints"
+    for _ in range(10):
+        process = start(root, folder)
+        assert wait_until(lambda: any(checkpoints.glob(".step-*")) and steps_written(folder) >= 4, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        torn = list(checkpoints.glob(".step-*"))
+        if torn:
+            break
+    assert torn, "no write was hit in ten attempts"
+    done = toy.run(root, ARGUMENTS, folder, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert fingerprints(folder) == uninterrupted
+    assert not list(checkpoints.glob(".step-*")), "the torn checkpoint is swept up"

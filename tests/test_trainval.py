@@ -1,0 +1,307 @@
+"""The command line: every recipe learns, groups run whole, and each mistake is one line with exit code 1."""
+
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from src.experiments.grid import ref, set_path
+from src.experiments.identity import exp_id
+from src.experiments.rundir import RunDir
+from src.registry import load_experiment, resolved
+from tests import toy
+
+Groups = dict[str, Any]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    toy.write_data(tmp_path / "data")
+    return tmp_path
+
+
+def fails(arguments: list[str], groups: Groups, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run trainval, which must fail with one-line errors; returns them."""
+    assert toy.main(arguments, groups, folder) == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert errors
+    return "\n".join(errors)
+
+
+def changed(exp: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """`exp` with values at dotted paths, written with double underscores."""
+    for path, value in values.items():
+        exp = set_path(exp, path.replace("__", "."), value, must_exist=False)
+    return exp
+
+
+SHORT = changed(toy.BASE, loop__steps=4, loop__eval_every=2)
+
+
+class TestTraining:
+    def test_a_language_model_learns(self, folder: Path):
+        exp = changed(toy.BASE, loop__steps=60, loop__eval_every=20)
+        assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
+        first, *_, last = toy.rows(folder, exp_id(exp))
+        # A colour in four tokens cannot be known: log(8) / 4 = 0.52 nats a token, and the thing at the start of a sentence.
+        assert last["val_loss"] < 1.2 < first["train_loss"]
+
+    def test_a_group_runs_whole_and_finished_ones_are_skipped(self, folder: Path, caplog: pytest.LogCaptureFixture):
+        caplog.set_level("INFO")
+        group = [changed(SHORT, seed=seed) for seed in (0, 1)]
+        assert toy.main(["-e", "g"], {"g": group}, folder) == 0
+        files = {exp_id(exp): (folder / "runs" / exp_id(exp) / "scores.jsonl").stat().st_mtime_ns for exp in group}
+        assert toy.main(["-e", "g"], {"g": group}, folder) == 0
+        assert {name: (folder / "runs" / name / "scores.jsonl").stat().st_mtime_ns for name in files} == files
+        assert caplog.text.count("done already") == 2
+
+    def test_reset_backs_up_and_starts_over(self, folder: Path):
+        assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
+        before = (folder / "runs" / exp_id(SHORT) / "scores.jsonl").read_text()
+        for _ in range(2):
+            assert toy.main(["-e", "g", "-r", "1"], {"g": [SHORT]}, folder) == 0
+        assert (folder / "runs" / exp_id(SHORT) / "scores.jsonl").read_text() == before, "the same numbers"
+        assert len(list((folder / "runs" / "deleted").iterdir())) == 2
+
+    def test_one_failing_experiment_does_not_stop_the_others(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        wild = changed(SHORT, loop__learning_rate=1e30, loop__max_grad_norm=1e30)
+        errors = fails(["-e", "g"], {"g": [wild, SHORT]}, folder, capsys)
+        assert re.search(r"step \d: the (loss|gradient norm) is (nan|inf), so training stops before the optimizer moves", errors)
+        states = [json.loads((folder / "runs" / exp_id(e) / "status.json").read_text())["state"] for e in (wild, SHORT)]
+        assert states == ["failed", "done"]
+
+    def test_early_stopping_ends_the_run(self, folder: Path):
+        exp = changed(toy.BASE, loop__steps=50, loop__eval_every=1, loop__early_stopping={"patience": 2, "min_gain": 100.0})
+        assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
+        assert toy.rows(folder, exp_id(exp))[-1]["step"] == 3
+
+    def test_bfloat16_trains(self, folder: Path):
+        assert toy.main(["-e", "g"], {"g": [changed(SHORT, loop__precision="bfloat16")]}, folder) == 0
+
+    def test_the_micro_batch_changes_no_loss(self, folder: Path):
+        group = [changed(SHORT, loop__micro_batch=size) for size in (1, 8)]
+        assert toy.main(["-e", "g"], {"g": group}, folder) == 0
+        one, eight = (toy.rows(folder, exp_id(exp)) for exp in group)
+        for a, b in zip(one, eight, strict=True):
+            assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-5)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+    def test_checkpoints_rotate_and_the_best_is_kept(self, folder: Path):
+        # The highest loss: so the first evaluation stays the best.
+        exp = changed(toy.BASE, loop__steps=10, loop__eval_every=2, loop__best_metric="val_loss", loop__best_mode="max")
+        assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
+        kept = sorted(p.name for p in (folder / "runs" / exp_id(exp) / "checkpoints").glob("step-*"))
+        assert kept == ["step-00000002", "step-00000008", "step-00000010"]
+        assert json.loads((folder / "runs" / exp_id(exp) / "checkpoints" / "best.json").read_text()) == {"step": 2}
+
+    def test_wandb_logs_to_files_unless_entity_and_project_are_given(self, folder: Path):
+        root = toy.project(folder, f"EXP_GROUPS = {{'g': [{SHORT!r}]}}\n")
+        done = toy.run(root, ["-e", "g", "--wandb_project_name", "p", "--wandb_log_gradients", "false"], folder)
+        assert done.returncode == 0, done.stderr
+        assert list((folder / "runs" / exp_id(SHORT) / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+class TestLineage:
+    def test_the_child_starts_from_the_parent(self, folder: Path):
+        child = changed(SHORT, model=ref(SHORT), loop__steps=1, loop__learning_rate=1e-30)
+        assert toy.main(["-e", "child", "--with-parents"], {"base": [SHORT], "child": [child]}, folder) == 0
+        parent, own = (load_file(folder / "runs" / exp_id(e) / "checkpoints" / s / "model.safetensors") for e, s in
+                       ((SHORT, "step-00000004"), (child, "step-00000001")))
+        assert parent.keys() == own.keys()
+        assert all(torch.allclose(parent[name], own[name]) for name in parent)
+
+    def test_a_changed_parent_is_another_child(self):
+        assert exp_id(changed(SHORT, model=ref(SHORT))) != exp_id(changed(SHORT, model=ref(changed(SHORT, seed=1))))
+
+    def test_a_missing_parent_is_named(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        errors = fails(["-e", "crossattn"], toy.GROUPS, folder, capsys)
+        assert f"crossattn[0]: it starts from experiment {exp_id(toy.BASE)}, which has not been run" in errors
+        assert "--with-parents" in errors
+
+    def test_a_parent_that_nobody_knows_is_named(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        assert "neither" in fails(["-e", "crossattn", "--dry-run"], {"crossattn": [toy.CROSSATTN]}, folder, capsys)
+
+
+class TestPlans:
+    def test_list_and_dry_run_start_nothing(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        assert toy.main(["--list"], toy.GROUPS, folder) == 0
+        assert toy.main(["-e", "crossattn", "--dry-run", "--with-parents"], toy.GROUPS, folder) == 0
+        out = capsys.readouterr().out
+        assert "base  1" in out
+        assert "2 experiments, 2 ready to run." in out
+        assert not (folder / "runs").exists()
+
+    def test_set_and_steps_make_another_experiment(self, folder: Path):
+        assert toy.main(["-e", "g", "--steps", "2", "--set", "loop.weight_decay=0"], {"g": [SHORT]}, folder) == 0
+        exp = changed(SHORT, loop__steps=2, loop__weight_decay=0.0)
+        assert (folder / "runs" / exp_id(exp) / "exp_dict.json").exists()
+
+    def test_exp_id_runs_what_a_save_directory_holds(self, folder: Path):
+        assert toy.main(["-e", "g", "--steps", "2"], {"g": [SHORT]}, folder) == 0
+        wanted = exp_id(changed(SHORT, loop__steps=2))
+        (folder / "runs" / wanted / "status.json").unlink()
+        assert toy.main(["--exp_id", wanted], {}, folder) == 0
+
+    def test_the_flags_of_the_seed_are_all_known(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        flags = ["-e", "g", "--steps", "25_000", "--log_every", "1_000", "--wandb_entity_name", "e", "--wandb_project_name", "p",
+                 "--wandb_run_name", "n", "--wandb_log_gradients", "false", "-r", "1", "--dry-run", "--j", "toolkit"]
+        assert toy.main(flags, {"g": [SHORT]}, folder) == 0
+        assert changed(SHORT, loop__steps=25_000)["loop"]["steps"] == 25_000
+
+    def test_a_launcher_runs_each_experiment_in_a_process_of_its_own(self, folder: Path):
+        root = toy.project(folder, f"EXP_GROUPS = {{'g': [{SHORT!r}, {changed(SHORT, seed=1)!r}]}}\n")
+        done = toy.run(root, ["-e", "g", "-j", "local", "--python_binary", f"true ; {sys.executable}"], folder)
+        assert done.returncode == 0, done.stderr
+        for seed in (0, 1):
+            run = folder / "runs" / exp_id(changed(SHORT, seed=seed))
+            assert json.loads((run / "status.json").read_text())["state"] == "done"
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"loop__stps": 4}, r"g\[0\]\.loop: unknown key 'stps'\. Did you mean 'steps'\?"),
+            ({"loop__steps": "20_000"}, r"g\[0\]\.loop\.steps: expected int, got '20_000' \(str\)"),
+            ({"loop__steps": True}, r"g\[0\]\.loop\.steps: expected int, got True \(bool\)"),
+            ({"loop__steps": 0}, r"g\[0\]\.loop\.steps: expected a number > 0, got 0"),
+            ({"recipe": "lmm"}, r"g\[0\]\.recipe: unknown recipe 'lmm'\. Did you mean 'lm'\?"),
+            ({"model": {"name": "gpt_bigcod"}}, r"g\[0\]\.model\.name: unknown model 'gpt_bigcod'\. Did you mean 'gpt_bigcode'\?"),
+            ({"loop__schedule": "cosin"}, r"g\[0\]\.loop\.schedule: unknown value 'cosin'\. Did you mean 'cosine'\?"),
+            ({"data__corpus": "nothing"}, r"nothing"),
+        ],
+    )  # fmt: skip
+    def test_a_mistake_in_the_dict(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], message: str
+    ):
+        assert re.search(message, fails(["-e", "g", "--dry-run"], {"g": [changed(SHORT, **values)]}, folder, capsys))
+        assert not (folder / "runs").exists()
+
+    def test_every_mistake_of_a_group_is_reported_at_once(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        group = [changed(SHORT, loop__stps=4, loop__eval_every="2"), changed(SHORT, model__hiden_size=3)]
+        errors = fails(["-e", "g"], {"g": group}, folder, capsys)
+        assert "g[0].loop: unknown key 'stps'" in errors
+        assert "g[0].loop.eval_every: expected int" in errors
+        assert "g[1].model: unknown key 'hiden_size'" in errors
+
+    def test_unknown_group(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        assert "-e: unknown group 'bse'. Did you mean 'base'?" in fails(["-e", "bse"], toy.GROUPS, folder, capsys)
+
+    def test_two_equal_experiments_in_a_group(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        assert "g[1] is the same experiment as g[0]" in fails(["-e", "g"], {"g": [SHORT, copy.deepcopy(SHORT)]}, folder, capsys)
+
+    def test_impossible_placement(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        exp = changed(toy.CROSSATTN, model__num_layers=2, model__stride=2)
+        errors = fails(["-e", "g", "--dry-run", "--with-parents"], {"base": [toy.BASE], "g": [exp]}, folder, capsys)
+        assert "3" in errors
+        assert "stride" in errors
+
+    def test_the_flagship_lacks_only_its_base_model_and_says_how_to_get_it(self, tmp_path: Path):
+        (tmp_path / "data" / "nq").mkdir(parents=True)
+        done = toy.run(toy.ROOT, ["-e", "crossattn_starcoderbase-3b", "--dry-run"], tmp_path)
+        assert done.returncode == 1
+        assert "hf download bigcode/starcoderbase-3b" in done.stderr
+        assert "Traceback" not in done.stderr
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("EXP_GROUPS = {\n  'a': [}\n", r"exp_configs\.py:2: "),
+            ("EXP_GROUPS = {'a': [UNDEFINED]}\n", r"exp_configs\.py:1: NameError: name 'UNDEFINED' is not defined"),
+            ("from src.experiments.grid import grid\nEXP_GROUPS = {'a': grid({'x': 1}, {'y': [1]})}\n", r"exp_configs\.py: .*'y'"),
+        ],
+    )
+    def test_exp_configs_that_does_not_run(self, tmp_path: Path, text: str, message: str):
+        done = toy.run(toy.project(tmp_path, text), ["--list"], tmp_path)
+        assert done.returncode == 1
+        assert re.search(message, done.stderr)
+        assert "Traceback" not in done.stderr
+
+    def test_malformed_data_names_file_line_and_field(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        path = folder / "data" / "toy_text" / "train.jsonl"
+        lines = path.read_text().splitlines()
+        lines[2] = lines[2].replace('"text"', '"txet"')
+        path.write_text("\n".join(lines) + "\n")  # as long as before, so that only the reader can tell
+        assert re.search(r"toy_text/train\.jsonl:3: field 'text'", fails(["-e", "g"], {"g": [SHORT]}, folder, capsys))
+
+    def test_data_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
+        (folder / "runs" / exp_id(SHORT) / "status.json").unlink()
+        shutil.rmtree(folder / "data" / "toy_text")
+        rows = [{"text": "the thing0 is red . " * 9, "source": "s"}] * 20
+        with toy.new_directory(folder / "data" / "toy_text") as made:
+            for split in ("train", "val"):
+                (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert "the data are no longer those that this run began with" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
+
+    def test_a_held_save_directory(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        recipe = load_experiment(SHORT, "g")
+        with RunDir.open(folder / "runs", SHORT, resolved(recipe, key="recipe")):
+            assert f"process {os.getpid()}" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
+
+    def test_a_damaged_checkpoint_falls_back_to_the_one_before(self, folder: Path, caplog: pytest.LogCaptureFixture):
+        assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
+        run = folder / "runs" / exp_id(SHORT)
+        (run / "status.json").unlink()
+        weights = run / "checkpoints" / "step-00000004" / "model.safetensors"
+        good = weights.read_bytes()
+        weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
+        assert re.search(r"step-00000004: damaged, so it is passed over", caplog.text)
+        assert weights.read_bytes() == good, "trained again from step 2, to the same bits"
+
+    def test_a_checkpoint_of_another_model(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
+        run = folder / "runs" / exp_id(SHORT)
+        (run / "status.json").unlink()
+        for checkpoint in (run / "checkpoints").glob("step-*"):
+            save_file({"x": torch.zeros(1)}, checkpoint / "model.safetensors")
+            manifest = json.loads((checkpoint / "manifest.json").read_text())
+            from src.files import sha256
+
+            path = checkpoint / "model.safetensors"
+            manifest["files"]["model.safetensors"] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+        assert "of another model" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], "nothing to run"),
+            (["-e", "g", "--python_binary", "x"], "--python_binary: only launched jobs use it"),
+            (["-e", "g", "--log_every", "0"], "--log_every: expected a number of steps >= 1"),
+            (["-e", "g", "-j", "lokal"], "-j: unknown job config 'lokal'. Did you mean 'local'?"),
+            (["-e", "g", "--set", "loop.steps"], "--set: expected path=value"),
+            (["--exp_id", "0" * 32], "neither in exp_configs.py nor in"),
+        ],
+    )
+    def test_a_mistake_on_the_command_line(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    ):
+        assert message in fails(arguments, {"g": [SHORT]}, folder, capsys)
+
+    def test_fp16_without_a_gpu(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU")
+        assert "'float16' needs a GPU" in fails(["-e", "g"], {"g": [changed(SHORT, loop__precision="float16")]}, folder, capsys)
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+    def test_a_full_disk_loses_nothing(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        runs = folder / "runs"
+        runs.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", str(runs)], check=True)
+        try:
+            errors = fails(["-e", "g", "--steps", "40"], {"g": [SHORT]}, folder, capsys)
+            assert "No space left on device" in errors
+        finally:
+            subprocess.run(["umount", str(runs)], check=True)
+
