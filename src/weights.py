@@ -21,7 +21,7 @@ def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             names.update(f"{prefix}.{name}" if prefix else name for name, _ in module.named_buffers(recurse=False))
     # The state dict has the last word: it leaves out the buffers that are not persistent.
-    return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items() if name in names}
+    return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name in names}
 
 
 def load_trained(model: "nn.Module", file: Path) -> None:

@@ -191,6 +191,24 @@ def test_chunks_are_encoded_each_on_its_own(make, batch):
     expected = model.base.transformer(input_ids=chunk[None]).last_hidden_state[0]
     torch.testing.assert_close(context.hidden[0, 5:8], expected, atol=1e-5, rtol=1e-5)
     assert (context.hidden[2, 5:] == 0).all()
+    with model.reading(context):
+        assert torch.equal(model.encode(batch["context_ids"], batch["context_mask"]).hidden, context.hidden)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_bigcode", "llama"])
+def test_padding_may_stand_on_the_left(make, batch, model_type):
+    """Of the tokens and, within a chunk, of the context."""
+    model = make(model_type)
+    expected = model(**batch)
+    lengths = batch["attention_mask"].sum(-1)
+    shifted = {**batch, "attention_mask": batch["attention_mask"].flip(1)}
+    shifted["input_ids"] = torch.stack([row.roll(7 - int(n)) for row, n in zip(batch["input_ids"], lengths, strict=True)])
+    got = model(**shifted)
+    for b, n in enumerate(lengths.tolist()):
+        torch.testing.assert_close(got[b, 7 - n :], expected[b, :n], atol=1e-5, rtol=1e-5)
+    chunk, mask = batch["context_ids"][:1, 1:], batch["context_mask"][:1, 1:]
+    plain, rolled = model.encode(chunk, mask), model.encode(chunk.roll(2, dims=-1), mask.roll(2, dims=-1))
+    torch.testing.assert_close(rolled.hidden[0, 2:], plain.hidden[0, :3], atol=1e-5, rtol=1e-5)
 
 
 def test_encoding_and_training_compute_no_needless_logits(make, batch):
@@ -227,6 +245,7 @@ def test_outside_of_a_reading_the_base_is_as_it_was(make, base_of, batch):
 def test_float32_blocks_on_a_bfloat16_base(make, base_of, batch):
     model = make(base=base_of("llama").to(torch.bfloat16))
     assert {p.dtype for p in model.blocks.parameters()} == {torch.float32}
+    assert model.encode(batch["context_ids"], batch["context_mask"]).hidden.dtype == torch.bfloat16
     logits = model(**batch)
     assert logits.dtype == torch.bfloat16
     assert logits.isfinite().all()

@@ -106,6 +106,10 @@ def test_sizes_and_biases_of_the_styles(make):
         "norm2.weight": [16],
         "mlp.gate.weight": [96, 16], "mlp.up.weight": [96, 16], "mlp.down.weight": [16, 96],
     }  # fmt: skip
+    biased = make("llama", attention_bias=True).blocks["3"]
+    assert [name for name, _ in biased.named_parameters() if name.endswith("bias")] == [
+        "attention.q.bias", "attention.k.bias", "attention.v.bias", "attention.out.bias",
+    ]  # fmt: skip
 
 
 def test_rotation_depends_on_distance_only():
@@ -131,7 +135,8 @@ def test_nothing_to_read_is_exactly_zero(make):
 
 def test_rows_that_share_a_context_read_as_if_it_were_repeated(make):
     block = make("llama").blocks["3"]
-    h, context, mask = torch.randn(6, 4, 16), torch.randn(2, 5, 16), torch.rand(2, 5) > 0.3
+    h, context = torch.randn(6, 4, 16), torch.randn(2, 5, 16)
+    mask = torch.tensor([[True, True, False, True, True], [False] * 5])
     positions = torch.arange(4).expand(6, 4)
     once = block(h, *block.project(context), mask, positions)
     repeated = block(h, *block.project(context.repeat_interleave(3, 0)), mask.repeat_interleave(3, 0), positions)
@@ -160,6 +165,11 @@ def test_dropout_rates_are_the_base_s(make, base_of):
     block = make(base=base_of("gpt_bigcode", attn_pdrop=0.25, resid_pdrop=0.125)).blocks["3"]
     assert block.attention.attention_dropout == 0.25
     assert block.attention.residual_dropout.p == block.mlp.dropout.p == 0.125
+    h, projected, mask = torch.randn(2, 3, 16), block.project(torch.randn(2, 8, 16)), torch.ones(2, 8, dtype=torch.bool)
+    assert torch.equal(block(h, *projected, mask), block(h, *projected, mask))
+    block.train()
+    block.attention.residual_dropout.p = block.mlp.dropout.p = 0.0
+    assert not torch.equal(block(h, *projected, mask), block(h, *projected, mask))
 
 
 def test_initial_weights(make, base_of):

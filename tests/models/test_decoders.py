@@ -14,8 +14,8 @@ from src.config import Places
 from src.errors import CheckpointError, ConfigError, DataError
 from src.files import new_directory, write_json
 from src.models.architecture import Architecture
-from src.weights import load_trained, trained_weights
 from src.registry import MODELS, Part, bind, resolved
+from src.weights import load_trained, trained_weights
 
 GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 4, "num_heads": 4, "max_positions": 32}
 PARENT = "0123456789abcdef0123456789abcdef"
@@ -262,16 +262,19 @@ def test_cross_attention_is_checked_before_anything_is_loaded(places):
     with pytest.raises(ConfigError, match="hidden_size 6 does not divide by num_heads 4"):
         part({**raw, "stride": 1, "hidden_size": 6}).check(planned)
     assert part({**raw, "stride": 1}).function("num_decoder_layers")(planned) == 4
+    with pytest.raises(DataError, match="data/other: no tokenizer here"):
+        part({**raw, "stride": 1, "base": {**GPT, "tokenizer": "other"}}).check(places)
 
 
 # ---- weights
 
 
 class Mixed(torch.nn.Module):
-    """A frozen part, a trained part with a running mean and a scratch buffer, and a tied pair."""
+    """A frozen part, a trained part with a running mean and a scratch buffer, a tied pair, and a constant of no trained module."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("constant", torch.ones(1))
         self.frozen = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).requires_grad_(False)
         self.norm = torch.nn.BatchNorm1d(2)
         self.norm.register_buffer("scratch", torch.zeros(1), persistent=False)
@@ -284,7 +287,9 @@ TRAINED = {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", 
 
 
 def test_trained_weights_are_trained_parameters_and_their_modules_buffers():
-    assert trained_weights(Mixed()).keys() == TRAINED
+    weights = trained_weights(Mixed())
+    assert weights.keys() == TRAINED
+    assert not any(tensor.requires_grad for tensor in weights.values())
 
 
 def test_load_trained_restores_and_keeps_ties(tmp_path):
