@@ -222,7 +222,9 @@ def _make(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise RunError(f"{path}: a file stands where the save directory should be. Move it away.") from None
+        # Also raised for a directory that was moved away while it was looked at; then the caller tries again.
+        if path.exists() and not path.is_dir():
+            raise RunError(f"{path}: a file stands where the save directory should be. Move it away.") from None
 
 
 def _read(path: Path) -> bytes | None:

@@ -20,6 +20,8 @@ from src.experiments.saved import (
     DIFF,
     ENV,
     EXP_DICT,
+    GROUPS,
+    JOB,
     STATUS,
     State,
     attempts,
@@ -32,6 +34,7 @@ from src.experiments.scores import SCORES, Scores
 from src.files import read_json, write_atomic, write_json, writing
 
 DELETED = "deleted"
+_BEFORE_A_START = (leases.LEASE, leases.GUARD, EXP_DICT, GROUPS, JOB)
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class RunDir:
     ) -> "RunDir":
         """Lock <runs>/<id>, made where it is missing, and check that it belongs to `exp`.
 
-        Its status is then "running", unless it is "done": a finished run is left as it is.
+        Its status is then "running", unless it is "done": a finished run is left as it is, but for the groups that asked for it.
 
         exp: canonical (`registry.canonical`). resolved: with every default (`registry.resolved`).
         reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … where that exists.
@@ -77,15 +80,10 @@ class RunDir:
             if reset and _used(path):
                 lease.move_directory(_backup(runs / DELETED, identity))
                 lease = Lease.acquire(path)
-            run = cls(path, identity, exp, attempts(path) + 1, lease)
+            run = cls(path, identity, exp, attempts(path), lease)
             run._check_dict()
             run._check_config(dict(resolved))
-            group = (facts or {}).get("group")
-            if group:
-                join_group(path, group)
-            if run.status()["state"] != "done":
-                run._write_facts(dict(facts or {}))
-                run.set_status("running")
+            run._begin(read_status(path)["state"], dict(facts or {}))
         except BaseException:
             lease.release()
             raise
@@ -197,7 +195,13 @@ class RunDir:
             return
         write_json(file, resolved)
 
-    def _write_facts(self, facts: dict[str, Any]) -> None:
+    def _begin(self, state: str, facts: dict[str, Any]) -> None:
+        """Write what this attempt was started with, and that it runs."""
+        if group := facts.get("group"):
+            join_group(self.path, group)
+        if state == "done":
+            return
+        self.attempt += 1
         diff = facts.pop("diff", None)
         history = self.path / "attempts" / f"{self.attempt:03d}"
         with writing(history):
@@ -206,6 +210,7 @@ class RunDir:
             write_atomic(history / DIFF, diff)
         for folder in (history, self.path):
             write_json(folder / ENV, {"attempt": self.attempt, **facts})
+        self.set_status("running")
 
 
 def _told(changes: list[tuple[str, str, str]]) -> str:
@@ -213,7 +218,8 @@ def _told(changes: list[tuple[str, str, str]]) -> str:
 
 
 def _used(path: Path) -> bool:
-    return any(entry.name not in (leases.LEASE, leases.GUARD) for entry in path.iterdir())
+    """Whether anything lies there but what is written before a start."""
+    return any(entry.name not in _BEFORE_A_START for entry in path.iterdir())
 
 
 def _backup(deleted: Path, identity: str) -> Path:

@@ -18,6 +18,7 @@ ENV = "env.json"
 DIFF = "diff.patch"
 STATUS = "status.json"
 GROUPS = "groups.json"
+JOB = "job_dict.json"
 State = Literal["running", "done", "failed", "stopped"]
 
 

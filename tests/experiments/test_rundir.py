@@ -60,6 +60,16 @@ def test_opening_again_continues_and_keeps_the_history(tmp_path: Path):
         assert read_groups(run.path) == ["g", "h"]
 
 
+def test_a_finished_run_is_left_as_it_is_but_for_its_groups(tmp_path: Path):
+    with RunDir.open(tmp_path, EXP, RESOLVED, facts={"group": "g"}) as run:
+        run.set_status("done", step=7)
+    kept = {p: p.read_bytes() for p in run.path.rglob("*.json") if p.name != "groups.json"}
+    with RunDir.open(tmp_path, EXP, RESOLVED, facts={"group": "h"}) as run:
+        assert (run.status()["state"], run.attempt) == ("done", 1)
+        assert read_groups(run.path) == ["g", "h"]
+    assert {p: p.read_bytes() for p in run.path.rglob("*.json") if p.name != "groups.json"} == kept
+
+
 def test_who_holds_it_is_said(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, RESOLVED):
         for reset in (0, 1):
@@ -113,6 +123,8 @@ def test_reset_keeps_every_older_directory(tmp_path: Path):
 
 
 def test_reset_of_nothing_makes_no_backup(tmp_path: Path):
+    (tmp_path / ID).mkdir()
+    (tmp_path / ID / "exp_dict.json").write_text(json.dumps(EXP))  # as a launcher leaves it for its job
     RunDir.open(tmp_path, EXP, RESOLVED, reset=1).close()
     assert not (tmp_path / "deleted").exists()
     with pytest.raises(ConfigError, match=r"^-r: expected 0 \(continue\) or 1 \(start over\), got 2"):
