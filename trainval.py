@@ -7,14 +7,16 @@
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent
+LOGGERS = ("trainval", "src")
 log = logging.getLogger("trainval")
 
 
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from src.errors import UserError
 
     logging.basicConfig(format="%(message)s")
-    for name in ("trainval", "src"):
+    for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.INFO if distributed.is_main() else logging.ERROR)
     try:
         return act(args)
@@ -176,6 +178,7 @@ def submit(args: argparse.Namespace, planned: Sequence[Any], lacks: dict[str, li
     from src import files, registry
     from src.config import unknown
     from src.errors import ConfigError
+    from src.experiments import references
     from src.launch.command import Job
 
     name = args.job_scheduler
@@ -193,7 +196,8 @@ def submit(args: argparse.Namespace, planned: Sequence[Any], lacks: dict[str, li
             with files.writing(exp_dict.parent):
                 exp_dict.parent.mkdir(parents=True, exist_ok=True)
             files.write_json(exp_dict, item.exp)
-        jobs.append(Job(item.exp_id, ("trainval.py", *child_arguments(args, item.exp_id)), ROOT, args.python_binary))
+        arguments = ("trainval.py", *child_arguments(args, item.exp_id))
+        jobs.append(Job(item.exp_id, arguments, ROOT, args.python_binary, after=tuple(references.parents(item.exp))))
     launcher(jobs, places.runs / "logs")
     return 0
 
@@ -245,6 +249,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
     from src import distributed
     from src.errors import ConfigError
     from src.experiments import references
+    from src.experiments.environment import describe
     from src.experiments.run import Run
     from src.experiments.rundir import RunDir
     from src.registry import resolved
@@ -255,18 +260,41 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
         lacks = references.missing(item.exp, places)
         if lacks:
             raise ConfigError("\n".join(f"{item.where}: {lack}" for lack in lacks))
-        facts = {"group": item.group, "command": sys.argv}
+        facts = {"group": item.group, **describe(sys.argv)}
         opened.append(RunDir.open(places.runs, item.exp, resolved(item.recipe, key="recipe"), reset=reset, facts=facts))
         return opened[0].status()["state"]
 
     state = distributed.from_main(begin)
     run_dir = opened[0] if opened else RunDir.attach(places.runs / item.exp_id)
-    if state == "done":
-        log.info("%s %s: done already.", item.where, item.exp_id)
-    else:
-        log.info("%s %s", item.where, run_dir.path)
-        carry_out(item, Run(run_dir, places, options))
-    run_dir.close()
+    with run_dir, written_log(run_dir):
+        if state == "done":
+            log.info("%s %s: done already.", item.where, item.exp_id)
+        else:
+            log.info("%s %s", item.where, run_dir.path)
+            carry_out(item, Run(run_dir, places, options))
+
+
+@contextlib.contextmanager
+def written_log(run_dir: Any) -> Iterator[None]:
+    """Append what rank 0 logs to logs/train.log of the save directory."""
+    from src import distributed
+    from src.files import writing
+
+    if not distributed.is_main():
+        yield
+        return
+    with writing(run_dir.logs):
+        run_dir.logs.mkdir(exist_ok=True)
+        handler = logging.FileHandler(run_dir.logs / "train.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name in LOGGERS:
+        logging.getLogger(name).addHandler(handler)
+    try:
+        yield
+    finally:
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(handler)
+        handler.close()
 
 
 def carry_out(item: Any, run: Any) -> None:

@@ -103,9 +103,7 @@ def problems(planned: Sequence[Planned], places: Places) -> dict[str, list[str]]
     found: dict[str, list[str]] = {}
     ahead: set[str] = set()
     for item in planned:
-        lacks = []
-        if not set(references.parents(item.exp)) <= ahead:
-            lacks += references.missing(item.exp, places)
+        lacks = references.missing(item.exp, places, ahead)
         try:
             item.recipe.check(places)
         except UserError as error:

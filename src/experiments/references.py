@@ -1,6 +1,6 @@
 """Lineage: which experiments an experiment starts from, and in which order they run."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from src.config import Places
@@ -51,9 +51,10 @@ def order(selected: Iterable[Experiment], known: Mapping[str, Experiment], with_
     return list(ordered.values())
 
 
-def missing(exp: Experiment, places: Places) -> list[str]:
-    """One message for each parent of `exp` that is not done: its id, its state, and how to get it. Empty when all are done."""
-    return [f"it starts from experiment {parent}, {how}" for parent in parents(exp) if (how := _lack(parent, places))]
+def missing(exp: Experiment, places: Places, ahead: Container[str] = ()) -> list[str]:
+    """One message for each parent of `exp` that is neither done nor `ahead`: its id, its state, and how to get it."""
+    wanted = [parent for parent in parents(exp) if parent not in ahead]
+    return [f"it starts from experiment {parent}, {how}" for parent in wanted if (how := _lack(parent, places))]
 
 
 def _lack(parent: str, places: Places) -> str | None:
