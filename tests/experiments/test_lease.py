@@ -1,5 +1,6 @@
 """The lock of a save directory, with real processes that race, die, stand still and beat."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from src.errors import RunError
-from src.experiments.lease import GUARD, LEASE, Lease, holder_is_dead, this_process
+from src.experiments.lease import GUARD, LEASE, Lease, _guarded, holder_is_dead, this_process
 
 ROOT = Path(__file__).resolve().parents[2]
 STALE = 0.4
@@ -263,6 +264,19 @@ def test_moving_the_directory_leaves_the_place_free(tmp_path: Path):
     other.confirm()
     other.release()
     assert sorted(p.name for p in run.iterdir()) == [GUARD]
+
+
+def test_the_guard_of_a_directory_that_was_moved_away_is_not_the_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, flock = tmp_path / "run", fcntl.flock
+
+    def moved_just_before(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        run.rename(tmp_path / "old")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", moved_just_before)
+    with _guarded(run), open(run / GUARD, "wb") as other, pytest.raises(BlockingIOError):
+        flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_a_removed_directory_is_not_made_again(tmp_path: Path):

@@ -248,6 +248,37 @@ def test_a_kill_at_any_moment_leaves_a_directory_that_opens(tmp_path: Path, rese
             assert loaded(run.path / "exp_dict.json") == {"a": 1}
 
 
+ENTRANT = """
+import os, random, sys, time
+from pathlib import Path
+from src.errors import RunError
+from src.experiments.rundir import RunDir
+rng, entered = random.Random(int(sys.argv[2])), 0
+while entered < 6:
+    try:
+        run = RunDir.open(Path(sys.argv[1]), {"a": 1}, {"a": 1}, reset=rng.randrange(2))
+    except RunError as error:
+        assert "held by process" in str(error), error
+        time.sleep(rng.random() * 0.01)
+        continue
+    os.close(os.open(run.path / "inside", os.O_CREAT | os.O_EXCL))
+    run.set_status("running")
+    (run.path / "inside").unlink()
+    run.close()
+    entered += 1
+"""
+
+
+def test_one_at_a_time_even_when_some_start_over(tmp_path: Path):
+    processes = [
+        subprocess.Popen([sys.executable, "-c", ENTRANT, str(tmp_path), str(seed)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for seed in range(5)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of one MiB."""
