@@ -123,14 +123,11 @@ def resolved(part: Part, key: str = "name") -> dict[str, Any]:
     return {key: part.name, **part.config.model_dump(mode="json")}
 
 
-def _field(table: Table) -> Any:
-    return Annotated[Part, PlainValidator(partial(bind, table)), PlainSerializer(resolved)]
-
-
-Model = _field(MODELS)
-Dataset = _field(DATASETS)
-Metric = _field(METRICS)
-Reward = _field(REWARDS)
+_WRITTEN = PlainSerializer(resolved)
+Model = Annotated[Part, PlainValidator(partial(bind, MODELS)), _WRITTEN]
+Dataset = Annotated[Part, PlainValidator(partial(bind, DATASETS)), _WRITTEN]
+Metric = Annotated[Part, PlainValidator(partial(bind, METRICS)), _WRITTEN]
+Reward = Annotated[Part, PlainValidator(partial(bind, REWARDS)), _WRITTEN]
 
 
 def load_experiment(raw: dict[str, Any], where: str) -> Part:

@@ -1,12 +1,12 @@
 """Dicts become typed configs, and every mistake is named by its path."""
 
-from typing import Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, model_validator
 
 from src import config as configs
-from src import registry
 from src.config import Config, dotted, join, load, unknown
 from src.errors import ConfigError
 from src.registry import Part, Table, bind, canonical, load_experiment, resolved
@@ -183,9 +183,11 @@ def things(make_module) -> Table:
     """Two entries: a leaf, and a wrapper whose `base` is again one of the two."""
     table = Table("thing", "build", {"leaf": "made_leaf", "wrap": "made_wrap"})
 
+    Thing = Annotated[Part, PlainValidator(partial(bind, table)), PlainSerializer(resolved)]  # as src/registry.py does it
+
     class Wrap(Config):
-        base: registry._field(table)  # pyright: ignore[reportInvalidTypeForm]
-        parts: list[registry._field(table)] = []  # pyright: ignore[reportInvalidTypeForm]
+        base: Thing
+        parts: list[Thing] = []
         rank: int = Field(default=8, gt=0)
 
     make_module("made_leaf", Config=Leaf, build=build, size=size)
