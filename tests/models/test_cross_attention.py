@@ -195,6 +195,17 @@ def test_chunks_are_encoded_each_on_its_own(make, batch):
         assert torch.equal(model.encode(batch["context_ids"], batch["context_mask"]).hidden, context.hidden)
 
 
+def test_encoding_in_groups_of_like_length_changes_nothing_but_the_time(make, batch, monkeypatch):
+    model = make("mistral")
+    expected = model.encode(batch["context_ids"], batch["context_mask"])
+    shapes = []
+    model.base.model.embed_tokens.register_forward_hook(lambda _, args, __: shapes.append(tuple(args[0].shape)))
+    monkeypatch.setattr("src.models.cross_attention_layers.ENCODED_TOGETHER", 2)
+    got = model.encode(batch["context_ids"], batch["context_mask"])
+    assert shapes == [(2, 3), (2, 5), (1, 5)]
+    torch.testing.assert_close(got.hidden[got.mask], expected.hidden[expected.mask], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", "llama"])
 def test_padding_may_stand_on_the_left(make, batch, model_type):
     """Of the tokens and, within a chunk, of the context."""
