@@ -1,9 +1,9 @@
 """The command line: check experiments, run them here, or hand them to a launcher.
 
-    python trainval.py --list                                        what there is
-    python trainval.py -e crossattn_tiny --dry-run                   every mistake, before anything starts
-    torchrun --nproc-per-node 2 trainval.py -e crossattn_tiny        train a group, one experiment after another
-    python trainval.py -e crossattn_tiny -j local                    one process per experiment, by a launcher of job_configs.py
+python trainval.py --list                                        what there is
+python trainval.py -e crossattn_tiny --dry-run                   every mistake, before anything starts
+torchrun --nproc-per-node 2 trainval.py -e crossattn_tiny        train a group, one experiment after another
+python trainval.py -e crossattn_tiny -j local                    one process per experiment, by a launcher of job_configs.py
 """
 
 import argparse
@@ -38,7 +38,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     where.add_argument("--data_path", type=Path, default=ROOT / "results" / "data", metavar="DIR", help="prepared data sets")
     where.add_argument("-r", "--reset", type=int, choices=(0, 1), default=0, help="1: back up what there is and start over")
     where.add_argument("--log_every", type=int, metavar="N", help="steps between score rows and checkpoints (default: each evaluation)")
-    where.add_argument("-j", "--j", "--job_scheduler", dest="job_scheduler", metavar="NAME", help="a launcher of job_configs.py; none: run here")
+    where.add_argument(
+        "-j", "--j", "--job_scheduler", dest="job_scheduler", metavar="NAME", help="a launcher of job_configs.py; none: run here"
+    )
     where.add_argument("--python_binary", metavar="COMMAND", help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there')
     where.add_argument("--deepspeed", type=Path, metavar="JSON", help="DeepSpeed configuration")
     logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")

@@ -35,8 +35,10 @@ def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
     registry.write_text(registry.read_text().replace(before, before + line))
 
     (root / "test_prefix_match.py").write_text(test)
-    own = subprocess.run([sys.executable, "-m", "pytest", "-q", "test_prefix_match.py"], cwd=root, capture_output=True, text=True, check=False)
-    assert own.returncode == 0, own.stdout + own.stderr
+    own = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "test_prefix_match.py"], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert own.returncode == 0, own.stdout
     done = toy.run(root, ["-e", "crossattn_tiny_prefix", "--with-parents"], tmp_path)
     assert done.returncode == 0, done.stderr
     table = subprocess.run(

@@ -109,7 +109,7 @@ def test_ten_kills_at_random_moments_change_nothing(started: tuple[Path, Path], 
     moments = [0, *sorted(draw.sample(range(1, STEPS // 2 - 3), 9))]
     for i, moment in enumerate(moments):
         process = start(root, folder)
-        wait_until(lambda at=moment * 2: steps_written(folder) >= at and len(ranks(process)) == 2, process)
+        wait_until(lambda at=moment * 2, p=process: steps_written(folder) >= at and len(ranks(p)) == 2, process)
         time.sleep(draw.random() * (0.05 if moment else 2.0))
         assert process.poll() is None, "the training ended before it could be killed"
         kill(process, target=(0, 1, -1)[i % 3])

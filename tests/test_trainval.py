@@ -114,8 +114,10 @@ class TestLineage:
     def test_the_child_starts_from_the_parent(self, folder: Path):
         child = changed(SHORT, model=ref(SHORT), loop__steps=1, loop__learning_rate=1e-30)
         assert toy.main(["-e", "child", "--with-parents"], {"base": [SHORT], "child": [child]}, folder) == 0
-        parent, own = (load_file(folder / "runs" / exp_id(e) / "checkpoints" / s / "model.safetensors") for e, s in
-                       ((SHORT, "step-00000004"), (child, "step-00000001")))
+        parent, own = (
+            load_file(folder / "runs" / exp_id(e) / "checkpoints" / s / "model.safetensors")
+            for e, s in ((SHORT, "step-00000004"), (child, "step-00000001"))
+        )
         assert parent.keys() == own.keys()
         assert all(torch.allclose(parent[name], own[name]) for name in parent)
 
@@ -152,8 +154,27 @@ class TestPlans:
         assert toy.main(["--exp_id", wanted], {}, folder) == 0
 
     def test_the_flags_of_the_seed_are_all_known(self, folder: Path, capsys: pytest.CaptureFixture[str]):
-        flags = ["-e", "g", "--steps", "25_000", "--log_every", "1_000", "--wandb_entity_name", "e", "--wandb_project_name", "p",
-                 "--wandb_run_name", "n", "--wandb_log_gradients", "false", "-r", "1", "--dry-run", "--j", "toolkit"]
+        flags = [
+            "-e",
+            "g",
+            "--steps",
+            "25_000",
+            "--log_every",
+            "1_000",
+            "--wandb_entity_name",
+            "e",
+            "--wandb_project_name",
+            "p",
+            "--wandb_run_name",
+            "n",
+            "--wandb_log_gradients",
+            "false",
+            "-r",
+            "1",
+            "--dry-run",
+            "--j",
+            "toolkit",
+        ]
         assert toy.main(flags, {"g": [SHORT]}, folder) == 0
         assert changed(SHORT, loop__steps=25_000)["loop"]["steps"] == 25_000
 
@@ -180,9 +201,7 @@ class TestBadInput:
             ({"data__corpus": "nothing"}, r"nothing"),
         ],
     )  # fmt: skip
-    def test_a_mistake_in_the_dict(
-        self, folder: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], message: str
-    ):
+    def test_a_mistake_in_the_dict(self, folder: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], message: str):
         assert re.search(message, fails(["-e", "g", "--dry-run"], {"g": [changed(SHORT, **values)]}, folder, capsys))
         assert not (folder / "runs").exists()
 
@@ -284,9 +303,7 @@ class TestBadInput:
             (["--exp_id", "0" * 32], "neither in exp_configs.py nor in"),
         ],
     )
-    def test_a_mistake_on_the_command_line(
-        self, folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-    ):
+    def test_a_mistake_on_the_command_line(self, folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
         assert message in fails(arguments, {"g": [SHORT]}, folder, capsys)
 
     def test_fp16_without_a_gpu(self, folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -304,4 +321,3 @@ class TestBadInput:
             assert "No space left on device" in errors
         finally:
             subprocess.run(["umount", str(runs)], check=True)
-

@@ -7,7 +7,7 @@ dropout are functions of (seed, step), and everything else that a later step dep
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,22 +46,6 @@ class Task:
 
 
 @dataclass
-class State:
-    """Everything that the loop carries from one step to the next, besides weights and optimizer."""
-
-    step: int = 0
-    """Optimizer steps finished. The data position, the learning rate and all random draws follow from it."""
-    tokens: int = 0
-    """Loss tokens seen, over all ranks."""
-    since_row: "SinceRow" = field(default_factory=lambda: SinceRow())
-    selection: dict[str, Any] = field(default_factory=dict)
-    scaler: dict[str, Any] = field(default_factory=dict)
-    """Of the fp16 loss scaler."""
-    data: str = ""
-    """Fingerprint of the training data."""
-
-
-@dataclass
 class SinceRow:
     """Sums since the last score row."""
 
@@ -78,6 +62,22 @@ class SinceRow:
         moved = max(1, self.steps - self.skipped)
         scores = {"train_loss": self.loss / self.tokens, "grad_norm": self.grad_norm / moved, "clip_rate": self.clipped / moved}
         return {**scores, "skipped_steps": self.skipped} if self.skipped else scores
+
+
+@dataclass
+class State:
+    """Everything that the loop carries from one step to the next, besides weights and optimizer."""
+
+    step: int = 0
+    """Optimizer steps finished. The data position, the learning rate and all random draws follow from it."""
+    tokens: int = 0
+    """Loss tokens seen, over all ranks."""
+    since_row: SinceRow = field(default_factory=SinceRow)
+    selection: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """Of the fp16 loss scaler."""
+    data: str = ""
+    """Fingerprint of the training data."""
 
 
 def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
@@ -148,7 +148,7 @@ class Loop:
 
     def move(self, loss_sum: float, tokens: int) -> None:
         """Clip, check and step. The values are the same on every rank, so all decide alike."""
-        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm) or 0.0)
         check_finite(self.state.step + 1, "loss", loss_sum)
         if self.config.precision != "float16":  # there the scaler skips the step and lowers its scale
             check_finite(self.state.step + 1, "gradient norm", norm)
@@ -196,7 +196,7 @@ class Loop:
         step, best = self.state.step, self.selection.best_step
         checkpoint.save(self.run.path, step, self.task.model, self.optimizer.optimizer, asdict(self.state), self.task.about)
         if best == step:
-            checkpoints.mark_best(self.run.path, best)
+            checkpoints.mark_best(self.run.path, step)
         checkpoints.rotate(self.run.path, best)
 
     def restore(self) -> None:

@@ -16,4 +16,3 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothin
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long(), use_cache=False).logits
     mask = batch["loss_mask"]
     return cross_entropy(logits[:, :-1][mask[:, 1:]], batch["input_ids"][mask], label_smoothing)
-

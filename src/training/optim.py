@@ -1,6 +1,7 @@
 """The optimizer, and the learning rate as a pure function of the step."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,5 +29,6 @@ def learning_rate(config: LoopConfig) -> Callable[[int], float]:
     """Learning rate of the optimizer step that follows `step` finished ones, by the schedule's name in transformers."""
     placeholder = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     warmup = round(config.warmup_rate * config.steps)
-    factor = get_scheduler(config.schedule, placeholder, warmup, config.steps).lr_lambdas[0]
+    schedule: Any = get_scheduler(config.schedule, placeholder, warmup, config.steps)
+    factor = schedule.lr_lambdas[0]
     return lambda step: config.learning_rate * factor(step)

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+import wandb
 from torch import nn
 
-import wandb
 from src.errors import RunError
 from src.experiments import run as runs
 from src.files import read_json
