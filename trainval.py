@@ -83,7 +83,7 @@ def complain(error: Exception) -> None:
 def act(args: argparse.Namespace) -> int:
     """List, check, submit or train."""
     from src.config import Places
-    from src.experiments import plan
+    from src.experiments import plan, references
 
     check_arguments(args)
     groups = read_groups()
@@ -91,9 +91,12 @@ def act(args: argparse.Namespace) -> int:
         for name, experiments in groups.items():
             print(f"{name}  {len(experiments)}")
         return 0
-    known = {item.exp_id: item for item in plan.load_groups(groups, list(groups), [])}
+    selected = select(args, groups)
+    # Most of exp_configs.py is not needed: other groups only where these start from experiments of theirs.
+    lineage = any(references.parents(item.exp) for item in selected)
+    known = plan.known({name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group}) if lineage else {}
+    known |= {item.exp_id: item for item in selected}
     places = Places(args.data_path, args.savedir_base, {exp_id: item.exp for exp_id, item in known.items()})
-    selected = select(args, groups, known, places)
     if args.list:
         for item in selected:
             print(f"{item.exp_id}  {item.where}  {json.dumps(item.exp)}")
@@ -147,7 +150,7 @@ def read_groups() -> dict[str, Any]:
     return EXP_GROUPS
 
 
-def select(args: argparse.Namespace, groups: Any, known: Any, places: Any) -> list[Any]:
+def select(args: argparse.Namespace, groups: Any) -> list[Any]:
     """The experiments that the command line names, with --set and --steps made in them."""
     from src.experiments import plan
     from src.experiments.grid import parse_assignment
@@ -157,7 +160,7 @@ def select(args: argparse.Namespace, groups: Any, known: Any, places: Any) -> li
         assignments.append(("loop.steps", args.steps))
     if args.exp_group:
         return plan.load_groups(groups, args.exp_group, assignments)
-    item = plan.find(args.exp_id, known, places)
+    item = plan.find(args.exp_id, plan.known(groups), args.savedir_base)
     return plan.load_groups({item.group: [item.exp]}, [item.group], assignments) if assignments else [item]
 
 
@@ -180,7 +183,7 @@ def submit(args: argparse.Namespace, planned: Sequence[Any], lacks: dict[str, li
     from src import files, registry
     from src.config import unknown
     from src.errors import ConfigError
-    from src.experiments import references
+    from src.experiments import references, saved
     from src.launch.command import Job
 
     name = args.job_scheduler
@@ -193,11 +196,12 @@ def submit(args: argparse.Namespace, planned: Sequence[Any], lacks: dict[str, li
     refuse(lacks)
     jobs = []
     for item in planned:
-        exp_dict = places.runs / item.exp_id / "exp_dict.json"
-        if not exp_dict.exists():  # the job finds its experiment there, as haven's jobs do
-            with files.writing(exp_dict.parent):
-                exp_dict.parent.mkdir(parents=True, exist_ok=True)
-            files.write_json(exp_dict, item.exp)
+        run = places.runs / item.exp_id
+        if not (run / saved.EXP_DICT).exists():  # the job finds its experiment there, as haven's jobs do
+            with files.writing(run):
+                run.mkdir(parents=True, exist_ok=True)
+            files.write_json(run / saved.EXP_DICT, item.exp)
+        saved.join_group(run, item.group)
         arguments = ("trainval.py", *child_arguments(args, item.exp_id))
         jobs.append(Job(item.exp_id, arguments, ROOT, args.python_binary, after=tuple(references.parents(item.exp))))
     launcher(jobs, places.runs / "logs")

@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         rows, warnings = results.load_rows(options.runs, options.group)
-        table, keys, scores = tabulate(rows, options.by, options.scores, options.metric, options.best)
+        wanted = options.scores or (["all"] if options.format in ("csv", "json") else None)
+        table, keys, scores = tabulate(rows, options.by, wanted, options.metric, options.best)
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
@@ -50,7 +51,8 @@ def tabulate(
 ) -> tuple[Table, list[str], list[str]]:
     """Aggregated rows, best first, with the keys and the scores that are their columns.
 
-    by: dotted config keys; None takes those that vary, without the seed. scores: None takes all.
+    by: dotted config keys; None takes those that vary, without the seed. scores: None takes the headline
+    ones, without the loop's diagnostics and without parts such as "em/nq"; ["all"] takes all.
     metric: what to sort by; None takes the first of val_loss, any val_ score, any score. best: "min" or "max"; None decides by its name.
 
     Raises:
@@ -58,7 +60,10 @@ def tabulate(
     """
     known = results.score_names(rows)
     keys = [key for key in results.varying(rows) if key != "seed"] if by is None else list(by)
-    shown = known if scores is None else list(scores)
+    if scores is None:
+        shown = results.headline(known)
+    else:
+        shown = known if list(scores) == ["all"] else list(scores)
     if metric is None:
         metric = default_metric(shown)
     elif metric not in shown:
@@ -172,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
     parser.add_argument("--metric", help="score to sort by, best first (default: val_loss, else the first val_ score)")
     parser.add_argument("--best", choices=("min", "max"), help="which end of the metric is best (default: min for losses and errors)")
-    parser.add_argument("--scores", nargs="+", metavar="NAME", help="scores to show (default: all)")
+    parser.add_argument("--scores", nargs="+", metavar="NAME", help="scores to show, or all (default: all for csv and json)")
     parser.add_argument("--format", choices=FORMATS, default="rich")
     return parser
 

@@ -152,7 +152,7 @@ def _spelled(raw: Any, loaded: Any) -> Any:
     if isinstance(loaded, Part):
         loaded = loaded.config
     if isinstance(raw, dict):
-        inner = loaded if isinstance(loaded, dict) else {k: getattr(loaded, k, None) for k in raw}
+        inner = vars(loaded) if isinstance(loaded, Config) else loaded if isinstance(loaded, dict) else {}
         return {k: _spelled(v, inner.get(k)) for k, v in raw.items()}
     if isinstance(raw, list):
         items = loaded if isinstance(loaded, (list, tuple)) else [None] * len(raw)

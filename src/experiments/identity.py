@@ -75,7 +75,7 @@ def _holds_dict(value: list[Any]) -> bool:
 
 
 def _check_text(value: str, where: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in value):
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
         raise ConfigError(f"{where}: expected text that UTF-8 can hold, got {_shown(value)}.")
 
 

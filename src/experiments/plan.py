@@ -1,7 +1,9 @@
 """From names on a command line to checked experiments, parents first."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from src.config import Places, unknown
@@ -66,6 +68,17 @@ def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tupl
     return _distinct(planned)
 
 
+def known(groups: Groups) -> dict[str, Planned]:
+    """Every experiment of `groups` by its id. Those that are not valid are left out: they do not stand in the way of others."""
+    found: dict[str, Planned] = {}
+    for name, experiments in groups.items():
+        for i, exp in enumerate(experiments if isinstance(experiments, list) else []):
+            with contextlib.suppress(ConfigError):
+                item = load(exp, name, f"{name}[{i}]")
+                found.setdefault(item.exp_id, item)
+    return found
+
+
 def _distinct(planned: list[Planned]) -> list[Planned]:
     first: dict[str, Planned] = {}
     for item in planned:
@@ -77,7 +90,7 @@ def _distinct(planned: list[Planned]) -> list[Planned]:
     return list(first.values())
 
 
-def find(wanted: str, known: Mapping[str, Planned], places: Places) -> Planned:
+def find(wanted: str, known: Mapping[str, Planned], runs: Path) -> Planned:
     """The experiment with the id `wanted`: from its save directory or from exp_configs.py.
 
     Raises:
@@ -85,17 +98,18 @@ def find(wanted: str, known: Mapping[str, Planned], places: Places) -> Planned:
     """
     if wanted in known:
         return known[wanted]
-    path = places.runs / wanted / "exp_dict.json"
+    path = runs / wanted / "exp_dict.json"
     if not path.exists():
-        raise ConfigError(f"--exp_id {wanted}: neither in exp_configs.py nor in {places.runs}.")
+        raise ConfigError(f"--exp_id {wanted}: neither in exp_configs.py nor in {runs}.")
     return load(read_json(path, RunError), "", str(path))
 
 
 def with_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: bool) -> list[Planned]:
     """`selected` with parents before children; `add` puts in the ancestors that `known` holds."""
-    everything = {**known, **{item.exp_id: item for item in selected}}
-    ordered = references.order([item.exp for item in selected], {i: item.exp for i, item in known.items()}, add)
-    return [everything[exp_id(exp)] for exp in ordered]
+    chosen = {item.exp_id: item for item in selected}
+    everything = {**known, **chosen}
+    ordered = references.order({i: p.exp for i, p in chosen.items()}, {i: p.exp for i, p in known.items()}, add)
+    return [everything[name] for name in ordered]
 
 
 def problems(planned: Sequence[Planned], places: Places) -> dict[str, list[str]]:

@@ -1,10 +1,9 @@
 """Lineage: which experiments an experiment starts from, and in which order they run."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from src.config import Places
-from src.experiments.identity import exp_id
 from src.experiments.saved import state_of
 
 Experiment = dict[str, Any]
@@ -26,15 +25,14 @@ def _named(value: Any) -> Iterator[str]:
             yield from _named(item)
 
 
-def order(selected: Iterable[Experiment], known: Mapping[str, Experiment], with_parents: bool) -> list[Experiment]:
-    """`selected` without duplicates, parents before children and otherwise as given.
+def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], with_parents: bool) -> list[str]:
+    """Ids of `selected`, parents before children and otherwise as given.
 
-    known: id -> dict of every experiment that can be run; ids are those of `exp_id`.
+    selected, known: id -> dict; `known` holds every experiment that can be run.
     with_parents: True adds the ancestors found in `known`. A cycle is impossible: an id is the hash of a dict that holds its parents' ids.
     """
-    chosen = {exp_id(exp): exp for exp in selected}
-    everything = {**known, **chosen}
-    ordered: dict[str, Experiment] = {}
+    everything = {**known, **selected}
+    ordered: list[str] = []
     visited: set[str] = set()
 
     def visit(name: str) -> None:
@@ -43,12 +41,12 @@ def order(selected: Iterable[Experiment], known: Mapping[str, Experiment], with_
         visited.add(name)
         for parent in parents(everything[name]):
             visit(parent)
-        if with_parents or name in chosen:
-            ordered[name] = everything[name]
+        if with_parents or name in selected:
+            ordered.append(name)
 
-    for name in chosen:
+    for name in selected:
         visit(name)
-    return list(ordered.values())
+    return ordered
 
 
 def missing(exp: Experiment, places: Places, ahead: Container[str] = ()) -> list[str]:

@@ -17,6 +17,9 @@ FACTS = ("exp_id", "state", "group", "step")
 _ID = re.compile(r"[0-9a-f]{32}")
 _LOWER_IS_BETTER = {"loss", "ppl", "perplexity", "error", "errors", "err", "nll", "wer", "cer", "bpb", "bpc", "mse", "mae", "rmse", "kl"}
 
+DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens")
+"""What the training loop reports of itself in each score row, beside its loss."""
+
 
 class Row(dict[str, Any]):
     """One run, flat: the keys of `FACTS`, the config by dotted key, and the last value of each score."""
@@ -78,6 +81,11 @@ def config_keys(row: Row) -> list[str]:
 def score_names(rows: Iterable[Row]) -> list[str]:
     """Every score of any row, in the order of first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row.scores))
+
+
+def headline(names: Sequence[str]) -> list[str]:
+    """The scores that a reader wants first: not the loop's diagnostics, not parts such as "em/nq"; all where nothing else is left."""
+    return [name for name in names if name not in DIAGNOSTICS and "/" not in name] or list(names)
 
 
 def grouped(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
