@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -41,11 +42,13 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(started: tuple[Path, Path]) -> dict[str, str]:
+    """Fingerprints of a run with two processes that nobody disturbed; its save directory is moved to `undisturbed`."""
     root, folder = started
     done = toy.run(root, ARGUMENTS, folder, processes=2)
     assert done.returncode == 0, done.stderr
     found = fingerprints(folder)
-    shutil.rmtree(folder / "runs" / exp_id(CHILD))
+    (folder / "undisturbed").mkdir()
+    (folder / "runs" / exp_id(CHILD)).rename(folder / "undisturbed" / "runs")
     return found
 
 
@@ -136,3 +139,17 @@ def test_a_kill_inside_a_checkpoint_write_changes_nothing(started: tuple[Path, P
     assert done.returncode == 0, done.stderr
     assert fingerprints(folder) == uninterrupted
     assert not list(checkpoints.glob(".step-*")), "the torn checkpoint is swept up"
+
+
+def test_one_process_gives_the_numbers_of_two(started: tuple[Path, Path], uninterrupted: dict[str, str]):
+    """Token-weighted loss, gradient norm and dropout do not depend on how a step is shared: 1 x 4 or 2 x 2 micro-batches."""
+    root, folder = started
+    done = toy.run(root, ARGUMENTS, folder)
+    assert done.returncode == 0, done.stderr
+    one = toy.rows(folder, exp_id(CHILD))
+    two = [json.loads(line) for line in (folder / "undisturbed" / "runs" / "scores.jsonl").read_text().splitlines()]
+    assert [row["tokens"] for row in one] == [row["tokens"] for row in two]
+    for a, b in zip(one[:10], two[:10], strict=True):  # before rounding has had time to grow
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    shutil.rmtree(folder / "runs" / exp_id(CHILD))

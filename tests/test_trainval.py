@@ -1,6 +1,7 @@
 """The command line: every recipe learns, groups run whole, and each mistake is one line with exit code 1."""
 
 import copy
+import inspect
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import trainval
 from src.experiments.grid import ref, set_path
 from src.experiments.identity import exp_id
 from src.experiments.rundir import RunDir
@@ -54,6 +56,14 @@ class TestTraining:
         first, *_, last = toy.rows(folder, exp_id(exp))
         # A colour in four tokens cannot be known: log(8) / 4 = 0.52 nats a token, and the thing at the start of a sentence.
         assert last["val_loss"] < 1.2 < first["train_loss"]
+
+    def test_cross_attention_learns_to_read_its_context(self, folder: Path):
+        exp = changed(toy.CROSSATTN, model__num_layers=2, loop__steps=200, loop__eval_every=100, loop__schedule="constant")
+        assert toy.main(["-e", "g", "--with-parents"], {"base": [toy.BASE], "g": [exp]}, folder) == 0
+        first, last = toy.rows(folder, exp_id(exp))
+        assert last["val_loss"] < last["val_loss_shuffled_context"] - 0.1
+        assert last["val_loss"] < first["val_loss"]
+        assert {"em", "f1", "precision", "recall"} <= last.keys()
 
     def test_a_group_runs_whole_and_finished_ones_are_skipped(self, folder: Path, caplog: pytest.LogCaptureFixture):
         caplog.set_level("INFO")
@@ -177,6 +187,17 @@ class TestPlans:
         ]
         assert toy.main(flags, {"g": [SHORT]}, folder) == 0
         assert changed(SHORT, loop__steps=25_000)["loop"]["steps"] == 25_000
+
+    @pytest.mark.filterwarnings("ignore")  # those of haven at import
+    def test_every_flag_of_haven_is_known(self):
+        from haven import haven_wizard
+
+        source = inspect.getsource(haven_wizard.get_args)
+        flags = set(re.findall(r"""["'](--?[a-z]\w*)["']""", source))
+        assert {"-e", "-sb", "-r", "-j", "--exp_id"} <= flags
+        for flag in flags:
+            value = "1" if flag in ("-r", "--reset") else "x"
+            trainval.parse([flag, value])
 
     def test_a_launcher_runs_each_experiment_in_a_process_of_its_own(self, folder: Path):
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{SHORT!r}, {changed(SHORT, seed=1)!r}]}}\n")
