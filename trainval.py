@@ -72,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if distributed.is_main():
             complain(error)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def complain(error: Exception) -> None:
@@ -94,7 +96,11 @@ def act(args: argparse.Namespace) -> int:
     selected = select(args, groups)
     # Most of exp_configs.py is not needed: other groups only where these start from experiments of theirs.
     lineage = any(references.parents(item.exp) for item in selected)
-    known = plan.known({name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group}) if lineage else {}
+    known = (
+        plan.known({name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group})
+        if lineage
+        else {}
+    )
     known |= {item.exp_id: item for item in selected}
     places = Places(args.data_path, args.savedir_base, {exp_id: item.exp for exp_id, item in known.items()})
     if args.list:

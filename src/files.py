@@ -94,6 +94,8 @@ def new_directory(final: Path, facts: dict[str, Any] | None = None) -> Iterator[
             for path in files.values():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
+            for inner in (path for path in beside.rglob("*") if path.is_dir()):
+                sync_directory(inner)
             write_json(beside / MANIFEST, {**(facts or {}), "files": listed})
             if final.exists():
                 old = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.old")

@@ -84,11 +84,10 @@ class Part:
         found = getattr(self._module(), name, None)
         return partial(found, self.config) if found else None
 
-    def check(self, *args: Any) -> None:
-        """Call the module's `check`, where it has one: it raises a UserError for what can be known to fail without loading anything."""
-        found = self.function("check")
-        if found:
-            found(*args)
+    def ask(self, name: str, *args: Any) -> Any:
+        """Call `function(name)`, where the module has it; else None. "check" raises a UserError for what will fail, and loads nothing."""
+        found = self.function(name)
+        return found(*args) if found else None
 
     def _module(self) -> Any:
         return import_module(self.table.modules[self.name])

@@ -219,7 +219,9 @@ class TestBadInput:
             ({"recipe": "lmm"}, r"g\[0\]\.recipe: unknown recipe 'lmm'\. Did you mean 'lm'\?"),
             ({"model": {"name": "gpt_bigcod"}}, r"g\[0\]\.model\.name: unknown model 'gpt_bigcod'\. Did you mean 'gpt_bigcode'\?"),
             ({"loop__schedule": "cosin"}, r"g\[0\]\.loop\.schedule: unknown value 'cosin'\. Did you mean 'cosine'\?"),
-            ({"data__corpus": "nothing"}, r"nothing"),
+            ({"data__corpus": "nothing"}, r"nothing: no such data set"),
+            ({"data__sequence_tokens": 65}, r"data\.sequence_tokens: 65 tokens are more than the 64 positions of the model"),
+            ({"loop__best_metric": "val_los"}, r"loop\.best_metric: unknown score 'val_los'\. Did you mean 'val_loss'\?"),
         ],
     )  # fmt: skip
     def test_a_mistake_in_the_dict(self, folder: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], message: str):

@@ -11,6 +11,7 @@ from src.batches import ContextBatch
 from src.config import Config as StrictConfig
 from src.config import Places
 from src.data import fim, jsonl, templates
+from src.data.positions import require_fit
 from src.data.tokenizers import Encoder
 from src.errors import ConfigError, DataError
 
@@ -62,6 +63,12 @@ def check(config: Config, places: Places) -> None:
     folder = jsonl.corpus(places, config.corpus)
     for split in ("train", "val"):
         jsonl.require_file(folder, f"{split}.jsonl")
+
+
+def fits(config: Config, max_positions: int | None) -> None:
+    """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the sequences or the contexts."""
+    require_fit("data.sequence_tokens", config.sequence_tokens, max_positions)
+    require_fit("data.context_tokens", config.context_tokens, max_positions)
 
 
 def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "QADataset":

@@ -9,6 +9,7 @@ from src.batches import TokenBatch
 from src.config import Config as StrictConfig
 from src.config import Places
 from src.data import jsonl
+from src.data.positions import require_fit
 from src.data.tokenizers import Encoder
 from src.errors import DataError
 
@@ -45,6 +46,11 @@ def check(config: Config, places: Places) -> None:
     folder = jsonl.corpus(places, config.corpus)
     for split in ("train", "val"):
         jsonl.require_file(folder, f"{split}.jsonl")
+
+
+def fits(config: Config, max_positions: int | None) -> None:
+    """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the sequences."""
+    require_fit("data.sequence_tokens", config.sequence_tokens, max_positions)
 
 
 def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TextDataset":

@@ -119,7 +119,7 @@ def problems(planned: Sequence[Planned], places: Places) -> dict[str, list[str]]
     for item in planned:
         lacks = references.missing(item.exp, places, ahead)
         try:
-            item.recipe.check(places)
+            item.recipe.ask("check", places)
         except UserError as error:
             lacks.append(str(error))
         if lacks:

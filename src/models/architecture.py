@@ -1,11 +1,8 @@
 """What can be said of a decoder before any weight is loaded: its family and its sizes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from src.config import Places
-from src.registry import Part
 
 
 @dataclass(frozen=True)
@@ -18,8 +15,11 @@ class Architecture:
     hidden_size: int
     num_heads: int
     num_key_value_heads: int
+    max_positions: int | None = None
+    """Most tokens of a sequence, where it is known."""
 
 
+_MAX_POSITIONS = ("max_position_embeddings", "n_positions")
 _SPELLINGS = {
     "model_type": ("model_type",),
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -30,20 +30,12 @@ _SPELLINGS = {
 
 def from_dict(raw: Mapping[str, Any]) -> Architecture | None:
     """Read the content of a Hugging Face config.json, in any of the spellings of its families; None where a size is not in it."""
-    found: dict[str, Any] = {}
-    for size, keys in _SPELLINGS.items():
-        found[size] = next((raw[key] for key in keys if raw.get(key) is not None), None)
+    found: dict[str, Any] = {size: _first(raw, keys) for size, keys in _SPELLINGS.items()}
     if None in found.values():
         return None
-    return Architecture(**found, num_key_value_heads=raw.get("num_key_value_heads") or found["num_heads"])
+    heads = raw.get("num_key_value_heads") or found["num_heads"]
+    return Architecture(**found, num_key_value_heads=heads, max_positions=_first(raw, _MAX_POSITIONS))
 
 
-def of(model: Part, places: Places) -> Architecture | None:
-    """Ask a model part; None where only loading it would tell."""
-    ask = model.function("architecture")
-    return ask(places) if ask else None
-
-
-def depth(architecture: Architecture | None) -> int | None:
-    """Number of decoder layers, None where it is not known."""
-    return architecture.num_layers if architecture else None
+def _first(raw: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    return next((raw[key] for key in keys if raw.get(key) is not None), None)

@@ -11,8 +11,7 @@ from pydantic import Field
 import src.config
 from src.config import Places, unknown_text
 from src.errors import ConfigError
-from src.models import architecture as architectures
-from src.models.architecture import Architecture, depth
+from src.models.architecture import Architecture
 from src.registry import Model
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def check(config: Config, places: Places) -> None:
         ConfigError: the blocks do not fit, or a setting would be ignored.
         UserError: whatever is wrong with the base.
     """
-    config.base.check(places)
+    config.base.ask("check", places)
     known = architecture(config, places)
     if known:
         plan(config, known)
@@ -114,12 +113,7 @@ def check(config: Config, places: Places) -> None:
 
 def architecture(config: Config, places: Places) -> Architecture | None:
     """The base's."""
-    return architectures.of(config.base, places)
-
-
-def num_decoder_layers(config: Config, places: Places) -> int | None:
-    """Depth of the base: the blocks are not counted."""
-    return depth(architecture(config, places))
+    return config.base.ask("architecture", places)
 
 
 def placement(num_decoder_layers: int, num_layers: int, stride: int) -> list[int]:

@@ -8,7 +8,7 @@ import src.config
 from src.config import Places, Problems
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json
-from src.models.architecture import Architecture, depth, of
+from src.models.architecture import Architecture
 from src.registry import MODELS, Part, bind
 
 if TYPE_CHECKING:
@@ -56,12 +56,7 @@ def check(config: Config, places: Places) -> None:
 
 def architecture(config: Config, places: Places) -> Architecture | None:
     """The parent's."""
-    return of(_parent(config, places), places)
-
-
-def num_decoder_layers(config: Config, places: Places) -> int | None:
-    """Depth of the parent."""
-    return depth(architecture(config, places))
+    return _parent(config, places).ask("architecture", places)
 
 
 def _parent(config: Config, places: Places) -> Part:

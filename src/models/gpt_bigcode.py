@@ -77,9 +77,5 @@ def check(config: Config, places: Places) -> None:
 def architecture(config: Config, places: Places) -> Architecture:
     """The sizes as configured."""
     del places  # they are in the config
-    return Architecture("gpt_bigcode", config.num_layers, config.hidden_size, config.num_heads, num_key_value_heads=1)
-
-
-def num_decoder_layers(config: Config, places: Places) -> int:
-    """Depth as configured."""
-    return architecture(config, places).num_layers
+    sizes = (config.num_layers, config.hidden_size, config.num_heads)
+    return Architecture("gpt_bigcode", *sizes, num_key_value_heads=1, max_positions=config.max_positions)

@@ -10,7 +10,7 @@ import src.config
 from src.config import Places
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json
-from src.models.architecture import Architecture, depth, from_dict
+from src.models.architecture import Architecture, from_dict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,11 +86,6 @@ def architecture(config: Config, places: Places) -> Architecture | None:
     """
     del places
     return from_dict(read_json(_folder(config) / "config.json", ConfigError))
-
-
-def num_decoder_layers(config: Config, places: Places) -> int | None:
-    """Depth written in config.json."""
-    return depth(architecture(config, places))
 
 
 def _folder(config: Config) -> Path:

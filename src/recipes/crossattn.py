@@ -42,9 +42,14 @@ class Config(configs.Config):
 
 def check(config: Config, places: Places) -> None:
     """Raises a UserError for what can be known to fail before anything is loaded."""
-    config.model.check(places)
-    config.data.check(places)
-    config.loop.check()
+    config.model.ask("check", places)
+    config.data.ask("check", places)
+    sizes = config.model.ask("architecture", places)
+    config.data.ask("fits", sizes and sizes.max_positions)
+    scores = {"val_loss", "val_loss_shuffled_context"}
+    if config.answers and config.loop.best_metric not in scores:
+        scores |= {name for metric in config.answers.metrics for name in metric([""], [[""]])}
+    config.loop.check(scores)
 
 
 def run(config: Config, run: Run) -> None:

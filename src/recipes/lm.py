@@ -22,9 +22,11 @@ class Config(configs.Config):
 
 def check(config: Config, places: Places) -> None:
     """Raises a UserError for what can be known to fail before anything is loaded."""
-    config.model.check(places)
-    config.data.check(places)
-    config.loop.check()
+    config.model.ask("check", places)
+    config.data.ask("check", places)
+    sizes = config.model.ask("architecture", places)
+    config.data.ask("fits", sizes and sizes.max_positions)
+    config.loop.check({"val_loss", "val_perplexity"})
 
 
 def run(config: Config, run: Run) -> None:

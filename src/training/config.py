@@ -1,11 +1,12 @@
 """What an experiment says of its training loop. Where and how often it logs is not part of an experiment."""
 
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from src import distributed
-from src.config import Config
+from src.config import Config, unknown_text
 from src.errors import ConfigError
 
 
@@ -58,8 +59,14 @@ class LoopConfig(Config):
             raise ValueError("schedule 'constant' has no warm-up: write 'constant_with_warmup', or leave warmup_rate out.")
         return self
 
-    def check(self) -> None:
-        """Raises ConfigError where the processes launched cannot share an optimizer step evenly."""
+    def check(self, scores: Collection[str]) -> None:
+        """Refuse what fits neither the processes launched nor the recipe, which evaluates `scores`.
+
+        Raises:
+            ConfigError: the processes cannot share an optimizer step evenly, or nobody measures `best_metric`.
+        """
+        if self.best_metric.partition("/")[0] not in scores:
+            raise ConfigError(f"loop.best_metric: {unknown_text('score', self.best_metric, scores)}")
         count, world_size = self.sequences_per_step // self.micro_batch, distributed.world_size()
         if count % world_size:
             raise ConfigError(

@@ -86,7 +86,7 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
     Returns the final state; the model of `task` is mutated. Scores go to scores.jsonl, timings to perf.jsonl.
 
     Raises:
-        ConfigError: the processes cannot share a step evenly, or the precision needs another device.
+        ConfigError: the precision needs another device, or the evaluation does not measure `loop.best_metric`.
         DataError: the data have changed since the run began, or a step has nothing to learn.
         TrainingError: loss or gradient is no longer finite; raised on every rank before the optimizer moves.
     """
@@ -232,12 +232,11 @@ def start(config: LoopConfig) -> Accelerator:
     """Accelerate for this process, with the precision of `config`.
 
     Raises:
-        ConfigError: float16 without a GPU, or processes that cannot share a step evenly.
+        ConfigError: float16 without a GPU.
     """
     gpu = torch.cuda.is_available()
     if config.precision == "float16" and not gpu:
         raise ConfigError("loop.precision: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
-    config.check()
     AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
     return Accelerator(
         cpu=not gpu,

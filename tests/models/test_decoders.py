@@ -56,7 +56,7 @@ def test_gpt_bigcode_has_the_sizes_asked_for(places):
     assert (c.resid_pdrop, c.embd_pdrop, c.attn_pdrop) == (0.25, 0.25, 0.25)
     assert (c.bos_token_id, c.eos_token_id, c.pad_token_id) == (1, 2, 0)
     assert model.name_or_path == str(places.data / "tokenizer")
-    assert part(GPT).function("num_decoder_layers")(places) == 4
+    assert part(GPT).ask("architecture", places).num_layers == 4
 
 
 def test_gpt_bigcode_draws_from_the_global_generator(places):
@@ -111,8 +111,7 @@ def test_hf_loads_a_folder(pretrained, places, base_of):
 def test_hf_knows_the_sizes_before_loading(base_of, tmp_path, places, model_type, groups):
     base_of(model_type).save_pretrained(tmp_path / "m")
     raw = part({"name": "hf", "path": str(tmp_path / "m")})
-    assert raw.function("architecture")(places) == Architecture(model_type, 4, 16, 4, groups)
-    assert raw.function("num_decoder_layers")(places) == 4
+    assert raw.function("architecture")(places) == Architecture(model_type, 4, 16, 4, groups, max_positions=64)
 
 
 def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeypatch):
@@ -125,24 +124,24 @@ def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeyp
     for raw in ({"path": "owner/name"}, {"path": "owner/name", "revision": "abc123"}):
         assert part({"name": "hf", **raw})(places).config.model_type == "llama"
     with pytest.raises(ConfigError, match=r"'owner/name' at revision 'v9' is neither .* `hf download owner/name --revision v9`"):
-        part({"name": "hf", "path": "owner/name", "revision": "v9"}).check(places)
+        part({"name": "hf", "path": "owner/name", "revision": "v9"}).ask("check", places)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     with pytest.raises(
         ConfigError,
         match=r"'owner/name' is neither a folder nor in the local Hugging Face cache\. Get it once with `hf download owner/name` "
         r"\(gated models: `hf auth login` first\), or name a folder with --set model\.base\.path=FOLDER\.",
     ):
-        part({"name": "hf", "path": "owner/name"}).check(places)
+        part({"name": "hf", "path": "owner/name"}).ask("check", places)
 
 
 def test_hf_refuses_what_it_would_ignore_and_what_is_no_model(pretrained, places, tmp_path):
     with pytest.raises(ConfigError, match=r"is a folder, so revision 'main' would be ignored"):
-        part({"name": "hf", "path": str(pretrained), "revision": "main"}).check(places)
+        part({"name": "hf", "path": str(pretrained), "revision": "main"}).ask("check", places)
     with pytest.raises(ConfigError, match=r"is a folder without a config.json"):
-        part({"name": "hf", "path": str(tmp_path)}).check(places)
+        part({"name": "hf", "path": str(tmp_path)}).ask("check", places)
     (pretrained / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"pretrained: no weights here. Expected model.safetensors or pytorch_model.bin"):
-        part({"name": "hf", "path": str(pretrained)}).check(places)
+        part({"name": "hf", "path": str(pretrained)}).ask("check", places)
 
 
 def test_hf_names_the_damaged_file(pretrained, places):
@@ -169,13 +168,13 @@ def test_hf_names_the_missing_shard(base_of, places, tmp_path):
     folder = tmp_path / "sharded"
     base_of("llama").save_pretrained(folder, max_shard_size="10KB")
     raw = part({"name": "hf", "path": str(folder)})
-    raw.check(places)
+    raw.ask("check", places)
     assert raw(places).config.model_type == "llama"
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
     shards[1].unlink()
     with pytest.raises(CheckpointError, match=rf"{shards[1].name}: missing, though model.safetensors.index.json lists it"):
-        raw.check(places)
+        raw.ask("check", places)
 
 
 # ---- experiment
@@ -209,16 +208,16 @@ def test_experiment_last_and_best(parent, places):
 def test_experiment_knows_the_parent_s_depth_before_and_after_its_training(places):
     raw = part({"name": "experiment", "exp_id": PARENT})
     planned = Places(places.data, places.runs, {PARENT: {"recipe": "lm", "model": GPT}})
-    assert raw.function("num_decoder_layers")(planned) == 4
-    raw.check(planned)
+    assert raw.ask("architecture", planned).num_layers == 4
+    raw.ask("check", planned)
     with pytest.raises(
         ConfigError, match=rf"the last checkpoint of parent {PARENT} is not there\. Train the parent first: add --with-parents"
     ):
         raw(planned)
     with pytest.raises(ConfigError, match=rf"parent {PARENT}: neither under .* nor in exp_configs\.py.*--with-parents"):
-        raw.check(places)
+        raw.ask("check", places)
     save_checkpoint(part(GPT)(places), GPT, places)
-    assert raw.function("num_decoder_layers")(places) == 4
+    assert raw.ask("architecture", places).num_layers == 4
 
 
 @pytest.mark.parametrize("exp_id", ["0" * 31, "0" * 33, "G" * 32, "../" * 10 + "00"])
@@ -230,15 +229,15 @@ def test_experiment_wants_a_whole_id(exp_id):
 def test_experiment_with_a_parent_that_we_cannot_read(places):
     raw = part({"name": "experiment", "exp_id": PARENT})
     with pytest.raises(ConfigError, match=rf"parent {PARENT}: model.hidden_size: missing"):
-        raw.check(Places(places.data, places.runs, {PARENT: {"model": {k: v for k, v in GPT.items() if k != "hidden_size"}}}))
+        raw.ask("check", Places(places.data, places.runs, {PARENT: {"model": {k: v for k, v in GPT.items() if k != "hidden_size"}}}))
     with pytest.raises(ConfigError, match=rf"parent {PARENT}: its experiment has no 'model'"):
-        raw.check(Places(places.data, places.runs, {PARENT: {"recipe": "lm"}}))
+        raw.ask("check", Places(places.data, places.runs, {PARENT: {"recipe": "lm"}}))
 
 
 def test_cross_attention_on_another_experiment_from_its_own_checkpoint(parent, places, tmp_path):
     """Base, child, and the child again from its checkpoint: the whole way of a real run."""
     raw = {"name": "cross_attention", "num_layers": 2, "stride": 1, "base": {"name": "experiment", "exp_id": PARENT}}
-    part(raw).check(places)
+    part(raw).ask("check", places)
     child = part(raw)(places).eval()
     assert torch.equal(child.base.lm_head.weight, parent.lm_head.weight)
     assert child.name_or_path.endswith("tokenizer")
@@ -256,14 +255,14 @@ def test_cross_attention_is_checked_before_anything_is_loaded(places):
     with pytest.raises(
         ConfigError, match=r"num_layers 2 x stride 3 needs 6 decoder layers, the base has 4. Fits: num_layers up to 1 or stride up to 2"
     ):
-        part(raw).check(planned)
+        part(raw).ask("check", planned)
     with pytest.raises(ConfigError, match=f"parent {PARENT}: neither"):
-        part(raw).check(places)
+        part(raw).ask("check", places)
     with pytest.raises(ConfigError, match="hidden_size 6 does not divide by num_heads 4"):
-        part({**raw, "stride": 1, "hidden_size": 6}).check(planned)
-    assert part({**raw, "stride": 1}).function("num_decoder_layers")(planned) == 4
+        part({**raw, "stride": 1, "hidden_size": 6}).ask("check", planned)
+    assert part({**raw, "stride": 1}).ask("architecture", planned).num_layers == 4
     with pytest.raises(DataError, match="data/other: no tokenizer here"):
-        part({**raw, "stride": 1, "base": {**GPT, "tokenizer": "other"}}).check(places)
+        part({**raw, "stride": 1, "base": {**GPT, "tokenizer": "other"}}).ask("check", places)
 
 
 # ---- weights
