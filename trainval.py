@@ -207,7 +207,7 @@ def submit(args: argparse.Namespace, planned: Sequence[Any], lacks: dict[str, li
             with files.writing(run):
                 run.mkdir(parents=True, exist_ok=True)
             files.write_json(run / saved.EXP_DICT, item.exp)
-        saved.join_group(run, item.group)
+        saved.join_groups(run, item.groups)
         arguments = ("trainval.py", *child_arguments(args, item.exp_id))
         jobs.append(Job(item.exp_id, arguments, ROOT, args.python_binary, after=tuple(references.parents(item.exp))))
     launcher(jobs, places.runs / "logs")
@@ -272,7 +272,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
         lacks = references.missing(item.exp, places)
         if lacks:
             raise ConfigError("\n".join(f"{item.where}: {lack}" for lack in lacks))
-        facts = {"group": item.group, **describe(sys.argv)}
+        facts = {"groups": list(item.groups), **describe(sys.argv)}
         opened.append(RunDir.open(places.runs, item.exp, resolved(item.recipe, key="recipe"), reset=reset, facts=facts))
         return opened[0].status()["state"]
 

@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -32,6 +33,8 @@ GUARD_SECONDS = 20.0
 LEASE = "lease"
 GUARD = "lease.guard"
 _POLL_SECONDS = 0.01
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
+"""As `files.write_atomic` names what it has not finished."""
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +93,7 @@ class Lease:
         self._released.set()
         self._thread.join()
         try:
-            with _guarded(self.path, create=False):
+            with guarded(self.path, create=False):
                 if _parsed(_read(self.path)).get("token") == self._facts["token"]:
                     (self.path / LEASE).unlink()
         except (OSError, RunError) as error:
@@ -103,11 +106,24 @@ class Lease:
             RunError: the lease was lost, or the disk refuses.
         """
         self.confirm()
-        with _guarded(self.path), writing(target):
+        with guarded(self.path), writing(target):
             os.rename(self.path, target)
             (target / LEASE).unlink(missing_ok=True)
             self._released.set()
         self._thread.join()
+
+    def sweep(self) -> None:
+        """Delete what killed writers left half written. Whoever writes here holds the lease, as we do, or the guard.
+
+        Raises:
+            RunError: the lease was lost, or the disk refuses.
+        """
+        self.confirm()
+        with guarded(self.path), writing(self.path):
+            for folder in (self.path, self.path / "checkpoints", *self.path.glob("attempts/*")):
+                for entry in folder.glob(".*"):
+                    if _TEMPORARY.fullmatch(entry.name) and entry.is_file():
+                        entry.unlink()
 
     def _try(self, silent: bytes | None) -> bytes | None:
         """Take the lease where it is free, dead, or still the `silent` bytes. Else the bytes of a holder that must be watched.
@@ -115,7 +131,7 @@ class Lease:
         Raises:
             RunError: the holder is known to be alive.
         """
-        with _guarded(self.path):
+        with guarded(self.path):
             now = _read(self.path)
             if now is not None and now != silent:
                 alive = _alive(_parsed(now))
@@ -136,7 +152,7 @@ class Lease:
         while not self._released.wait(self._beat_seconds):
             beat += 1
             try:
-                with _guarded(self.path, create=False):
+                with guarded(self.path, create=False):
                     self._look()
                     if self.lost or self._released.is_set():
                         return
@@ -179,8 +195,14 @@ def this_process() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _guarded(path: Path, create: bool = True) -> Iterator[None]:
-    """Hold the flock on the guard of `path`; makes both where they are missing, if `create`."""
+def guarded(path: Path, create: bool = True) -> Iterator[None]:
+    """Hold the guard of the save directory `path`; makes both where they are missing, if `create`. Not twice in one process: it waits.
+
+    For what others than the holder of the lease may write, too.
+
+    Raises:
+        RunError: held for too long, no locks on this file system, or the disk refuses.
+    """
     with writing(path):
         descriptor = _open_guard(path, create)
     try:

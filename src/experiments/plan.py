@@ -2,16 +2,15 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from src.config import Places, unknown
 from src.errors import ConfigError, RunError, UserError
-from src.experiments import references
+from src.experiments import references, saved
 from src.experiments.grid import set_path
 from src.experiments.identity import check_values, exp_id
-from src.files import read_json
 from src.registry import Part, canonical, load_experiment
 
 Experiment = dict[str, Any]
@@ -26,13 +25,19 @@ class Planned:
     exp: Experiment
     """Canonical: what exp_dict.json holds and the id is the hash of."""
     recipe: Part
-    group: str
+    groups: tuple[str, ...]
+    """Those that asked for it, the first to ask first."""
     where: str
-    """Its place for messages, such as "crossattn_tiny[3]"."""
+    """Its first place, for messages, such as "crossattn_tiny[3]"."""
+
+    @property
+    def group(self) -> str:
+        """The first of its groups; "" where none is known."""
+        return self.groups[0] if self.groups else ""
 
 
 def load(exp: Experiment, group: str, where: str) -> Planned:
-    """Check one dict.
+    """Check one dict; `group` is "" where none is known.
 
     Raises:
         ConfigError: one line for each mistake in it.
@@ -40,22 +45,24 @@ def load(exp: Experiment, group: str, where: str) -> Planned:
     check_values(exp, where)
     recipe = load_experiment(exp, where)
     spelled = canonical(exp, recipe)
-    return Planned(exp_id(spelled), spelled, recipe, group, where)
+    return Planned(exp_id(spelled), spelled, recipe, (group,) if group else (), where)
 
 
 def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]) -> list[Planned]:
     """Every experiment of the groups called `names`, with the assignments of --set made in each.
 
     Raises:
-        ConfigError: an unknown group, every mistake of every experiment, or two experiments with one id.
+        ConfigError: an unknown or empty group, every mistake of every experiment, or two experiments with one id.
     """
     planned: list[Planned] = []
     mistakes: list[str] = []
-    for name in names:
+    for name in dict.fromkeys(names):
         if name not in groups:
             raise unknown("group", name, groups, "-e")
         if not isinstance(groups[name], list):
             raise ConfigError(f"{name}: expected a list of experiments, got {type(groups[name]).__name__}.")
+        if not groups[name]:
+            raise ConfigError(f"{name}: has no experiments.")
         for i, exp in enumerate(groups[name]):
             try:
                 for path, value in assignments:
@@ -80,28 +87,37 @@ def known(groups: Groups) -> dict[str, Planned]:
 
 
 def _distinct(planned: list[Planned]) -> list[Planned]:
-    first: dict[str, Planned] = {}
+    """Each id once, in all the groups that hold it."""
+    places: dict[str, list[Planned]] = {}
     for item in planned:
-        other = first.setdefault(item.exp_id, item)
-        if other.exp != item.exp:
-            raise ConfigError(f"{item.where} and {other.where} differ but share the id {item.exp_id}. Change a string in one of them.")
-        if other is not item and other.group == item.group:
-            raise ConfigError(f"{item.where} is the same experiment as {other.where}. Remove one of them.")
-    return list(first.values())
+        others = places.setdefault(item.exp_id, [])
+        for other in others:
+            if other.exp != item.exp:
+                raise ConfigError(f"{item.where} and {other.where} differ but share the id {item.exp_id}. Change a string in one of them.")
+            if other.groups == item.groups:
+                raise ConfigError(f"{item.where} is the same experiment as {other.where}. Remove one of them.")
+        others.append(item)
+    return [replace(items[0], groups=tuple(item.group for item in items)) for items in places.values()]
 
 
 def find(wanted: str, known: Mapping[str, Planned], runs: Path) -> Planned:
-    """The experiment with the id `wanted`: from its save directory or from exp_configs.py.
+    """The experiment with the id `wanted`: from exp_configs.py or from its save directory, in the groups that are noted there.
 
     Raises:
         ConfigError: neither has it.
+        RunError: the dict in the save directory is damaged, or has another id.
     """
+    run = runs / wanted
+    file = run / saved.EXP_DICT
     if wanted in known:
-        return known[wanted]
-    path = runs / wanted / "exp_dict.json"
-    if not path.exists():
+        item = known[wanted]
+    elif file.exists():
+        item = load(saved.read_exp_dict(run), "", str(file))
+        if item.exp_id != wanted:
+            raise RunError(f"{file}: as numbers are spelled now its id is {item.exp_id}, not {wanted}. Train that one with -e.")
+    else:
         raise ConfigError(f"--exp_id {wanted}: neither in exp_configs.py nor in {runs}.")
-    return load(read_json(path, RunError), "", str(path))
+    return replace(item, groups=tuple(saved.read_groups(run)) or item.groups)
 
 
 def with_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: bool) -> list[Planned]:

@@ -141,8 +141,8 @@ def _groups(path: Path) -> list[str]:
     groups = read_groups(path)
     if (path / ENV).exists():
         env = read_json(path / ENV, RunError)
-        last = env.get("group") if isinstance(env, dict) else None
-        groups += [last] if isinstance(last, str) and last and last not in groups else []
+        last = env.get("groups") if isinstance(env, dict) else None
+        groups += [name for name in last if isinstance(name, str) and name not in groups] if isinstance(last, list) else []
     return groups
 
 

@@ -26,8 +26,9 @@ from src.experiments.saved import (
     State,
     attempts,
     differences,
-    join_group,
+    join_groups,
     read_exp_dict,
+    read_groups,
     read_status,
 )
 from src.experiments.scores import SCORES, Scores
@@ -61,7 +62,8 @@ class RunDir:
 
         exp: canonical (`registry.canonical`). resolved: with every default (`registry.resolved`).
         reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … where that exists.
-        facts: for env.json; "group" is the experiment's group, and "diff", if any, goes to diff.patch.
+            The groups that asked for it, and the job that was submitted for it, stay noted.
+        facts: for env.json; "groups" lists those that ask for it now, and "diff", if any, goes to diff.patch.
 
         An exp_dict.json that cannot be read is written anew, as the id in the directory's name vouches for its content.
 
@@ -77,9 +79,12 @@ class RunDir:
         path = runs / identity
         lease = Lease.acquire(path)
         try:
+            lease.sweep()
             if reset and _used(path):
-                lease.move_directory(_backup(runs / DELETED, identity))
+                backup = _backup(runs / DELETED, identity)
+                lease.move_directory(backup)
                 lease = Lease.acquire(path)
+                _bring_back(backup, path)
             run = cls(path, identity, exp, attempts(path), lease)
             run._check_dict()
             run._check_config(dict(resolved))
@@ -98,11 +103,6 @@ class RunDir:
         """
         exp = read_exp_dict(path)
         return cls(path, path.name, exp, attempts(path), None)
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints; it need not exist yet."""
-        return self.path / "checkpoints"
 
     @property
     def logs(self) -> Path:
@@ -197,8 +197,7 @@ class RunDir:
 
     def _begin(self, state: str, facts: dict[str, Any]) -> None:
         """Write what this attempt was started with, and that it runs."""
-        if group := facts.get("group"):
-            join_group(self.path, group)
+        join_groups(self.path, facts.get("groups", ()))
         if state == "done":
             return
         self.attempt += 1
@@ -231,6 +230,13 @@ def _backup(deleted: Path, identity: str) -> Path:
         number += 1
         target = deleted / f"{identity}.{number}"
     return target
+
+
+def _bring_back(backup: Path, path: Path) -> None:
+    """What others noted in the directory that was moved to `backup`: it is not this start's to forget."""
+    join_groups(path, read_groups(backup))
+    if (backup / JOB).exists() and not (path / JOB).exists():
+        write_atomic(path / JOB, (backup / JOB).read_bytes())
 
 
 def _now() -> str:

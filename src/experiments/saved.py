@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from src.config import join
 from src.errors import ConfigError, RunError
 from src.experiments.identity import check_values, exp_id
-from src.experiments.lease import holder_is_dead
+from src.experiments.lease import guarded, holder_is_dead
 from src.files import read_json, write_json
 
 EXP_DICT = "exp_dict.json"
@@ -76,15 +76,18 @@ def attempts(path: Path) -> int:
     return max(map(int, names), default=0)
 
 
-def join_group(path: Path, group: str) -> None:
-    """Note that `group` asked for the experiment in `path`: several may, and only the first has it trained.
+def join_groups(path: Path, groups: Iterable[str]) -> None:
+    """Note that `groups` asked for the experiment in `path`: several may, and only the first has it trained. Needs no lease.
 
     Raises:
         RunError: the disk refuses.
     """
-    groups = read_groups(path)
-    if group not in groups:
-        write_json(path / GROUPS, [*groups, group])
+    if not (wanted := dict.fromkeys(groups)):
+        return
+    with guarded(path):
+        noted = read_groups(path)
+        if joined := [group for group in wanted if group not in noted]:
+            write_json(path / GROUPS, [*noted, *joined])
 
 
 def read_groups(path: Path) -> list[str]:
@@ -94,6 +97,16 @@ def read_groups(path: Path) -> list[str]:
     except RunError:
         return []
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def write_job(path: Path, job_id: str, command: str) -> None:
+    """Note the job that was submitted for the experiment in `path`, as haven's job manager does. Needs no lease.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    with guarded(path):
+        write_json(path / JOB, {"job_id": job_id, "command": command})
 
 
 def differences(old: Any, new: Any) -> list[tuple[str, str, str]]:

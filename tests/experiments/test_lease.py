@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from src.errors import RunError
-from src.experiments.lease import GUARD, LEASE, Lease, _guarded, holder_is_dead, this_process
+from src.experiments.lease import GUARD, LEASE, Lease, guarded, holder_is_dead, this_process
 
 ROOT = Path(__file__).resolve().parents[2]
 STALE = 0.4
@@ -275,7 +275,7 @@ def test_the_guard_of_a_directory_that_was_moved_away_is_not_the_guard(tmp_path:
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", moved_just_before)
-    with _guarded(run), open(run / GUARD, "wb") as other, pytest.raises(BlockingIOError):
+    with guarded(run), open(run / GUARD, "wb") as other, pytest.raises(BlockingIOError):
         flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

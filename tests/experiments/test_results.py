@@ -13,7 +13,7 @@ from src.errors import ConfigError, DataError
 from src.experiments import results
 from src.experiments.identity import exp_id
 from src.experiments.rundir import RunDir
-from src.experiments.saved import join_group
+from src.experiments.saved import join_groups
 
 
 def experiment(stride: int, seed: int) -> dict:
@@ -21,7 +21,7 @@ def experiment(stride: int, seed: int) -> dict:
 
 
 def make(runs: Path, exp: dict, scores: list[dict], group: str = "g", state: str | None = "done") -> Path:
-    with RunDir.open(runs, exp, exp, facts={"group": group}) as run:
+    with RunDir.open(runs, exp, exp, facts={"groups": [group]}) as run:
         for row in scores:
             run.scores.append(row)
         if state:
@@ -73,7 +73,7 @@ def test_states_follow_the_lease(tmp_path: Path):
 
 def test_groups_are_chosen_even_where_several_asked(tmp_path: Path):
     path = make(tmp_path, experiment(1, 0), [], group="a")
-    join_group(path, "b")
+    join_groups(path, ["b"])
     make(tmp_path, experiment(2, 0), [], group="b")
     assert [row["model.stride"] for row in results.load_rows(tmp_path, "a")[0]] == [1]
     assert sorted(row["model.stride"] for row in results.load_rows(tmp_path, "b")[0]) == [1, 2]

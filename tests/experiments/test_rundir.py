@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from src.errors import ConfigError, RunError
 from src.experiments.identity import exp_id
 from src.experiments.lease import GUARD, this_process
 from src.experiments.rundir import RunDir
-from src.experiments.saved import join_group, read_exp_dict, read_groups, state_of
+from src.experiments.saved import join_groups, read_exp_dict, read_groups, state_of, write_job
 
 ROOT = Path(__file__).resolve().parents[2]
 EXP = {"recipe": "toy", "seed": 0, "model": {"depth": 2}}
@@ -29,15 +30,14 @@ def loaded(path: Path) -> dict:
 
 
 def test_a_new_directory_holds_everything(tmp_path: Path):
-    with RunDir.open(tmp_path / "deep" / "runs", EXP, RESOLVED, reset=0, facts={"group": "g", "commit": "c", "diff": "+x\n"}) as run:
+    with RunDir.open(tmp_path / "deep" / "runs", EXP, RESOLVED, reset=0, facts={"groups": ["g"], "commit": "c", "diff": "+x\n"}) as run:
         assert run.path == tmp_path / "deep" / "runs" / ID
         assert (run.exp_id, run.exp, run.attempt) == (ID, EXP, 1)
         assert loaded(run.path / "exp_dict.json") == EXP
         assert loaded(run.path / "config.json") == RESOLVED
-        assert loaded(run.path / "env.json") == {"attempt": 1, "group": "g", "commit": "c"}
+        assert loaded(run.path / "env.json") == {"attempt": 1, "groups": ["g"], "commit": "c"}
         assert (run.path / "attempts" / "001" / "diff.patch").read_text() == "+x\n"
         assert run.status()["state"] == "running"
-        assert run.checkpoints == run.path / "checkpoints"
         assert run.logs == run.path / "logs"
         run.scores.append({"step": 1, "loss": 1.0})
         assert run.scores is run.scores
@@ -45,14 +45,14 @@ def test_a_new_directory_holds_everything(tmp_path: Path):
 
 
 def test_opening_again_continues_and_keeps_the_history(tmp_path: Path):
-    with RunDir.open(tmp_path, EXP, RESOLVED, facts={"group": "g", "commit": "first"}) as run:
+    with RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["g"], "commit": "first"}) as run:
         run.set_status("failed", step=7, reason="boom")
         assert run.status()["reason"] == "boom"
         started = run.status()["started"]
         run.set_status("stopped")
         assert "reason" not in run.status()
         assert run.status()["started"] == started
-    with RunDir.open(tmp_path, EXP, RESOLVED, facts={"group": "h", "commit": "second"}) as run:
+    with RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["h"], "commit": "second"}) as run:
         status = run.status()
         assert (run.attempt, status["attempt"], status["state"], status["step"]) == (2, 2, "running", 7)
         assert loaded(run.path / "attempts" / "001" / "env.json")["commit"] == "first"
@@ -61,10 +61,10 @@ def test_opening_again_continues_and_keeps_the_history(tmp_path: Path):
 
 
 def test_a_finished_run_is_left_as_it_is_but_for_its_groups(tmp_path: Path):
-    with RunDir.open(tmp_path, EXP, RESOLVED, facts={"group": "g"}) as run:
+    with RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["g"]}) as run:
         run.set_status("done", step=7)
     kept = {p: p.read_bytes() for p in run.path.rglob("*.json") if p.name != "groups.json"}
-    with RunDir.open(tmp_path, EXP, RESOLVED, facts={"group": "h"}) as run:
+    with RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["h"]}) as run:
         assert (run.status()["state"], run.attempt) == ("done", 1)
         assert read_groups(run.path) == ["g", "h"]
     assert {p: p.read_bytes() for p in run.path.rglob("*.json") if p.name != "groups.json"} == kept
@@ -120,6 +120,41 @@ def test_reset_keeps_every_older_directory(tmp_path: Path):
     assert sorted(p.name for p in (tmp_path / "deleted").iterdir()) == names
     assert [(tmp_path / "deleted" / name / "scores.jsonl").read_text() for name in names] == [f'{{"step": {n}}}\n' for n in range(3)]
     assert not (tmp_path / "deleted" / ID / "lease").exists()
+
+
+def test_reset_forgets_neither_the_groups_nor_the_submitted_job(tmp_path: Path):
+    RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["g", "h"]}).close()
+    write_job(tmp_path / ID, "7", "python trainval.py --exp_id x")
+    with RunDir.open(tmp_path, EXP, RESOLVED, reset=1, facts={"groups": ["i"]}) as run:
+        assert run.attempt == 1
+        assert read_groups(run.path) == ["g", "h", "i"]
+        assert loaded(run.path / "job_dict.json") == {"job_id": "7", "command": "python trainval.py --exp_id x"}
+
+
+def test_what_killed_writers_left_is_swept_up_and_nothing_else(tmp_path: Path):
+    RunDir.open(tmp_path, EXP, RESOLVED).close()
+    torn = [".status.json.0a1b2c3d", ".lease.00000000", ".exp_dict.json.ffffffff", "checkpoints/.best.json.12345678"]
+    torn += ["attempts/001/.env.json.12345678"]
+    kept = [".notes", ".status.json.0a1b2c3", "status.json.0a1b2c3d", "logs/.train.log.12345678"]
+    for name in [*torn, *kept]:
+        (tmp_path / ID / name).parent.mkdir(exist_ok=True)
+        (tmp_path / ID / name).write_text("{")
+    (tmp_path / ID / ".folder.12345678").mkdir()
+    RunDir.open(tmp_path, EXP, RESOLVED).close()
+    assert [name for name in torn if (tmp_path / ID / name).exists()] == []
+    assert [name for name in kept if not (tmp_path / ID / name).exists()] == []
+    assert (tmp_path / ID / ".folder.12345678").is_dir()
+
+
+def test_what_is_noted_without_the_lease_waits_for_the_sweep(tmp_path: Path):
+    """Many launchers note groups while the experiment is opened again and again: none is lost, none is disturbed."""
+    with ThreadPoolExecutor(8) as pool:
+        noted = [pool.submit(join_groups, tmp_path / ID, [f"g{number}"]) for number in range(40)]
+        for _ in range(10):
+            RunDir.open(tmp_path, EXP, RESOLVED).close()
+    for future in noted:
+        future.result()
+    assert sorted(read_groups(tmp_path / ID)) == sorted(f"g{number}" for number in range(40))
 
 
 def test_reset_of_nothing_makes_no_backup(tmp_path: Path):
@@ -217,8 +252,8 @@ def test_states_of_a_directory(tmp_path: Path):
 
 
 def test_groups_are_noted_once(tmp_path: Path):
-    for group in ("a", "b", "a"):
-        join_group(tmp_path, group)
+    for groups in (["a"], ["b", "a", "b"], []):
+        join_groups(tmp_path, groups)
     assert read_groups(tmp_path) == ["a", "b"]
     (tmp_path / "groups.json").write_text("{")
     assert read_groups(tmp_path) == []
@@ -229,7 +264,7 @@ import sys, time
 from pathlib import Path
 from src.experiments.rundir import RunDir
 while True:
-    with RunDir.open(Path(sys.argv[1]), {"a": 1}, {"a": 1, "b": 2}, reset=int(sys.argv[2]), facts={"group": "g"}) as run:
+    with RunDir.open(Path(sys.argv[1]), {"a": 1}, {"a": 1, "b": 2}, reset=int(sys.argv[2]), facts={"groups": ["g"]}) as run:
         print("open", flush=True)
         run.set_status("done")
 """
@@ -244,7 +279,7 @@ def test_a_kill_at_any_moment_leaves_a_directory_that_opens(tmp_path: Path, rese
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        with RunDir.open(tmp_path, {"a": 1}, {"a": 1, "b": 2}, facts={"group": "g"}) as run:
+        with RunDir.open(tmp_path, {"a": 1}, {"a": 1, "b": 2}, facts={"groups": ["g"]}) as run:
             assert loaded(run.path / "exp_dict.json") == {"a": 1}
 
 

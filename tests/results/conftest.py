@@ -25,7 +25,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for stride in (2, 1):
         for seed in range(3):
             exp = {"recipe": "toy", "seed": seed, "model": {"name": "m", "stride": stride, "kind": "a_b & 50%"}}
-            with RunDir.open(folder, exp, exp, facts={"group": "tiny"}) as run:
+            with RunDir.open(folder, exp, exp, facts={"groups": ["tiny"]}) as run:
                 for step in range(1, 5):
                     row = {"step": step, "val_loss": loss(stride, seed, step), "train_loss": 1.0}
                     run.scores.append(row | ({"em": stride / 4} if step == 4 else {}))

@@ -86,7 +86,7 @@ def test_one_seed_has_no_deviation(runs: Path, capsys: pytest.CaptureFixture[str
 
 def test_what_is_not_done_or_not_readable_is_said_beside_the_table(runs: Path, capsys: pytest.CaptureFixture[str]):
     exp = {"recipe": "toy", "seed": 9, "model": {"name": "m", "stride": 1, "kind": "a_b & 50%"}}
-    with RunDir.open(runs, exp, exp, facts={"group": "tiny"}) as run:
+    with RunDir.open(runs, exp, exp, facts={"groups": ["tiny"]}) as run:
         run.set_status("failed")
     (runs / ("0" * 32)).mkdir()
     assert table.main([str(runs), "--format", "markdown", "--scores", "em"]) == 0

@@ -1,0 +1,69 @@
+"""Plans: which experiments a command line names, and the groups that asked for each."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from src.errors import ConfigError, RunError
+from src.experiments import plan
+from src.experiments.identity import exp_id
+from src.experiments.saved import join_groups
+
+pytestmark = pytest.mark.usefixtures("toy_recipe")
+
+ONE = {"recipe": "toy", "seed": 1}
+TWO = {"recipe": "toy", "seed": 2}
+
+
+def saved(runs: Path, exp: dict, name: str) -> Path:
+    (runs / name).mkdir(parents=True)
+    (runs / name / "exp_dict.json").write_text(json.dumps(exp))
+    return runs / name
+
+
+def test_an_experiment_of_several_groups_is_planned_once_for_all_of_them():
+    groups = {"a": [ONE, TWO], "b": [TWO], "c": [TWO]}
+    planned = plan.load_groups(groups, ["a", "b"], [])
+    assert [(item.exp, item.groups, item.where) for item in planned] == [(ONE, ("a",), "a[0]"), (TWO, ("a", "b"), "a[1]")]
+
+
+def test_a_group_named_twice_is_one_group():
+    assert [item.groups for item in plan.load_groups({"a": [ONE]}, ["a", "a"], [])] == [("a",)]
+
+
+def test_an_experiment_that_stands_twice_in_a_later_group_is_refused():
+    with pytest.raises(ConfigError, match=r"^b\[1\] is the same experiment as b\[0\]\. Remove one of them"):
+        plan.load_groups({"a": [ONE], "b": [ONE, dict(ONE)]}, ["a", "b"], [])
+
+
+def test_an_empty_group_is_refused_where_it_is_named():
+    assert plan.load_groups({"g": [], "a": [ONE]}, ["a"], [])
+    with pytest.raises(ConfigError, match=r"^g: has no experiments\.$"):
+        plan.load_groups({"g": [], "a": [ONE]}, ["a", "g"], [])
+
+
+def test_what_is_found_by_its_id_is_of_the_groups_noted_in_its_directory(tmp_path: Path):
+    known = plan.known({"a": [ONE], "b": [ONE]})
+    assert plan.find(exp_id(ONE), known, tmp_path).groups == ("a",)
+    run = saved(tmp_path, ONE, exp_id(ONE))
+    assert plan.find(exp_id(ONE), {}, tmp_path).groups == ()
+    join_groups(run, ["c", "b"])
+    assert plan.find(exp_id(ONE), {}, tmp_path).groups == ("c", "b")
+    assert plan.find(exp_id(ONE), known, tmp_path).groups == ("c", "b")
+    with pytest.raises(ConfigError, match=r"^--exp_id 0{32}: neither in exp_configs\.py nor in "):
+        plan.find("0" * 32, known, tmp_path)
+
+
+def test_a_dict_that_was_edited_is_not_trained_under_its_old_id(tmp_path: Path):
+    run = saved(tmp_path, TWO, exp_id(ONE))
+    with pytest.raises(RunError, match=rf"{run}/exp_dict\.json: its id is {exp_id(TWO)}, not the name of its directory"):
+        plan.find(exp_id(ONE), {}, tmp_path)
+
+
+def test_a_dict_that_is_spelled_otherwise_now_is_not_trained_under_another_id(tmp_path: Path):
+    old = {**ONE, "rate": 1}  # a directory from before the field was a float
+    run = saved(tmp_path, old, exp_id(old))
+    new = exp_id({**ONE, "rate": 1.0})
+    with pytest.raises(RunError, match=rf"{run}/exp_dict\.json: as numbers are spelled now its id is {new}, not {exp_id(old)}"):
+        plan.find(exp_id(old), {}, tmp_path)
