@@ -194,7 +194,7 @@ def _digest(texts: Iterator[str]) -> str:
 
 
 def _is_made_from(folder: Path, made_from: Mapping[str, Any]) -> bool:
-    return files.defect(folder) is None and files.read_json(folder / files.MANIFEST, DataError).get("made_from") == made_from
+    return files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from
 
 
 def _write_rows(folder: Path, rows: Rows, facts: Mapping[str, Any]) -> None:

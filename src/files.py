@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -14,6 +16,9 @@ from typing import Any
 from src.errors import RunError, UserError
 
 MANIFEST = "manifest.json"
+# What flock, and the exchange of two names, say where the file system or the kernel does not offer them.
+_NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK}
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO}
 
 
@@ -62,31 +67,56 @@ def read_json(path: Path, error: type[UserError]) -> Any:
     """The JSON value in `path`.
 
     Raises:
-        error: the file is missing or is not JSON; names the file and the line.
+        error: the file is missing, cannot be read or is not JSON; names the file and the line.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise error(f"{path}: no such file.") from None
+    except OSError as bad:
+        raise error(f"{path}: cannot read: {bad.strerror}.") from None
     except json.JSONDecodeError as bad:
         raise error(f"{path}:{bad.lineno}: not valid JSON: {bad.msg}.") from None
     except UnicodeDecodeError as bad:
         raise error(f"{path}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None
 
 
+def read_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:
+    """The manifest of a folder made by `new_directory`: its facts and "files", {name: {"bytes": int, "sha256": str}}.
+
+    Raises:
+        error: it is missing, is not JSON, or does not list files with their sizes and hashes; names the file.
+    """
+    path = directory / MANIFEST
+    manifest = read_json(path, error)
+    listed = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(listed, dict):
+        raise error(f'{path}: not a manifest: expected an object "files" of file names, got {json.dumps(manifest)[:60]}.')
+    for name, facts in listed.items():
+        if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and isinstance(facts.get("sha256"), str)):
+            raise error(f'{path}: not a manifest: expected "bytes" and "sha256" of {name!r}, got {json.dumps(facts)[:60]}.')
+    return manifest
+
+
 @contextlib.contextmanager
 def new_directory(final: Path, facts: dict[str, Any] | None = None) -> Iterator[Path]:
     """Give an empty folder to fill; on success it becomes `final`, whole, with a manifest of its files' sizes and hashes.
 
-    An older `final` is replaced. After an error, or a crash at any moment, `final` is what it was before.
+    An older `final` is replaced. At any moment, and after an error or a crash, `final` is the whole older folder or the whole new
+    one. Only where the system cannot exchange two names in one step (Linux can, on nearly every local file system) `final` is
+    absent for the moment between two renames, and a crash in that moment leaves the older folder beside it as `.NAME.xxxxxxxx.old`.
+    What killed writers left beside `final` is deleted on entry.
+
     `facts` stand in the manifest beside "files"; it is read when the block ends, so the block may add to it.
 
     Raises:
         RunError: the disk refuses.
     """
-    beside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
+    if final.is_symlink():
+        final = final.resolve()  # what the link names is replaced, not the link
     with writing(final):
-        beside.mkdir(parents=True)
+        _sweep(final)
+        beside, lock = _claim(final)
         try:
             yield beside
             files = {str(p.relative_to(beside)): p for p in sorted(beside.rglob("*")) if p.is_file()}
@@ -97,23 +127,105 @@ def new_directory(final: Path, facts: dict[str, Any] | None = None) -> Iterator[
             for inner in (path for path in beside.rglob("*") if path.is_dir()):
                 sync_directory(inner)
             write_json(beside / MANIFEST, {**(facts or {}), "files": listed})
-            if final.exists():
-                old = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.old")
-                os.rename(final, old)
-                os.rename(beside, final)
-                shutil.rmtree(old)
-            else:
-                os.rename(beside, final)
+            replaced = _rename_over(beside, final)
+            sync_directory(final.parent)
+            if replaced:
+                shutil.rmtree(replaced, ignore_errors=True)  # the next writer sweeps what is left of it
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)
             raise
-        sync_directory(final.parent)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def _claim(final: Path) -> tuple[Path, int | None]:
+    """A new empty folder beside `final`, and its lock, which keeps it from being swept; None where there are no locks."""
+    while True:
+        beside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
+        beside.mkdir(parents=True)
+        try:
+            return beside, _lock(beside)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # swept in the moment before it was locked
+        except OSError as error:
+            if error.errno not in _NOT_OFFERED:
+                raise
+            return beside, None
+
+
+def _lock(directory: Path) -> int:
+    """A descriptor that holds the lock of `directory` until it is closed, at the latest when this process ends.
+
+    Raises:
+        OSError: BlockingIOError where another process holds it, FileNotFoundError where it is gone, others where there are no locks.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.stat(directory)  # it may have been deleted before it was locked
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _sweep(final: Path) -> None:
+    """Delete what killed writers of `final` left beside it. Where there are no locks to tell them from live ones, leave all."""
+    if not final.parent.is_dir():
+        return
+    pattern = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}(\.old)?")
+    left = [path for path in final.parent.iterdir() if pattern.fullmatch(path.name) and path.is_dir()]
+    for path in left:
+        if path.suffix == ".old" and not final.is_dir():
+            continue  # the only copy there is
+        with contextlib.suppress(OSError):
+            lock = _lock(path)
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _rename_over(beside: Path, final: Path) -> Path | None:
+    """Let the folder `beside` be `final`; where an older `final` lies now, None where there was none."""
+    try:
+        os.rename(beside, final)
+    except OSError as error:
+        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+            raise
+    else:
+        return None
+    if _exchange(beside, final):
+        return beside
+    old = beside.with_name(f"{beside.name}.old")
+    try:
+        os.rename(final, old)
+        os.rename(beside, final)
+    except BaseException:
+        if not final.exists():
+            os.rename(old, final)
+        raise
+    return old
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where the system or the file system cannot. See renameat2(2)."""
+    import ctypes
+
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NOT_OFFERED:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
 
 
 def defect(directory: Path) -> str | None:
-    """What is wrong with a folder made by `new_directory`: its first missing, short or altered file; None when it is whole."""
+    """What is wrong with a folder made by `new_directory`: its manifest, or the first missing, short or altered file; None: it is whole."""
     try:
-        manifest = read_json(directory / MANIFEST, RunError)
+        manifest = read_manifest(directory, RunError)
     except RunError as error:
         return str(error)
     for name, facts in manifest["files"].items():

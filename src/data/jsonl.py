@@ -9,9 +9,10 @@ from typing import Any, get_args, get_origin
 
 from src.config import Places, unknown_text
 from src.errors import DataError
-from src.files import MANIFEST, read_json
+from src.files import MANIFEST, read_manifest
 
-_MADE_BY = {"stdlib_": "python -m data_prep.stdlib_qa"}
+SPLITS = ("train", "val")
+_MADE_BY = {f"stdlib_{kind}": "python -m data_prep.stdlib_qa" for kind in ("qa", "text", "tokenizer")}
 
 
 def corpus(places: Places, name: str) -> Path:
@@ -22,16 +23,14 @@ def corpus(places: Places, name: str) -> Path:
     """
     folder = places.data / name
     if not folder.is_dir():
-        command = made_by(folder)
-        known = sorted(p.parent.name for p in places.data.glob(f"*/{MANIFEST}"))
-        raise DataError(f"{folder}: no such data set. {command or unknown_text('corpus', name, known)}")
+        raise DataError(f"{folder}: no such data set{_instead(places, name)}")
     _check_sizes(folder)
     return folder
 
 
 def fingerprint(folder: Path) -> str:
     """sha256 of what the manifest says of the folder's files: the same for the same data, wherever and whenever it was made."""
-    manifest = read_json(folder / MANIFEST, DataError)
+    manifest = read_manifest(folder, DataError)
     return hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
 
 
@@ -41,10 +40,21 @@ def require_file(folder: Path, name: str) -> Path:
     Raises:
         DataError: the data set has no such file.
     """
-    names = sorted(read_json(folder / MANIFEST, DataError)["files"])
+    names = sorted(read_manifest(folder, DataError)["files"])
     if name not in names:
         raise DataError(f"{folder}: has no {name}. It holds: {', '.join(names)}.")
     return folder / name
+
+
+def require_splits(places: Places, name: str) -> None:
+    """Refuse a data set that is missing or incomplete, without reading its rows.
+
+    Raises:
+        DataError: says what makes it.
+    """
+    folder = corpus(places, name)
+    for split in SPLITS:
+        require_file(folder, f"{split}.jsonl")
 
 
 def read_rows(path: Path, fields: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -119,7 +129,7 @@ def _check_sizes(folder: Path) -> None:
     if not (folder / MANIFEST).is_file():
         hint = made_by(folder) or "Prepare it again."
         raise DataError(f"{folder}: incomplete, it has no {MANIFEST}. {hint}")
-    for name, facts in read_json(folder / MANIFEST, DataError)["files"].items():
+    for name, facts in read_manifest(folder, DataError)["files"].items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size != facts["bytes"]:
@@ -129,7 +139,18 @@ def _check_sizes(folder: Path) -> None:
 
 def made_by(folder: Path) -> str:
     """A sentence that says what makes `folder`, empty where nothing of ours does."""
-    for prefix, command in _MADE_BY.items():
-        if folder.name.startswith(prefix):
-            return f"Make it with: {command} --data_path {folder.parent}"
-    return ""
+    command = _MADE_BY.get(folder.name)
+    return f"Make it with: {command} --data_path {folder.parent}" if command else ""
+
+
+def _instead(places: Places, name: str) -> str:
+    """What follows "no such data set": the command that makes it, or which there are and how another is added."""
+    command = made_by(places.data / name)
+    if command:
+        return f". {command}"
+    known = [p.parent.name for p in places.data.glob(f"*/{MANIFEST}") if (p.parent / f"{SPLITS[0]}.jsonl").exists()]
+    files = ", ".join(f"{split}.jsonl" for split in SPLITS)
+    return (
+        f": {unknown_text('corpus', name, known)} These are prepared in {places.data}; a script of data_prep adds another, "
+        f"a folder with {files} and {MANIFEST}, or --data_path names the folder that holds it."
+    )

@@ -43,9 +43,7 @@ def check(config: Config, places: Places) -> None:
     Raises:
         DataError: says what makes it.
     """
-    folder = jsonl.corpus(places, config.corpus)
-    for split in ("train", "val"):
-        jsonl.require_file(folder, f"{split}.jsonl")
+    jsonl.require_splits(places, config.corpus)
 
 
 def fits(config: Config, max_positions: int | None) -> None:

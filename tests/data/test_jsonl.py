@@ -82,10 +82,20 @@ def test_missing_folder_says_what_makes_it(places):
         jsonl.read_rows(places.data / "stdlib_qa" / "train.jsonl", FIELDS)
 
 
-def test_unknown_corpus_suggests(places, write_corpus):
+def test_unknown_corpus_says_which_there_are_and_how_to_add_one(places, write_corpus):
+    adds = (
+        f" These are prepared in {places.data}; a script of data_prep adds another, a folder with train.jsonl, val.jsonl and "
+        "manifest.json, or --data_path names the folder that holds it."
+    )
+    with pytest.raises(DataError, match=re.escape(f"{places.data}/nq: no such data set: unknown corpus 'nq'. Known: none.{adds}")):
+        jsonl.corpus(places, "nq")
     write_corpus("squad", [ROW])
-    with pytest.raises(DataError, match=r"unknown corpus 'sqaud'\. Did you mean 'squad'\? Known: squad\."):
+    with new_directory(places.data / "squad_tokenizer") as beside:
+        (beside / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=re.escape(f"unknown corpus 'sqaud'. Did you mean 'squad'? Known: squad.{adds}")):
         jsonl.corpus(places, "sqaud")
+    with pytest.raises(DataError, match=r"stdlib_qaa: no such data set: unknown corpus 'stdlib_qaa'"):
+        jsonl.corpus(places, "stdlib_qaa")  # no script of ours makes that
 
 
 def test_folder_without_manifest_is_incomplete(places, write_corpus):
@@ -93,6 +103,14 @@ def test_folder_without_manifest_is_incomplete(places, write_corpus):
     (folder / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"stdlib_qa: incomplete, it has no manifest.json. Make it with: python -m"):
         jsonl.corpus(places, "stdlib_qa")
+
+
+def test_a_manifest_that_lists_no_files_is_named(places, write_corpus):
+    folder = write_corpus("nq", [ROW])
+    (folder / "manifest.json").write_text('{"made_from": {}}')
+    for read in (lambda: jsonl.corpus(places, "nq"), lambda: jsonl.fingerprint(folder), lambda: jsonl.require_file(folder, "train.jsonl")):
+        with pytest.raises(DataError, match=r"nq/manifest.json: not a manifest: expected an object .files."):
+            read()
 
 
 def test_short_or_missing_files_are_refused(places, write_corpus):
@@ -112,6 +130,15 @@ def test_a_file_that_was_never_there(places, write_corpus):
         jsonl.require_file(folder, "test.jsonl")
     with pytest.raises(DataError, match=r"test.jsonl: no such file."):
         jsonl.read_rows(folder / "test.jsonl", FIELDS)
+
+
+def test_a_data_set_has_both_splits(places, write_corpus):
+    write_corpus("nq", [ROW])
+    jsonl.require_splits(places, "nq")
+    with new_directory(places.data / "half") as beside:
+        (beside / "train.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"half: has no val.jsonl. It holds: train.jsonl."):
+        jsonl.require_splits(places, "half")
 
 
 def test_fingerprint_follows_the_data_and_nothing_else(tmp_path):
