@@ -70,25 +70,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return act(args)
     except UserError as error:
         if distributed.is_main():
-            complain(error)
+            complain(str(error))
+        elif not error.everywhere:
+            complain(f"rank {distributed.rank()}: {error}")
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-def complain(error: Exception) -> None:
+def complain(mistakes: str) -> None:
     """One line for each mistake."""
-    for line in str(error).splitlines():
+    for line in mistakes.splitlines():
         print(f"error: {line}", file=sys.stderr)
 
 
 def act(args: argparse.Namespace) -> int:
     """List, check, submit or train."""
     from src.config import Places
+    from src.errors import ConfigError
     from src.experiments import plan, references
 
     check_arguments(args)
-    groups = read_groups()
+    groups = read("exp_configs", "EXP_GROUPS")
     if args.list and not args.exp_group:
         for name, experiments in groups.items():
             print(f"{name}  {len(experiments)}")
@@ -111,13 +114,15 @@ def act(args: argparse.Namespace) -> int:
     lacks = plan.problems(planned, places)
     if args.dry_run:
         return show(planned, lacks, places)
-    if args.job_scheduler:
-        return submit(args, planned, lacks, places)
-    return train(args, planned, lacks, places)
+    if lacks:
+        raise ConfigError("\n".join(message for messages in lacks.values() for message in messages))
+    chosen = {item.exp_id for item in selected}
+    return submit(args, planned, chosen, places) if args.job_scheduler else train(args, planned, chosen, places)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Refuse what would be ignored."""
+    from src import distributed
     from src.errors import ConfigError, LaunchError
 
     if args.job_scheduler in ("None", "0"):
@@ -128,32 +133,41 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("-e and --exp_id: give one of them.")
     if args.python_binary and not args.job_scheduler:
         raise ConfigError("--python_binary: only launched jobs use it. Add -j NAME, or start trainval.py with that command itself.")
+    if args.job_scheduler and distributed.world_size() > 1:
+        raise ConfigError(
+            "-j: each process that torchrun started would submit. Start trainval.py with python; put torchrun in --python_binary."
+        )
+    if args.wandb_entity_name and not args.wandb_project_name:
+        raise ConfigError("--wandb_entity_name: without --wandb_project_name nothing would be sent. Give both, or neither to log to files.")
     if args.log_every is not None and args.log_every < 1:
         raise ConfigError(f"--log_every: expected a number of steps >= 1, got {args.log_every}.")
     if args.deepspeed:
         raise LaunchError("--deepspeed: this version trains with PyTorch's data parallelism alone. Leave the option out.")
 
 
-def read_groups() -> dict[str, Any]:
-    """EXP_GROUPS of exp_configs.py.
+def read(module: str, name: str) -> dict[str, Any]:
+    """The dict called `name` of a top-level file.
 
     Raises:
-        ConfigError: the file does not run; names the line.
+        ConfigError: the file does not run (names the line), or has no such dict.
     """
     import traceback
+    from importlib import import_module
 
     from src.errors import ConfigError
 
     try:
-        from exp_configs import EXP_GROUPS
+        found = getattr(import_module(module), name, None)
     except ConfigError as error:
-        raise ConfigError(f"exp_configs.py: {error}") from None
+        raise ConfigError(f"{module}.py: {error}") from None
     except SyntaxError as error:
         raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from None
     except Exception as error:  # noqa: BLE001  the file is the user's: whatever it raises is reported with its line
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(f"{at.filename}:{at.lineno}: {type(error).__name__}: {error}") from None
-    return EXP_GROUPS
+    if not isinstance(found, dict):
+        raise ConfigError(f"{module}.py: expected a dict called {name}, got {type(found).__name__}.")
+    return found
 
 
 def select(args: argparse.Namespace, groups: Any) -> list[Any]:
@@ -177,29 +191,26 @@ def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> in
     for item in planned:
         print(f"{item.exp_id}  {item.where:<30}  {state_of(places.runs / item.exp_id)}")
     for messages in lacks.values():
-        for message in messages:
-            print(f"error: {message}", file=sys.stderr)
+        complain("\n".join(messages))
     print(f"{len(planned)} experiments, {len(planned) - len(lacks)} ready to run.")
     return 1 if lacks else 0
 
 
-def submit(args: argparse.Namespace, planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> int:
+def submit(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
     """Hand one job per experiment to the launcher called by -j."""
-    import job_configs
     from src import files, registry
     from src.config import unknown
     from src.errors import ConfigError
     from src.experiments import references, saved
     from src.launch.command import Job
 
-    name = args.job_scheduler
-    if name not in job_configs.JOB_CONFIGS:
-        raise unknown("job config", name, job_configs.JOB_CONFIGS, "-j")
+    name, job_configs = args.job_scheduler, read("job_configs", "JOB_CONFIGS")
+    if name not in job_configs:
+        raise unknown("job config", name, job_configs, "-j")
     try:
-        launcher = registry.bind(registry.LAUNCHERS, job_configs.JOB_CONFIGS[name], key="launcher")
+        launcher = registry.bind(registry.LAUNCHERS, job_configs[name], key="launcher")
     except registry.Problems as error:
         raise ConfigError("\n".join(f"JOB_CONFIGS[{name!r}].{path}: {text}" for path, text in error.found)) from None
-    refuse(lacks)
     jobs = []
     for item in planned:
         run = places.runs / item.exp_id
@@ -208,50 +219,45 @@ def submit(args: argparse.Namespace, planned: Sequence[Any], lacks: dict[str, li
                 run.mkdir(parents=True, exist_ok=True)
             files.write_json(run / saved.EXP_DICT, item.exp)
         saved.join_groups(run, item.groups)
-        arguments = ("trainval.py", *child_arguments(args, item.exp_id))
+        arguments = ("trainval.py", *child_arguments(args, item.exp_id, args.reset if item.exp_id in chosen else 0))
         jobs.append(Job(item.exp_id, arguments, ROOT, args.python_binary, after=tuple(references.parents(item.exp))))
     launcher(jobs, places.runs / "logs")
     return 0
 
 
-def child_arguments(args: argparse.Namespace, exp_id: str) -> list[str]:
+def child_arguments(args: argparse.Namespace, exp_id: str, reset: int) -> list[str]:
     """The command line of one launched experiment."""
     child = ["--exp_id", exp_id, "-sb", str(args.savedir_base.resolve()), "--data_path", str(args.data_path.resolve())]
-    child += ["-r", str(args.reset)]
+    child += ["-r", str(reset)]
     for name in ("log_every", "wandb_entity_name", "wandb_project_name", "wandb_run_name"):
         if getattr(args, name) is not None:
             child += [f"--{name}", str(getattr(args, name))]
     return [*child, "--wandb_log_gradients"] if args.wandb_log_gradients else child
 
 
-def refuse(lacks: dict[str, list[str]]) -> None:
-    """Raises ConfigError with all that stands in the way of the plan."""
-    from src.errors import ConfigError
+def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
+    """Run the plan here, one experiment after another; every process that torchrun started comes through here.
 
-    if lacks:
-        raise ConfigError("\n".join(message for messages in lacks.values() for message in messages))
-
-
-def train(args: argparse.Namespace, planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> int:
-    """Run the plan here, one experiment after another; every process that torchrun started comes through here."""
+    -r resets the `chosen` ids, not the parents that were added.
+    """
     from src import distributed
     from src.errors import UserError
     from src.experiments.run import Options, Wandb
 
-    refuse(lacks)
-    wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name
+    wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
     wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
     options = Options(args.log_every, wandb)
     failed = 0
     with distributed.session():
         for item in planned:
             try:
-                run_one(item, args.reset, places, options)
+                run_one(item, args.reset if item.exp_id in chosen else 0, places, options)
             except UserError as error:
-                # Alone, go on with the next experiment. Among others, this process cannot know how far they are: all end.
-                if distributed.world_size() > 1:
+                # The next experiment can start where all processes are here. Else this one cannot know how far the others are.
+                if distributed.world_size() > 1 and not error.everywhere:
                     raise
-                complain(error)
+                if distributed.is_main():
+                    complain(str(error))
                 failed += 1
     return 1 if failed else 0
 
@@ -288,7 +294,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
 
 @contextlib.contextmanager
 def written_log(run_dir: Any) -> Iterator[None]:
-    """Append what rank 0 logs to logs/train.log of the save directory."""
+    """Append what rank 0 logs to logs/train.log of the save directory, as long as the disk takes it."""
     from src import distributed
     from src.files import writing
 
@@ -299,6 +305,7 @@ def written_log(run_dir: Any) -> Iterator[None]:
         run_dir.logs.mkdir(exist_ok=True)
         handler = logging.FileHandler(run_dir.logs / "train.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.handleError = lambda record: None
     for name in LOGGERS:
         logging.getLogger(name).addHandler(handler)
     try:
@@ -306,7 +313,8 @@ def written_log(run_dir: Any) -> Iterator[None]:
     finally:
         for name in LOGGERS:
             logging.getLogger(name).removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):
+            handler.close()
 
 
 def carry_out(item: Any, run: Any) -> None:
@@ -316,7 +324,8 @@ def carry_out(item: Any, run: Any) -> None:
 
     def mark(state: str, **facts: Any) -> None:
         if distributed.is_main():
-            run.dir.set_status(state, **facts)
+            with contextlib.suppress(UserError):  # a full disk or a lost lease: what ended the run is more worth telling
+                run.dir.set_status(state, **facts)
 
     try:
         item.recipe(run)
@@ -329,7 +338,8 @@ def carry_out(item: Any, run: Any) -> None:
     except Exception as error:
         mark("failed", reason=f"{type(error).__name__}: {error}")
         raise
-    mark("done")
+    if distributed.is_main():
+        run.dir.set_status("done")
 
 
 if __name__ == "__main__":

@@ -41,16 +41,15 @@ def bare(model: torch.nn.Module, train: Any, config: Any, seed: int) -> float:
     for step in range(config.steps):
         if step == config.steps // 2:
             tokens, began = 0, time.perf_counter()
-        batches = next(stream)
-        count = sum(int(batch["loss_mask"].sum()) for batch in batches)
+        read = next(stream)
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
-        for batch in batches:
-            (causal_lm_loss(model, batch) / count).backward()
+        for batch in read.batches:
+            (causal_lm_loss(model, batch) / read.loss_tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        tokens += sum(int(batch["attention_mask"].sum()) for batch in batches)
+        tokens += read.read_tokens
     return tokens / (time.perf_counter() - began)
 
 
@@ -59,7 +58,7 @@ def ours(model: Any, train: Any, recipe: Part, exp: dict[str, Any], places: Plac
     config: Any = recipe.config
     with RunDir.open(places.runs, exp, resolved(recipe, key="recipe")) as run_dir:
         run = Run(run_dir, places, Options(log_every=config.loop.steps // 2))
-        task = Task(model, About({}, tokenizers.load(model.name_or_path)), train, causal_lm_loss, lambda _: {"val_loss": 0.0})
+        task = Task(model, About({}, tokenizers.load(model.name_or_path)), train, {}, causal_lm_loss, lambda _: {"val_loss": 0.0})
         fit(task, run, config.loop, config.seed)
         return json.loads((run_dir.path / "perf.jsonl").read_text().splitlines()[-1])["tokens_per_second"]
 

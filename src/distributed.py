@@ -1,9 +1,14 @@
 """The processes of one training: who I am, what all agree on. The only reader of RANK, WORLD_SIZE and LOCAL_RANK."""
 
 import contextlib
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+
+from src.errors import UserError
 
 T = TypeVar("T")
 
@@ -40,6 +45,7 @@ def session() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    _end_with_parent()
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(local_rank())
@@ -47,6 +53,27 @@ def session() -> Iterator[None]:
     yield
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM when the launcher dies, as a rank without it may wait for ever. Linux only."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """A block that all ranks leave well, or all with the same UserError: the first of any rank. Collective; no collective inside."""
+    failures: list[UserError] = []
+    try:
+        yield
+    except UserError as error:
+        failures = [error]
+    failures = gathered(failures)
+    if failures:
+        failures[0].everywhere = True
+        raise failures[0]
 
 
 def from_main(compute: Callable[[], T]) -> T:
@@ -62,8 +89,11 @@ def from_main(compute: Callable[[], T]) -> T:
         except Exception as error:  # noqa: BLE001  re-raised on every rank below
             box[1] = error
     dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
+    error = box[1]
+    if isinstance(error, UserError):
+        error.everywhere = True
+    if error is not None:
+        raise error
     return box[0]
 
 
@@ -77,14 +107,6 @@ def total(values: Sequence[float]) -> list[float]:
     sums = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(sums)
     return sums.tolist()
-
-
-def barrier() -> None:
-    """Wait for every rank. Collective."""
-    if world_size() > 1:
-        import torch.distributed as dist
-
-        dist.barrier()
 
 
 def gathered(items: list[T]) -> list[T]:

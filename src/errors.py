@@ -1,12 +1,29 @@
 """Mistakes and lacks that the user can mend: printed as one line without a traceback, exit code 1."""
 
+from collections.abc import Callable
+
 
 class UserError(Exception):
     """Says where, what came, and what would be right. Anything else that is raised is a bug of ours."""
 
+    everywhere = False
+    """True where every process of the training raises it at the same point, so that all can go on with something else."""
+
 
 class ConfigError(UserError):
     """An experiment, a group or a command line that cannot be run as written."""
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Make every check, and raise one ConfigError with all that they found wrong, a line each."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            found.append(str(error))
+    if found:
+        raise ConfigError("\n".join(dict.fromkeys(found)))
 
 
 class DataError(UserError):
@@ -22,7 +39,9 @@ class RunError(UserError):
 
 
 class TrainingError(UserError):
-    """A training that must not go on, such as one whose loss is no longer finite."""
+    """A training that must not go on, such as one whose loss is no longer finite. Judged on values that all processes share."""
+
+    everywhere = True
 
 
 class LaunchError(UserError):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator, ValidationError
 
-from src.config import Config, Problems, problems, unknown_text
+from src.config import Config, Places, Problems, problems, unknown_text
 from src.errors import ConfigError
 
 
@@ -127,6 +127,12 @@ Model = Annotated[Part, PlainValidator(partial(bind, MODELS)), _WRITTEN]
 Dataset = Annotated[Part, PlainValidator(partial(bind, DATASETS)), _WRITTEN]
 Metric = Annotated[Part, PlainValidator(partial(bind, METRICS)), _WRITTEN]
 Reward = Annotated[Part, PlainValidator(partial(bind, REWARDS)), _WRITTEN]
+
+
+def max_positions(model: Part, places: Places) -> int | None:
+    """Most tokens of a sequence that `model` can read; None where only loading it would tell."""
+    sizes = model.ask("architecture", places)
+    return sizes.max_positions if sizes else None
 
 
 def load_experiment(raw: dict[str, Any], where: str) -> Part:

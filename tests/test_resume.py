@@ -3,13 +3,11 @@
 import copy
 import hashlib
 import json
-import os
 import random
 import shutil
-import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +93,21 @@ def steps_written(folder: Path) -> int:
     return path.read_bytes().count(b"\n") * 2 if path.exists() else 0
 
 
-def kill(process: subprocess.Popen[bytes], target: int) -> None:
-    """SIGKILL to a rank, or to everything where `target` is -1; waits until all are gone."""
-    if target == -1:
-        os.killpg(process.pid, signal.SIGKILL)
-    else:
-        ranks(process)[target].kill()
-    process.wait(timeout=60)
+def began(folder: Path) -> bool:
+    """True once rank 0 has opened the save directory."""
+    return (folder / "runs" / exp_id(CHILD) / "status.json").exists()
+
+
+def kill(torchrun: subprocess.Popen[bytes], victims: Sequence[psutil.Process]) -> None:
+    """SIGKILL to `victims`; returns when torchrun and all ranks are gone."""
+    everyone = [*ranks(torchrun).values(), psutil.Process(torchrun.pid)]
+    assert victims
+    assert all(victim.is_running() for victim in victims), "the training ended before it could be killed"
+    for victim in victims:
+        victim.kill()
+    torchrun.wait(timeout=90)
+    _, alive = psutil.wait_procs(everyone, timeout=90)
+    assert not alive
 
 
 @pytest.mark.slow
@@ -112,10 +118,11 @@ def test_ten_kills_at_random_moments_change_nothing(started: tuple[Path, Path], 
     moments = [0, *sorted(draw.sample(range(1, STEPS // 2 - 3), 9))]
     for i, moment in enumerate(moments):
         process = start(root, folder)
-        wait_until(lambda at=moment * 2, p=process: steps_written(folder) >= at and len(ranks(p)) == 2, process)
+        wait_until(lambda at=moment * 2, p=process: began(folder) and steps_written(folder) >= at and len(ranks(p)) == 2, process)
         time.sleep(draw.random() * (0.05 if moment else 2.0))
-        assert process.poll() is None, "the training ended before it could be killed"
-        kill(process, target=(0, 1, -1)[i % 3])
+        everyone = ranks(process)
+        kill(process, [everyone[0]] if i % 3 == 0 else [everyone[1]] if i % 3 == 1 else [psutil.Process(process.pid), *everyone.values()])
+        assert json.loads((folder / "runs" / exp_id(CHILD) / "status.json").read_text())["state"] == "running"
     done = toy.run(root, ARGUMENTS, folder, processes=2)
     assert done.returncode == 0, done.stderr
     assert fingerprints(folder) == uninterrupted
@@ -129,8 +136,7 @@ def test_a_kill_inside_a_checkpoint_write_changes_nothing(started: tuple[Path, P
     for _ in range(10):
         process = start(root, folder)
         assert wait_until(lambda: any(checkpoints.glob(".step-*")) and steps_written(folder) >= 4, process)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill(process, [ranks(process)[0]])
         torn = list(checkpoints.glob(".step-*"))
         if torn:
             break
@@ -153,3 +159,22 @@ def test_one_process_gives_the_numbers_of_two(started: tuple[Path, Path], uninte
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
     shutil.rmtree(folder / "runs" / exp_id(CHILD))
+
+
+@pytest.mark.slow
+def test_three_processes_continue_bit_for_bit(started: tuple[Path, Path]):
+    """With three, sums depend on their order: the restarted run must add in the order of the first."""
+    root, folder = started
+    wide = {**CHILD, "seed": 3, "loop": {**CHILD["loop"], "steps": 8, "sequences_per_step": 6}}
+    (root / "exp_configs.py").write_text(f"EXP_GROUPS = {{'base': [{BASE!r}], 'child': [{CHILD!r}], 'wide': [{wide!r}]}}\n")
+    run = folder / "runs" / exp_id(wide)
+    found = []
+    for _ in range(2):
+        done = toy.run(root, ["-e", "wide", "--log_every", "2"], folder, processes=3)
+        assert done.returncode == 0, done.stderr
+        last = run / "checkpoints" / "step-00000008"
+        found.append([(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors", "state.json")])
+        found[-1].append((run / "scores.jsonl").read_bytes())
+        shutil.rmtree(last)
+        (run / "status.json").unlink()
+    assert found[0] == found[1]

@@ -19,6 +19,7 @@ import trainval
 from src.experiments.grid import ref, set_path
 from src.experiments.identity import exp_id
 from src.experiments.rundir import RunDir
+from src.files import sha256
 from src.registry import load_experiment, resolved
 from tests import toy
 
@@ -44,6 +45,15 @@ def changed(exp: dict[str, Any], **values: Any) -> dict[str, Any]:
     for path, value in values.items():
         exp = set_path(exp, path.replace("__", "."), value, must_exist=False)
     return exp
+
+
+def rewritten(checkpoint: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Replace the weights of a checkpoint, manifest and all."""
+    path = checkpoint / "model.safetensors"
+    save_file(weights, path)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 SHORT = changed(toy.BASE, loop__steps=4, loop__eval_every=2)
@@ -88,6 +98,20 @@ class TestTraining:
         assert re.search(r"step \d: the (loss|gradient norm) is (nan|inf), so training stops before the optimizer moves", errors)
         states = [json.loads((folder / "runs" / exp_id(e) / "status.json").read_text())["state"] for e in (wild, SHORT)]
         assert states == ["failed", "done"]
+
+    def test_under_torchrun_too_the_others_go_on(self, folder: Path):
+        wild = changed(SHORT, loop__learning_rate=1e30, loop__max_grad_norm=1e30)
+        root = toy.project(folder, f"EXP_GROUPS = {{'g': [{wild!r}, {SHORT!r}]}}\n")
+        done = toy.run(root, ["-e", "g"], folder, processes=2)
+        assert done.returncode != 0
+        assert "so training stops before the optimizer moves" in done.stderr
+        states = [json.loads((folder / "runs" / exp_id(e) / "status.json").read_text())["state"] for e in (wild, SHORT)]
+        assert states == ["failed", "done"]
+
+    def test_an_evaluation_that_is_not_finite_is_never_the_best(self, folder: Path):
+        exp = changed(SHORT, loop__best_metric="val_perplexity", loop__learning_rate=30.0, loop__max_grad_norm=1e9)
+        assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
+        assert any(row["val_perplexity"] is None for row in toy.rows(folder, exp_id(exp)))
 
     def test_early_stopping_ends_the_run(self, folder: Path):
         exp = changed(toy.BASE, loop__steps=50, loop__eval_every=1, loop__early_stopping={"patience": 2, "min_gain": 100.0})
@@ -259,6 +283,7 @@ class TestBadInput:
         [
             ("EXP_GROUPS = {\n  'a': [}\n", r"exp_configs\.py:2: "),
             ("EXP_GROUPS = {'a': [UNDEFINED]}\n", r"exp_configs\.py:1: NameError: name 'UNDEFINED' is not defined"),
+            ("EXP_GROUPS = [{'recipe': 'lm'}]\n", r"exp_configs\.py: expected a dict called EXP_GROUPS, got list"),
             ("from src.experiments.grid import grid\nEXP_GROUPS = {'a': grid({'x': 1}, {'y': [1]})}\n", r"exp_configs\.py: .*'y'"),
         ],
     )
@@ -283,7 +308,18 @@ class TestBadInput:
         with toy.new_directory(folder / "data" / "toy_text") as made:
             for split in ("train", "val"):
                 (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert "the data are no longer those that this run began with" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
+        assert "data: no longer what this run began with" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
+
+    def test_a_parent_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        child = changed(SHORT, model=ref(SHORT))
+        groups = {"base": [SHORT], "child": [child]}
+        assert toy.main(["-e", "child", "--with-parents"], groups, folder) == 0
+        (folder / "runs" / exp_id(child) / "status.json").unlink()
+        parent = folder / "runs" / exp_id(SHORT) / "checkpoints" / "step-00000004"
+        weights = load_file(parent / "model.safetensors")
+        rewritten(parent, {name: tensor + 1 for name, tensor in weights.items()})
+        errors = fails(["-e", "child"], groups, folder, capsys)
+        assert f"parent {exp_id(SHORT)}/last: no longer what this run began with" in errors
 
     def test_a_held_save_directory(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         recipe = load_experiment(SHORT, "g")
@@ -306,13 +342,7 @@ class TestBadInput:
         run = folder / "runs" / exp_id(SHORT)
         (run / "status.json").unlink()
         for checkpoint in (run / "checkpoints").glob("step-*"):
-            save_file({"x": torch.zeros(1)}, checkpoint / "model.safetensors")
-            manifest = json.loads((checkpoint / "manifest.json").read_text())
-            from src.files import sha256
-
-            path = checkpoint / "model.safetensors"
-            manifest["files"]["model.safetensors"] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-            (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+            rewritten(checkpoint, {"x": torch.zeros(1)})
         assert "of another model" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
 
     @pytest.mark.parametrize(
@@ -323,6 +353,7 @@ class TestBadInput:
             (["-e", "g", "--log_every", "0"], "--log_every: expected a number of steps >= 1"),
             (["-e", "g", "-j", "lokal"], "-j: unknown job config 'lokal'. Did you mean 'local'?"),
             (["-e", "g", "--set", "loop.steps"], "--set: expected path=value"),
+            (["-e", "g", "--wandb_entity_name", "me"], "--wandb_entity_name: without --wandb_project_name nothing would be sent"),
             (["--exp_id", "0" * 32], "neither in exp_configs.py nor in"),
         ],
     )

@@ -63,9 +63,9 @@ def check(config: Config, places: Places) -> None:
     jsonl.require_splits(places, config.corpus)
 
 
-def fits(config: Config, max_positions: int | None) -> None:
-    """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the sequences or the contexts."""
-    require_fit("data.sequence_tokens", config.sequence_tokens, max_positions)
+def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
+    """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the sequences or contexts, or write `new_tokens`."""
+    require_fit("data.sequence_tokens", config.sequence_tokens + new_tokens, max_positions)
     require_fit("data.context_tokens", config.context_tokens, max_positions)
 
 

@@ -1,23 +1,57 @@
 """Lineage: which experiments an experiment starts from, and in which order they run."""
 
 from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from src.config import Places
+from src.errors import CheckpointError
+from src.experiments import checkpoints
 from src.experiments.saved import state_of
+from src.files import read_json
 
 Experiment = dict[str, Any]
 
 
 def parents(exp: Experiment) -> list[str]:
     """Ids of the experiments that `exp` names at any depth, in the order in which they stand, each once."""
+    return list(dict.fromkeys(parent for parent, _ in named(exp)))
+
+
+def named(exp: Experiment) -> list[tuple[str, str]]:
+    """(id, "last" or "best") of the checkpoints that `exp` names at any depth, in the order in which they stand, each once."""
     return list(dict.fromkeys(_named(exp)))
 
 
-def _named(value: Any) -> Iterator[str]:
+def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
+    """What `exp` starts from: {"<id>/<last or best>": fingerprint} of its parents' checkpoints, and of those that these are built on.
+
+    A parent that was trained on top of another keeps only the weights that it trained, so its parents count as well.
+
+    Raises:
+        CheckpointError: a checkpoint is missing or damaged.
+        RunError: the status of a parent is damaged.
+    """
+    found: dict[str, str] = {}
+
+    def visit(value: Experiment) -> None:
+        for parent, which in named(value):
+            key = f"{parent}/{which}"
+            if key not in found:
+                folder = checkpoints.best(runs / parent) if which == "best" else checkpoints.last(runs / parent)
+                if folder is None:
+                    raise CheckpointError(f"{runs / parent}: has no best checkpoint. Use the last one.")
+                found[key] = checkpoints.fingerprint(folder)
+                visit(read_json(folder / "model.json", CheckpointError))
+
+    visit(exp)
+    return found
+
+
+def _named(value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         if value.get("name") == "experiment" and isinstance(value.get("exp_id"), str):
-            yield value["exp_id"]
+            yield value["exp_id"], value.get("checkpoint", "last")
         for item in value.values():
             yield from _named(item)
     elif isinstance(value, list):

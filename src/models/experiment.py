@@ -28,13 +28,18 @@ def build(config: Config, places: Places) -> "nn.Module":
 
     Raises:
         ConfigError: the parent is unknown, or not trained yet.
-        CheckpointError: the checkpoint does not fit its own description.
+        CheckpointError: the checkpoint is gone, damaged, or does not fit its own description.
     """
     from src.experiments import checkpoints
+    from src.experiments.saved import read_status
     from src.weights import load_trained
 
     run = places.runs / config.exp_id
-    folder = checkpoints.best(run) if config.checkpoint == "best" else checkpoints.newest_whole(run)
+    folder = None
+    if config.checkpoint == "best":
+        folder = checkpoints.best(run)
+    elif read_status(run)["state"] == "done":
+        folder = checkpoints.last(run)
     if folder is None:
         raise ConfigError(
             f"{run}: the {config.checkpoint} checkpoint of parent {config.exp_id} is not there. Train the parent first: add --with-parents."

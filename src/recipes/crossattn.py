@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, model_validator
 
 from src import config as configs
+from src import distributed
 from src.config import Places
+from src.errors import DataError, check_all
 from src.experiments.run import Run
-from src.registry import Dataset, Metric, Model, resolved
+from src.registry import Dataset, Metric, Model, max_positions, resolved
 from src.training.config import LoopConfig
 
 if TYPE_CHECKING:
@@ -42,14 +44,15 @@ class Config(configs.Config):
 
 def check(config: Config, places: Places) -> None:
     """Raises a UserError for what can be known to fail before anything is loaded."""
-    config.model.ask("check", places)
-    config.data.ask("check", places)
-    sizes = config.model.ask("architecture", places)
-    config.data.ask("fits", sizes and sizes.max_positions)
     scores = {"val_loss", "val_loss_shuffled_context"}
     if config.answers and config.loop.best_metric not in scores:
         scores |= {name for metric in config.answers.metrics for name in metric([""], [[""]])}
-    config.loop.check(scores)
+    check_all(
+        lambda: config.model.ask("check", places),
+        lambda: config.data.ask("check", places),
+        lambda: config.data.ask("fits", max_positions(config.model, places), config.answers.max_new_tokens if config.answers else 0),
+        lambda: config.loop.check(scores),
+    )
 
 
 def run(config: Config, run: Run) -> None:
@@ -64,21 +67,25 @@ def run(config: Config, run: Run) -> None:
     from src.training.checkpoint import About
     from src.training.evaluation import mean_loss
     from src.training.generation import answer
+    from src.training.inputs import fingerprints
     from src.training.loop import Task, fit
 
     torch.manual_seed(config.seed)
-    model = config.model(run.places)
-    tokenizer = tokenizers.load(model.name_or_path)
-    train = config.data(run.places, tokenizer, "train", config.seed)
-    val = config.data(run.places, tokenizer, "val", config.seed)
+    with distributed.together():
+        model = config.model(run.places)
+        tokenizer = tokenizers.load(model.name_or_path)
+        train = config.data(run.places, tokenizer, "train", config.seed)
+        val = config.data(run.places, tokenizer, "val", config.seed)
+        inputs = fingerprints(run, train, tokenizer)
+        if config.answers and config.answers.questions > len(val):
+            raise DataError(f"answers.questions: {config.answers.questions} of a validation set of {len(val)}. Ask for fewer.")
     shuffled = val.with_shuffled_contexts()
 
     def evaluate(accelerator: Any) -> dict[str, float]:
         at = (config.loop.micro_batch, accelerator.device)
         scores = {"val_loss": mean_loss(model, val, loss, *at), "val_loss_shuffled_context": mean_loss(model, shuffled, loss, *at)}
         if config.answers:
-            count = min(config.answers.questions, len(val))
-            predictions = answer(model, val, tokenizer, count, config.answers.max_new_tokens, at)
+            predictions = answer(model, val, tokenizer, config.answers.questions, config.answers.max_new_tokens, at)
             scores |= score_answers(config.answers.metrics, predictions, val)
         return scores
 
@@ -86,7 +93,7 @@ def run(config: Config, run: Run) -> None:
         return loss(module, batch, config.loop.label_smoothing)
 
     about = About(resolved(config.model), tokenizer)
-    fit(Task(model, about, train, learned, evaluate), run, config.loop, config.seed)
+    fit(Task(model, about, train, inputs, learned, evaluate), run, config.loop, config.seed)
 
 
 def loss(model: "nn.Module", batch: "Mapping[str, Tensor]", label_smoothing: float = 0.0) -> "Tensor":

@@ -5,9 +5,11 @@ from typing import Any
 from pydantic import Field
 
 from src import config as configs
+from src import distributed
 from src.config import Places
+from src.errors import check_all
 from src.experiments.run import Run
-from src.registry import Dataset, Model, resolved
+from src.registry import Dataset, Model, max_positions, resolved
 from src.training.config import LoopConfig
 
 
@@ -22,11 +24,12 @@ class Config(configs.Config):
 
 def check(config: Config, places: Places) -> None:
     """Raises a UserError for what can be known to fail before anything is loaded."""
-    config.model.ask("check", places)
-    config.data.ask("check", places)
-    sizes = config.model.ask("architecture", places)
-    config.data.ask("fits", sizes and sizes.max_positions)
-    config.loop.check({"val_loss", "val_perplexity"})
+    check_all(
+        lambda: config.model.ask("check", places),
+        lambda: config.data.ask("check", places),
+        lambda: config.data.ask("fits", max_positions(config.model, places)),
+        lambda: config.loop.check({"val_loss", "val_perplexity"}),
+    )
 
 
 def run(config: Config, run: Run) -> None:
@@ -36,14 +39,17 @@ def run(config: Config, run: Run) -> None:
     from src.data import tokenizers
     from src.training.checkpoint import About
     from src.training.evaluation import mean_loss
+    from src.training.inputs import fingerprints
     from src.training.loop import Task, fit
     from src.training.loss import causal_lm_loss
 
     torch.manual_seed(config.seed)
-    model = config.model(run.places)
-    tokenizer = tokenizers.load(model.name_or_path)
-    train = config.data(run.places, tokenizer, "train", config.seed)
-    val = config.data(run.places, tokenizer, "val", config.seed)
+    with distributed.together():
+        model = config.model(run.places)
+        tokenizer = tokenizers.load(model.name_or_path)
+        train = config.data(run.places, tokenizer, "train", config.seed)
+        val = config.data(run.places, tokenizer, "val", config.seed)
+        inputs = fingerprints(run, train, tokenizer)
 
     def evaluate(accelerator: Any) -> dict[str, float]:
         loss = mean_loss(model, val, causal_lm_loss, config.loop.micro_batch, accelerator.device)
@@ -53,4 +59,4 @@ def run(config: Config, run: Run) -> None:
         return causal_lm_loss(module, batch, config.loop.label_smoothing)
 
     about = About(resolved(config.model), tokenizer)
-    fit(Task(model, about, train, learned, evaluate), run, config.loop, config.seed)
+    fit(Task(model, about, train, inputs, learned, evaluate), run, config.loop, config.seed)

@@ -33,10 +33,19 @@ def save(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimize
             save_file(optimizer_tensors(model, optimizer), folder / "optimizer.safetensors")
             files.write_json(folder / "state.json", state)
             files.write_json(folder / "model.json", about.model)
-            about.tokenizer.save_pretrained(folder / "tokenizer")
+            _save_tokenizer(about.tokenizer, folder / "tokenizer")
     except SafetensorError as error:
         raise RunError(f"{final}: cannot write: {error}. Nothing complete was lost; make room or choose another folder.") from None
     return final
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if "os error" not in str(error):  # the tokenizers library raises a bare Exception with what the disk said
+            raise
+        raise RunError(f"{folder}: cannot write: {error}. Nothing complete was lost; make room or choose another folder.") from None
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from src import distributed
 from src.config import Config, unknown_text
 from src.errors import ConfigError
 
+POLYNOMIAL_END = 1e-7
+"""Where transformers' polynomial schedule ends."""
+
 
 class EarlyStopping(Config):
     """Stop after `patience` evaluations in a row that do not better the best value of `loop.best_metric` by more than `min_gain`."""
@@ -55,6 +58,8 @@ class LoopConfig(Config):
                 f"sequences_per_step = {self.sequences_per_step} is not a multiple of micro_batch = {self.micro_batch}, "
                 "so no whole number of micro-batches makes a step."
             )
+        if self.schedule == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
+            raise ValueError(f"schedule 'polynomial' falls to {POLYNOMIAL_END}, so learning_rate must be above it.")
         if self.schedule == "constant" and self.warmup_rate:
             raise ValueError("schedule 'constant' has no warm-up: write 'constant_with_warmup', or leave warmup_rate out.")
         return self

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from src import distributed
-from src.errors import DataError
+from src.errors import TrainingError
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
@@ -17,7 +17,7 @@ def mean_loss(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, devic
     """Loss per scored token, in nats, over every sample of `dataset` once. Collective: each rank reads every W-th batch.
 
     Raises:
-        DataError: the data set scores no token.
+        TrainingError: the data set scores no token.
     """
     loss_sum, tokens = 0.0, 0
     for indices in share(len(dataset), batch_size):
@@ -26,7 +26,7 @@ def mean_loss(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, devic
         tokens += int(batch["loss_mask"].sum())
     loss_sum, tokens = distributed.total([loss_sum, tokens])
     if not tokens:
-        raise DataError("the evaluation data score no token: nothing to take a mean loss of.")
+        raise TrainingError("the evaluation data score no token: nothing to take a mean loss of.")
     return loss_sum / tokens
 
 

@@ -1,6 +1,7 @@
 """The micro-batches of this process, optimizer step by optimizer step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,18 @@ from src import distributed
 from src.training import order
 from src.training.config import LoopConfig
 from src.training.evaluation import to_device
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one process reads in one optimizer step. Counted before it goes to the device, where counting would wait for it."""
+
+    batches: Sequence[Mapping[str, Tensor]]
+    loss_tokens: int
+    """True entries of the loss masks."""
+    read_tokens: int
+    """Real tokens that the model reads, contexts too."""
+    sequences: int
 
 
 class _Samples(Dataset):
@@ -33,8 +46,8 @@ class _Plan(Sampler):
         return self.micro_batches
 
 
-def steps(dataset: Any, config: LoopConfig, seed: int, first_step: int, device: torch.device) -> Iterator[list[dict[str, Tensor]]]:
-    """Yield, for each optimizer step from `first_step` on, the micro-batches of this process, on `device`. Endless.
+def steps(dataset: Any, config: LoopConfig, seed: int, first_step: int, device: torch.device) -> Iterator[Step]:
+    """Yield the micro-batches of this process, on `device`, for each optimizer step from `first_step` on. Endless.
 
     `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`.
     """
@@ -52,4 +65,14 @@ def steps(dataset: Any, config: LoopConfig, seed: int, first_step: int, device: 
     stream = iter(batches)
     count = config.sequences_per_step // config.micro_batch // world_size
     while True:
-        yield [to_device(next(stream), device) for _ in range(count)]
+        batches = [next(stream) for _ in range(count)]
+        yield Step(
+            [to_device(batch, device) for batch in batches],
+            loss_tokens=_true(batches, "loss_mask"),
+            read_tokens=_true(batches, "attention_mask") + _true(batches, "context_mask"),
+            sequences=sum(len(batch["input_ids"]) for batch in batches),
+        )
+
+
+def _true(batches: Sequence[Mapping[str, Tensor]], mask: str) -> int:
+    return sum(int(batch[mask].sum()) for batch in batches if mask in batch)

@@ -2,23 +2,25 @@
 
 A run that is killed at any moment and started again ends bit for bit where the uninterrupted one ends (same world size): data order and
 dropout are functions of (seed, step), and everything else that a later step depends on is in `State`, the optimizer and the weights.
+What the run was made from (data, tokenizer, parents' weights) is named in `State` by fingerprint, and a change of it is refused.
 """
 
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from src import distributed
-from src.errors import ConfigError, DataError, TrainingError
+from src.errors import ConfigError, RunError, TrainingError
 from src.experiments import checkpoints
 from src.experiments.run import Run
 from src.training import checkpoint, loader, optim, order
@@ -27,6 +29,10 @@ from src.training.evaluation import Loss
 from src.training.meter import Meter
 from src.training.reporting import Reporter
 from src.training.selection import Selection
+
+MOST_SKIPPED = 100
+"""Overflowed float16 steps in a row after which the loss scale has nothing left to give."""
+REMEDY = "Lower loop.learning_rate, lengthen loop.warmup_rate, or look at the data of this step."
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +44,9 @@ class Task:
     model: nn.Module
     about: checkpoint.About
     train: Any
-    """Data set: `len`, `sample(epoch, index)`, `collate(samples)`, `fingerprint`."""
+    """Data set: `len`, `sample(epoch, index)`, `collate(samples)`."""
+    inputs: Mapping[str, str]
+    """Fingerprints by name of all that the training reads and does not make: they must not change between starts."""
     loss: Loss
     """(model, batch) -> summed loss over the tokens where batch["loss_mask"] is True."""
     evaluate: Callable[[Accelerator], Mapping[str, float]]
@@ -76,8 +84,9 @@ class State:
     selection: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
     """Of the fp16 loss scaler."""
-    data: str = ""
-    """Fingerprint of the training data."""
+    skipped_in_a_row: int = 0
+    inputs: dict[str, str] = field(default_factory=dict)
+    """Of the task."""
 
 
 def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
@@ -87,19 +96,21 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
 
     Raises:
         ConfigError: the precision needs another device, or the evaluation does not measure `loop.best_metric`.
-        DataError: the data have changed since the run began, or a step has nothing to learn.
-        TrainingError: loss or gradient is no longer finite; raised on every rank before the optimizer moves.
+        RunError: data, tokenizer or a parent have changed since the run began; the disk refuses; another process took over.
+        TrainingError: loss or gradient is no longer finite, or a step has nothing to learn; raised on every rank before the
+            optimizer moves.
     """
     loop = Loop(task, run, config, seed)
     loop.restore()
-    with contextlib.closing(loop.reporter):
-        batches = loader.steps(task.train, config, seed, loop.state.step, loop.accelerator.device)
+    with contextlib.closing(Reporter(run, config, task.model, loop.state.step)) as reporter:
+        steps = loader.steps(task.train, config, seed, loop.state.step, loop.accelerator.device)
         loop.meter.restart()
         while loop.state.step < config.steps and not loop.selection.stop():
-            loop.learn(loop.meter.waiting(batches))
+            loss = loop.learn(loop.meter.waiting(steps))
+            reporter.step(loop.state.step, loss, loop.meter.tokens_per_second())
             scores = loop.evaluate() if loop.due(config.eval_every) else {}
             if scores or loop.due(loop.row_every):
-                loop.report(scores)
+                loop.report(reporter, scores)
                 loop.save()
     return loop.state
 
@@ -115,54 +126,57 @@ class Loop:
             self.model.forward_sync_buffers = False  # they are constants: masks and frequencies
         self.learning_rate = optim.learning_rate(config)
         self.selection = Selection(config)
-        self.state = State(data=task.train.fingerprint)
+        self.state = State(inputs=dict(task.inputs))
         self.row_every = run.options.log_every or config.eval_every
         self.meter = Meter()
-        self.reporter = Reporter(run, config, task.model)
 
     def due(self, every: int) -> bool:
         """True at every `every`-th step and at the last."""
         return self.state.step % every == 0 or self.state.step == self.config.steps
 
-    def learn(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """One optimizer step on the mean loss over all tokens of the global batch."""
+    def learn(self, step: loader.Step) -> float:
+        """One optimizer step on the mean loss over all tokens of the global batch, which it returns."""
         state, world_size = self.state, distributed.world_size()
-        (tokens,) = distributed.total([sum(int(batch["loss_mask"].sum()) for batch in batches)])
+        (tokens,) = distributed.total([step.loss_tokens])
         if not tokens:
-            raise DataError(f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has a token to learn.")
+            raise TrainingError(f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has a token to learn.")
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(state.step)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
-        for a, batch in enumerate(batches):
+        for a, batch in enumerate(step.batches):
             torch.manual_seed(order.noise_seed(self.seed, state.step, a * world_size + distributed.rank()))
-            last = a == len(batches) - 1
+            last = a == len(step.batches) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 loss = self.task.loss(self.model, batch)
                 # DDP takes the mean over ranks; the factor makes it a sum.
                 self.accelerator.backward(loss * (world_size / tokens))
             loss_sum += loss.detach()
-        (loss_total,) = distributed.total([float(loss_sum)])
-        self.move(loss_total, int(tokens))
-        self.meter.count(batches)
-        self.reporter.step(state.step)
+        (total,) = distributed.total([float(loss_sum)])
+        self.move(total, int(tokens))
+        self.meter.count(step)
+        return total / tokens
 
     def move(self, loss_sum: float, tokens: int) -> None:
         """Clip, check and step. The values are the same on every rank, so all decide alike."""
+        state, since = self.state, self.state.since_row
         norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm) or 0.0)
-        check_finite(self.state.step + 1, "loss", loss_sum)
+        check_finite(state.step + 1, "loss", loss_sum)
         if self.config.precision != "float16":  # there the scaler skips the step and lowers its scale
-            check_finite(self.state.step + 1, "gradient norm", norm)
+            check_finite(state.step + 1, "gradient norm", norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.state.step += 1
-        self.state.tokens += tokens
-        since = self.state.since_row
+        state.step += 1
+        state.tokens += tokens
         since.steps += 1
         since.tokens += tokens
         since.loss += loss_sum
         if self.optimizer.step_was_skipped:
             since.skipped += 1
+            state.skipped_in_a_row += 1
+            if state.skipped_in_a_row == MOST_SKIPPED:
+                raise TrainingError(f"step {state.step}: the gradients of the last {MOST_SKIPPED} steps all overflowed float16. {REMEDY}")
         else:
+            state.skipped_in_a_row = 0
             since.grad_norm += norm
             since.clipped += norm > self.config.max_grad_norm
 
@@ -175,12 +189,12 @@ class Loop:
         self.selection.update(self.state.step, scores)
         return scores
 
-    def report(self, scores: Mapping[str, float]) -> None:
+    def report(self, reporter: Reporter, scores: Mapping[str, float]) -> None:
         """Write one score row and one row of timings, and begin new sums."""
         step, since = self.state.step, self.state.since_row
         row = {"step": step, **since.scores(), "learning_rate": self.learning_rate(step - 1), "tokens": self.state.tokens, **scores}
         perf = self.meter.row()
-        distributed.from_main(lambda: self.reporter.report(row, perf))
+        distributed.from_main(lambda: reporter.report(row, perf))
         self.state.since_row = SinceRow()
         self.meter.restart()
 
@@ -203,17 +217,19 @@ class Loop:
         """Continue from the newest whole checkpoint, if there is one; scores past it are dropped, to be made again."""
         folder = distributed.from_main(lambda: checkpoints.newest_whole(self.run.path))
         if folder is not None:
-            saved = checkpoint.load(folder, self.task.model, self.optimizer.optimizer)
-            self._take(saved)
+            with distributed.together():
+                self._take(checkpoint.load(folder, self.task.model, self.optimizer.optimizer))
             log.info("%s: continues from step %d.", self.run.path, self.state.step)
         distributed.from_main(self._align)
         self.task.model.train()
 
     def _take(self, saved: dict[str, Any]) -> None:
-        if saved["data"] != self.state.data:
-            raise DataError(
-                f"{self.run.path}: the data are no longer those that this run began with (manifest {saved['data'][:12]}, "
-                f"now {self.state.data[:12]}). Restore them, or start over with -r 1."
+        now = self.state.inputs
+        changed = sorted(name for name in now.keys() | saved["inputs"].keys() if now.get(name) != saved["inputs"].get(name))
+        if changed:
+            raise RunError(
+                f"{self.run.path}: {', '.join(changed)}: no longer what this run began with. Restore what it began with, "
+                "or start over with -r 1."
             )
         self.state = State(**{**saved, "since_row": SinceRow(**saved["since_row"])})
         self.selection.restore(saved["selection"])
@@ -221,11 +237,13 @@ class Loop:
             self.accelerator.scaler.load_state_dict(saved["scaler"])
 
     def _align(self) -> None:
-        """Bring scores and the best pointer back to the restored step."""
+        """Bring scores, checkpoints and the best pointer back to the restored step."""
         self.run.dir.scores.truncate(self.state.step)
-        best = self.selection.best_step
-        if best is not None:
-            checkpoints.mark_best(self.run.path, best)
+        checkpoints.set_aside_newer(self.run.path, self.state.step)
+        if self.selection.best_step is None:
+            checkpoints.forget_best(self.run.path)
+        else:
+            checkpoints.mark_best(self.run.path, self.selection.best_step)
 
 
 def start(config: LoopConfig) -> Accelerator:
@@ -238,9 +256,13 @@ def start(config: LoopConfig) -> Accelerator:
     if config.precision == "float16" and not gpu:
         raise ConfigError("loop.precision: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
     AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
+    # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a restarted
+    # run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.
+    warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified")
     return Accelerator(
         cpu=not gpu,
         mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[config.precision],
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
 
 
@@ -248,6 +270,5 @@ def check_finite(step: int, name: str, value: float) -> None:
     """Raises TrainingError where `value` is NaN or infinite."""
     if not math.isfinite(value):
         raise TrainingError(
-            f"step {step}: the {name} is {value}, so training stops before the optimizer moves; the last checkpoint is sound. "
-            "Lower loop.learning_rate, lengthen loop.warmup_rate, or look at the data of this step."
+            f"step {step}: the {name} is {value}, so training stops before the optimizer moves; the last checkpoint is sound. {REMEDY}"
         )

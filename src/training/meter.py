@@ -2,13 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from src import distributed
+from src.training.loader import Step
 
 T = TypeVar("T")
 
@@ -32,11 +32,15 @@ class Meter:
         self.wait_seconds += time.perf_counter() - before
         return item
 
-    def count(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """Count one optimizer step on these micro-batches: every real token that the model reads, contexts too."""
+    def count(self, step: Step) -> None:
+        """Count one optimizer step: every real token that the model reads, contexts too."""
         self.steps += 1
-        self.sequences += sum(len(batch["input_ids"]) for batch in batches)
-        self.tokens += sum(int(batch[mask].sum()) for batch in batches for mask in ("attention_mask", "context_mask") if mask in batch)
+        self.sequences += step.sequences
+        self.tokens += step.read_tokens
+
+    def tokens_per_second(self) -> float:
+        """Rate of this rank since `restart`."""
+        return self.tokens / max(time.perf_counter() - self.began - self.apart_seconds, 1e-9)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

@@ -16,8 +16,8 @@ from src.training.config import LoopConfig
 class Callback(Protocol):
     """Is shown every step and every row; changes nothing."""
 
-    def on_step(self, step: int) -> None:
-        """`step` optimizer steps are finished."""
+    def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """`step` optimizer steps are finished, the last with this mean loss."""
 
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
         """`row`: scores by name, with "step". `perf`: rates by name."""
@@ -27,13 +27,13 @@ class Callback(Protocol):
 
 
 class Reporter:
-    """Writes the files of a run and hands each row to the callbacks."""
+    """Writes the files of a run and hands each row to the callbacks. `finished`: steps done before this start."""
 
-    def __init__(self, run: Run, config: LoopConfig, model: nn.Module) -> None:
+    def __init__(self, run: Run, config: LoopConfig, model: nn.Module, finished: int) -> None:
         self.run, self.config = run, config
         self.callbacks: list[Callback] = []
         if distributed.is_main():
-            self.callbacks.append(Progress(config.steps))
+            self.callbacks.append(Progress(config.steps, finished))
             if run.options.wandb:
                 from src.training.callbacks.wandb import Wandb
 
@@ -55,10 +55,10 @@ class Reporter:
         for callback in self.callbacks:
             callback.on_row(row, perf)
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Show that `step` is finished."""
         for callback in self.callbacks:
-            callback.on_step(step)
+            callback.on_step(step, loss, tokens_per_second)
 
     def close(self) -> None:
         """Let the callbacks finish."""

@@ -18,7 +18,7 @@ class Selection:
         self.without_gain = 0
 
     def update(self, step: int, scores: Mapping[str, float]) -> None:
-        """Take in one evaluation.
+        """Take in one evaluation. A value that is not finite is no gain.
 
         Raises:
             ConfigError: the evaluation does not measure `loop.best_metric`.
@@ -28,7 +28,12 @@ class Selection:
             raise ConfigError(f"loop.best_metric: the evaluation has no {metric!r}. It has: {', '.join(sorted(scores))}.")
         value = scores[metric]
         sign = 1 if self.config.best_mode == "max" else -1
-        gain = math.inf if self.best_value is None else sign * (value - self.best_value)
+        if not math.isfinite(value):
+            gain = -math.inf
+        elif self.best_value is None:
+            gain = math.inf
+        else:
+            gain = sign * (value - self.best_value)
         stopping = self.config.early_stopping
         self.without_gain = 0 if gain > (stopping.min_gain if stopping else 0.0) else self.without_gain + 1
         if gain > 0:

@@ -55,6 +55,13 @@ def test_a_restored_selection_goes_on_as_if_never_stopped():
     assert second.state() == first.state()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_no_gain(bad: float):
+    chosen = selection(early_stopping={"patience": 2})
+    assert follow(chosen, [bad, 3.0, bad, bad]) == [False, False, False, True]
+    assert (chosen.best_step, chosen.best_value) == (2, 3.0)
+
+
 def test_a_metric_that_is_not_measured_is_named():
     with pytest.raises(ConfigError, match=r"loop\.best_metric: the evaluation has no 'f1'\. It has: em, val_loss\."):
         selection(best_metric="f1").update(1, {"val_loss": 1.0, "em": 0.0})

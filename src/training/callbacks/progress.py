@@ -1,4 +1,4 @@
-"""A progress bar in a terminal, a line per row elsewhere."""
+"""A progress bar in a terminal, and a line of log per score row."""
 
 import logging
 import sys
@@ -14,24 +14,24 @@ log = logging.getLogger(__name__)
 class Progress:
     """Shows step, loss, tokens/s and the time that is left."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, finished: int) -> None:
         self.steps = steps
-        self.bar = tqdm(total=steps, unit="step", leave=False) if sys.stderr.isatty() else None
+        self.bar = tqdm(total=steps, initial=finished, unit="step", leave=False) if sys.stderr.isatty() else None
 
-    def on_step(self, step: int) -> None:
-        """Move the bar."""
+    def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Move the bar, which knows the time that is left."""
         if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s", refresh=False)
             self.bar.update(step - self.bar.n)
 
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
-        """Show losses, speed and the time that is left."""
+        """Log the losses, the speed and the time that is left."""
+        if self.bar is not None:
+            self.bar.clear()
         step, rate = row["step"], perf["tokens_per_second"]
         left = timedelta(seconds=round((self.steps - step) / max(perf["steps_per_second"], 1e-9)))
         losses = "  ".join(f"{name} {value:.4f}" for name, value in row.items() if "loss" in name)
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"{losses}  {rate:,.0f} tokens/s  {left} left")
-        else:
-            log.info("step %d/%d  %s  %s tokens/s  %s left", step, self.steps, losses, f"{rate:,.0f}", left)
+        log.info("step %d/%d  %s  %s tokens/s  %s left", step, self.steps, losses, f"{rate:,.0f}", left)
 
     def close(self) -> None:
         """Remove the bar."""

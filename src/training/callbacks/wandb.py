@@ -29,7 +29,7 @@ class Wandb:
         if options.gradients:
             self.wandb.watch(model, log="gradients")
 
-    def on_step(self, step: int) -> None:
+    def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Nothing: rows are logged."""
 
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:

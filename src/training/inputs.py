@@ -1,0 +1,20 @@
+"""What a training reads and does not make, by fingerprint: it must not change between the starts of a run."""
+
+import hashlib
+from typing import Any
+
+from src.experiments import references
+from src.experiments.run import Run
+
+
+def fingerprints(run: Run, data: Any, tokenizer: Any) -> dict[str, str]:
+    """{"data": …, "tokenizer": …, "parent <id>/last": …}: sha256 digests in hex.
+
+    `data` has a `fingerprint`; `tokenizer` is a fast tokenizer; a parent's is that of its trained weights and its tokenizer.
+    """
+    parents = references.fingerprints(run.dir.exp, run.places.runs)
+    return {
+        "data": data.fingerprint,
+        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        **{f"parent {name}": digest for name, digest in parents.items()},
+    }
