@@ -12,7 +12,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import socket
 import threading
 import time
@@ -33,8 +32,6 @@ GUARD_SECONDS = 20.0
 LEASE = "lease"
 GUARD = "lease.guard"
 _POLL_SECONDS = 0.01
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
-"""As `files.write_atomic` names what it has not finished."""
 
 log = logging.getLogger(__name__)
 
@@ -111,19 +108,6 @@ class Lease:
             (target / LEASE).unlink(missing_ok=True)
             self._released.set()
         self._thread.join()
-
-    def sweep(self) -> None:
-        """Delete what killed writers left half written. Whoever writes here holds the lease, as we do, or the guard.
-
-        Raises:
-            RunError: the lease was lost, or the disk refuses.
-        """
-        self.confirm()
-        with guarded(self.path), writing(self.path):
-            for folder in (self.path, self.path / "checkpoints", *self.path.glob("attempts/*")):
-                for entry in folder.glob(".*"):
-                    if _TEMPORARY.fullmatch(entry.name) and entry.is_file():
-                        entry.unlink()
 
     def _try(self, silent: bytes | None) -> bytes | None:
         """Take the lease where it is free, dead, or still the `silent` bytes. Else the bytes of a holder that must be watched.

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -36,6 +37,8 @@ from src.files import read_json, write_atomic, write_json, writing
 
 DELETED = "deleted"
 _BEFORE_A_START = (leases.LEASE, leases.GUARD, EXP_DICT, GROUPS, JOB)
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
+"""As `files.write_atomic` names what it has not finished."""
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ class RunDir:
         path = runs / identity
         lease = Lease.acquire(path)
         try:
-            lease.sweep()
+            _sweep(path)
             if reset and _used(path):
                 backup = _backup(runs / DELETED, identity)
                 lease.move_directory(backup)
@@ -230,6 +233,15 @@ def _backup(deleted: Path, identity: str) -> Path:
         number += 1
         target = deleted / f"{identity}.{number}"
     return target
+
+
+def _sweep(path: Path) -> None:
+    """Delete what killed writers left half written. Whoever writes here holds the lease, as this process does, or the guard."""
+    with leases.guarded(path), writing(path):
+        for folder in (path, path / "checkpoints", *path.glob("attempts/*")):
+            for entry in folder.glob(".*"):
+                if _TEMPORARY.fullmatch(entry.name) and entry.is_file():
+                    entry.unlink()
 
 
 def _bring_back(backup: Path, path: Path) -> None:

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from src.config import Places
+from src.errors import CheckpointError
+from src.experiments import checkpoints
 from src.experiments.identity import exp_id
-from src.experiments.references import missing, order, parents
+from src.experiments.references import fingerprints, missing, named, order, parents
 from src.experiments.rundir import RunDir
+from src.files import new_directory, write_json
 
 
 def child_of(*ids: str, seed: int = 0) -> dict:
@@ -79,3 +82,46 @@ def test_each_state_of_a_parent_has_its_message(places: Places):
     with RunDir.open(places.runs, OLD, OLD) as run:
         run.set_status("done")
     assert missing(MIDDLE, places) == []
+
+
+def write_run(runs: Path, exp: dict, weights: str, step: int = 4) -> str:
+    """A finished run of `exp` with one checkpoint; returns its id."""
+    identity = exp_id(exp)
+    with new_directory(checkpoints.folder(runs / identity, step)) as folder:
+        (folder / "model.safetensors").write_text(weights)
+        write_json(folder / "model.json", exp.get("model", {}))
+    write_json(runs / identity / "status.json", {"state": "done", "step": step})
+    return identity
+
+
+def test_checkpoints_are_named_with_their_parents():
+    a, b = "a" * 32, "b" * 32
+    bases = [
+        {"name": "experiment", "exp_id": i, **which} for i, which in ((b, {}), (a, {"checkpoint": "best"}), (b, {"checkpoint": "best"}))
+    ]
+    assert named({"model": {"name": "x", "bases": bases}, "again": bases[0]}) == [(b, "last"), (a, "best"), (b, "best")]
+    assert parents({"bases": bases}) == [b, a]
+
+
+def test_fingerprints_are_of_all_that_an_experiment_is_built_on(tmp_path: Path):
+    old, middle = write_run(tmp_path, OLD, "w"), write_run(tmp_path, MIDDLE, "w")
+    before = fingerprints(YOUNG, tmp_path)
+    assert list(before) == [f"{middle}/last", f"{old}/last"]
+    assert fingerprints(OLD, tmp_path) == {}
+    only_middle = child_of(middle)
+    assert fingerprints(only_middle, tmp_path) == before
+    write_run(tmp_path, OLD, "v")
+    after = fingerprints(only_middle, tmp_path)
+    assert after[f"{old}/last"] != before[f"{old}/last"]
+    assert after[f"{middle}/last"] == before[f"{middle}/last"]
+
+
+def test_fingerprints_of_what_is_not_there(tmp_path: Path):
+    exp = {"model": {"name": "experiment", "exp_id": exp_id(OLD), "checkpoint": "best"}}
+    with pytest.raises(CheckpointError, match=f"{exp_id(OLD)}: has no best checkpoint. Use the last one"):
+        fingerprints(exp, tmp_path)
+    with pytest.raises(CheckpointError, match="has no last checkpoint yet, as it is new, not done"):
+        fingerprints(MIDDLE, tmp_path)
+    write_run(tmp_path, OLD, "w")
+    checkpoints.mark_best(tmp_path / exp_id(OLD), 4)
+    assert fingerprints(exp, tmp_path)[f"{exp_id(OLD)}/best"] == fingerprints(MIDDLE, tmp_path)[f"{exp_id(OLD)}/last"]
