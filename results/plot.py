@@ -73,7 +73,7 @@ def draw(runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None 
     for metric in chosen:
         if metric not in known:
             raise unknown("score", metric, known, str(runs))
-    keys = [key for key in results.varying(rows) if key != "seed"]
+    keys = results.distinguishing(rows)
     histories = {row["exp_id"]: results.history(runs / row["exp_id"]) for row in rows}
     figure = Figure(figsize=(6.4 * len(chosen), 4.8), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)

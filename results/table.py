@@ -51,7 +51,7 @@ def tabulate(
 ) -> tuple[Table, list[str], list[str]]:
     """Aggregated rows, best first, with the keys and the scores that are their columns.
 
-    by: dotted config keys; None takes those that vary, without the seed. scores: None takes the headline
+    by: dotted config keys; None takes those that vary, without the seed and what follows it. scores: None takes the headline
     ones, without the loop's diagnostics and without parts such as "em/nq"; ["all"] takes all.
     metric: what to sort by; None takes the first of val_loss, any val_ score, any score. best: "min" or "max"; None decides by its name.
 
@@ -59,7 +59,7 @@ def tabulate(
         ConfigError: a key or a score that no run has.
     """
     known = results.score_names(rows)
-    keys = [key for key in results.varying(rows) if key != "seed"] if by is None else list(by)
+    keys = results.distinguishing(rows) if by is None else list(by)
     if scores is None:
         shown = results.headline(known)
     else:

@@ -73,6 +73,19 @@ def varying(rows: Sequence[Row]) -> list[str]:
     return [key for key in keys if len({_spelled(row, key) for row in rows}) > 1]
 
 
+def distinguishing(rows: Sequence[Row]) -> list[str]:
+    """`varying` without what belongs to the seed: the seed itself, and the id of a parent where each seed has a parent of its own."""
+    keys = [key for key in varying(rows) if key != "seed"]
+    parents = [key for key in keys if key.endswith(".exp_id")]
+    alike = grouped(rows, [key for key in keys if key not in parents])
+
+    def follows_seed(key: str) -> bool:
+        counts = [[len(grouped(group, by)) for by in (["seed"], [key], ["seed", key])] for group in alike]
+        return all(len(set(count)) == 1 for count in counts) and any(count[0] > 1 for count in counts)
+
+    return [key for key in keys if key not in parents or not follows_seed(key)]
+
+
 def config_keys(row: Row) -> list[str]:
     """Keys of the row that come from its experiment dict."""
     return [key for key in row if key not in FACTS and key not in row.scores]

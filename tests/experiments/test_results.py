@@ -139,6 +139,30 @@ def test_varying_names_what_differs(tmp_path: Path):
     assert results.varying([]) == []
 
 
+def with_parent(stride: int, seed: int, parent: str) -> dict:
+    exp = experiment(stride, seed)
+    exp["model"]["base"] = {"name": "experiment", "exp_id": parent * 32}
+    return exp
+
+
+@pytest.mark.parametrize(
+    ("runs", "keys"),
+    [
+        ([(1, 0, "a"), (1, 1, "b"), (2, 0, "a"), (2, 1, "b")], ["model.stride"]),  # one parent for each seed
+        ([(1, 0, "a"), (1, 1, "b"), (2, 0, "c"), (2, 1, "d")], ["model.stride"]),  # and for each stride
+        ([(1, 0, "a"), (1, 1, "b")], []),
+        ([(1, 0, "a"), (1, 0, "b")], ["model.base.exp_id"]),  # two parents, one seed
+        ([(1, 0, "a"), (1, 1, "a"), (1, 0, "b"), (1, 1, "b")], ["model.base.exp_id"]),
+        ([(1, 0, "a"), (1, 1, "b"), (1, 2, "b")], ["model.base.exp_id"]),
+        ([(1, 0, "a"), (2, 0, "b")], ["model.base.exp_id", "model.stride"]),  # nothing to do with the seed
+    ],
+)
+def test_a_parent_for_each_seed_belongs_to_the_seed(tmp_path: Path, runs: list[tuple[int, int, str]], keys: list[str]):
+    for run in runs:
+        make(tmp_path, with_parent(*run), [])
+    assert sorted(results.distinguishing(results.load_rows(tmp_path)[0])) == keys
+
+
 def test_means_are_numpys_to_the_last_digits(tmp_path: Path):
     rng = random.Random(0)
     values = {(stride, seed): rng.random() for stride in (1, 2) for seed in range(5)}
