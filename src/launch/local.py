@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -20,6 +21,8 @@ from src.files import writing
 from src.launch.command import Job, argv
 
 log = logging.getLogger(__name__)
+_OF_TORCHRUN = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+"""Variables that a job must not inherit: it is no rank of the torchrun that this process may run under."""
 
 
 class Config(configs.Config):
@@ -28,14 +31,14 @@ class Config(configs.Config):
     slots: int = Field(default=1, ge=1)
     """How many jobs run at a time."""
     grace_seconds: float = Field(default=60.0, ge=0)
-    """How long a job that was told to stop may take to save its state before it is killed."""
+    """How long a job that was told to stop may take to end before it is killed."""
 
 
 def submit(config: Config, jobs: Sequence[Job], log_dir: Path) -> list[str]:
     """Run `jobs` and wait for all; returns their process ids, in the same order.
 
     What a job prints is appended to <log_dir>/<exp_id>.out.log and .err.log. A failing job does not stop
-    the others, except those that come `after` it.
+    the others, except those that come `after` it. A job inherits the environment, without what torchrun put there.
     SIGINT, SIGTERM and SIGHUP stop all of them, with everything that they started.
 
     Raises:
@@ -89,7 +92,9 @@ class _Crew:
             with open(out_path, "ab") as out, open(err_path, "ab") as err, self.changed:
                 if self.stopped:
                     return 0, "not started"
-                child = subprocess.Popen(argv(job), cwd=job.cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+                child = subprocess.Popen(
+                    argv(job), cwd=job.cwd, env=_environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+                )
                 self.children.add(child.pid)
         except OSError as error:
             return 0, f"could not be started: {error}"
@@ -135,6 +140,10 @@ def _signals_raise() -> Iterator[None]:
     finally:
         for number, old in replaced.items():
             signal.signal(number, old)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)}
 
 
 def _ending(code: int) -> str:

@@ -33,6 +33,17 @@ def test_each_job_has_its_logs_and_its_folder(tmp_path: Path):
     assert all(int(i) > 1 for i in ids)
 
 
+def test_a_job_is_no_rank_of_the_torchrun_around_the_launcher(tmp_path: Path, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "RANKED", "MY_RANK"):
+        monkeypatch.setenv(name, "kept")
+    code = "import os; print(*sorted(n for n, v in os.environ.items() if v == 'kept' or 'RANK' in n or 'WORLD' in n or 'ROLE' in n))"
+    submit(Config(), [job("a", code, tmp_path)], tmp_path)
+    assert (tmp_path / "a.out.log").read_text() == "MY_RANK RANKED\n"
+    assert os.environ["RANK"] == "1"
+
+
 def test_logs_are_appended(tmp_path: Path):
     for word in ("first", "second"):
         submit(Config(), [job("a", f"print('{word}')", tmp_path)], tmp_path)
