@@ -104,7 +104,7 @@ def _folder(config: Config) -> Path:
         command = f"hf download {config.path}" + (f" --revision {config.revision}" if config.revision else "")
         raise ConfigError(
             f"{what} is neither a folder nor in the local Hugging Face cache. Get it once with `{command}` "
-            "(gated models: `hf auth login` first), or name a folder with --set model.base.path=FOLDER."
+            "(gated models: `hf auth login` first), or give a folder as the model's path."
         )
     return found
 

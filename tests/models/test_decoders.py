@@ -26,10 +26,11 @@ def part(raw: dict) -> Part:
 
 
 def save_checkpoint(model: torch.nn.Module, raw: dict, places: Places, step: int = 100) -> Path:
-    """A checkpoint as the loop writes it, of experiment PARENT."""
+    """A checkpoint as the loop writes it, the last one of experiment PARENT."""
     run = places.runs / PARENT
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / "exp_dict.json", {"recipe": "lm", "model": raw})
+    write_json(run / "status.json", {"state": "done", "step": step})
     with new_directory(run / "checkpoints" / f"step-{step:08d}") as folder:
         save_file(trained_weights(model), folder / "model.safetensors")
         write_json(folder / "model.json", resolved(part(raw)))
@@ -69,7 +70,8 @@ def test_gpt_bigcode_draws_from_the_global_generator(places):
 
 
 def test_gpt_bigcode_without_its_tokenizer(places):
-    for verb in (part({**GPT, "tokenizer": "other"}).check, part({**GPT, "tokenizer": "other"})):
+    raw = part({**GPT, "tokenizer": "other"})
+    for verb in (raw.function("check"), raw):
         with pytest.raises(DataError, match=r"data/other: no tokenizer here \(tokenizer.json is missing\)\. Prepare it"):
             verb(places)
 
@@ -129,7 +131,7 @@ def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeyp
     with pytest.raises(
         ConfigError,
         match=r"'owner/name' is neither a folder nor in the local Hugging Face cache\. Get it once with `hf download owner/name` "
-        r"\(gated models: `hf auth login` first\), or name a folder with --set model\.base\.path=FOLDER\.",
+        r"\(gated models: `hf auth login` first\), or give a folder as the model's path\.",
     ):
         part({"name": "hf", "path": "owner/name"}).ask("check", places)
 
