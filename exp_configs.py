@@ -2,7 +2,7 @@
 
 from src.experiments.grid import grid, ref
 
-# A GPTBigCode model of about 1 M parameters, trained from scratch on the source of the Python standard library.
+# A GPTBigCode model of 2.4 M parameters, trained from scratch on the source of the Python standard library.
 BASE_TINY = {
     "recipe": "lm",
     "seed": 0,
@@ -17,8 +17,8 @@ BASE_TINY = {
     "data": {"name": "text", "corpus": "stdlib_text", "sequence_tokens": 128, "val_sequences": 128},
     "loop": {
         "steps": 200,
-        "sequences_per_step": 32,
-        "micro_batch": 16,
+        "sequences_per_step": 24,
+        "micro_batch": 12,
         "learning_rate": 2e-3,
         "schedule": "cosine",
         "warmup_rate": 0.1,
@@ -32,17 +32,17 @@ CROSSATTN_TINY = {
     "recipe": "crossattn",
     "seed": 0,
     "model": {"name": "cross_attention", "num_layers": 2, "stride": 1, "base": ref(BASE_TINY)},
-    "data": {"name": "qa", "corpus": "stdlib_qa", "context_tokens": 128, "sequence_tokens": 64, "loss_on": "answer", "val_samples": 256},
+    "data": {"name": "qa", "corpus": "stdlib_qa", "context_tokens": 96, "sequence_tokens": 64, "loss_on": "answer", "val_samples": 256},
     "loop": {
-        "steps": 100,
-        "sequences_per_step": 32,
-        "micro_batch": 16,
-        "learning_rate": 2e-3,
+        "steps": 150,
+        "sequences_per_step": 16,
+        "micro_batch": 8,
+        "learning_rate": 3e-3,
         "schedule": "cosine",
         "warmup_rate": 0.1,
-        "eval_every": 50,
+        "eval_every": 75,
     },
-    "answers": {"questions": 64, "max_new_tokens": 12, "metrics": [{"name": "squad"}]},
+    "answers": {"questions": 32, "max_new_tokens": 12, "metrics": [{"name": "squad"}]},
 }
 
 # XC-Cache on Natural Questions; needs the base model, the prepared data and GPUs.
@@ -77,7 +77,8 @@ EXP_GROUPS = {
     "base_tiny": [BASE_TINY],
     "crossattn_tiny": grid(
         CROSSATTN_TINY,
-        {"model.num_layers": [1, 2], "model.stride": [1, 2], "seed": [0, 1]},
+        {"model.num_layers": [1, 2, 3], "model.stride": [1, 2], "seed": [0, 1]},
+        where=lambda e: (e["model"]["num_layers"], e["model"]["stride"]) in [(1, 1), (2, 1), (2, 2), (3, 1)],
     ),
     "crossattn_starcoderbase-3b": [CROSSATTN_STARCODERBASE_3B],
 }
