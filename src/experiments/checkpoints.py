@@ -9,7 +9,7 @@ from pathlib import Path
 
 from src.errors import CheckpointError
 from src.experiments.saved import read_status
-from src.files import MANIFEST, defect, read_json, write_json, writing
+from src.files import defect, read_json, read_manifest, write_json, writing
 
 log = logging.getLogger(__name__)
 KEEP = 2
@@ -86,10 +86,7 @@ def fingerprint(checkpoint: Path) -> str:
     Raises:
         CheckpointError: the manifest is missing or damaged.
     """
-    manifest = read_json(checkpoint / MANIFEST, CheckpointError)
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict):
-        raise CheckpointError(f"{checkpoint / MANIFEST}: lists no files.")
+    files = read_manifest(checkpoint, CheckpointError)["files"]
     taken = {name: entry for name, entry in files.items() if name == "model.safetensors" or name.startswith("tokenizer/")}
     return hashlib.sha256(json.dumps(taken, sort_keys=True).encode()).hexdigest()
 

@@ -133,7 +133,7 @@ def test_the_fingerprint_is_that_of_weights_and_tokenizer(tmp_path: Path):
     assert len(set(prints)) == 3
     assert all(len(text) == 64 for text in prints)
     manifest = checkpoints.folder(tmp_path / "0", 1) / "manifest.json"
-    for content, message in ((json.dumps({"files": []}), r"manifest\.json: lists no files"), ("{", r"manifest\.json:1: not valid JSON")):
+    for content, message in ((json.dumps({"files": []}), r"manifest\.json: not a manifest"), ("{", r"manifest\.json:1: not valid JSON")):
         manifest.write_text(content)
         with pytest.raises(CheckpointError, match=message):
             checkpoints.fingerprint(manifest.parent)
