@@ -32,15 +32,15 @@ CROSSATTN_TINY = {
     "recipe": "crossattn",
     "seed": 0,
     "model": {"name": "cross_attention", "num_layers": 2, "stride": 1, "base": ref(BASE_TINY)},
-    "data": {"name": "qa", "corpus": "stdlib_qa", "context_tokens": 96, "sequence_tokens": 64, "loss_on": "answer", "val_samples": 256},
+    "data": {"name": "qa", "corpus": "stdlib_qa", "context_tokens": 96, "sequence_tokens": 64, "loss_on": "answer", "val_samples": 192},
     "loop": {
-        "steps": 150,
+        "steps": 120,
         "sequences_per_step": 16,
         "micro_batch": 8,
         "learning_rate": 3e-3,
         "schedule": "cosine",
         "warmup_rate": 0.1,
-        "eval_every": 75,
+        "eval_every": 60,
     },
     "answers": {"questions": 32, "max_new_tokens": 12, "metrics": [{"name": "squad"}]},
 }

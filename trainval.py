@@ -202,7 +202,7 @@ def submit(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], p
     from src.config import unknown
     from src.errors import ConfigError
     from src.experiments import references, saved
-    from src.launch.command import Job
+    from src.launch.command import Job, shell_line
 
     name, job_configs = args.job_scheduler, read("job_configs", "JOB_CONFIGS")
     if name not in job_configs:
@@ -221,7 +221,8 @@ def submit(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], p
         saved.join_groups(run, item.groups)
         arguments = ("trainval.py", *child_arguments(args, item.exp_id, args.reset if item.exp_id in chosen else 0))
         jobs.append(Job(item.exp_id, arguments, ROOT, args.python_binary, after=tuple(references.parents(item.exp))))
-    launcher(jobs, places.runs / "logs")
+    for job, job_id in zip(jobs, launcher(jobs, places.runs / "logs"), strict=True):
+        saved.write_job(places.runs / job.exp_id, job_id, shell_line(job))
     return 0
 
 

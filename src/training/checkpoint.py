@@ -43,9 +43,9 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
-        if "os error" not in str(error):  # the tokenizers library raises a bare Exception with what the disk said
-            raise
-        raise RunError(f"{folder}: cannot write: {error}. Nothing complete was lost; make room or choose another folder.") from None
+        if "os error" in str(error):  # the tokenizers library raises a bare Exception with what the disk said
+            raise RunError(f"{folder}: cannot write: {error}. Nothing complete was lost; make room or choose another folder.") from None
+        raise
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
