@@ -144,6 +144,17 @@ class TestTraining:
         assert list((folder / "runs" / exp_id(SHORT) / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
+    def test_wandb_without_a_key_says_what_to_do(self, folder: Path):
+        root = toy.project(folder, f"EXP_GROUPS = {{'g': [{SHORT!r}]}}\n")
+        arguments = ["-e", "g", "--wandb_project_name", "p", "--wandb_entity_name", "e"]
+        bare = {k: v for k, v in toy.environment().items() if not k.startswith("WANDB_")} | {"HOME": str(folder)}
+        done = subprocess.run(toy.command(root, arguments, folder), capture_output=True, text=True, env=bare, check=False)
+        assert done.returncode == 1
+        assert "error: wandb: " in done.stderr
+        assert "wandb login" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 class TestLineage:
     def test_the_child_starts_from_the_parent(self, folder: Path):
         child = changed(SHORT, model=ref(SHORT), loop__steps=1, loop__learning_rate=1e-30)
