@@ -67,7 +67,8 @@ def test_one_failure_does_not_stop_the_others(tmp_path: Path):
         r"\nworse: exit code 137 \(SIGKILL\)\. .*\nnowhere: could not be started: .*missing"
     )
     with pytest.raises(LaunchError, match=message):
-        submit(Config(slots=2), jobs, tmp_path / "logs")
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
+submit(Config(slots=2), jobs, tmp_path / "logs")
     assert (tmp_path / "logs" / "late.out.log").read_text() == "done\n"
 
 
@@ -130,7 +131,7 @@ def test_a_log_folder_that_cannot_be_made(tmp_path: Path):
 
 
 PARENT = """
-    import logging, sys
+    import logging, signal, sys
     from pathlib import Path
     from src.launch.command import Job
     from src.launch.local import Config, submit
