@@ -68,7 +68,7 @@ def test_one_failure_does_not_stop_the_others(tmp_path: Path):
     )
     with pytest.raises(LaunchError, match=message):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
-submit(Config(slots=2), jobs, tmp_path / "logs")
+    submit(Config(slots=2), jobs, tmp_path / "logs")
     assert (tmp_path / "logs" / "late.out.log").read_text() == "done\n"
 
 
