@@ -143,7 +143,6 @@ class TestTraining:
         assert done.returncode == 0, done.stderr
         assert list((folder / "runs" / exp_id(SHORT) / "wandb").glob("offline-run-*/run-*.wandb"))
 
-
     def test_wandb_without_a_key_says_what_to_do(self, folder: Path):
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{SHORT!r}]}}\n")
         arguments = ["-e", "g", "--wandb_project_name", "p", "--wandb_entity_name", "e"]

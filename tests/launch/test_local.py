@@ -67,8 +67,7 @@ def test_one_failure_does_not_stop_the_others(tmp_path: Path):
         r"\nworse: exit code 137 \(SIGKILL\)\. .*\nnowhere: could not be started: .*missing"
     )
     with pytest.raises(LaunchError, match=message):
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
-    submit(Config(slots=2), jobs, tmp_path / "logs")
+        submit(Config(slots=2), jobs, tmp_path / "logs")
     assert (tmp_path / "logs" / "late.out.log").read_text() == "done\n"
 
 
@@ -136,6 +135,7 @@ PARENT = """
     from src.launch.command import Job
     from src.launch.local import Config, submit
     here = Path(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
     submit(Config(slots=2, grace_seconds=float(sys.argv[3])), [Job(n, (sys.argv[2], n), here) for n in "abc"], here / "logs")
 """
 WELL_BEHAVED = """
