@@ -71,8 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if distributed.is_main():
             complain(str(error))
-        elif not error.everywhere:
-            complain(f"rank {distributed.rank()}: {error}")
         return 1
     except KeyboardInterrupt:
         return 130
@@ -97,13 +95,9 @@ def act(args: argparse.Namespace) -> int:
             print(f"{name}  {len(experiments)}")
         return 0
     selected = select(args, groups)
-    # Most of exp_configs.py is not needed: other groups only where these start from experiments of theirs.
-    lineage = any(references.parents(item.exp) for item in selected)
-    known = (
-        plan.known({name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group})
-        if lineage
-        else {}
-    )
+    # Other groups are needed only where these start from experiments of theirs; their own group too, if --set has changed it.
+    others = {name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group}
+    known = plan.known(others) if any(references.parents(item.exp) for item in selected) else {}
     known |= {item.exp_id: item for item in selected}
     places = Places(args.data_path, args.savedir_base, {exp_id: item.exp for exp_id, item in known.items()})
     if args.list:
@@ -256,6 +250,8 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
             except UserError as error:
                 # The next experiment can start where all processes are here. Else this one cannot know how far the others are.
                 if distributed.world_size() > 1 and not error.everywhere:
+                    if not distributed.is_main():
+                        complain(f"rank {distributed.rank()}: {error}")
                     raise
                 if distributed.is_main():
                     complain(str(error))
