@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
@@ -22,7 +23,7 @@ def corpus(places: Places, name: str) -> Path:
         DataError: the folder is missing or incomplete; says what makes it, or which data sets there are.
     """
     folder = places.data / name
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir, False for a name that is too long
         raise DataError(f"{folder}: no such data set{_instead(places, name)}")
     _check_sizes(folder)
     return folder
@@ -106,6 +107,10 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: not valid JSON: {bad.msg.removesuffix(' at')} at column {bad.colno}.") from None
     except UnicodeDecodeError as bad:
         raise DataError(f"{where}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None
+    except RecursionError:
+        raise DataError(f"{where}: lists or objects are nested too deep to be read.") from None
+    except ValueError as bad:
+        raise DataError(f"{where}: a number cannot be read: {str(bad).split(';')[0]}.") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, got {_shown(row)}.")
     return row
@@ -115,9 +120,19 @@ def _check_type(value: Any, kind: Any, where: str) -> None:
     outer = get_origin(kind) or kind
     if type(value) is not outer:
         raise DataError(f"{where}: expected {outer.__name__}, got {_shown(value)}.")
+    if outer is str and not value.isascii():
+        _check_text(value, where)
     for inner in get_args(kind):
         for index, item in enumerate(value):
             _check_type(item, inner, f"{where}[{index}]")
+
+
+def _check_text(text: str, where: str) -> None:
+    """JSON can spell half of a surrogate pair, which is no character and which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as bad:
+        raise DataError(f"{where}: \\u{ord(text[bad.start]):04x} at character {bad.start} is half of a surrogate pair, not text.") from None
 
 
 def _shown(value: Any) -> str:

@@ -46,9 +46,9 @@ def check(config: Config, places: Places) -> None:
     jsonl.require_splits(places, config.corpus)
 
 
-def fits(config: Config, max_positions: int | None) -> None:
-    """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the sequences."""
-    require_fit("data.sequence_tokens", config.sequence_tokens, max_positions)
+def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
+    """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the sequences, or write `new_tokens` after one."""
+    require_fit("data.sequence_tokens", config.sequence_tokens + new_tokens, max_positions)
 
 
 def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TextDataset":

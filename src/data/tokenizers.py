@@ -1,5 +1,7 @@
 """Tokenizers from a folder or from the local hub cache, and text that can never turn into control tokens."""
 
+import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,27 +19,34 @@ def load(source: str | Path) -> "PreTrainedTokenizerFast":
     """The tokenizer in a folder, or that of a hub id in the local cache. Downloads nothing.
 
     Raises:
-        DataError: it is not there, or is no fast tokenizer; says how to get it.
+        DataError: it is not there, damaged, or no fast tokenizer; says how to get it.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    folder = Path(source)
-    if not folder.is_dir() and _names_a_folder(source):
-        raise DataError(f"{source}: no such tokenizer folder. {jsonl.made_by(folder)}".rstrip())
+    if not os.path.isdir(source) and _names_a_folder(source):
+        raise DataError(f"{source}: no such tokenizer folder. {jsonl.made_by(Path(source))}".rstrip())
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
-    except (OSError, ValueError) as error:
-        if folder.is_dir():
-            raise DataError(f"{source}: no tokenizer can be read from this folder. It should hold tokenizer.json.") from error
-        raise DataError(
-            f"{source}: not in the local cache of the hub, and no folder. On a machine with network: hf download {source}; "
-            "or give the path of a folder with tokenizer.json."
-        ) from error
+    except Exception as error:  # a damaged file gives a bare Exception, or whatever a wrong type leads to
+        raise DataError(_unreadable(source, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(f"{source}: {type(tokenizer).__name__} is not a fast tokenizer. Save it as tokenizer.json first.")
     if tokenizer.eos_token_id is None:
         raise DataError(f"{source}: this tokenizer has no eos_token, and every answer and document ends with it.")
     return tokenizer
+
+
+def _unreadable(source: str | Path, error: Exception) -> str:
+    """What is wrong with a tokenizer that transformers answers with `error`."""
+    if os.path.isdir(source) and not os.path.isfile(Path(source) / "tokenizer.json"):
+        return f"{source}: no tokenizer can be read from this folder. It should hold tokenizer.json."
+    if not os.path.isdir(source) and isinstance(error, OSError | ValueError) and not isinstance(error, json.JSONDecodeError):
+        return (
+            f"{source}: not in the local cache of the hub, and no folder. On a machine with network: hf download {source}; "
+            "or give the path of a folder with tokenizer.json."
+        )
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{source}: its tokenizer cannot be read ({reason[:200]}). {jsonl.made_by(Path(source)) or 'Get it again.'}"
 
 
 def _names_a_folder(source: str | Path) -> bool:

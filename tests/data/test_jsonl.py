@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from src.config import Places
 from src.data import jsonl
 from src.errors import DataError
 from src.files import new_directory
@@ -160,3 +161,26 @@ def test_validation_choice_is_fixed_and_nested(tmp_path):
     assert sorted(jsonl.first_of_permutation(100, 100, tmp_path)) == list(range(100))
     with pytest.raises(DataError, match=r"101 validation samples are wanted, it has 100"):
         jsonl.first_of_permutation(100, 101, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "why?", "answer": "a\\ud800b"}', r"field 'answer': \ud800 at character 1 is half of a surrogate pair, not text."),
+        ('{"question": "why?", "answer": "so", "n": %s}' % ("1" * 5000), "a number cannot be read: Exceeds the limit (4300 digits)"),
+        ('{"question": "why?", "answer": "so", "n": %s}' % ("[" * 100_000), "lists or objects are nested too deep to be read."),
+    ],
+)
+def test_a_line_that_json_allows_and_we_cannot_read_is_named(tmp_path, line, message):
+    with pytest.raises(DataError, match=re.escape(f"train.jsonl:2: {message}")):
+        read(tmp_path / "c", json.dumps({**ROW, "answer": "é"}) + "\n" + line + "\n")
+
+
+def test_half_of_a_surrogate_pair_in_a_list_is_named(tmp_path):
+    with pytest.raises(DataError, match=re.escape(r"train.jsonl:1: field 'x'[1]: \udfff at character 0")):
+        read(tmp_path / "c", '{"x": ["a", "\\udfff"]}', {"x": list[str]})
+
+
+def test_a_name_that_is_too_long_for_the_file_system_is_no_data_set(tmp_path):
+    with pytest.raises(DataError, match=r"a{300}: no such data set"):
+        jsonl.corpus(Places(data=tmp_path, runs=tmp_path), "a" * 300)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from src.config import load
-from src.data import text
+from src.data import qa, text
 from src.errors import ConfigError, DataError
 
 
@@ -91,3 +91,13 @@ def test_missing_field_is_named(places, write_corpus, tokenizer):
 def test_missing_corpus_is_found_without_building(places):
     with pytest.raises(DataError, match=r"Make it with: python -m data_prep.stdlib_qa"):
         text.check(load(text.Config, {"corpus": "stdlib_text", "sequence_tokens": 4}, "data"), places)
+
+
+@pytest.mark.parametrize(("module", "values"), [(text, {}), (qa, {"context_tokens": 3, "loss_on": "answer"})])
+def test_every_data_set_leaves_room_for_the_tokens_to_be_written(module, values):
+    config = load(module.Config, {"corpus": "t", "sequence_tokens": 4, **values}, "data")
+    module.fits(config, 6, 2)
+    module.fits(config, 4)
+    module.fits(config, None, 100)
+    with pytest.raises(ConfigError, match=r"^data\.sequence_tokens: 7 tokens are more than the 6 positions"):
+        module.fits(config, 6, new_tokens=3)

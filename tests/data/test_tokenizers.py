@@ -90,3 +90,20 @@ def test_a_start_token_is_kept_and_an_end_token_is_not(make_tokenizer):
     )
     assert tokenizer.encode("") == [1, 0]
     assert Encoder(tokenizer).start == [1]
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ['{"model": {"type":', "[]", "3", "", '{"added_tokens": [], "model": {"type": "Nope"}}'])
+def test_a_damaged_tokenizer_is_named(tmp_path, tokenizer, file, content):
+    if file == "tokenizer_config.json" and content.endswith("}}"):
+        content = '{"tokenizer_class": 3}'
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path}: its tokenizer cannot be read (") + r".*\)\. Get it again\.$"):
+        tokenizers.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "./" + "a" * 300])
+def test_a_name_that_is_too_long_for_the_file_system(name):
+    with pytest.raises(DataError, match=rf"^{re.escape(name)}: (not in the local cache|no such tokenizer folder)"):
+        tokenizers.load(name)
