@@ -19,7 +19,10 @@ MANIFEST = "manifest.json"
 # What flock, and the exchange of two names, say where the file system or the kernel does not offer them.
 _NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
-_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_WRONG_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
+_REFUSALS = _FULL | _FORBIDDEN | _WRONG_PATH
 
 
 @contextlib.contextmanager
@@ -27,15 +30,39 @@ def writing(path: Path) -> Iterator[None]:
     """Turn a disk that refuses into a RunError that names `path`.
 
     Raises:
-        RunError: the disk is full, read-only, over quota or forbidden. What was complete before is untouched.
+        RunError: the disk is full, read-only, over quota or forbidden, or `path` leads nowhere. What was complete before is untouched.
     """
     try:
         yield
     except OSError as error:
         if error.errno not in _REFUSALS:
             raise
-        reason = os.strerror(error.errno or 0)
-        raise RunError(f"{path}: cannot write: {reason}. Nothing complete was lost; make room or choose another folder.") from error
+        advice = " Nothing complete was lost; make room or choose another folder." if error.errno in _FULL else ""
+        raise RunError(f"{path}: cannot write: {_reason(error, path)}.{advice}") from error
+
+
+@contextlib.contextmanager
+def reading(path: Path, refusal: type[UserError] = RunError) -> Iterator[None]:
+    """Turn any failure to read into a `refusal` that names `path`, but for a file that is not there.
+
+    Raises:
+        refusal: `path` is a folder, forbidden, behind a loop of links, or the disk fails.
+        FileNotFoundError: as it is: what it means, the caller knows.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise refusal(f"{path}: cannot read: {_reason(error, path)}.") from None
+
+
+def _reason(error: OSError, path: Path) -> str:
+    """What the system says, and of which file, where that is another one than is being written or read."""
+    reason = error.strerror or str(error)
+    if not isinstance(error.filename, str) or Path(error.filename).is_relative_to(path.parent):
+        return reason
+    return f"{reason} ({error.filename})"
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -74,11 +101,13 @@ def read_json(path: Path, error: type[UserError]) -> Any:
     except FileNotFoundError:
         raise error(f"{path}: no such file.") from None
     except OSError as bad:
-        raise error(f"{path}: cannot read: {bad.strerror}.") from None
+        raise error(f"{path}: cannot read: {_reason(bad, path)}.") from None
     except json.JSONDecodeError as bad:
         raise error(f"{path}:{bad.lineno}: not valid JSON: {bad.msg}.") from None
     except UnicodeDecodeError as bad:
         raise error(f"{path}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None
+    except (RecursionError, ValueError):
+        raise error(f"{path}: cannot be read as JSON: it is nested too deeply, or holds a number of thousands of digits.") from None
 
 
 def read_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:
@@ -222,20 +251,26 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-def defect(directory: Path) -> str | None:
-    """What is wrong with a folder made by `new_directory`: its manifest, or the first missing, short or altered file; None: it is whole."""
+def defect(directory: Path, hashes: bool = True) -> str | None:
+    """What is wrong with a folder made by `new_directory`: its manifest, or the first missing, short or altered file; None: it is whole.
+
+    hashes: False reads no file but the manifest, so that an altered file of the right size goes unnoticed.
+    """
     try:
         manifest = read_manifest(directory, RunError)
     except RunError as error:
         return str(error)
     for name, facts in manifest["files"].items():
         path = directory / name
-        if not path.is_file():
-            return f"{path}: missing"
-        if path.stat().st_size != facts["bytes"]:
-            return f"{path}: {path.stat().st_size} bytes, {facts['bytes']} were written"
-        if sha256(path) != facts["sha256"]:
-            return f"{path}: its sha256 is not the one that was written"
+        try:
+            if not path.is_file():
+                return f"{path}: missing"
+            if path.stat().st_size != facts["bytes"]:
+                return f"{path}: {path.stat().st_size} bytes, {facts['bytes']} were written"
+            if hashes and sha256(path) != facts["sha256"]:
+                return f"{path}: its sha256 is not the one that was written"
+        except OSError as error:
+            return f"{path}: cannot read: {_reason(error, path)}"
     return None
 
 

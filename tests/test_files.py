@@ -79,7 +79,7 @@ def test_after_an_error_all_is_as_it_was(tmp_path):
 
 def test_a_file_is_not_replaced_by_a_folder(tmp_path):
     (tmp_path / "a").write_text("mine")
-    with pytest.raises(RunError, match=r"/a: cannot write: Not a directory\. Nothing complete was lost"):
+    with pytest.raises(RunError, match=r"/a: cannot write: Not a directory\.$"):
         fill(tmp_path / "a", {"x": "new"})
     assert (tmp_path / "a").read_text() == "mine"
     assert names(tmp_path) == ["a"]
@@ -320,6 +320,52 @@ def test_a_manifest_that_is_none_is_a_defect(tmp_path, content, message):
     assert files.defect(tmp_path) == f"{tmp_path}/manifest.json{message}"
     with pytest.raises(CheckpointError, match=r"manifest.json:"):
         files.read_manifest(tmp_path, CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gone/a", "No such file or directory"),
+        ("file/a", "Not a directory"),
+        ("loop/a", "Too many levels of symbolic links"),
+        ("n" * 300, "File name too long"),
+        ("folder", "Is a directory"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_one_line_with_its_reason_alone(tmp_path, name, reason):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(RunError, match=rf"/{name}: cannot write: {reason}\.$"):
+        files.write_atomic(tmp_path / name, "x")
+    assert names(tmp_path) == ["file", "folder", "loop"]
+
+
+def test_a_refusal_names_the_file_that_it_is_about(tmp_path):
+    with pytest.raises(RunError, match=r"/x/made: cannot write: No such file or directory \(/proc/no/such\)\.$"):
+        with files.new_directory(tmp_path / "x" / "made"):
+            open("/proc/no/such")
+    with pytest.raises(DataError, match=r"/d: cannot read: Is a directory\.$"), files.reading(tmp_path / "d", DataError):
+        (tmp_path / "d").mkdir()
+        (tmp_path / "d").read_bytes()
+    with pytest.raises(FileNotFoundError), files.reading(tmp_path / "e"):
+        (tmp_path / "e").read_bytes()
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "1" * 5_000])
+def test_json_that_python_cannot_hold_is_named(tmp_path, content):
+    (tmp_path / "a").write_text(content)
+    with pytest.raises(DataError, match=r"/a: cannot be read as JSON: it is nested too deeply"):
+        files.read_json(tmp_path / "a", DataError)
+
+
+def test_a_defect_may_be_looked_for_without_reading_the_files(tmp_path):
+    fill(tmp_path / "a", {"x": "new"})
+    (tmp_path / "a" / "x").write_text("old")
+    assert "sha256" in files.defect(tmp_path / "a")
+    assert files.defect(tmp_path / "a", hashes=False) is None
+    (tmp_path / "a" / "x").write_text("longer")
+    assert "6 bytes, 3 were written" in files.defect(tmp_path / "a", hashes=False)
 
 
 def test_unreadable_json_is_named(tmp_path):

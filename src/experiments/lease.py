@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
-from src.files import write_atomic, writing
+from src.files import reading, write_atomic, writing
 
 STALE_SECONDS = 30.0
 """How long a holder elsewhere may stand still before it counts as dead."""
@@ -148,8 +148,8 @@ class Lease:
     def _look(self) -> None:
         try:
             found = _read(self.path)
-        except OSError as error:
-            log.warning("%s: the lease cannot be read: %s", self.path, error)
+        except RunError as error:
+            log.warning("%s", error)
             return
         if _parsed(found).get("token") != self._facts["token"] and not self._released.is_set():
             self.lost = True
@@ -159,7 +159,7 @@ def holder_is_dead(path: Path) -> bool | None:
     """Whether the save directory `path` is left behind: True for no holder or a dead one, None for one that cannot be judged from here."""
     try:
         found = _read(path)
-    except OSError:
+    except RunError:
         return None
     if found is None:
         return True
@@ -206,7 +206,11 @@ def _open_guard(path: Path, create: bool) -> int:
         except FileNotFoundError:
             if not create:
                 raise
-            continue  # moved away between the two lines above
+            # Moved away between the two lines above; or it can never be made.
+            if time.monotonic() > until:
+                raise RunError(f"{path}: the save directory cannot be made: it is gone each time that it was made.") from None
+            time.sleep(_POLL_SECONDS)
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The directory may have been moved away while we waited: then we hold the guard of another directory.
@@ -229,13 +233,22 @@ def _make(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         # Also raised for a directory that was moved away while it was looked at; then the caller tries again.
-        if path.exists() and not path.is_dir():
-            raise RunError(f"{path}: a file stands where the save directory should be. Move it away.") from None
+        for folder in (path, *path.parents):
+            if folder.is_symlink() and not folder.exists():
+                raise RunError(f"{folder}: a link to {os.readlink(folder)}, which is not there. Make that folder or remove the link.") from None
+            if folder.exists() and not folder.is_dir():
+                raise RunError(f"{folder}: a file stands where the save directory should be. Move it away.") from None
 
 
 def _read(path: Path) -> bytes | None:
+    """The bytes of the lease; None where there is none.
+
+    Raises:
+        RunError: it is there and cannot be read.
+    """
     try:
-        return (path / LEASE).read_bytes()
+        with reading(path / LEASE):
+            return (path / LEASE).read_bytes()
     except FileNotFoundError:
         return None
 

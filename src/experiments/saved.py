@@ -10,7 +10,7 @@ from src.config import join
 from src.errors import ConfigError, RunError
 from src.experiments.identity import check_values, exp_id
 from src.experiments.lease import guarded, holder_is_dead
-from src.files import read_json, write_json
+from src.files import read_json, reading, write_json
 
 EXP_DICT = "exp_dict.json"
 CONFIG = "config.json"
@@ -44,10 +44,11 @@ def read_status(path: Path) -> dict[str, Any]:
     """status.json of the save directory `path`, or {"state": "new"} where there is none.
 
     Raises:
-        RunError: it is damaged.
+        RunError: it is damaged, or cannot be read.
     """
-    if not (path / STATUS).exists():
-        return {"state": "new"}
+    with reading(path):
+        if not (path / STATUS).exists():
+            return {"state": "new"}
     hint = "Delete it: the run then goes on from its newest checkpoint."
     try:
         status = read_json(path / STATUS, RunError)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import DataError, RunError
-from src.files import sync_directory, write_atomic, writing
+from src.files import reading, sync_directory, write_atomic, writing
 
 SCORES = "scores.jsonl"
 SCORE_LIST = "score_list.pkl"
@@ -57,6 +57,7 @@ class Scores:
 
         Raises:
             DataError: a line that is not a row; names the file and the line.
+            RunError: the file cannot be read.
         """
         return [row for _, row in self._read()]
 
@@ -115,7 +116,8 @@ class Scores:
     def _read(self) -> list[tuple[bytes, Row]]:
         """Complete lines, without their newlines, and the rows in them."""
         try:
-            lines = self.path.read_bytes().split(b"\n")[:-1]
+            with reading(self.path):
+                lines = self.path.read_bytes().split(b"\n")[:-1]
         except FileNotFoundError:
             return []
         try:
@@ -137,7 +139,8 @@ def read_score_list(path: Path) -> list[dict[str, Any]]:
         DataError: the file is torn, or holds anything else.
     """
     try:
-        rows = _Numbers(io.BytesIO(path.read_bytes())).load()
+        with reading(path, DataError):
+            rows = _Numbers(io.BytesIO(path.read_bytes())).load()
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError, struct.error) as error:

@@ -287,3 +287,36 @@ def test_a_removed_directory_is_not_made_again(tmp_path: Path):
         lease.confirm()
     lease.release()
     assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("dangling", r"/dangling: a link to .*/nowhere, which is not there\. Make that folder or remove the link\.$"),
+        ("dangling/deeper", r"/dangling: a link to .*/nowhere, which is not there"),
+        ("loop/deeper", r"/loop/deeper/run: cannot write: Too many levels of symbolic links\.$|/loop: a link to "),
+        ("n" * 300, r"/run: cannot write: File name too long\.$"),
+        ("file", r"/file(/run)?: (cannot write: Not a directory|a file stands)"),
+        ("/proc/no_such", r"^/proc/no_such/run: cannot write: No such file or directory\.$"),
+    ],
+)
+def test_a_save_directory_that_cannot_be_made_is_one_line(tmp_path: Path, base: str, message: str):
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=message):
+        Lease.acquire(tmp_path / base / "run")
+
+
+def test_a_directory_that_vanishes_each_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("src.experiments.lease.GUARD_SECONDS", 0.05)
+    monkeypatch.setattr("src.experiments.lease._make", lambda path: None)  # as if another process moved it away each time
+    with pytest.raises(RunError, match=r"/run: the save directory cannot be made"):
+        Lease.acquire(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("name", "verb"), [(LEASE, "read"), (GUARD, "write")])
+def test_a_folder_where_the_lease_should_be_is_one_line(tmp_path: Path, name: str, verb: str):
+    (tmp_path / name).mkdir()
+    with pytest.raises(RunError, match=rf"cannot {verb}: Is a directory"):
+        Lease.acquire(tmp_path)

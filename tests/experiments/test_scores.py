@@ -198,3 +198,12 @@ def test_other_pickles_are_refused_and_run_nothing(tmp_path: Path, content: byte
 def test_a_missing_score_list_is_named(tmp_path: Path):
     with pytest.raises(DataError, match=r"score_list\.pkl: no such file"):
         read_score_list(tmp_path / "score_list.pkl")
+
+
+def test_a_folder_where_the_scores_should_be_is_one_line(tmp_path: Path):
+    (tmp_path / "scores.jsonl").mkdir()
+    with pytest.raises(RunError, match=r"/scores\.jsonl: cannot read: Is a directory\.$"):
+        Scores(tmp_path / "scores.jsonl").append({"step": 1})
+    (tmp_path / "score_list.pkl").mkdir()
+    with pytest.raises(DataError, match=r"/score_list\.pkl: cannot read: Is a directory\.$"):
+        read_score_list(tmp_path / "score_list.pkl")
