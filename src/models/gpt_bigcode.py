@@ -1,5 +1,6 @@
 """A GPTBigCode language model (multi-query attention, learned positions) from random weights."""
 
+import os
 from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
@@ -36,13 +37,19 @@ def build(config: Config, places: Places) -> "GPTBigCodeForCausalLM":
     """The model, its weights drawn from torch's global generator.
 
     Raises:
-        DataError: the tokenizer is missing.
+        DataError: the tokenizer is missing or damaged.
     """
     from transformers import AutoTokenizer, GPTBigCodeConfig, GPTBigCodeForCausalLM
 
     check(config, places)
     folder = places.data / config.tokenizer
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # noqa: BLE001  a damaged file gives a bare Exception, or whatever a wrong type leads to
+        tokenizer = error
+    if isinstance(tokenizer, Exception):
+        reason = " ".join(f"{type(tokenizer).__name__}: {tokenizer}".split())
+        raise DataError(f"{folder}: its tokenizer cannot be read ({reason[:200]}). Prepare it again.") from tokenizer
     model = GPTBigCodeForCausalLM(
         GPTBigCodeConfig(
             vocab_size=len(tokenizer),
@@ -70,7 +77,7 @@ def check(config: Config, places: Places) -> None:
     """
     folder = places.data / config.tokenizer
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):  # unlike Path.is_file, False for a name that is too long
             raise DataError(f"{folder}: no tokenizer here ({name} is missing). Prepare it with data_prep, or name another --data_path.")
 
 
