@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 import src.config
-from src.config import Places, Problems
+from src.config import Places, Problems, join
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json
 from src.models.architecture import Architecture
@@ -54,7 +54,7 @@ def check(config: Config, places: Places) -> None:
     """Look for the parent's dict; the parent need not be trained yet.
 
     Raises:
-        ConfigError: nobody knows the id.
+        ConfigError: nobody knows the id, or its dict is not one of an experiment.
     """
     _parent(config, places)
 
@@ -73,6 +73,8 @@ def _parent(config: Config, places: Places) -> Part:
             f"parent {config.exp_id}: neither under {places.runs} nor in exp_configs.py. "
             "Name an experiment that is, with ref(...), and train it with --with-parents."
         )
+    if not isinstance(raw, dict):
+        raise ConfigError(f"parent {config.exp_id}: {written}: expected a dict, got {type(raw).__name__}.")
     if "model" not in raw:
         raise ConfigError(f"parent {config.exp_id}: its experiment has no 'model'.")
     return _bound(raw["model"], config)
@@ -82,4 +84,5 @@ def _bound(raw: Any, config: Config) -> Part:
     try:
         return bind(MODELS, raw)
     except Problems as error:
-        raise ConfigError(f"parent {config.exp_id}: model.{error}") from None
+        lines = (f"parent {config.exp_id}: {join('model', path)}: {text}" for path, text in error.found)
+        raise ConfigError("\n".join(lines)) from None
