@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 
@@ -29,12 +30,27 @@ _SPELLINGS = {
 
 
 def from_dict(raw: Mapping[str, Any]) -> Architecture | None:
-    """Read the content of a Hugging Face config.json, in any of the spellings of its families; None where a size is not in it."""
+    """Read the content of a Hugging Face config.json, in any of the spellings of its families; None where a size is not in it.
+
+    Raises:
+        ValueError: a size is no positive int, or the family no str; says which key.
+    """
+    for key in (*chain.from_iterable(_SPELLINGS.values()), "num_key_value_heads", *_MAX_POSITIONS):
+        _check(key, raw.get(key))
     found: dict[str, Any] = {size: _first(raw, keys) for size, keys in _SPELLINGS.items()}
     if None in found.values():
         return None
     heads = raw.get("num_key_value_heads") or found["num_heads"]
     return Architecture(**found, num_key_value_heads=heads, max_positions=_first(raw, _MAX_POSITIONS))
+
+
+def _check(key: str, value: Any) -> None:
+    if value is None:
+        return
+    if key == "model_type" and not isinstance(value, str):
+        raise ValueError(f"{key}: expected str, got {value!r} ({type(value).__name__}).")
+    if key != "model_type" and (type(value) is not int or value < 1):
+        raise ValueError(f"{key}: expected an int > 0, got {value!r} ({type(value).__name__}).")
 
 
 def _first(raw: Mapping[str, Any], keys: Iterable[str]) -> Any:

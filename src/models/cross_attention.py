@@ -116,6 +116,11 @@ def architecture(config: Config, places: Places) -> Architecture | None:
     return config.base.ask("architecture", places)
 
 
+def fingerprint(config: Config, places: Places) -> str | None:
+    """The base's: of pretrained weights, None where it loads none."""
+    return config.base.ask("fingerprint", places)
+
+
 def placement(num_decoder_layers: int, num_layers: int, stride: int) -> list[int]:
     """Indices of the decoder layers that get a block: the last, then every `stride`-th below it, `num_layers` of them.
 

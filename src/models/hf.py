@@ -1,5 +1,7 @@
 """A pretrained causal language model from a folder or from the local Hugging Face cache. Never downloads."""
 
+import hashlib
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,7 +11,7 @@ from pydantic import Field
 import src.config
 from src.config import Places
 from src.errors import CheckpointError, ConfigError
-from src.files import read_json
+from src.files import read_json, sha256
 from src.models.architecture import Architecture, from_dict
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Weight files that transformers looks for, in its order; each may instead be an index of shards."""
+_MIB = 2**20
 
 
 class Config(src.config.Config):
@@ -33,12 +36,13 @@ def build(config: Config, places: Places) -> "PreTrainedModel":
     """The model with its weights, ready to train or to freeze.
 
     Raises:
-        ConfigError: it is not on this machine; says how to get it.
+        ConfigError: it is not on this machine, or transformers has no causal language model of its config.json.
         CheckpointError: its weights are incomplete or damaged.
     """
     import pickle
 
     import torch
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -49,8 +53,11 @@ def build(config: Config, places: Places) -> "PreTrainedModel":
             folder, dtype=getattr(torch, config.dtype), local_files_only=True, output_loading_info=True
         )
     except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{_weights(folder)}: damaged or of another model ({first}). Get it again.") from error
+        raise CheckpointError(f"{_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again.") from error
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, ImportError, StrictDataclassError) as error:
+        # Whatever a value of config.json that fits no model leads to.
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{folder / 'config.json'}: no model can be made of it ({reason[:300]}).") from error
     model, report = loaded
     if report["missing_keys"]:
         # transformers would go on with random numbers in their place.
@@ -62,44 +69,79 @@ def check(config: Config, places: Places) -> None:
     """Look for the model's files.
 
     Raises:
-        ConfigError: they are not on this machine; says how to get them.
-        CheckpointError: some are missing.
+        ConfigError: they are not on this machine, which says how to get them; or config.json is not one of a model.
+        CheckpointError: weights are missing, or their index is no index.
     """
-    del places  # a hub id or an own folder, not a prepared data set
+    architecture(config, places)
     folder = _folder(config)
-    if Path(config.path).is_dir() and config.revision is not None:
+    if os.path.isdir(config.path) and config.revision is not None:
         raise ConfigError(f"{config.path!r} is a folder, so revision {config.revision!r} would be ignored. Remove it, or name a hub id.")
     weights = _weights(folder)
     if weights is None:
         raise CheckpointError(f"{folder}: no weights here. Expected {' or '.join(WEIGHTS)}.")
-    if weights.suffix == ".json":
-        for shard in sorted(set(read_json(weights, CheckpointError).get("weight_map", {}).values())):
-            if not (folder / shard).is_file():
-                raise CheckpointError(f"{folder / shard}: missing, though {weights.name} lists it. Get it again.")
+    for path in _weight_files(weights):
+        if not os.path.isfile(path):
+            raise CheckpointError(f"{path}: missing, though {weights.name} lists it. Get it again.")
 
 
 def architecture(config: Config, places: Places) -> Architecture | None:
     """The sizes written in config.json; None where it has none that we know.
 
     Raises:
-        ConfigError: the model is not on this machine.
+        ConfigError: the model is not on this machine, or its config.json is not one of a model.
     """
-    del places
-    return from_dict(read_json(_folder(config) / "config.json", ConfigError))
+    del places  # a hub id or an own folder, not a prepared data set
+    path = _folder(config) / "config.json"
+    raw = read_json(path, ConfigError)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a dict, got {type(raw).__name__}. Name a folder that save_pretrained made.")
+    if "model_type" not in raw:
+        raise ConfigError(f'{path}: "model_type" is missing, so its family is not known. Name a folder that save_pretrained made.')
+    try:
+        return from_dict(raw)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def fingerprint(config: Config, places: Places) -> str:
+    """Of the weights that `build` loads: the commit of a hub id; of a folder a sha256 over config.json and the weight files.
+
+    Of a weight file count name, size and the first and last MiB: weights of many gigabytes need not be read whole, and those
+    of another training differ there.
+
+    Raises:
+        UserError: what `check` raises.
+    """
+    check(config, places)
+    folder = _folder(config)
+    if not os.path.isdir(config.path):
+        return folder.name
+    weights = _weights(folder)
+    assert weights, "check found them"
+    listed = {path.name: [path.stat().st_size, _ends(path)] for path in _weight_files(weights)}
+    return hashlib.sha256(json.dumps([sha256(folder / "config.json"), listed], sort_keys=True).encode()).hexdigest()
+
+
+def _ends(path: Path) -> str:
+    """sha256 of the first and last MiB."""
+    with open(path, "rb") as file:
+        first = file.read(_MIB)
+        file.seek(max(path.stat().st_size - _MIB, 0))
+        return hashlib.sha256(first + file.read(_MIB)).hexdigest()
 
 
 def _folder(config: Config) -> Path:
     """The folder that has the model's config.json."""
     given = Path(config.path)
-    if given.is_dir():
+    if os.path.isdir(given):  # unlike Path.is_dir, False for a name that is too long
         if not (given / "config.json").is_file():
             raise ConfigError(f"{config.path!r} is a folder without a config.json. Name one that save_pretrained made.")
         return given
     repository = _cache() / f"models--{config.path.replace('/', '--')}"
     name = config.revision or "main"
     reference = repository / "refs" / name
-    found = repository / "snapshots" / (reference.read_text().strip() if reference.is_file() else name)
-    if not (found / "config.json").is_file():
+    found = repository / "snapshots" / (reference.read_text().strip() if os.path.isfile(reference) else name)
+    if not os.path.isfile(found / "config.json"):
         what = f"{config.path!r}" + (f" at revision {config.revision!r}" if config.revision else "")
         command = f"hf download {config.path}" + (f" --revision {config.revision}" if config.revision else "")
         raise ConfigError(
@@ -120,3 +162,22 @@ def _weights(folder: Path) -> Path | None:
     """The file, or the index of files, that transformers will load from `folder`."""
     candidates = [folder / f"{name}{suffix}" for name in WEIGHTS for suffix in ("", ".index.json")]
     return next((path for path in candidates if path.is_file()), None)
+
+
+def _weight_files(weights: Path) -> list[Path]:
+    """The weight file itself, or the shards of an index, by name.
+
+    Raises:
+        CheckpointError: the index is no index.
+    """
+    if weights.suffix != ".json":
+        return [weights]
+    index = read_json(weights, CheckpointError)
+    listed = index.get("weight_map") if isinstance(index, dict) else None
+    if not (isinstance(listed, dict) and listed and all(isinstance(name, str) for name in listed.values())):
+        raise CheckpointError(f'{weights}: not an index: expected a dict "weight_map" from weights to file names. Get it again.')
+    return [weights.parent / name for name in sorted(set(listed.values()))]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from src.config import Places
 from src.errors import CheckpointError, ConfigError, DataError
 from src.files import new_directory, write_json
-from src.models.architecture import Architecture
 from src.registry import MODELS, Part, bind, resolved
 from src.weights import load_trained, trained_weights
 
@@ -90,93 +89,10 @@ def test_gpt_bigcode_refuses(change, message):
         part({**GPT, **change})
 
 
-# ---- hf
-
-
-@pytest.fixture
-def pretrained(base_of, tmp_path: Path) -> Path:
-    folder = tmp_path / "pretrained"
-    base_of("llama").save_pretrained(folder)
-    return folder
-
-
-def test_hf_loads_a_folder(pretrained, places, base_of):
-    model = part({"name": "hf", "path": str(pretrained)})(places)
-    assert model.dtype == torch.float32
-    assert model.name_or_path == str(pretrained)
-    ids = torch.arange(5)[None]
-    assert torch.equal(model.eval()(ids).logits, base_of("llama")(ids).logits)
-    assert part({"name": "hf", "path": str(pretrained), "dtype": "bfloat16"})(places).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(("model_type", "groups"), [("llama", 2), ("gpt_bigcode", 1), ("gpt_neox", 4)])
-def test_hf_knows_the_sizes_before_loading(base_of, tmp_path, places, model_type, groups):
-    base_of(model_type).save_pretrained(tmp_path / "m")
-    raw = part({"name": "hf", "path": str(tmp_path / "m")})
-    assert raw.function("architecture")(places) == Architecture(model_type, 4, 16, 4, groups, max_positions=64)
-
-
-def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeypatch):
-    repository = tmp_path / "home" / "hub" / "models--owner--name"
-    shutil.copytree(pretrained, repository / "snapshots" / "abc123")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("abc123")
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    for raw in ({"path": "owner/name"}, {"path": "owner/name", "revision": "abc123"}):
-        assert part({"name": "hf", **raw})(places).config.model_type == "llama"
-    with pytest.raises(ConfigError, match=r"'owner/name' at revision 'v9' is neither .* `hf download owner/name --revision v9`"):
-        part({"name": "hf", "path": "owner/name", "revision": "v9"}).ask("check", places)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
-    with pytest.raises(
-        ConfigError,
-        match=r"'owner/name' is neither a folder nor in the local Hugging Face cache\. Get it once with `hf download owner/name` "
-        r"\(gated models: `hf auth login` first\), or give a folder as the model's path\.",
-    ):
-        part({"name": "hf", "path": "owner/name"}).ask("check", places)
-
-
-def test_hf_refuses_what_it_would_ignore_and_what_is_no_model(pretrained, places, tmp_path):
-    with pytest.raises(ConfigError, match=r"is a folder, so revision 'main' would be ignored"):
-        part({"name": "hf", "path": str(pretrained), "revision": "main"}).ask("check", places)
-    with pytest.raises(ConfigError, match=r"is a folder without a config.json"):
-        part({"name": "hf", "path": str(tmp_path)}).ask("check", places)
-    (pretrained / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"pretrained: no weights here. Expected model.safetensors or pytorch_model.bin"):
-        part({"name": "hf", "path": str(pretrained)}).ask("check", places)
-
-
-def test_hf_names_the_damaged_file(pretrained, places):
-    file = pretrained / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointError, match=r"pretrained/model.safetensors: damaged or of another model .*Get it again"):
-        part({"name": "hf", "path": str(pretrained)})(places)
-
-
-@pytest.mark.filterwarnings("ignore")  # transformers warns of them in its own way
-def test_hf_refuses_weights_that_do_not_fit(pretrained, places):
-    file = pretrained / "model.safetensors"
-    whole = load_file(file)
-    save_file({name: tensor for name, tensor in whole.items() if "layers.2.mlp.up" not in name}, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model.safetensors: incomplete: model.layers.2.mlp.up_proj.weight missing"):
-        part({"name": "hf", "path": str(pretrained)})(places)
-    save_file({**whole, "model.norm.weight": torch.ones(3)}, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model.safetensors: damaged or of another model"):
-        part({"name": "hf", "path": str(pretrained)})(places)
-
-
-def test_hf_names_the_missing_shard(base_of, places, tmp_path):
-    folder = tmp_path / "sharded"
-    base_of("llama").save_pretrained(folder, max_shard_size="10KB")
-    raw = part({"name": "hf", "path": str(folder)})
-    raw.ask("check", places)
-    assert raw(places).config.model_type == "llama"
-    shards = sorted(folder.glob("model-*.safetensors"))
-    assert len(shards) > 1
-    shards[1].unlink()
-    with pytest.raises(CheckpointError, match=rf"{shards[1].name}: missing, though model.safetensors.index.json lists it"):
-        raw.ask("check", places)
+def test_gpt_bigcode_names_a_damaged_tokenizer(places):
+    (places.data / "tokenizer" / "tokenizer.json").write_text('{"added_tokens": [], "model": {}}')
+    with pytest.raises(DataError, match=r"data/tokenizer: its tokenizer cannot be read \(.+\)\. Prepare it again\.$"):
+        part(GPT)(places)
 
 
 # ---- experiment
@@ -234,6 +150,35 @@ def test_experiment_with_a_parent_that_we_cannot_read(places):
         raw.ask("check", Places(places.data, places.runs, {PARENT: {"model": {k: v for k, v in GPT.items() if k != "hidden_size"}}}))
     with pytest.raises(ConfigError, match=rf"parent {PARENT}: its experiment has no 'model'"):
         raw.ask("check", Places(places.data, places.runs, {PARENT: {"recipe": "lm"}}))
+    written = places.runs / PARENT / "exp_dict.json"
+    written.parent.mkdir(parents=True)
+    for damaged in (3, "x model", ["model"]):
+        write_json(written, damaged)
+        with pytest.raises(ConfigError, match=rf"parent {PARENT}: {written}: expected a dict, got {type(damaged).__name__}\.$"):
+            raw.ask("check", places)
+
+
+@pytest.mark.parametrize(
+    ("model", "lines"),
+    [
+        (3, [r"model: expected a dict with 'name', got 3 (int)."]),
+        (
+            {"name": "gpt_bigcode", "num_layers": 0, "num_heads": 1, "max_positions": 8, "tokenizer": "t", "hiden_size": 8},
+            [
+                "model.hidden_size: missing. It has no default, so write it.",
+                "model.num_layers: expected a number > 0, got 0 (int).",
+                "model: unknown key 'hiden_size'. Did you mean 'hidden_size'?",
+            ],
+        ),
+    ],
+)
+def test_every_mistake_in_a_parent_s_model_is_a_line(places, model, lines):
+    raw = part({"name": "experiment", "exp_id": PARENT})
+    with pytest.raises(ConfigError) as caught:
+        raw.ask("check", Places(places.data, places.runs, {PARENT: {"model": model}}))
+    found = str(caught.value).split("\n")
+    assert len(found) == len(lines)
+    assert all(line.startswith(f"parent {PARENT}: {expected}") for line, expected in zip(found, lines, strict=True))
 
 
 def test_cross_attention_on_another_experiment_from_its_own_checkpoint(parent, places, tmp_path):

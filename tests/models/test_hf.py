@@ -1,0 +1,188 @@
+"""Pretrained models from a folder or the hub's cache: what is missing or damaged is named, and which weights were loaded is known."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from src.errors import CheckpointError, ConfigError, DataError
+from src.files import write_json
+from src.models.architecture import Architecture
+from src.registry import MODELS, Part, bind, resolved
+
+GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 4, "num_heads": 4, "max_positions": 32}
+
+
+def part(raw: dict) -> Part:
+    return bind(MODELS, raw)
+
+
+@pytest.fixture
+def pretrained(base_of, tmp_path: Path) -> Path:
+    folder = tmp_path / "pretrained"
+    base_of("llama").save_pretrained(folder)
+    return folder
+
+
+def test_hf_loads_a_folder(pretrained, places, base_of):
+    model = part({"name": "hf", "path": str(pretrained)})(places)
+    assert model.dtype == torch.float32
+    assert model.name_or_path == str(pretrained)
+    ids = torch.arange(5)[None]
+    assert torch.equal(model.eval()(ids).logits, base_of("llama")(ids).logits)
+    assert part({"name": "hf", "path": str(pretrained), "dtype": "bfloat16"})(places).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("model_type", "groups"), [("llama", 2), ("gpt_bigcode", 1), ("gpt_neox", 4)])
+def test_hf_knows_the_sizes_before_loading(base_of, tmp_path, places, model_type, groups):
+    base_of(model_type).save_pretrained(tmp_path / "m")
+    raw = part({"name": "hf", "path": str(tmp_path / "m")})
+    assert raw.function("architecture")(places) == Architecture(model_type, 4, 16, 4, groups, max_positions=64)
+
+
+def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeypatch):
+    repository = tmp_path / "home" / "hub" / "models--owner--name"
+    shutil.copytree(pretrained, repository / "snapshots" / "abc123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc123")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for raw in ({"path": "owner/name"}, {"path": "owner/name", "revision": "abc123"}):
+        assert part({"name": "hf", **raw})(places).config.model_type == "llama"
+    with pytest.raises(ConfigError, match=r"'owner/name' at revision 'v9' is neither .* `hf download owner/name --revision v9`"):
+        part({"name": "hf", "path": "owner/name", "revision": "v9"}).ask("check", places)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(
+        ConfigError,
+        match=r"'owner/name' is neither a folder nor in the local Hugging Face cache\. Get it once with `hf download owner/name` "
+        r"\(gated models: `hf auth login` first\), or give a folder as the model's path\.",
+    ):
+        part({"name": "hf", "path": "owner/name"}).ask("check", places)
+
+
+def test_hf_refuses_what_it_would_ignore_and_what_is_no_model(pretrained, places, tmp_path):
+    with pytest.raises(ConfigError, match=r"is a folder, so revision 'main' would be ignored"):
+        part({"name": "hf", "path": str(pretrained), "revision": "main"}).ask("check", places)
+    with pytest.raises(ConfigError, match=r"is a folder without a config.json"):
+        part({"name": "hf", "path": str(tmp_path)}).ask("check", places)
+    (pretrained / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"pretrained: no weights here. Expected model.safetensors or pytorch_model.bin"):
+        part({"name": "hf", "path": str(pretrained)}).ask("check", places)
+
+
+def test_hf_names_the_damaged_file(pretrained, places):
+    file = pretrained / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"pretrained/model.safetensors: damaged or of another model .*Get it again"):
+        part({"name": "hf", "path": str(pretrained)})(places)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of them in its own way
+def test_hf_refuses_weights_that_do_not_fit(pretrained, places):
+    file = pretrained / "model.safetensors"
+    whole = load_file(file)
+    save_file({name: tensor for name, tensor in whole.items() if "layers.2.mlp.up" not in name}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model.safetensors: incomplete: model.layers.2.mlp.up_proj.weight missing"):
+        part({"name": "hf", "path": str(pretrained)})(places)
+    save_file({**whole, "model.norm.weight": torch.ones(3)}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model.safetensors: damaged or of another model"):
+        part({"name": "hf", "path": str(pretrained)})(places)
+
+
+def test_hf_names_the_missing_shard(base_of, places, tmp_path):
+    folder = tmp_path / "sharded"
+    base_of("llama").save_pretrained(folder, max_shard_size="10KB")
+    raw = part({"name": "hf", "path": str(folder)})
+    raw.ask("check", places)
+    assert raw(places).config.model_type == "llama"
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    shards[1].unlink()
+    with pytest.raises(CheckpointError, match=rf"{shards[1].name}: missing, though model.safetensors.index.json lists it"):
+        raw.ask("check", places)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ([], "expected a dict, got list"),
+        (3, "expected a dict, got int"),
+        ({"model_type": None}, '"model_type" is missing'),
+        ({"model_type": 3}, r"model_type: expected str, got 3 \(int\)"),
+        ({"num_hidden_layers": "4"}, r"num_hidden_layers: expected an int > 0, got '4' \(str\)"),
+        ({"hidden_size": 0}, r"hidden_size: expected an int > 0, got 0 \(int\)"),
+        ({"num_key_value_heads": [2]}, r"num_key_value_heads: expected an int > 0, got \[2\] \(list\)"),
+        ({"max_position_embeddings": True}, r"max_position_embeddings: expected an int > 0, got True \(bool\)"),
+    ],
+)
+def test_hf_names_what_is_wrong_in_config_json(pretrained, places, change, message):
+    raw = part({"name": "hf", "path": str(pretrained)})
+    file = pretrained / "config.json"
+    if isinstance(change, dict):
+        change = {key: value for key, value in {**json.loads(file.read_text()), **change}.items() if value is not None}
+    write_json(file, change)
+    for verb in (raw.function("check"), raw.function("architecture"), raw):
+        with pytest.raises(ConfigError, match=f"pretrained/config.json: {message}"):
+            verb(places)
+
+
+@pytest.mark.parametrize("change", [{"model_type": "nope"}, {"hidden_act": "nope"}, {"rope_parameters": 3}, {"vocab_size": "x"}])
+@pytest.mark.filterwarnings("ignore")  # transformers warns of some in its own way
+def test_hf_names_the_config_json_that_makes_no_model(pretrained, places, change):
+    file = pretrained / "config.json"
+    write_json(file, {**json.loads(file.read_text()), **change})
+    with pytest.raises(ConfigError, match=r"pretrained/config.json: no model can be made of it \(.+\)\.$") as caught:
+        part({"name": "hf", "path": str(pretrained)})(places)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("index", [[], 3, {}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": {"a": 3}}])
+def test_hf_names_an_index_of_shards_that_is_none(pretrained, places, index):
+    (pretrained / "model.safetensors").unlink()
+    write_json(pretrained / "model.safetensors.index.json", index)
+    with pytest.raises(CheckpointError, match=r"pretrained/model.safetensors.index.json: not an index: expected"):
+        part({"name": "hf", "path": str(pretrained)}).ask("check", places)
+
+
+def test_names_that_are_too_long_for_the_file_system(places):
+    for raw in ({"path": "a" * 300}, {"path": "/" + "a" * 5000}, {"path": "owner/name", "revision": "a" * 300}):
+        with pytest.raises(ConfigError, match=r"is neither a folder nor in the local Hugging Face cache"):
+            part({"name": "hf", **raw}).ask("check", places)
+    with pytest.raises(DataError, match=r"a: no tokenizer here"):
+        part({**GPT, "tokenizer": "a" * 300}).ask("check", places)
+
+
+def test_hf_fingerprint_of_a_folder_is_that_of_its_weights(pretrained, places, tmp_path):
+    raw = part({"name": "hf", "path": str(pretrained)})
+    first = raw.ask("fingerprint", places)
+    shutil.copytree(pretrained, tmp_path / "copy")
+    (tmp_path / "copy" / "README.md").write_text("not loaded")
+    assert part({"name": "hf", "path": str(tmp_path / "copy")}).ask("fingerprint", places) == first
+    assert part({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": resolved(raw)}).ask("fingerprint", places) == first
+    assert part({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT}).ask("fingerprint", places) is None
+    weights = load_file(pretrained / "model.safetensors")
+    save_file({**weights, "model.norm.weight": torch.zeros(16)}, pretrained / "model.safetensors", metadata={"format": "pt"})
+    second = raw.ask("fingerprint", places)
+    config = pretrained / "config.json"
+    write_json(config, {**json.loads(config.read_text()), "rms_norm_eps": 0.5})
+    assert len({first, second, raw.ask("fingerprint", places)}) == 3
+
+
+def test_hf_fingerprint_of_shards_and_of_a_hub_id(base_of, places, tmp_path, monkeypatch):
+    repository = tmp_path / "hub" / "models--owner--name"
+    commit = "c0ffee" + "0" * 34
+    base_of("llama").save_pretrained(repository / "snapshots" / commit, max_shard_size="10KB")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert part({"name": "hf", "path": "owner/name"}).ask("fingerprint", places) == commit
+    folder = repository / "snapshots" / commit
+    raw = part({"name": "hf", "path": str(folder)})
+    first = raw.ask("fingerprint", places)
+    shard = max(folder.glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"~")
+    assert raw.ask("fingerprint", places) != first
