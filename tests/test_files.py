@@ -342,11 +342,11 @@ def test_a_path_that_leads_nowhere_is_one_line_with_its_reason_alone(tmp_path, n
 
 
 def test_a_refusal_names_the_file_that_it_is_about(tmp_path):
-    with pytest.raises(RunError, match=r"/x/made: cannot write: No such file or directory \(/proc/no/such\)\.$"):
-        with files.new_directory(tmp_path / "x" / "made"):
-            open("/proc/no/such")
+    made = tmp_path / "x" / "made"
+    with pytest.raises(RunError, match=r"/x/made: cannot write: No such file or directory \(/proc/no\)\.$"), files.new_directory(made):
+        Path("/proc/no").read_bytes()
+    (tmp_path / "d").mkdir()
     with pytest.raises(DataError, match=r"/d: cannot read: Is a directory\.$"), files.reading(tmp_path / "d", DataError):
-        (tmp_path / "d").mkdir()
         (tmp_path / "d").read_bytes()
     with pytest.raises(FileNotFoundError), files.reading(tmp_path / "e"):
         (tmp_path / "e").read_bytes()

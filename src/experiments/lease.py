@@ -206,8 +206,7 @@ def _open_guard(path: Path, create: bool) -> int:
         except FileNotFoundError:
             if not create:
                 raise
-            # Moved away between the two lines above; or it can never be made.
-            if time.monotonic() > until:
+            if time.monotonic() > until:  # not only moved away between the two lines above
                 raise RunError(f"{path}: the save directory cannot be made: it is gone each time that it was made.") from None
             time.sleep(_POLL_SECONDS)
             continue
@@ -235,17 +234,13 @@ def _make(path: Path) -> None:
         # Also raised for a directory that was moved away while it was looked at; then the caller tries again.
         for folder in (path, *path.parents):
             if folder.is_symlink() and not folder.exists():
-                raise RunError(f"{folder}: a link to {os.readlink(folder)}, which is not there. Make that folder or remove the link.") from None
+                raise RunError(f"{folder}: a link to {os.readlink(folder)}, which is not there. Make it, or remove the link.") from None
             if folder.exists() and not folder.is_dir():
                 raise RunError(f"{folder}: a file stands where the save directory should be. Move it away.") from None
 
 
 def _read(path: Path) -> bytes | None:
-    """The bytes of the lease; None where there is none.
-
-    Raises:
-        RunError: it is there and cannot be read.
-    """
+    """The bytes of the lease; None where there is none. A RunError where it cannot be read."""
     try:
         with reading(path / LEASE):
             return (path / LEASE).read_bytes()

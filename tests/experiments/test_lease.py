@@ -292,7 +292,7 @@ def test_a_removed_directory_is_not_made_again(tmp_path: Path):
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        ("dangling", r"/dangling: a link to .*/nowhere, which is not there\. Make that folder or remove the link\.$"),
+        ("dangling", r"/dangling: a link to .*/nowhere, which is not there\. Make it, or remove the link\.$"),
         ("dangling/deeper", r"/dangling: a link to .*/nowhere, which is not there"),
         ("loop/deeper", r"/loop/deeper/run: cannot write: Too many levels of symbolic links\.$|/loop: a link to "),
         ("n" * 300, r"/run: cannot write: File name too long\.$"),
