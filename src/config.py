@@ -83,7 +83,7 @@ def unknown(kind: str, got: str, known: Iterable[str], where: str) -> ConfigErro
 
 def unknown_text(kind: str, got: str, known: Iterable[str]) -> str:
     """The part of `unknown` that follows the place."""
-    choices = sorted(known)
+    choices = sorted(map(str, known))
     close = get_close_matches(got, choices, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"unknown {kind} {got!r}.{hint} Known: {', '.join(choices) or 'none'}."
@@ -138,6 +138,14 @@ def _expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
         return f"expected a number {sign} {context[key]}"
     if kind in _TYPES:
         return f"expected {_TYPES[kind]}"
+    if kind == "string_too_short":
+        least = context["min_length"]
+        return "expected text that is not empty" if least == 1 else f"expected text of at least {least} characters"
+    if kind == "too_short":
+        least = context["min_length"]
+        return "expected a list that is not empty" if least == 1 else f"expected a list of at least {least} values"
+    if kind == "string_pattern_mismatch":
+        return f"expected text of the form {context['pattern']}"
     return message.replace("Input should be", "expected", 1)
 
 

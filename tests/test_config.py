@@ -79,7 +79,7 @@ def test_defaults_are_written_out():
         ({"loop": 3}, "copy_lr[2].loop: expected a dict, got 3 (int)."),
         ({"loop": {"steps": 1}, "label": 1}, "copy_lr[2].label: expected str, got 1 (int)."),
         ({"loop": {"steps": 1}, "names": {"a": "b"}}, "copy_lr[2].names.a: expected float, got 'b' (str)."),
-        ({"loop": {"steps": 1}, "label": ""}, "copy_lr[2].label: String should have at least 1 character, got '' (str)."),
+        ({"loop": {"steps": 1}, "label": ""}, "copy_lr[2].label: expected text that is not empty, got '' (str)."),
         (
             {"loop": {"steps": 1}, "modes": ["fast", "slwo"]},
             "copy_lr[2].modes[1]: unknown value 'slwo'. Did you mean 'slow'? Known: fast, slow.",
@@ -113,6 +113,32 @@ def test_defaults_are_written_out():
 def test_a_mistake_is_named_by_its_path(raw: Any, message: str):
     assert mistake(raw).startswith(message)
     assert "\n" not in mistake(raw)
+
+
+class Short(Config):
+    name: str = Field(default="abc", min_length=3)
+    several: list[int] = Field(default=[1], min_length=1)
+    pairs: list[int] = Field(default=[1, 2], min_length=2)
+    code: str = Field(default="ab", pattern="^[a-f]+$")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"name": "ab"}, "s.name: expected text of at least 3 characters, got 'ab' (str)."),
+        ({"several": []}, "s.several: expected a list that is not empty, got [] (list)."),
+        ({"pairs": [1]}, "s.pairs: expected a list of at least 2 values, got [1] (list)."),
+        ({"code": "xyz"}, "s.code: expected text of the form ^[a-f]+$, got 'xyz' (str)."),
+    ],
+)
+def test_lengths_and_patterns_are_told_in_our_words(raw: Any, message: str):
+    with pytest.raises(ConfigError) as caught:
+        load(Short, raw, "s")
+    assert str(caught.value) == message
+
+
+def test_unknown_sorts_names_of_several_types():
+    assert str(unknown("group", "b", [2, "a"], "-e")) == "-e: unknown group 'b'. Known: 2, a."  # type: ignore[list-item]
 
 
 def test_every_mistake_is_told_at_once():
