@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def grid(base: Experiment, axes: Axes, where: Callable[[Experiment], bool] | Non
     `where` keeps the experiments for which it is true. A value that is a list stays a list. The dicts share nothing.
 
     Raises:
-        ConfigError: a path that is not in `base`, or an axis without values.
+        ConfigError: a `base` that is no dict, a path that is not in it, or an axis without values.
     """
     _check_axes(axes, "grid")
     combinations = itertools.product(*axes.values())
@@ -72,7 +73,7 @@ def set_path(exp: Experiment, path: str, value: Any, must_exist: bool) -> Experi
     Raises:
         ConfigError: names the key that is not there, or that leads to no dict.
     """
-    changed = copy.deepcopy(exp)
+    changed = _copied(exp)
     _assign(changed, path, value, must_exist)
     return changed
 
@@ -81,7 +82,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """Split "loop.steps=20" into ("loop.steps", 20). The value is read as JSON where it is JSON, else taken as it stands.
 
     Raises:
-        ConfigError: no "=" or nothing before it.
+        ConfigError: no "=" or nothing before it, or a value that is nested too deeply or a number of thousands of digits.
     """
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
@@ -90,13 +91,22 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return path.strip(), json.loads(value)
     except json.JSONDecodeError:
         return path.strip(), value
+    except (RecursionError, ValueError):
+        shown = f"{value[:30]}... ({len(value)} characters)"
+        raise ConfigError(f"--set: {path.strip()}: nested too deeply, or a number of too many digits: {shown}.") from None
 
 
 def _combined(base: Experiment, values: Iterable[tuple[str, Any]]) -> Experiment:
-    exp = copy.deepcopy(base)
+    exp = _copied(base)
     for path, value in values:
         _assign(exp, path, value, must_exist=True)
     return exp
+
+
+def _copied(exp: Any) -> Experiment:
+    if not isinstance(exp, dict):
+        raise ConfigError(f"expected a dict of an experiment, got {reprlib.repr(exp)} ({type(exp).__name__}).")
+    return copy.deepcopy(exp)
 
 
 def _assign(exp: Experiment, path: str, value: Any, must_exist: bool) -> None:

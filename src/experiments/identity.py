@@ -7,6 +7,10 @@ from typing import Any
 from src.config import join
 from src.errors import ConfigError
 
+DEEPEST = 50
+"""Dicts and lists inside each other. An experiment needs five; Python gives up at some hundreds."""
+_LARGEST = 10**300  # an int beyond the floats; Python refuses to write one of 4300 digits
+
 
 def exp_id(exp: dict[str, Any]) -> str:
     """32 hex characters, equal to `haven.haven_utils.hash_dict(exp)` for every dict that `check_values` accepts.
@@ -30,9 +34,21 @@ def check_values(exp: Any, where: str) -> None:
     Raises:
         ConfigError: names the first such value by its path below `where`.
     """
+    _check_depth(exp, where)
     if type(exp) is not dict:
         raise ConfigError(f"{where}: expected a dict, got {_shown(exp)}.")
     _check_dict(exp, where)
+
+
+def _check_depth(value: Any, where: str) -> None:
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        # Each once, or a cycle would multiply.
+        holders = {id(holder): holder for holder in level if isinstance(holder, (dict, list, tuple))}
+        level = [item for holder in holders.values() for item in (holder.values() if isinstance(holder, dict) else holder)]
+        if not level:
+            return
+    raise ConfigError(f"{where}: expected dicts and lists at most {DEEPEST} deep, got deeper ones, or one that holds itself.")
 
 
 def _check_dict(value: dict[Any, Any], where: str) -> None:
@@ -54,6 +70,8 @@ def _check(value: Any, where: str) -> None:
         _check_text(value, where)
     elif type(value) is float and not math.isfinite(value):
         raise ConfigError(f"{where}: expected a finite number, got {value}.")
+    elif type(value) is int and abs(value) >= _LARGEST:
+        raise ConfigError(f"{where}: expected a number of at most 300 digits, got a longer one.")
     elif value is not None and type(value) not in (bool, int, float):
         hint = " Write a list instead." if isinstance(value, (tuple, set, frozenset)) else ""
         raise ConfigError(f"{where}: expected a JSON value (dict, list, str, int, float, bool or None), got {_shown(value)}.{hint}")

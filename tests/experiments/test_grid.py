@@ -99,6 +99,19 @@ def test_an_assignment_without_path_or_value_is_refused(text: str):
         parse_assignment(text)
 
 
+@pytest.mark.parametrize("value", ["[" * 100_000, "1" * 5_000])
+def test_an_assignment_that_python_cannot_hold_is_refused(value: str):
+    with pytest.raises(ConfigError, match=r"^--set: loop\.x: nested too deeply, or a number of too many digits: .{30}\.\.\. \("):
+        parse_assignment(f"loop.x={value}")
+
+
+@pytest.mark.parametrize("base", [None, "x", [BASE]])
+def test_a_base_that_is_no_dict_is_refused(base: object):
+    for make in (lambda b: grid(b, {"seed": [1]}), lambda b: grid(b, {}), lambda b: zipped(b, {"seed": [1]}), lambda b: seeds([b], 1)):
+        with pytest.raises(ConfigError, match=r"^expected a dict of an experiment, got "):
+            make(base)
+
+
 def test_ref_is_the_id_of_the_canonical_parent(toy_recipe: None):
     whole, spelled = ({"recipe": "toy", "seed": 0, "rate": rate} for rate in (1, 1.0))
     assert ref(whole) == ref(spelled) == {"name": "experiment", "exp_id": exp_id(spelled), "checkpoint": "last"}

@@ -81,12 +81,35 @@ def test_a_known_id_never_moves():
         ({"l": [[1], [{"a": 1, "b": 2}]]}, r"^g\[0\]\.l\[1\]: a list inside a list must not hold dicts"),
         ({"x": "\ud800"}, r"^g\[0\]\.x: expected text that UTF-8 can hold"),
         ({"\udcff": 1}, r"^g\[0\]: expected text that UTF-8 can hold"),
+        ({"x": [10**5000]}, r"^g\[0\]\.x\[0\]: expected a number of at most 300 digits"),
         ([], r"^g\[0\]: expected a dict, got \[\] \(list\)"),
     ],
 )
 def test_what_cannot_be_hashed_faithfully_is_refused(exp: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         check_values(exp, "g[0]")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"x": value}
+    return value
+
+
+def looped() -> dict[str, Any]:
+    loop: dict[str, Any] = {"a": {}, "b": []}
+    loop["a"]["back"] = loop
+    loop["b"] += [loop, loop]
+    return loop
+
+
+@pytest.mark.parametrize("exp", [nested(51), nested(100_000), looped()], ids=["51", "100000", "loop"])
+def test_what_is_too_deep_is_refused(exp: Any):
+    check_values(nested(50), "g[0]")
+    for value in (exp, {"l": [exp]}, [exp]):
+        with pytest.raises(ConfigError, match=r"^g\[0\]: expected dicts and lists at most 50 deep"):
+            check_values(value, "g[0]")
 
 
 def test_the_experiments_layer_is_light():
