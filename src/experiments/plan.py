@@ -1,7 +1,7 @@
 """From names on a command line to checked experiments, parents first."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,15 +64,26 @@ def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tupl
         if not groups[name]:
             raise ConfigError(f"{name}: has no experiments.")
         for i, exp in enumerate(groups[name]):
+            where = f"{name}[{i}]"
             try:
-                for path, value in assignments:
-                    exp = set_path(exp, path, value, must_exist=False)
-                planned.append(load(exp, name, f"{name}[{i}]"))
+                planned.append(load(_assigned(exp, assignments, name, where), name, where))
             except ConfigError as error:
                 mistakes.append(str(error))
     if mistakes:
-        raise ConfigError("\n".join(mistakes))
+        raise ConfigError("\n".join(dict.fromkeys(mistakes)))
     return _distinct(planned)
+
+
+def _assigned(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str, where: str) -> Experiment:
+    """`exp` with the assignments made. A path that does not fit is told of the group: it rarely fits only one of its experiments."""
+    if assignments:
+        check_values(exp, where)
+    for path, value in assignments:
+        try:
+            exp = set_path(exp, path, value, must_exist=False)
+        except ConfigError as error:
+            raise ConfigError(f"{group}: {error}") from None
+    return exp
 
 
 def known(groups: Groups) -> dict[str, Planned]:
@@ -128,12 +139,22 @@ def with_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add:
     return [everything[name] for name in ordered]
 
 
-def problems(planned: Sequence[Planned], places: Places) -> dict[str, list[str]]:
-    """What this machine lacks for each experiment, by id. Parents that are planned to run before are not missed. Loads no model."""
+def problems(planned: Sequence[Planned], places: Places, reset: Container[str] = ()) -> dict[str, list[str]]:
+    """What this machine lacks for each experiment, by id. Parents that are planned to run before are not missed. Loads no model.
+
+    reset: ids that start over. Any other experiment that is done lacks nothing: neither parent nor data is read again.
+    """
     found: dict[str, list[str]] = {}
     ahead: set[str] = set()
+    seen: references.Seen = {}
     for item in planned:
-        lacks = references.missing(item.exp, places, ahead)
+        lacks: list[str] = []
+        try:
+            if item.exp_id not in reset and saved.state_of(places.runs / item.exp_id) == "done":
+                continue
+        except UserError as error:
+            lacks.append(str(error))
+        lacks += references.missing(item.exp, places, ahead, seen)
         try:
             item.recipe.ask("check", places)
         except UserError as error:

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from src.config import Places
-from src.errors import CheckpointError
+from src.errors import CheckpointError, UserError
 from src.experiments import checkpoints
-from src.experiments.saved import state_of
-from src.files import read_json
+from src.experiments.saved import read_status, state_of
+from src.files import defect, read_json
 
 Experiment = dict[str, Any]
+Seen = dict[tuple[str, str], str | None]
+"""What is wrong with each checkpoint (id, "last" or "best") that was looked at; None: nothing."""
 
 
 def parents(exp: Experiment) -> list[str]:
@@ -83,22 +85,58 @@ def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], w
     return ordered
 
 
-def missing(exp: Experiment, places: Places, ahead: Container[str] = ()) -> list[str]:
-    """One message for each parent of `exp` that is neither done nor `ahead`: its id, its state, and how to get it."""
-    wanted = [parent for parent in parents(exp) if parent not in ahead]
-    return [f"it starts from experiment {parent}, {how}" for parent in wanted if (how := _lack(parent, places))]
+def missing(exp: Experiment, places: Places, ahead: Container[str] = (), seen: Seen | None = None) -> list[str]:
+    """One message for each parent of `exp` that is not `ahead` and cannot be started from: its id, what it lacks, and how to get it.
+
+    Of a checkpoint only the sizes of its files are compared: `checkpoints.last` and `best` read them when they are used.
+
+    seen: filled; given again with the same `places`, each parent of many children is looked at once.
+    """
+    seen = {} if seen is None else seen
+    found = []
+    for parent, which in named(exp):
+        if parent not in ahead:
+            if (parent, which) not in seen:
+                seen[parent, which] = _lack(parent, which, places)
+            if how := seen[parent, which]:
+                found.append(f"it starts from experiment {parent}, {how}")
+    return list(dict.fromkeys(found))
 
 
-def _lack(parent: str, places: Places) -> str | None:
-    state = state_of(places.runs / parent)
-    if state == "done":
-        return None
+def _lack(parent: str, which: str, places: Places) -> str | None:
+    run = places.runs / parent
+    try:
+        state = state_of(run)
+        if state == "done":
+            return _checkpoint_lack(run, which)
+    except UserError as error:
+        return f"which cannot be read: {error}"
     if state == "running":
-        return f"which is still running in {places.runs / parent}. Wait until it is done."
+        return f"which is still running in {run}. Wait until it is done."
     if parent in places.experiments:
         recipe = places.experiments[parent].get("recipe")
         what = "has not been run" if state == "new" else f"is {state}, not done"
-        return f"which {what} (recipe {recipe!r}, wanted in {places.runs / parent}). Add --with-parents, or run its group first."
+        return f"which {what} (recipe {recipe!r}, wanted in {run}). Add --with-parents, or run its group first."
     if state == "new":
         return f"which is neither in exp_configs.py nor in {places.runs}. Use ref(...) of an experiment, or copy its save directory there."
     return f"which is {state}, not done, and no longer in exp_configs.py. Finish it with --exp_id {parent}."
+
+
+def _checkpoint_lack(run: Path, which: str) -> str | None:
+    """What the checkpoint "last" or "best" of a run that is done lacks, as far as names and sizes of files tell."""
+    if which == "best":
+        pointer = run / "checkpoints" / "best.json"
+        if not pointer.exists():
+            return f"which has no best checkpoint in {run}. Use the last one."
+        noted, source = read_json(pointer, CheckpointError), pointer
+    else:
+        noted, source = read_status(run), run / "status.json"
+    step = noted.get("step") if isinstance(noted, dict) else None
+    again = f"Start it again with --exp_id {run.name} -r 1, or restore it from a copy."
+    if type(step) is not int:
+        return f"of which {source} names no step. {again}"
+    checkpoint = checkpoints.folder(run, step)
+    if not checkpoint.exists():
+        return f"whose {which} checkpoint {checkpoint} is gone. {again}"
+    problem = defect(checkpoint, hashes=False)
+    return f"whose {which} checkpoint is damaged ({problem.rstrip('.')}). {again}" if problem else None

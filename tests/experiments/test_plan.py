@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from src.config import Places
 from src.errors import ConfigError, RunError
 from src.experiments import plan
 from src.experiments.identity import exp_id
@@ -67,3 +68,58 @@ def test_a_dict_that_is_spelled_otherwise_now_is_not_trained_under_another_id(tm
     new = exp_id({**ONE, "rate": 1.0})
     with pytest.raises(RunError, match=rf"{run}/exp_dict\.json: as numbers are spelled now its id is {new}, not {exp_id(old)}"):
         plan.find(exp_id(old), {}, tmp_path)
+
+
+@pytest.mark.parametrize("entry", [None, "x", [1]])
+@pytest.mark.parametrize("assignments", [[], [("seed", 2)]])
+def test_an_entry_that_is_no_dict_is_named(entry: object, assignments: list):
+    with pytest.raises(ConfigError, match=r"^a\[1\]: expected a dict, got "):
+        plan.load_groups({"a": [ONE, entry]}, ["a"], assignments)  # type: ignore[list-item]
+
+
+def test_an_unknown_group_among_names_of_several_types():
+    with pytest.raises(ConfigError, match=r"^-e: unknown group 'b'\..* Known: 1, a\.$"):
+        plan.load_groups({"a": [ONE], 1: [ONE]}, ["b"], [])  # type: ignore[dict-item]
+
+
+def test_an_assignment_that_fits_nowhere_is_told_once_for_each_group():
+    with pytest.raises(ConfigError) as caught:
+        plan.load_groups({"a": [ONE, TWO], "b": [ONE]}, ["a", "b"], [("lop.steps", 3)])
+    assert str(caught.value).splitlines() == [f"{g}: lop.steps: unknown key 'lop'. Known: recipe, seed." for g in "ab"]
+
+
+def child_of(identity: str) -> dict:
+    return {"recipe": "toy", "seed": 9, "base": {"name": "experiment", "exp_id": identity}}
+
+
+def item(exp: dict) -> plan.Planned:
+    return plan.Planned(exp_id(exp), exp, plan.load(ONE, "", "x").recipe, ("g",), f"g[{exp['seed']}]")
+
+
+def test_a_damaged_status_is_told_of_its_experiment_and_the_others_are_checked(tmp_path: Path):
+    run = saved(tmp_path, ONE, exp_id(ONE))
+    (run / "status.json").write_text("{")
+    places = Places(data=tmp_path, runs=tmp_path)
+    orphan = child_of("c" * 32)
+    heir = {**child_of(exp_id(ONE)), "seed": 8}
+    found = plan.problems([item(heir), item(ONE), item(orphan)], places)
+    assert list(found) == [exp_id(heir), exp_id(ONE), exp_id(orphan)]
+    assert "status.json" in found[exp_id(heir)][0]
+    assert found[exp_id(ONE)][0].startswith(f"g[1]: {run}/status.json")
+    assert plan.problems([item(ONE)], places, {exp_id(ONE)}) == {}
+
+
+def test_what_is_done_lacks_nothing_unless_it_starts_over(tmp_path: Path):
+    orphan = child_of("c" * 32)
+    (saved(tmp_path, orphan, exp_id(orphan)) / "status.json").write_text('{"state": "done"}')
+    places = Places(data=tmp_path, runs=tmp_path)
+    assert plan.problems([item(orphan)], places) == {}
+    assert list(plan.problems([item(orphan)], places, {exp_id(orphan)})) == [exp_id(orphan)]
+
+
+def test_a_parent_that_is_done_is_not_trained_again_so_its_checkpoint_must_be_there(tmp_path: Path):
+    (saved(tmp_path, ONE, exp_id(ONE)) / "status.json").write_text('{"state": "done", "step": 4}')
+    places, heir = Places(data=tmp_path, runs=tmp_path), child_of(exp_id(ONE))
+    (message,) = plan.problems([item(ONE), item(heir)], places)[exp_id(heir)]
+    assert "step-00000004 is gone" in message
+    assert plan.problems([item(ONE), item(heir)], places, {exp_id(ONE)}) == {}

@@ -79,9 +79,10 @@ def test_each_state_of_a_parent_has_its_message(places: Places):
         assert f"Finish it with --exp_id {run.exp_id}" in missing(MIDDLE, forgotten)[0]
         run.set_status("running")
     assert "is lost, not done" in missing(MIDDLE, places)[0]
-    with RunDir.open(places.runs, OLD, OLD) as run:
-        run.set_status("done")
+    write_run(places.runs, OLD, "w")
     assert missing(MIDDLE, places) == []
+    (run.path / "status.json").write_text("{")
+    assert "which cannot be read: " in missing(MIDDLE, places)[0]
 
 
 def write_run(runs: Path, exp: dict, weights: str, step: int = 4) -> str:
@@ -125,3 +126,31 @@ def test_fingerprints_of_what_is_not_there(tmp_path: Path):
     write_run(tmp_path, OLD, "w")
     checkpoints.mark_best(tmp_path / exp_id(OLD), 4)
     assert fingerprints(exp, tmp_path)[f"{exp_id(OLD)}/best"] == fingerprints(MIDDLE, tmp_path)[f"{exp_id(OLD)}/last"]
+
+
+def test_a_parent_that_is_done_but_lost_its_checkpoint_is_missed(places: Places):
+    best = {"model": {"name": "experiment", "exp_id": exp_id(OLD), "checkpoint": "best"}}
+    run = places.runs / write_run(places.runs, OLD, "weights")
+    assert missing(MIDDLE, places) == []
+    assert "which has no best checkpoint" in missing(best, places)[0]
+    checkpoints.mark_best(run, 4)
+    assert missing(best, places) == []
+    checkpoints.mark_best(run, 2)
+    assert "whose best checkpoint" in missing(best, places)[0]
+    (checkpoints.folder(run, 4) / "model.safetensors").write_text("w")
+    (message,) = missing(MIDDLE, places)
+    assert "model.safetensors: 1 bytes, 7 were written" in message
+    assert message.endswith(f"Start it again with --exp_id {run.name} -r 1, or restore it from a copy.")
+    (checkpoints.folder(run, 4)).rename(run / "away")
+    assert "whose last checkpoint" in missing(MIDDLE, places)[0]
+    write_json(run / "status.json", {"state": "done"})
+    assert "status.json names no step" in missing(MIDDLE, places)[0]
+
+
+def test_a_parent_of_many_is_looked_at_once(places: Places):
+    write_run(places.runs, OLD, "w")
+    seen: dict[tuple[str, str], str | None] = {}
+    assert missing(MIDDLE, places, (), seen) == []
+    assert seen == {(exp_id(OLD), "last"): None}
+    seen[exp_id(OLD), "last"] = "which is known"
+    assert missing(child_of(exp_id(OLD), seed=7), places, (), seen) == [f"it starts from experiment {exp_id(OLD)}, which is known"]
