@@ -82,6 +82,11 @@ def complain(mistakes: str) -> None:
         print(f"error: {line}", file=sys.stderr)
 
 
+def placed(error: Exception, where: str) -> str:
+    """The lines of `error`, each beginning with the place of the experiment."""
+    return "\n".join(line if line.startswith(where) else f"{where}: {line}" for line in str(error).splitlines())
+
+
 def act(args: argparse.Namespace) -> int:
     """List, check, submit or train."""
     from src.config import Places
@@ -105,13 +110,14 @@ def act(args: argparse.Namespace) -> int:
             print(f"{item.exp_id}  {item.where}  {json.dumps(item.exp)}")
         return 0
     planned = plan.with_parents(selected, known, args.with_parents)
-    lacks = plan.problems(planned, places)
+    chosen = {item.exp_id for item in selected}
+    launcher = find_launcher(args.job_scheduler) if args.job_scheduler else None
+    lacks = plan.problems(planned, places, chosen if args.reset else ())
     if args.dry_run:
         return show(planned, lacks, places)
     if lacks:
         raise ConfigError("\n".join(message for messages in lacks.values() for message in messages))
-    chosen = {item.exp_id for item in selected}
-    return submit(args, planned, chosen, places) if args.job_scheduler else train(args, planned, chosen, places)
+    return submit(launcher, args, planned, chosen, places) if launcher else train(args, planned, chosen, places)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -190,21 +196,28 @@ def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> in
     return 1 if lacks else 0
 
 
-def submit(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
-    """Hand one job per experiment to the launcher called by -j."""
-    from src import files, registry
-    from src.config import unknown
+def find_launcher(name: str) -> Any:
+    """The launcher that job_configs.py calls `name`, bound to its resources."""
+    from src import registry
+    from src.config import join, unknown
     from src.errors import ConfigError
-    from src.experiments import references, saved
-    from src.launch.command import Job, shell_line
 
-    name, job_configs = args.job_scheduler, read("job_configs", "JOB_CONFIGS")
+    job_configs = read("job_configs", "JOB_CONFIGS")
     if name not in job_configs:
         raise unknown("job config", name, job_configs, "-j")
     try:
-        launcher = registry.bind(registry.LAUNCHERS, job_configs[name], key="launcher")
+        return registry.bind(registry.LAUNCHERS, job_configs[name], key="launcher")
     except registry.Problems as error:
-        raise ConfigError("\n".join(f"JOB_CONFIGS[{name!r}].{path}: {text}" for path, text in error.found)) from None
+        where = f"JOB_CONFIGS[{name!r}]"
+        raise ConfigError("\n".join(f"{join(where, path)}: {text}" for path, text in error.found)) from None
+
+
+def submit(launcher: Any, args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
+    """Hand one job per experiment to the launcher. -r resets the `chosen` ids alone."""
+    from src import files
+    from src.experiments import references, saved
+    from src.launch.command import Job, shell_line
+
     jobs = []
     for item in planned:
         run = places.runs / item.exp_id
@@ -254,7 +267,7 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
                         complain(f"rank {distributed.rank()}: {error}")
                     raise
                 if distributed.is_main():
-                    complain(str(error))
+                    complain(placed(error, item.where))
                 failed += 1
     return 1 if failed else 0
 
@@ -263,7 +276,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
     """Train one experiment in its save directory; a finished one is left as it is."""
     from src import distributed
     from src.errors import ConfigError
-    from src.experiments import references
+    from src.experiments import references, saved
     from src.experiments.environment import describe
     from src.experiments.run import Run
     from src.experiments.rundir import RunDir
@@ -273,8 +286,8 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
 
     def begin() -> str:
         lacks = references.missing(item.exp, places)
-        if lacks:
-            raise ConfigError("\n".join(f"{item.where}: {lack}" for lack in lacks))
+        if lacks and (reset or saved.state_of(places.runs / item.exp_id) != "done"):
+            raise ConfigError("\n".join(lacks))
         facts = {"groups": list(item.groups), **describe(sys.argv)}
         opened.append(RunDir.open(places.runs, item.exp, resolved(item.recipe, key="recipe"), reset=reset, facts=facts))
         return opened[0].status()["state"]

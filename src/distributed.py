@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from src.errors import UserError
+from src.errors import LaunchError, UserError
 
 T = TypeVar("T")
+_PARENT = os.getppid()
 
 
 def rank() -> int:
@@ -37,7 +38,10 @@ def is_main() -> bool:
 def session() -> Iterator[None]:
     """Join the process group on entry and leave it in order on success; a failing process leaves at once.
 
-    Backend: nccl with a GPU for each process, else gloo.
+    Backend: nccl between GPUs where the machine has any, one for each process; gloo between CPUs.
+
+    Raises:
+        LaunchError: there are GPUs, but fewer than processes on this machine; or the launcher's variables are incomplete.
     """
     if world_size() == 1:
         yield
@@ -47,6 +51,10 @@ def session() -> Iterator[None]:
 
     _end_with_parent()
     gpu = torch.cuda.is_available()
+    if gpu and local_rank() >= torch.cuda.device_count():
+        raise LaunchError(f"process {local_rank()} has no GPU: this machine has {torch.cuda.device_count()}. Start fewer processes.")
+    if "RANK" not in os.environ:
+        raise LaunchError(f"WORLD_SIZE is {world_size()}, but RANK is not set. Start several processes with torchrun, or unset WORLD_SIZE.")
     if gpu:
         torch.cuda.set_device(local_rank())
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
@@ -60,6 +68,8 @@ def _end_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        if os.getppid() != _PARENT:  # it died before the kernel was asked
+            raise SystemExit(143)
 
 
 @contextlib.contextmanager

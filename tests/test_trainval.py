@@ -47,12 +47,13 @@ def changed(exp: dict[str, Any], **values: Any) -> dict[str, Any]:
     return exp
 
 
-def rewritten(checkpoint: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Replace the weights of a checkpoint, manifest and all."""
-    path = checkpoint / "model.safetensors"
-    save_file(weights, path)
+def rewritten(checkpoint: Path, weights: dict[str, torch.Tensor], *others: str) -> None:
+    """Replace the weights of a checkpoint, and take them and `others` into its manifest as they are now."""
+    save_file(weights, checkpoint / "model.safetensors")
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"]["model.safetensors"] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    for name in ("model.safetensors", *others):
+        path = checkpoint / name
+        manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -149,7 +150,7 @@ class TestTraining:
         bare = {k: v for k, v in toy.environment().items() if not k.startswith("WANDB_")} | {"HOME": str(folder)}
         done = subprocess.run(toy.command(root, arguments, folder), capture_output=True, text=True, env=bare, check=False)
         assert done.returncode == 1
-        assert "error: wandb: " in done.stderr
+        assert "error: g[0]: wandb: " in done.stderr
         assert "wandb login" in done.stderr
         assert "Traceback" not in done.stderr
 
@@ -217,7 +218,7 @@ class TestPlans:
             "1",
             "--dry-run",
             "--j",
-            "toolkit",
+            "local",
         ]
         assert toy.main(flags, {"g": [SHORT]}, folder) == 0
         assert changed(SHORT, loop__steps=25_000)["loop"]["steps"] == 25_000
@@ -268,6 +269,45 @@ class TestBadInput:
         assert "g[0].loop: unknown key 'stps'" in errors
         assert "g[0].loop.eval_every: expected int" in errors
         assert "g[1].model: unknown key 'hiden_size'" in errors
+
+    @pytest.mark.parametrize(
+        ("recipe", "values", "message"),
+        [
+            ("crossattn", {"data": SHORT["data"]}, "the data of this recipe are 'qa', questions on contexts, got 'text'"),
+            (
+                "crossattn",
+                {"model": SHORT["model"]},
+                "the model of this recipe is 'cross_attention' around a base model, got 'gpt_bigcode'",
+            ),
+            ("lm", {"data": toy.CROSSATTN["data"]}, "this recipe would leave the contexts of 'qa' data unread"),
+            ("lm", {"model": toy.CROSSATTN["model"]}, "the model of this recipe reads no contexts"),
+            ("lm", {"seed": 2**63}, "seed: expected a number < 9223372036854775808"),
+        ],
+    )
+    def test_parts_that_do_not_belong_to_the_recipe(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], recipe: str, values: dict[str, Any], message: str
+    ):
+        exp = {**(SHORT if recipe == "lm" else toy.CROSSATTN), **values}
+        assert message in fails(["-e", "g", "--dry-run"], {"g": [exp]}, folder, capsys)
+
+    def test_a_checkpoint_of_another_version(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
+        run = folder / "runs" / exp_id(SHORT)
+        (run / "status.json").unlink()
+        for checkpoint in (run / "checkpoints").glob("step-*"):
+            state = json.loads((checkpoint / "state.json").read_text())
+            del state["inputs"]
+            (checkpoint / "state.json").write_text(json.dumps(state))
+            rewritten(checkpoint, load_file(checkpoint / "model.safetensors"), "state.json")
+        assert "g[0]: " in (errors := fails(["-e", "g"], {"g": [SHORT]}, folder, capsys))
+        assert "written by another version of this code. Start over with -r 1" in errors
+
+    def test_a_finished_run_without_status_keeps_its_step(self, folder: Path):
+        assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
+        status = folder / "runs" / exp_id(SHORT) / "status.json"
+        status.unlink()
+        assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
+        assert json.loads(status.read_text())["step"] == 4, "children look for the checkpoint of this step"
 
     def test_unknown_group(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         assert "-e: unknown group 'bse'. Did you mean 'base'?" in fails(["-e", "bse"], toy.GROUPS, folder, capsys)
@@ -361,7 +401,7 @@ class TestBadInput:
             ([], "nothing to run"),
             (["-e", "g", "--python_binary", "x"], "--python_binary: only launched jobs use it"),
             (["-e", "g", "--log_every", "0"], "--log_every: expected a number of steps >= 1"),
-            (["-e", "g", "-j", "lokal"], "-j: unknown job config 'lokal'. Did you mean 'local'?"),
+            (["-e", "g", "-j", "lokal", "--dry-run"], "-j: unknown job config 'lokal'. Did you mean 'local'?"),
             (["-e", "g", "--set", "loop.steps"], "--set: expected path=value"),
             (["-e", "g", "--wandb_entity_name", "me"], "--wandb_entity_name: without --wandb_project_name nothing would be sent"),
             (["--exp_id", "0" * 32], "neither in exp_configs.py nor in"),

@@ -29,7 +29,7 @@ class Answers(configs.Config):
 class Config(configs.Config):
     """An experiment of this recipe, without its "recipe" key."""
 
-    seed: int = Field(ge=0)
+    seed: int = Field(ge=0, lt=2**63)
     model: Model
     data: Dataset
     loop: LoopConfig
@@ -39,6 +39,8 @@ class Config(configs.Config):
     def _reads_contexts(self) -> "Config":
         if self.model.name != "cross_attention":
             raise ValueError(f"the model of this recipe is 'cross_attention' around a base model, got {self.model.name!r}.")
+        if self.data.name != "qa":
+            raise ValueError(f"the data of this recipe are 'qa', questions on contexts, got {self.data.name!r}.")
         return self
 
 
@@ -76,10 +78,10 @@ def run(config: Config, run: Run) -> None:
         tokenizer = tokenizers.load(model.name_or_path)
         train = config.data(run.places, tokenizer, "train", config.seed)
         val = config.data(run.places, tokenizer, "val", config.seed)
-        inputs = fingerprints(run, train, tokenizer)
+        shuffled = val.with_shuffled_contexts()
+        inputs = fingerprints(run, train, tokenizer, config.model.ask("fingerprint", run.places))
         if config.answers and config.answers.questions > len(val):
             raise DataError(f"answers.questions: {config.answers.questions} of a validation set of {len(val)}. Ask for fewer.")
-    shuffled = val.with_shuffled_contexts()
 
     def evaluate(accelerator: Any) -> dict[str, float]:
         at = (config.loop.micro_batch, accelerator.device)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from src import config as configs
 from src import distributed
@@ -16,10 +16,18 @@ from src.training.config import LoopConfig
 class Config(configs.Config):
     """An experiment of this recipe, without its "recipe" key."""
 
-    seed: int = Field(ge=0)
+    seed: int = Field(ge=0, lt=2**63)
     model: Model
     data: Dataset
     loop: LoopConfig
+
+    @model_validator(mode="after")
+    def _reads_text_alone(self) -> "Config":
+        if self.model.name == "cross_attention":
+            raise ValueError("the model of this recipe reads no contexts; recipe 'crossattn' trains a 'cross_attention' model.")
+        if self.data.name == "qa":
+            raise ValueError("this recipe would leave the contexts of 'qa' data unread; recipe 'crossattn' reads them.")
+        return self
 
 
 def check(config: Config, places: Places) -> None:
@@ -49,7 +57,7 @@ def run(config: Config, run: Run) -> None:
         tokenizer = tokenizers.load(model.name_or_path)
         train = config.data(run.places, tokenizer, "train", config.seed)
         val = config.data(run.places, tokenizer, "val", config.seed)
-        inputs = fingerprints(run, train, tokenizer)
+        inputs = fingerprints(run, train, tokenizer, config.model.ask("fingerprint", run.places))
 
     def evaluate(accelerator: Any) -> dict[str, float]:
         loss = mean_loss(model, val, causal_lm_loss, config.loop.micro_batch, accelerator.device)

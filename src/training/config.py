@@ -70,7 +70,8 @@ class LoopConfig(Config):
         Raises:
             ConfigError: the processes cannot share an optimizer step evenly, or nobody measures `best_metric`.
         """
-        if self.best_metric.partition("/")[0] not in scores:
+        name, _, part = self.best_metric.partition("/")  # "em/nq": over the rows of one source, where metrics are given
+        if name not in scores or (part and name.startswith("val_")):
             raise ConfigError(f"loop.best_metric: {unknown_text('score', self.best_metric, scores)}")
         count, world_size = self.sequences_per_step // self.micro_batch, distributed.world_size()
         if count % world_size:

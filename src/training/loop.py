@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from src import distributed
-from src.errors import ConfigError, RunError, TrainingError
+from src.errors import CheckpointError, ConfigError, RunError, TrainingError
 from src.experiments import checkpoints
 from src.experiments.run import Run
 from src.training import checkpoint, loader, optim, order
@@ -100,9 +100,13 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
         TrainingError: loss or gradient is no longer finite, or a step has nothing to learn; raised on every rank before the
             optimizer moves.
     """
-    loop = Loop(task, run, config, seed)
+    with distributed.together():
+        accelerator = start(config)
+    loop = Loop(task, run, config, seed, accelerator)
     loop.restore()
-    with contextlib.closing(Reporter(run, config, task.model, loop.state.step)) as reporter:
+    with distributed.together():
+        reporter = Reporter(run, config, task.model, loop.state.step)
+    with contextlib.closing(reporter), memory_advice():
         steps = loader.steps(task.train, config, seed, loop.state.step, loop.accelerator.device)
         loop.meter.restart()
         while loop.state.step < config.steps and not loop.selection.stop():
@@ -118,9 +122,8 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
 class Loop:
     """The parts of one training, put together. `fit` is the loop itself."""
 
-    def __init__(self, task: Task, run: Run, config: LoopConfig, seed: int) -> None:
-        self.task, self.run, self.config, self.seed = task, run, config, seed
-        self.accelerator = start(config)
+    def __init__(self, task: Task, run: Run, config: LoopConfig, seed: int, accelerator: Accelerator) -> None:
+        self.task, self.run, self.config, self.seed, self.accelerator = task, run, config, seed, accelerator
         self.model, self.optimizer = self.accelerator.prepare(task.model, optim.adamw(task.model, config))
         if isinstance(self.model, DistributedDataParallel):
             self.model.forward_sync_buffers = False  # they are constants: masks and frequencies
@@ -224,6 +227,8 @@ class Loop:
         self.task.model.train()
 
     def _take(self, saved: dict[str, Any]) -> None:
+        if saved.keys() != asdict(self.state).keys():
+            raise CheckpointError(f"{self.run.path}: its checkpoints were written by another version of this code. Start over with -r 1.")
         now = self.state.inputs
         changed = sorted(name for name in now.keys() | saved["inputs"].keys() if now.get(name) != saved["inputs"].get(name))
         if changed:
@@ -237,7 +242,8 @@ class Loop:
             self.accelerator.scaler.load_state_dict(saved["scaler"])
 
     def _align(self) -> None:
-        """Bring scores, checkpoints and the best pointer back to the restored step."""
+        """Bring scores, checkpoints, status and the best pointer back to the restored step."""
+        self.run.dir.set_status("running", step=self.state.step, steps=self.config.steps)
         self.run.dir.scores.truncate(self.state.step)
         checkpoints.set_aside_newer(self.run.path, self.state.step)
         if self.selection.best_step is None:
@@ -264,6 +270,15 @@ def start(config: LoopConfig) -> Accelerator:
         mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[config.precision],
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
+
+
+@contextlib.contextmanager
+def memory_advice() -> Iterator[None]:
+    """Turn an exhausted GPU into a RunError that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(f"{str(error).splitlines()[0]} Lower loop.micro_batch: a step reads the same sequences in more pieces.") from error
 
 
 def check_finite(step: int, name: str, value: float) -> None:

@@ -25,7 +25,9 @@ class Selection:
         """
         metric = self.config.best_metric
         if metric not in scores:
-            raise ConfigError(f"loop.best_metric: the evaluation has no {metric!r}. It has: {', '.join(sorted(scores))}.")
+            error = ConfigError(f"loop.best_metric: the evaluation has no {metric!r}. It has: {', '.join(sorted(scores))}.")
+            error.everywhere = True  # the scores are the same on every rank
+            raise error
         value = scores[metric]
         sign = 1 if self.config.best_mode == "max" else -1
         if not math.isfinite(value):
