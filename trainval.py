@@ -186,10 +186,15 @@ def select(args: argparse.Namespace, groups: Any) -> list[Any]:
 
 def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> int:
     """Print the plan and all that stands in its way; exit code 1 where something does."""
+    from src.errors import RunError
     from src.experiments.saved import state_of
 
     for item in planned:
-        print(f"{item.exp_id}  {item.where:<30}  {state_of(places.runs / item.exp_id)}")
+        try:
+            state = state_of(places.runs / item.exp_id)
+        except RunError:
+            state = "damaged"
+        print(f"{item.exp_id}  {item.where:<30}  {state}")
     for messages in lacks.values():
         complain("\n".join(messages))
     print(f"{len(planned)} experiments, {len(planned) - len(lacks)} ready to run.")

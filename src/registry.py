@@ -1,6 +1,7 @@
 """Every name that an experiment can use, and the module that it leads to. Imports none of them until one is used."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -12,7 +13,7 @@ from src.config import Config, Places, Problems, problems, unknown_text
 from src.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """Names of one kind; each leads to a module that has a `Config` and the verb."""
 
@@ -65,6 +66,23 @@ REWARDS = Table("reward", "score", {})
 TABLES = (RECIPES, MODELS, DATASETS, METRICS, LAUNCHERS, REWARDS)
 
 
+_answers: dict[Any, Any] | None = None
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[None]:
+    """Within the block, `Part.ask` asks equal parts once: a thousand experiments on one data set look at its files once.
+
+    Nothing that is asked about may change in it.
+    """
+    global _answers  # noqa: PLW0603  a memory of one block, not of the process
+    _answers = {}
+    try:
+        yield
+    finally:
+        _answers = None
+
+
 @dataclass(frozen=True)
 class Part:
     """A named entry of a table, bound to its checked config. Calling it calls the verb of its module.
@@ -87,7 +105,17 @@ class Part:
     def ask(self, name: str, *args: Any) -> Any:
         """Call `function(name)`, where the module has it; else None. "check" raises a UserError for what will fail, and loads nothing."""
         found = self.function(name)
-        return found(*args) if found else None
+        if found is None:
+            return None
+        if _answers is None:
+            return found(*args)
+        try:
+            key = (self, name, tuple(id(a) if isinstance(a, Places) else a for a in args))
+            if key not in _answers:
+                _answers[key] = found(*args)
+        except TypeError:  # a config that holds a list has no hash
+            return found(*args)
+        return _answers[key]
 
     def _module(self) -> Any:
         return import_module(self.table.modules[self.name])

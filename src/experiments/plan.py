@@ -11,7 +11,7 @@ from src.errors import ConfigError, RunError, UserError
 from src.experiments import references, saved
 from src.experiments.grid import set_path
 from src.experiments.identity import check_values, exp_id
-from src.registry import Part, canonical, load_experiment
+from src.registry import Part, canonical, load_experiment, remembering
 
 Experiment = dict[str, Any]
 Groups = Mapping[str, Sequence[Experiment]]
@@ -144,6 +144,11 @@ def problems(planned: Sequence[Planned], places: Places, reset: Container[str] =
 
     reset: ids that start over. Any other experiment that is done lacks nothing: neither parent nor data is read again.
     """
+    with remembering():
+        return _problems(planned, places, reset)
+
+
+def _problems(planned: Sequence[Planned], places: Places, reset: Container[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     ahead: set[str] = set()
     seen: references.Seen = {}
