@@ -1,7 +1,7 @@
 """The command line: check experiments, run them here, or hand them to a launcher.
 
 python trainval.py --list                                        what there is
-python trainval.py -e crossattn_tiny --dry-run                   every mistake, before anything starts
+python trainval.py -e crossattn_tiny --dry-run                   every mistake that shows without a model
 torchrun --nproc-per-node 2 trainval.py -e crossattn_tiny        train a group, one experiment after another
 python trainval.py -e crossattn_tiny -j local                    one process per experiment, by a launcher of job_configs.py
 """

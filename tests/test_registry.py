@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from src.config import Config
+from src import registry
+from src.config import Config, Places
+from src.errors import DataError
+from src.files import new_directory
 from src.registry import DATASETS, LAUNCHERS, METRICS, MODELS, RECIPES, REWARDS, TABLES, Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,3 +99,17 @@ def test_a_field_that_nothing_reads_is_found():
 
 def test_fields_are_found():
     assert ("src.launch.local", "Config", "slots") in set(config_fields())
+
+
+def test_equal_parts_are_asked_once_within_a_block(tmp_path: Path):
+    with new_directory(tmp_path / "corpus") as folder:
+        for split in ("train", "val"):
+            (folder / f"{split}.jsonl").write_text('{"text": "a", "source": "b"}\n')
+    places = Places(tmp_path, tmp_path)
+    first, second = (registry.bind(registry.DATASETS, {"name": "text", "corpus": "corpus", "sequence_tokens": 2}) for _ in range(2))
+    with registry.remembering():
+        first.ask("check", places)
+        shutil.rmtree(tmp_path / "corpus")
+        second.ask("check", places)
+    with pytest.raises(DataError, match="no such data set"):
+        second.ask("check", places)
