@@ -232,11 +232,12 @@ def test_no_broad_except_without_a_reason():
 
 
 def is_broad(handler: ast.ExceptHandler) -> bool:
-    """True for a handler that takes every error and does not end by raising it again."""
+    """True for a handler that takes every error and does not end by raising it again, or another from it."""
     caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     every = any(kind is None or (isinstance(kind, ast.Name) and kind.id in {"Exception", "BaseException"}) for kind in caught)
     last = handler.body[-1]
-    return every and not (isinstance(last, ast.Raise) and last.exc is None)
+    again = isinstance(last, ast.Raise) and (last.exc is None or (isinstance(last.cause, ast.Name) and last.cause.id == handler.name))
+    return every and not again
 
 
 def test_file_names_say_what_is_inside():

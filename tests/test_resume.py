@@ -125,6 +125,8 @@ def test_ten_kills_at_random_moments_change_nothing(started: tuple[Path, Path], 
         assert json.loads((folder / "runs" / exp_id(CHILD) / "status.json").read_text())["state"] != "done"
     done = toy.run(root, ARGUMENTS, folder, processes=2)
     assert done.returncode == 0, done.stderr
+    log = (folder / "runs" / exp_id(CHILD) / "logs" / "train.log").read_text()
+    assert log.count("continues from step") >= len(moments) - 2, "they were restarts from the beginning, not continuations"
     assert fingerprints(folder) == uninterrupted
     shutil.rmtree(folder / "runs" / exp_id(CHILD))
 

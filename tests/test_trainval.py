@@ -187,6 +187,14 @@ class TestPlans:
         assert "2 experiments, 2 ready to run." in out
         assert not (folder / "runs").exists()
 
+    def test_a_damaged_status_is_shown_and_told(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
+        (folder / "runs" / exp_id(SHORT) / "status.json").write_text("{")
+        assert toy.main(["-e", "g", "--dry-run"], {"g": [SHORT]}, folder) == 1
+        shown = capsys.readouterr()
+        assert "damaged" in shown.out
+        assert "status.json:1: not valid JSON" in shown.err
+
     def test_set_and_steps_make_another_experiment(self, folder: Path):
         assert toy.main(["-e", "g", "--steps", "2", "--set", "loop.weight_decay=0"], {"g": [SHORT]}, folder) == 0
         exp = changed(SHORT, loop__steps=2, loop__weight_decay=0.0)
@@ -385,6 +393,7 @@ class TestBadInput:
         weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
         assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
         assert re.search(r"step-00000004: damaged, so it is passed over", caplog.text)
+        assert "continues from step 2." in (run / "logs" / "train.log").read_text()
         assert weights.read_bytes() == good, "trained again from step 2, to the same bits"
 
     def test_a_checkpoint_of_another_model(self, folder: Path, capsys: pytest.CaptureFixture[str]):

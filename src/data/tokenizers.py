@@ -27,10 +27,8 @@ def load(source: str | Path) -> "PreTrainedTokenizerFast":
         raise DataError(f"{source}: no such tokenizer folder. {jsonl.made_by(Path(source))}".rstrip())
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
-    except Exception as error:  # noqa: BLE001  a damaged file gives a bare Exception, or whatever a wrong type leads to
-        tokenizer = error
-    if isinstance(tokenizer, Exception):
-        raise DataError(_unreadable(source, tokenizer)) from tokenizer
+    except Exception as error:  # a damaged file gives a bare Exception, or whatever a wrong type leads to
+        raise DataError(_unreadable(source, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(f"{source}: {type(tokenizer).__name__} is not a fast tokenizer. Save it as tokenizer.json first.")
     if tokenizer.eos_token_id is None:

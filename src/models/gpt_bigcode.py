@@ -45,11 +45,9 @@ def build(config: Config, places: Places) -> "GPTBigCodeForCausalLM":
     folder = places.data / config.tokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # noqa: BLE001  a damaged file gives a bare Exception, or whatever a wrong type leads to
-        tokenizer = error
-    if isinstance(tokenizer, Exception):
-        reason = " ".join(f"{type(tokenizer).__name__}: {tokenizer}".split())
-        raise DataError(f"{folder}: its tokenizer cannot be read ({reason[:200]}). Prepare it again.") from tokenizer
+    except Exception as error:  # a damaged file gives a bare Exception, or whatever a wrong type leads to
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(f"{folder}: its tokenizer cannot be read ({reason[:200]}). Prepare it again.") from error
     model = GPTBigCodeForCausalLM(
         GPTBigCodeConfig(
             vocab_size=len(tokenizer),
