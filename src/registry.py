@@ -60,6 +60,8 @@ LAUNCHERS = Table(
     "submit",
     {
         "local": "src.launch.local",
+        "slurm": "src.launch.slurm",
+        "toolkit": "src.launch.toolkit",
     },
 )
 REWARDS = Table("reward", "score", {})
