@@ -74,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except distributed.Stopped as stopped:
+        log.info("%s: stopped. The same command goes on from here.", stopped.by)
+        return distributed.REQUEUE
 
 
 def complain(mistakes: str) -> None:
@@ -221,7 +224,8 @@ def submit(launcher: Any, args: argparse.Namespace, planned: Sequence[Any], chos
     """Hand one job per experiment to the launcher. -r resets the `chosen` ids alone."""
     from src import files
     from src.experiments import references, saved
-    from src.launch.command import Job, shell_line
+    from src.launch.command import shell_line
+    from src.launch.job import Job
 
     jobs = []
     for item in planned:
@@ -232,7 +236,7 @@ def submit(launcher: Any, args: argparse.Namespace, planned: Sequence[Any], chos
             files.write_json(run / saved.EXP_DICT, item.exp)
         saved.join_groups(run, item.groups)
         arguments = ("trainval.py", *child_arguments(args, item.exp_id, args.reset if item.exp_id in chosen else 0))
-        jobs.append(Job(item.exp_id, arguments, ROOT, args.python_binary, after=tuple(references.parents(item.exp))))
+        jobs.append(Job(item.exp_id, arguments, ROOT, run, places.runs / "logs", args.python_binary, tuple(references.parents(item.exp))))
     for job, job_id in zip(jobs, launcher(jobs, places.runs / "logs"), strict=True):
         saved.write_job(places.runs / job.exp_id, job_id, shell_line(job))
     return 0
@@ -261,8 +265,10 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
     wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
     options = Options(args.log_every, wandb)
     failed = 0
-    with distributed.session():
+    with distributed.stoppable(), distributed.session():
         for item in planned:
+            if any(distributed.gathered([distributed.asked()])):  # at the end of the one before, too late for its loop
+                raise distributed.stopped(None)
             try:
                 run_one(item, args.reset if item.exp_id in chosen else 0, places, options)
             except UserError as error:
@@ -297,6 +303,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
         opened.append(RunDir.open(places.runs, item.exp, resolved(item.recipe, key="recipe"), reset=reset, facts=facts))
         return opened[0].status()["state"]
 
+    distributed.defer()  # until `carry_out` keeps the status true
     state = distributed.from_main(begin)
     run_dir = opened[0] if opened else RunDir.attach(places.runs / item.exp_id)
     with run_dir, written_log(run_dir):
@@ -343,9 +350,14 @@ def carry_out(item: Any, run: Any) -> None:
                 run.dir.set_status(state, **facts)
 
     try:
+        distributed.heed()
         item.recipe(run)
     except KeyboardInterrupt:
         mark("stopped", reason="interrupted by the user")
+        raise
+    except distributed.Stopped as stopped:
+        at, step = ("while it was starting", {}) if stopped.step is None else (f"at step {stopped.step}", {"step": stopped.step})
+        mark("stopped", reason=f"{stopped.by}: stopped {at}; start it again to continue", **step)
         raise
     except UserError as error:
         mark("failed", reason=str(error))

@@ -5,13 +5,34 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 from src.errors import LaunchError, UserError
 
 T = TypeVar("T")
+REQUEUE = 75
+"""Exit code of a training that stopped in order, before its end (EX_TEMPFAIL of sysexits.h): started again, it goes on."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What schedulers send: before a kill, and before the time limit."""
 _PARENT = os.getppid()
+_asked: signal.Signals | None = None
+_deferred = False
+
+
+class Stopped(BaseException):
+    """This process was asked to stop. No Exception, so that no library swallows it, as with KeyboardInterrupt."""
+
+    def __init__(self, by: str, everywhere: bool = False, step: int | None = None) -> None:
+        super().__init__(by)
+        self.by = by
+        """Name of the signal."""
+        self.everywhere = everywhere
+        """True where every process of the training raises it at the same point."""
+        self.step = step
+        """The step of the checkpoint that was written last; None where the training had not begun."""
 
 
 def rank() -> int:
@@ -58,18 +79,78 @@ def session() -> Iterator[None]:
     if gpu:
         torch.cuda.set_device(local_rank())
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
-    yield
+    try:
+        yield
+    except Stopped as stopped:
+        if stopped.everywhere:
+            _part()
+        raise
+    _part()
+
+
+def _part() -> None:
+    import torch.distributed as dist
+
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _end_with_parent() -> None:
-    """Have the kernel send SIGTERM when the launcher dies, as a rank without it may wait for ever. Linux only."""
+    """Have the kernel kill this process when the launcher dies: without it a rank may wait for ever, deaf to signals. Linux only."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != _PARENT:  # it died before the kernel was asked
             raise SystemExit(143)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Within the block a stop signal raises `Stopped`: at once or, after `defer`, where it is heeded. Main thread only."""
+    global _asked, _deferred  # noqa: PLW0603  a signal comes to the process
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _asked, _deferred = None, False
+    before = {number: signal.signal(number, _on_signal) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        _asked, _deferred = None, False
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def defer() -> None:
+    """From here on a stop signal is only noted, until `heed`: `asked` tells of it."""
+    global _deferred  # noqa: PLW0603  see stoppable
+    _deferred = True
+
+
+def heed() -> None:
+    """From here on a stop signal raises `Stopped` at once; one that was noted does so now."""
+    global _deferred  # noqa: PLW0603  see stoppable
+    _deferred = False
+    if _asked:
+        raise Stopped(_asked.name)
+
+
+def asked() -> bool:
+    """Whether this process has been asked to stop."""
+    return _asked is not None
+
+
+def stopped(step: int | None) -> Stopped:
+    """What every process raises, once they agree that one of them was asked to stop. Collective."""
+    names = gathered([_asked.name] if _asked else [])
+    return Stopped(names[0], everywhere=True, step=step)
+
+
+def _on_signal(number: int, _: FrameType | None) -> None:
+    global _asked  # noqa: PLW0603  see stoppable
+    _asked = _asked or signal.Signals(number)
+    if not _deferred:
+        raise Stopped(_asked.name)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,10 @@
 import copy
 import hashlib
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -147,6 +149,65 @@ def test_a_kill_inside_a_checkpoint_write_changes_nothing(started: tuple[Path, P
     assert done.returncode == 0, done.stderr
     assert fingerprints(folder) == uninterrupted
     assert not list(checkpoints.glob(".step-*")), "the torn checkpoint is swept up"
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "runs" / exp_id(CHILD) / "status.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(started: tuple[Path, Path], uninterrupted: dict[str, str]):
+    """Each stop writes one checkpoint more, ends the session in order, and changes nothing in the end."""
+    root, folder = started
+    checkpoints = folder / "runs" / exp_id(CHILD) / "checkpoints"
+    stops = [(6, 1, signal.SIGTERM), (14, 0, signal.SIGUSR1), (26, None, signal.SIGTERM)]  # None: torchrun, which tells both
+    for moment, victim, number in stops:
+        process = start(root, folder)
+        assert wait_until(lambda at=moment, p=process: steps_written(folder) >= at and len(ranks(p)) == 2, process)
+        everyone = ranks(process)
+        os.kill(process.pid if victim is None else everyone[victim].pid, number)
+        assert process.wait(timeout=90) == 1, "what torchrun makes of exit code 75"
+        _, alive = psutil.wait_procs(everyone.values(), timeout=90)
+        assert not alive
+        found = status(folder)
+        assert found["state"] == "stopped"
+        assert found["reason"] == f"{number.name}: stopped at step {found['step']}; start it again to continue"
+        assert moment <= found["step"] < STEPS
+        assert sorted(checkpoints.glob("step-*"))[-1].name == f"step-{found['step']:08d}"
+        assert not (folder / "runs" / exp_id(CHILD) / "lease").exists(), "it was not unlocked"
+    done = toy.run(root, ARGUMENTS, folder, processes=2)
+    assert done.returncode == 0, done.stderr
+    log = (folder / "runs" / exp_id(CHILD) / "logs" / "train.log").read_text()
+    assert log.count("continues from step") == len(stops)
+    assert fingerprints(folder) == uninterrupted
+    shutil.rmtree(folder / "runs" / exp_id(CHILD))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stopped_process_exits_with_the_code_to_requeue_on_and_starts_nothing_more(started: tuple[Path, Path], number: signal.Signals):
+    root, folder = started
+    second = {**CHILD, "seed": 5}
+    (root / "exp_configs.py").write_text(f"EXP_GROUPS = {{'base': [{BASE!r}], 'child': [{CHILD!r}, {second!r}]}}\n")
+    process = subprocess.Popen(toy.command(root, ARGUMENTS, folder), env=toy.environment(), stderr=subprocess.PIPE, text=True)
+    assert wait_until(lambda: steps_written(folder) >= 4, process)
+    process.send_signal(number)
+    _, printed = process.communicate(timeout=90)
+    assert process.returncode == 75
+    assert f"{number.name}: stopped. The same command goes on from here." in printed
+    assert status(folder)["state"] == "stopped"
+    assert not (folder / "runs" / exp_id(second)).exists()
+    (root / "exp_configs.py").write_text(EXP_CONFIGS)
+    shutil.rmtree(folder / "runs" / exp_id(CHILD))
+
+
+def test_a_process_that_is_stopped_while_it_starts_leaves_at_once(started: tuple[Path, Path]):
+    root, folder = started
+    process = subprocess.Popen(toy.command(root, ARGUMENTS, folder), env=toy.environment())
+    assert wait_until(lambda: began(folder), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+    assert status(folder)["state"] == "stopped"
+    shutil.rmtree(folder / "runs" / exp_id(CHILD))
 
 
 def test_one_process_gives_the_numbers_of_two(started: tuple[Path, Path], uninterrupted: dict[str, str]):

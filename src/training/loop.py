@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -95,6 +95,7 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
     Returns the final state; the model of `task` is mutated. Scores go to scores.jsonl, timings to perf.jsonl.
 
     Raises:
+        distributed.Stopped: a process was asked to stop. All stop after the same step, and its checkpoint is written.
         ConfigError: the precision needs another device, or the evaluation does not measure `loop.best_metric`.
         RunError: data, tokenizer or a parent have changed since the run began; the disk refuses; another process took over.
         TrainingError: loss or gradient is no longer finite, or a step has nothing to learn; raised on every rank before the
@@ -107,6 +108,7 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
     with distributed.together():
         reporter = Reporter(run, config, task.model, loop.state.step)
     with contextlib.closing(reporter), memory_advice():
+        distributed.defer()
         steps = loader.steps(task.train, config, seed, loop.state.step, loop.accelerator.device)
         loop.meter.restart()
         while loop.state.step < config.steps and not loop.selection.stop():
@@ -116,6 +118,8 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
             if scores or loop.due(loop.row_every):
                 loop.report(reporter, scores)
                 loop.save()
+            if loop.stopping:
+                loop.stop()
     return loop.state
 
 
@@ -132,6 +136,9 @@ class Loop:
         self.state = State(inputs=dict(task.inputs))
         self.row_every = run.options.log_every or config.eval_every
         self.meter = Meter()
+        self.saved_step = 0
+        self.stopping = False
+        """True once any process was asked to stop; the same on every rank."""
 
     def due(self, every: int) -> bool:
         """True at every `every`-th step and at the last."""
@@ -140,7 +147,8 @@ class Loop:
     def learn(self, step: loader.Step) -> float:
         """One optimizer step on the mean loss over all tokens of the global batch, which it returns."""
         state, world_size = self.state, distributed.world_size()
-        (tokens,) = distributed.total([step.loss_tokens])
+        tokens, asked = distributed.total([step.loss_tokens, distributed.asked()])
+        self.stopping = asked > 0
         if not tokens:
             raise TrainingError(f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has a token to learn.")
         for group in self.optimizer.param_groups:
@@ -207,6 +215,13 @@ class Loop:
         self.state.selection, self.state.scaler = self.selection.state(), scaler.state_dict() if scaler else {}
         with self.meter.apart():
             distributed.from_main(self._write)
+        self.saved_step = self.state.step
+
+    def stop(self) -> NoReturn:
+        """Leave the training where it stands, to be continued."""
+        if self.saved_step != self.state.step:
+            self.save()
+        raise distributed.stopped(self.state.step)
 
     def _write(self) -> None:
         self.run.dir.confirm()
