@@ -1,0 +1,206 @@
+"""Questions to rows, such as `model.stride > 2 and state == 'done'`: parsed by Python's own parser, never evaluated by it.
+
+An expression is made of dotted names, numbers, texts, lists, None (or null), True and False (or true, false), the comparisons
+== != < <= > >= in, not in, also chained (0 < x < 1), and, or, not, parentheses, and two calls: `matches(name, 'regular expression')`,
+which searches in a text, and `value('em/nq')` for a name that is no dotted name.
+
+A name that a row lacks is None. None, and a text beside a number, have no order: the comparison is False. True equals no number.
+"""
+
+import ast
+import operator
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from src.errors import ConfigError
+
+Row = Mapping[str, Any]
+_Value = Callable[[Row], Any]
+MAX_CHARACTERS = 10_000
+MAX_DEPTH = 50
+_WORDS = {"null": None, "true": True, "false": False}
+_ORDER = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
+
+
+@dataclass(frozen=True)
+class Query:
+    """A question that has been understood."""
+
+    text: str
+    names: frozenset[str]
+    """Every name that it reads."""
+    _value: _Value = field(repr=False, compare=False)
+
+    def matches(self, row: Row) -> bool:
+        """Whether it holds for `row`. Never raises."""
+        return bool(self._value(row))
+
+
+def compile(text: str, where: str = "query") -> Query:  # noqa: A001  as re.compile
+    """Understand `text`; `where` begins the messages.
+
+    Raises:
+        ConfigError: anything but the expressions above; names the place in the text.
+    """
+    return _Parser(text, where).query()
+
+
+class _Parser:
+    def __init__(self, text: str, where: str) -> None:
+        self.text, self.where = text, where
+        self.line = text.replace("\n", " ").replace("\r", " ").lstrip()
+        self.cut = len(text) - len(self.line)
+        self.names: set[str] = set()
+
+    def query(self) -> Query:
+        if len(self.text) > MAX_CHARACTERS:
+            raise ConfigError(f"{self.where}: {len(self.text)} characters, at most {MAX_CHARACTERS} can be read.")
+        if not self.line:
+            raise ConfigError(f"{self.where}: expected a comparison such as seed == 0, got nothing.")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of "\d", which is common in regular expressions
+                tree = ast.parse(self.line, mode="eval")
+            if _depth(tree.body) > MAX_DEPTH:
+                raise RecursionError
+            value = self.read(tree.body)
+        except SyntaxError as error:
+            self.refuse_at((error.offset or len(self.line) + 1) - 1, self.spelled(error))
+        except (RecursionError, MemoryError, ValueError):
+            raise ConfigError(f"{self.where}: nested more than {MAX_DEPTH} deep, or with a zero byte: {self.line[:60]!r}.") from None
+        return Query(self.text, frozenset(self.names), value)
+
+    def read(self, node: ast.expr) -> _Value:
+        """The function of a row that `node` stands for."""
+        match node:
+            case ast.Constant(value=None | bool() | int() | float() | str() as constant):
+                return lambda _: constant
+            case ast.Name() | ast.Attribute():
+                return self.name(node)
+            case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as number)) if not isinstance(
+                number, bool
+            ):
+                signed = -number if isinstance(sign, ast.USub) else number
+                return lambda _: signed
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                inner = self.read(operand)
+                return lambda row: not inner(row)
+            case ast.BoolOp(op=op, values=values):
+                parts = [self.read(value) for value in values]
+                combined = all if isinstance(op, ast.And) else any
+                return lambda row: combined(part(row) for part in parts)
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                members = [self.read(item) for item in items]
+                return lambda row: [member(row) for member in members]
+            case ast.Compare():
+                return self.comparison(node)
+            case ast.Call():
+                return self.call(node)
+        return self.refuse(node, f"cannot use {ast.unparse(node)[:40]!r}")
+
+    def name(self, node: ast.expr) -> _Value:
+        words, inner = [], node
+        while isinstance(inner, ast.Attribute):
+            words.append(inner.attr)
+            inner = inner.value
+        if not isinstance(inner, ast.Name):
+            self.refuse(node, f"expected a dotted name, got {ast.unparse(node)[:40]!r}")
+        if not words and inner.id in _WORDS:
+            word = _WORDS[inner.id]
+            return lambda _: word
+        return self.look_up(".".join([inner.id, *reversed(words)]))
+
+    def look_up(self, name: str) -> _Value:
+        self.names.add(name)
+        return lambda row: row.get(name)
+
+    def comparison(self, node: ast.Compare) -> _Value:
+        values = [self.read(value) for value in (node.left, *node.comparators)]
+        tests = []
+        for sign, right in zip(node.ops, node.comparators, strict=True):
+            if isinstance(sign, ast.Is | ast.IsNot):
+                self.refuse(right, "write == or != instead of 'is'")
+            tests.append(_test(sign))
+        links = list(zip(tests, values[:-1], values[1:], strict=True))
+        return lambda row: all(test(left(row), right(row)) for test, left, right in links)
+
+    def call(self, node: ast.Call) -> _Value:
+        match node:
+            case ast.Call(func=ast.Name(id="value"), args=[ast.Constant(value=str() as name)], keywords=[]):
+                return self.look_up(name)
+            case ast.Call(func=ast.Name(id="matches"), args=[searched, ast.Constant(value=str() as pattern) as given], keywords=[]):
+                text = self.read(searched)
+                try:
+                    search = re.compile(pattern).search
+                except (re.error, RecursionError, OverflowError) as error:
+                    self.refuse(given, f"not a regular expression: {error}")
+                return lambda row: isinstance(value := text(row), str) and search(value) is not None
+        return self.refuse(
+            node, f"the only calls are matches(name, 'regular expression') and value('name'), got {ast.unparse(node)[:40]!r}"
+        )
+
+    def spelled(self, error: SyntaxError) -> str:
+        if "~" in self.line:
+            return "to search, write matches(name, 'regular expression') instead of ~"
+        if "&&" in self.line or "||" in self.line:
+            return "write 'and' and 'or' instead of && and ||"
+        if re.search(r"(?<![=!<>])=(?!=)", self.line):
+            return "write == to compare"
+        return error.msg
+
+    def refuse(self, node: ast.expr, problem: str) -> NoReturn:
+        before = self.line.encode()[: node.col_offset]
+        self.refuse_at(len(before.decode()), problem)
+
+    def refuse_at(self, place: int, problem: str) -> NoReturn:
+        """place: characters of `self.line` before the mistake."""
+        rest = self.line[place : place + 30]
+        at = f"at {rest!r}" if rest else "at the end"
+        raise ConfigError(f"{self.where}, character {self.cut + place + 1} ({at}): {problem.rstrip('.')}.") from None
+
+
+def _depth(tree: ast.expr) -> int:
+    depth, level = 0, [tree]
+    while level:
+        depth, level = depth + 1, [child for node in level for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+    return depth
+
+
+def _test(sign: ast.cmpop) -> Callable[[Any, Any], bool]:
+    match sign:
+        case ast.Eq():
+            return _same
+        case ast.NotEq():
+            return lambda left, right: not _same(left, right)
+        case ast.In():
+            return _contained
+        case ast.NotIn():
+            return lambda left, right: not _contained(left, right)
+    compare = _ORDER[type(sign)]
+    return lambda left, right: _ordered(left, right) and compare(left, right)
+
+
+def _same(left: Any, right: Any) -> bool:
+    """As in Python, but that True is not 1."""
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return left == right
+
+
+def _contained(left: Any, right: Any) -> bool:
+    if isinstance(right, list):
+        return any(_same(left, item) for item in right)
+    return isinstance(left, str) and isinstance(right, str) and left in right
+
+
+def _ordered(left: Any, right: Any) -> bool:
+    return (_is_number(left) and _is_number(right)) or (isinstance(left, str) and isinstance(right, str))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
