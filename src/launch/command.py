@@ -1,48 +1,164 @@
-"""The command of one experiment, written so that every value arrives unchanged."""
+"""The command of one experiment, written in bash so that every value arrives unchanged."""
 
 import re
 import shlex
 import sys
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, Field, model_validator
+
+from src.config import Config
+from src.experiments.saved import STATUS
+from src.launch.job import Job
+
+STOPPED = 75
+"""Exit code of a job that was stopped in order: started again, it goes on. sysexits.h calls it EX_TEMPFAIL."""
 _NGPUS = re.compile(r"(?<![\w${])NGPUS(?!\w)")
 _COUNT_GPUS = (
     'export GPUS_HERE=$(if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then tr , \'\\n\' <<< "$CUDA_VISIBLE_DEVICES";'
     " else nvidia-smi -L 2> /dev/null | grep '^GPU '; fi | grep -c '^[^-]');"
-    ' [ "$GPUS_HERE" -gt 0 ] || GPUS_HERE=1; '
+    ' [ "$GPUS_HERE" -gt 0 ] || GPUS_HERE=1;'
 )
+# Processes of DeepSpeed on a machine without a GPU must be told so.
+_WITHOUT_GPU = '[ -n "${DS_ACCELERATOR+set}${CUDA_VISIBLE_DEVICES:+set}" ] || nvidia-smi -L > /dev/null 2>&1 || export DS_ACCELERATOR=cpu;'
+_WORLD_INFO = (
+    "import base64, json, sys; nodes, each = map(int, sys.argv[1:]);"
+    ' world = {f"node{i}": list(range(each)) for i in range(nodes)};'
+    " print(base64.urlsafe_b64encode(json.dumps(world).encode()).decode())"
+)
+_FREE_PORT = 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+_MODULES = {
+    "torchrun": "torch.distributed.run",
+    "deepspeed": "deepspeed.launcher.runner",
+    "accelerate": "accelerate.commands.launch",
+}
 
 
-@dataclass(frozen=True)
-class Job:
-    """One experiment to be run somewhere."""
-
-    exp_id: str
-    args: tuple[str, ...]
-    """trainval.py and its arguments, as they must arrive."""
-    cwd: Path
-    """The folder that holds trainval.py."""
-    python_binary: str | None = None
-    """What stands before `args`, in bash: "source activate ENV ; torchrun --nproc-per-node NGPUS ". None: this Python."""
-    after: tuple[str, ...] = ()
-    """Ids that must have ended well before it starts, as far as they stand before it in the same submission."""
+def _check_names(environment: dict[str, str]) -> dict[str, str]:
+    for name, value in environment.items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise ValueError(f"expected the name of an environment variable, got {name!r}.")
+        if "\0" in value:
+            raise ValueError(f"the value of {name} holds a zero byte, which no environment can.")
+    return environment
 
 
-def shell_line(job: Job) -> str:
-    """A line of bash that runs `job`; a value with a newline makes it several lines.
+def _check_word(word: str) -> str:
+    if "\0" in word:
+        raise ValueError(f"a zero byte, which no argument of a command can hold, in {word!r}.")
+    return word
 
-    The word NGPUS in `python_binary` becomes the number of GPUs of the machine that runs the line: those of
-    CUDA_VISIBLE_DEVICES where it is set, else those of `nvidia-smi -L`, and 1 where there are none.
+
+Environment = Annotated[dict[str, str], AfterValidator(_check_names)]
+"""Variables that a job finds in its environment."""
+
+
+class Processes(Config):
+    """How one job starts its processes."""
+
+    starter: Literal["python", "torchrun", "deepspeed", "accelerate"] = "python"
+    per_node: Annotated[int, Field(ge=1)] | Literal["gpus"] = 1
+    """Processes on each node; "gpus": one for each GPU of the node, counted there, and 1 where there are none."""
+    nodes: int = Field(default=1, ge=1)
+    arguments: list[Annotated[str, AfterValidator(_check_word)]] = []
+    """More arguments of the starter."""
+    env_path: Annotated[str, Field(min_length=1), AfterValidator(_check_word)] | None = None
+    """Folder of the Python environment, whose bin/ holds the starter. None: that of ENV_PATH where it is set, else this Python's."""
+    stop_seconds: int = Field(default=120, ge=1)
+    """How long torchrun lets its processes finish a step and write a checkpoint once it was told to stop."""
+
+    @model_validator(mode="after")
+    def _one_process(self) -> "Processes":
+        if self.starter == "python" and (self.per_node, self.nodes) != (1, 1):
+            raise ValueError("the starter python starts one process. Choose torchrun, deepspeed or accelerate for several.")
+        return self
+
+
+def shell_line(job: Job, processes: Processes | None = None, environment: Mapping[str, str] | None = None) -> str:
+    """Bash that runs `job` and exits with its code; to be given to `bash -c`, not to be put into a line.
+
+    With several nodes, each of them runs it, with the variables MASTER_ADDR, MASTER_PORT, NODE_RANK and NNODES set.
+
+    The exit code is `STOPPED` where the job was stopped in order: where its save directory says so, since torchrun makes 1 of every
+    other code, or where SIGTERM or SIGUSR1 came before it could hear them. bash itself outlives both until its command has ended.
+
+    The word NGPUS in `job.python_binary`, which replaces the starter, becomes the number of GPUs of the machine that runs the line:
+    those of CUDA_VISIBLE_DEVICES where it is set, else those of `nvidia-smi -L`, and 1 where there are none.
     """
-    prefix = shlex.quote(sys.executable) if job.python_binary is None else job.python_binary
-    counted = _NGPUS.sub("$GPUS_HERE", prefix)
-    return f"{_COUNT_GPUS if counted != prefix else ''}{counted} {shlex.join(job.args)}"
+    processes = processes or Processes()
+    exports = [f"export {name}={shlex.quote(value)};" for name, value in (environment or {}).items()]
+    if job.python_binary is None:
+        before, start = _start(processes)
+    else:
+        start = _NGPUS.sub("$GPUS_HERE", job.python_binary)
+        before = [_COUNT_GPUS] if start != job.python_binary else []
+    stopping = f"""\
+JOB_STATUS={shlex.quote(str(job.run / STATUS))}; JOB_BEFORE=$(cat "$JOB_STATUS" 2> /dev/null); JOB_TOLD=; trap JOB_TOLD=1 TERM USR1;"""
+    ending = f"""
+JOB_CODE=$?; JOB_AFTER=$(cat "$JOB_STATUS" 2> /dev/null)
+if [ $JOB_CODE -ne 0 ]; then
+    [ "$JOB_AFTER" != "$JOB_BEFORE" ] || JOB_AFTER=
+    case "$JOB_AFTER" in
+        *'"state": "stopped"'*) JOB_CODE={STOPPED} ;;
+        *'"state": "failed"'*) ;;
+        *) [ -z "$JOB_TOLD" ] || JOB_CODE={STOPPED} ;;
+    esac
+fi
+exit $JOB_CODE"""
+    return f"{' '.join([stopping, *_torchrun_variables(processes), *exports, *before])}\n{start} {shlex.join(job.args)}{ending}"
 
 
-def argv(job: Job) -> list[str]:
-    """`shell_line` as the argument list of a process that any launcher can start without a shell of its own.
+def argv(job: Job, processes: Processes | None = None, environment: Mapping[str, str] | None = None) -> list[str]:
+    """`shell_line` as the argument list of a process that any launcher can start without a shell of its own."""
+    return ["bash", "-c", shell_line(job, processes, environment)]
 
-    bash outlives a SIGTERM until the command that it runs has ended, so that the end of the process means the end of the job.
+
+def _torchrun_variables(processes: Processes) -> list[str]:
+    """A job may be started by torchrun whatever the starter, and its variables harm nobody else.
+
+    Without the first, a restart after the death of a rank hangs or fails in every second case (torch 2.13 with gloo).
     """
-    return ["bash", "-c", f"trap 'exit 143' TERM; {shell_line(job)}"]
+    return [
+        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1;",
+        "export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1;",
+        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={processes.stop_seconds};",
+    ]
+
+
+def _start(processes: Processes) -> tuple[list[str], str]:
+    """What stands before the command, and its beginning, for a job without a command of its own."""
+    folder = processes.env_path and processes.env_path.rstrip("/") + "/bin"
+    python = shlex.quote(f"{folder}/python" if folder else sys.executable)
+    each = '"$GPUS_HERE"' if processes.per_node == "gpus" else str(processes.per_node)
+    before = [f'export PATH={shlex.quote(folder)}":$PATH";'] if folder else []
+    before += [_COUNT_GPUS] if processes.per_node == "gpus" else []
+    if processes.starter == "python":
+        start, flags = python, ""
+    else:
+        start = shlex.quote(f"{folder}/{processes.starter}") if folder else f"{python} -m {_MODULES[processes.starter]}"
+        several = processes.nodes > 1
+        if processes.starter == "torchrun":
+            found = '--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
+            flags = f"{found if several else '--standalone'} --nproc-per-node {each}"
+        elif processes.starter == "accelerate":
+            # --cpu with several processes would silently start one; --multi_gpu also works where there is no GPU.
+            before.append(
+                f'JOB_WORLD=$(({processes.nodes} * {each.strip(chr(34))})); JOB_MANY=; [ "$JOB_WORLD" -lt 2 ] || JOB_MANY=--multi_gpu;'
+            )
+            found = '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"'
+            flags = (
+                f'$JOB_MANY --num_processes "$JOB_WORLD" --num_machines {processes.nodes} {found if several else "--main_process_port 0"}'
+            )
+            flags += " --mixed_precision no --dynamo_backend no"
+            start += " launch" if folder else ""
+        elif several:
+            # Its runner reaches other nodes by ssh; here each node starts its own part, as the scheduler wants it.
+            before.append(_WITHOUT_GPU)
+            start = f"{python} -m deepspeed.launcher.launch"
+            world = f'--world_info="$({python} -c {shlex.quote(_WORLD_INFO)} "$NNODES" {each})"'
+            flags = f'{world} --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --no_local_rank'
+        else:
+            before.append(f"{_WITHOUT_GPU} JOB_PORT=$({python} -c {shlex.quote(_FREE_PORT)});")
+            flags = f'--num_gpus {each} --master_port "$JOB_PORT" --no_local_rank'
+    return before, " ".join([word for word in (start, flags, shlex.join(processes.arguments)) if word])

@@ -18,7 +18,8 @@ from pydantic import Field
 from src import config as configs
 from src.errors import LaunchError
 from src.files import writing
-from src.launch.command import Job, argv
+from src.launch.command import argv
+from src.launch.job import Job
 
 log = logging.getLogger(__name__)
 _OF_TORCHRUN = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
