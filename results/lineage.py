@@ -1,0 +1,160 @@
+"""Which experiment started from which, as a table, a tree or a graph: `python -m results.lineage [RUNS] [-e GROUP] [--exp_id ID]`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from results.table import RUNS, default_metric
+from src.errors import UserError
+from src.experiments import lineage
+from src.experiments.lineage import Lineage, Node
+
+SHORT = 8
+"""Characters of an id that are shown."""
+_COLOURS = {"done": "#c8e6c9", "haven": "#c8e6c9", "running": "#bbdefb", "stopped": "#fff9c4", "new": "#eeeeee"}
+_BAD_COLOUR = "#ffcdd2"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the ancestry; skipped directories and parents that cannot be started from are told on stderr. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        found = lineage.build(options.runs)
+        if options.group:
+            found = lineage.of_group(options.runs, found, options.group)
+        if options.exp_id:
+            found = found.family([found.find(options.exp_id)])
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for line in (*found.warnings, *found.problems):
+        print(line, file=sys.stderr)
+    print(FORMATS[options.format](found), end="")
+    return 0
+
+
+def table(found: Lineage) -> str:
+    """One row for each experiment, with its parents, the checkpoint that was taken of each, and the parents' states."""
+    rows = [("experiment", "group", "recipe", "state", "step", "score", "parents")]
+    for node in _ancestors_first(found):
+        parents = ", ".join(f"{_short(e.parent)} {e.checkpoint} ({found.nodes[e.parent].state})" for e in found.parents(node.exp_id))
+        step = "-" if node.step is None else str(node.step)
+        rows.append((_short(node.exp_id), node.group or "-", node.recipe or "-", node.state, step, _score(node) or "-", parents or "-"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows)
+
+
+def tree(found: Lineage) -> str:
+    """Ancestors to the left, children below them. One with several parents stands below each, its own children below the first."""
+    lines: list[str] = []
+    written: set[str] = set()
+    roots = [node.exp_id for node in found.nodes.values() if not found.parents(node.exp_id)]
+    waiting = [(name, "", "", "") for name in reversed(roots)]
+    while waiting:
+        name, stem, branch, which = waiting.pop()
+        children = found.children(name)
+        again = name in written and bool(children)
+        lines.append(
+            f"{stem}{branch}{_line(found.nodes[name])}{f' from {which}' if which else ''}{' (its children: above)' if again else ''}"
+        )
+        if again:
+            continue
+        written.add(name)
+        inner = stem + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
+        last = len(children) - 1
+        below = [(edge.child, inner, "└─ " if i == last else "├─ ", edge.checkpoint) for i, edge in enumerate(children)]
+        waiting += reversed(below)
+    return "".join(line + "\n" for line in lines)
+
+
+def dot(found: Lineage) -> str:
+    """A graph for Graphviz: `… --format dot | dot -Tsvg > lineage.svg`."""
+    lines = ["digraph lineage {", "  rankdir=LR;", '  node [shape=box, style="rounded,filled", fontname="sans-serif"];']
+    for node in found.nodes.values():
+        label = "\\n".join(_quoted(line, {"\\": "\\\\", '"': '\\"', "\n": " "}) for line in _label(node))
+        lines.append(f'  "{node.exp_id}" [label="{label}", fillcolor="{_colour(node)}"];')
+    lines += [f'  "{edge.parent}" -> "{edge.child}" [label="{_quoted(edge.checkpoint, {chr(34): ""})}"];' for edge in found.edges]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def mermaid(found: Lineage) -> str:
+    """A graph that Markdown pages show where they stand in a ```mermaid block."""
+    escapes = {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "`": "#96;", "\n": " "}
+    lines = ["flowchart LR"]
+    for node in found.nodes.values():
+        label = "<br/>".join(_quoted(line, escapes) for line in _label(node))
+        lines += [f'  e{node.exp_id}["{label}"]', f"  style e{node.exp_id} fill:{_colour(node)}"]
+    lines += [f'  e{edge.parent} -- "{_quoted(edge.checkpoint, escapes)}" --> e{edge.child}' for edge in found.edges]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(found: Lineage) -> str:
+    """Everything, for other programs: {"nodes": […], "edges": […], "problems": […], "warnings": […]}."""
+    value = {
+        "nodes": [asdict(node) for node in found.nodes.values()],
+        "edges": [asdict(edge) for edge in found.edges],
+        "problems": found.problems,
+        "warnings": found.warnings,
+    }
+    return json.dumps(value, indent=4, allow_nan=False) + "\n"
+
+
+FORMATS: dict[str, Callable[[Lineage], str]] = {"table": table, "tree": tree, "dot": dot, "mermaid": mermaid, "json": as_json}
+
+
+def _ancestors_first(found: Lineage) -> list[Node]:
+    """Each after its parents, otherwise in the order of the nodes."""
+    up = {name: [edge.parent for edge in found.parents(name)] for name in found.nodes}
+    ordered: dict[str, Node] = {}
+    for start in found.nodes:
+        waiting = [start]
+        while waiting:
+            ahead = [parent for parent in up[waiting[-1]] if parent not in ordered]
+            if ahead:
+                waiting.append(ahead[0])
+            else:
+                name = waiting.pop()
+                ordered[name] = found.nodes[name]
+    return list(ordered.values())
+
+
+def _short(exp_id: str) -> str:
+    return exp_id[:SHORT]
+
+
+def _score(node: Node) -> str:
+    name = default_metric(list(node.scores))
+    value = node.scores.get(name) if name else None
+    return "" if value is None else f"{name} {value:.4g}"
+
+
+def _label(node: Node) -> list[str]:
+    return [text for text in (_short(node.exp_id), node.group, f"{node.recipe} {node.state}".strip(), _score(node)) if text]
+
+
+def _line(node: Node) -> str:
+    return "  ".join(_label(node))
+
+
+def _colour(node: Node) -> str:
+    return _COLOURS.get(node.state, _BAD_COLOUR)
+
+
+def _quoted(text: str, escapes: dict[str, str]) -> str:
+    return "".join(escapes.get(character, character) for character in text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m results.lineage", description=__doc__)
+    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
+    parser.add_argument("-e", "--group", help="only the runs of this group, what they come from and what came from them")
+    parser.add_argument("--exp_id", help="only this experiment, what it comes from and what came from it; an id may be cut")
+    parser.add_argument("--format", choices=list(FORMATS), default="table")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
