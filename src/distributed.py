@@ -107,7 +107,7 @@ def _end_with_parent() -> None:
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
     """Within the block a stop signal raises `Stopped`: at once or, after `defer`, where it is heeded. Main thread only."""
-    global _asked, _deferred  # noqa: PLW0603  a signal comes to the process
+    global _asked, _deferred
     if threading.current_thread() is not threading.main_thread():
         yield
         return

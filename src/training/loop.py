@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -112,14 +112,13 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
         steps = loader.steps(task.train, config, seed, loop.state.step, loop.accelerator.device)
         loop.meter.restart()
         while loop.state.step < config.steps and not loop.selection.stop():
+            loop.stop_if_asked()
             loss = loop.learn(loop.meter.waiting(steps))
             reporter.step(loop.state.step, loss, loop.meter.tokens_per_second())
             scores = loop.evaluate() if loop.due(config.eval_every) else {}
             if scores or loop.due(loop.row_every):
                 loop.report(reporter, scores)
                 loop.save()
-            if loop.stopping:
-                loop.stop()
     return loop.state
 
 
@@ -137,8 +136,7 @@ class Loop:
         self.row_every = run.options.log_every or config.eval_every
         self.meter = Meter()
         self.saved_step = 0
-        self.stopping = False
-        """True once any process was asked to stop; the same on every rank."""
+        self.stopping = False  # True once any process was asked to stop; the same on every rank
 
     def due(self, every: int) -> bool:
         """True at every `every`-th step and at the last."""
@@ -217,11 +215,12 @@ class Loop:
             distributed.from_main(self._write)
         self.saved_step = self.state.step
 
-    def stop(self) -> NoReturn:
-        """Leave the training where it stands, to be continued."""
-        if self.saved_step != self.state.step:
-            self.save()
-        raise distributed.stopped(self.state.step)
+    def stop_if_asked(self) -> None:
+        """Leave the training where it stands, to be continued, if any process was asked to stop before the last step began."""
+        if self.stopping:
+            if self.saved_step != self.state.step:
+                self.save()
+            raise distributed.stopped(self.state.step)
 
     def _write(self) -> None:
         self.run.dir.confirm()
