@@ -1,0 +1,128 @@
+"""Asks Slurm's own commands, with patience while the scheduler does not answer; reads the ids that they print."""
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from src.errors import LaunchError
+
+# What the commands print while the controller or the database is down, busy or restarting; asked again later, they may answer.
+_AWAY = re.compile(
+    "socket timed out|unable to contact slurm controller|connection refused|connection timed out|zero bytes were transmitted"
+    "|resource temporarily unavailable|transport endpoint|backup controller|slurmctld.*shut ?down|problem talking to the database"
+    "|sending persconn|unable to establish controller|communication connection failure|connection reset|no route to host",
+    re.IGNORECASE,
+)
+# What the shell around us wants of squeue and of sbatch's own job must not change what is asked; how to find the cluster must.
+_NOT_OURS = re.compile(r"(SQUEUE|SACCT|SCANCEL)_.*|SLURM_(?!CONF$|CONF_SERVER$|CLUSTERS$|JWT$).*")
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 8.0
+_ID = re.compile(r"(\d+)(?:_(?:(\d+)|\[([\d,\-]*).*))?")
+
+
+class Away(LaunchError):
+    """Slurm did not answer in time, so that what was asked may have been done, or may be done yet."""
+
+
+class Refused(LaunchError):
+    """Slurm answered no. `said` holds its words."""
+
+    def __init__(self, command: str, said: str) -> None:
+        super().__init__(f"{command}: {said}")
+        self.said = said
+
+
+def ask(argv: Sequence[str], patience_seconds: float) -> str:
+    """What a command prints. It is run again while Slurm is away, so it must be one that may run twice.
+
+    Raises:
+        Away: no answer within `patience_seconds`.
+        Refused: it failed for another reason.
+    """
+    deadline = time.monotonic() + patience_seconds
+    wait = _FIRST_WAIT_SECONDS
+    while True:
+        try:
+            return once(argv, max(0.1, (deadline - time.monotonic()) / 2))
+        except Away:
+            if time.monotonic() + wait >= deadline:
+                raise
+        time.sleep(wait)
+        wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+
+
+def once(argv: Sequence[str], seconds: float) -> str:
+    """What a command prints; it is killed after `seconds`.
+
+    Raises:
+        Away, Refused: as `ask`.
+        LaunchError: there is no such command on this machine.
+    """
+    found(argv[0])
+    try:
+        done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, env=_environment(), timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise Away(f"{argv[0]}: no answer from Slurm in {seconds:.0f} seconds. Is the controller up? `scontrol ping` tells.") from None
+    said = done.stderr.decode(errors="replace")
+    if done.returncode:
+        words = " ".join(said.split()) or f"exit code {done.returncode}"
+        words = words.replace(f"{argv[0]}: error: ", "")
+        if _AWAY.search(said):
+            raise Away(f"{argv[0]}: Slurm does not answer: {words}. Is the controller up? `scontrol ping` tells.")
+        raise Refused(argv[0], words)
+    return done.stdout.decode(errors="replace")
+
+
+def found(*commands: str) -> None:
+    """Check that `commands` are on PATH.
+
+    Raises:
+        LaunchError: names those that are not.
+    """
+    if lacking := [command for command in commands if shutil.which(command) is None]:
+        raise LaunchError(f"{', '.join(lacking)}: no such command on PATH. Submit from a machine of the cluster, with Slurm's commands.")
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not _NOT_OURS.fullmatch(name)}
+    return kept | {"SLURM_BITSTR_LEN": "0", "LC_ALL": "C.UTF-8"}
+
+
+def expand(job_id: str) -> Iterator[str]:
+    """The ids that one printed by Slurm stands for: "7" -> "7"; "7_3" -> "7_3"; "7_[0-1,5%2]" -> "7_0", "7_1", "7_5"."""
+    match = _ID.fullmatch(job_id.strip())
+    if not match:
+        return
+    array, task, tasks = match.groups()
+    if tasks is None:
+        yield array if task is None else f"{array}_{task}"
+        return
+    for piece in filter(None, tasks.split(",")):
+        first, _, last = piece.partition("-")
+        if first.isdigit():
+            yield from (f"{array}_{i}" for i in range(int(first), int(last or first) + 1))
+
+
+def collapse(job_ids: Iterable[str]) -> list[str]:
+    """The other way: "7_0", "7_1", "7_5", "9" -> "7_[0-1,5]", "9"."""
+    tasks: dict[str, set[int]] = {}
+    plain = []
+    for job_id in job_ids:
+        array, _, task = job_id.partition("_")
+        if task.isdigit():
+            tasks.setdefault(array, set()).add(int(task))
+        elif array.isdigit():
+            plain.append(array)
+    return [*(f"{array}_[{_ranges(sorted(numbers))}]" for array, numbers in tasks.items()), *plain]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

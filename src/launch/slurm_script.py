@@ -1,0 +1,133 @@
+"""What a Slurm array runs: one script for all, and a file with the command of each task. No value ever stands in the script."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from src.errors import RunError
+from src.files import reading, write_atomic, writing
+from src.launch.command import STOPPED, Processes, shell_line
+from src.launch.job import Job
+
+SCRIPT = "job.sh"
+IDS = "ids"
+_SCRIPT_TEXT = """\
+#!/bin/bash
+# One task of an array: $1/<task>.facts says where it logs, $1/<task>.sh what it runs.
+# Near the time limit Slurm sends USR1 to this script alone: the task is told to stop, and queued again once it has written its
+# checkpoint. Slurm's TERM (a preemption, scancel) reaches every process by itself; what follows then is Slurm's to decide.
+this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+task=$1/$SLURM_ARRAY_TASK_ID
+. "$task.facts" || exit 1
+exec >> "$OUT" 2>> "$ERR"
+
+step= told= signals=0
+tell() {
+    if [ "$NNODES" -eq 1 ]; then
+        kill -TERM -- "-$step"
+        return
+    fi
+    # srun would kill its tasks if it were told itself.
+    local i
+    for i in 1 2 3 4 5 6 7 8 9 10; do
+        if squeue --noheader --steps="$this.0" --format=%i 2> /dev/null | grep -q . && scancel --signal=TERM "$this.0"; then return; fi
+        kill -0 "$step" 2> /dev/null || return
+        sleep 1
+    done
+    echo "slurm: the processes could not be told that the time limit is near" >&2
+}
+trap 'told=USR1; signals=$((signals + 1)); [ -z "$step" ] || tell' USR1
+trap 'told=${told:-TERM}; signals=$((signals + 1))' TERM
+
+export NNODES=${SLURM_NNODES:-1} MASTER_ADDR=127.0.0.1
+export MASTER_PORT=$((20000 + (SLURM_JOB_ID + 3989 * ${SLURM_RESTART_COUNT:-0}) % 10000))
+start=(bash "$task.sh")
+if [ "$NNODES" -gt 1 ]; then
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    # Its address, as names of nodes need not mean anything outside Slurm.
+    MASTER_ADDR=$(scontrol --oneliner show node "$first" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
+    MASTER_ADDR=${MASTER_ADDR:-$first}
+    [ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+    # A rank that fails ends the others.
+    start=(srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 "${start[@]}")
+fi
+set -m  # a process group of its own, to which signals can be sent
+"${start[@]}" < /dev/null &
+step=$!
+set +m
+[ "$told" != USR1 ] || tell
+while :; do
+    before=$signals
+    wait "$step"
+    code=$?
+    [ "$signals" != "$before" ] || break
+done
+if [ "$told" = USR1 ] && [ "$REQUEUE" = 1 ]; then
+    case $code in
+        STOPPED | 137 | 143)
+            for pause in 1 2 4 8 16; do
+                if scontrol requeue "$this"; then exit 0; fi
+                sleep $pause
+            done
+            echo "slurm: the time limit is near, and the job could not be queued again; submit it again" >&2
+            ;;
+    esac
+fi
+exit $code
+""".replace("STOPPED", str(STOPPED))
+
+
+def write_script(folder: Path) -> Path:
+    """Write the script that every array of the submission in `folder` runs.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    write_atomic(folder / SCRIPT, _SCRIPT_TEXT)
+    return folder / SCRIPT
+
+
+def write_tasks(tasks: Path, jobs: Sequence[Job], lines: Sequence[str], requeue: bool) -> None:
+    """Write the files of the array's tasks to the new folder `tasks`: task i is jobs[i] and runs lines[i].
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    with writing(tasks):
+        tasks.mkdir()
+        for log_dir in {job.log_dir for job in jobs}:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        for i, (job, line) in enumerate(zip(jobs, lines, strict=True)):
+            out, err = (shlex.quote(str(job.log_dir.absolute() / f"{job.exp_id}.{stream}.log")) for stream in ("out", "err"))
+            (tasks / f"{i}.facts").write_text(f"OUT={out}\nERR={err}\nREQUEUE={int(requeue)}\n", encoding="utf-8", errors="surrogateescape")
+            (tasks / f"{i}.sh").write_text(line, encoding="utf-8", errors="surrogateescape")
+        (tasks / IDS).write_text("".join(f"{job.exp_id}\n" for job in jobs), encoding="utf-8")
+
+
+def task_line(job: Job, processes: Processes, environment: Mapping[str, str], setup: Sequence[str]) -> str:
+    """Bash that one node runs for `job`.
+
+    Bash itself outlives the signal to stop. Of several nodes the first alone tells that it was stopped in order:
+    srun would kill it, with the checkpoint half written, as soon as another one ended with an exit code that is not 0.
+    """
+    return "\n".join(
+        [
+            "trap : TERM USR1",
+            "export NODE_RANK=${SLURM_NODEID:-0}",
+            f"cd -- {shlex.quote(str(job.cwd.absolute()))} || exit 1",
+            *setup,
+            f"bash -c {shlex.quote(shell_line(job, processes, environment))}",
+            "code=$?",
+            f'[ $code -ne {STOPPED} ] || [ "$NODE_RANK" = 0 ] || code=0',
+            "exit $code\n",
+        ]
+    )
+
+
+def read_ids(tasks: Path) -> list[str]:
+    """The experiment of each task of an array; empty where the file was never written."""
+    try:
+        with reading(tasks / IDS, RunError):
+            return (tasks / IDS).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
