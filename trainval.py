@@ -26,9 +26,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="trainval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     what = parser.add_argument_group("what to run")
-    what.add_argument("-e", "--exp_group", "--exp_group_list", nargs="+", default=[], metavar="GROUP", help="groups of exp_configs.py")
+    what.add_argument(
+        "-e", "--exp_group", "--exp_group_list", nargs="+", default=[], metavar="GROUP", help="groups of exp_configs.py, or GROUP[3]"
+    )
     what.add_argument("--exp_id", metavar="ID", help="one experiment, by the 32 characters that name its save directory")
-    what.add_argument("--set", action="append", default=[], metavar="a.b=value", help="change a value in each experiment (another id)")
+    what.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="a.b=value", help="change values in each experiment (another id)"
+    )
     what.add_argument("--steps", type=int, metavar="N", help="short for --set loop.steps=N")
     what.add_argument("--with-parents", "--with_parents", action="store_true", help="first run the experiments that these start from")
     what.add_argument("--list", action="store_true", help="print the groups, or the experiments of -e, and exit")

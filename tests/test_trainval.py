@@ -200,6 +200,11 @@ class TestPlans:
         exp = changed(SHORT, loop__steps=2, loop__weight_decay=0.0)
         assert (folder / "runs" / exp_id(exp) / "exp_dict.json").exists()
 
+    def test_set_takes_several_values_as_sweep_agents_give_them(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        given = ["--set", "loop.steps=2", "loop.weight_decay=0.5", "--set", "seed=1", "--dry-run"]
+        assert toy.main(["-e", "g", *given], {"g": [SHORT]}, folder) == 0
+        assert exp_id(changed(SHORT, loop__steps=2, loop__weight_decay=0.5) | {"seed": 1}) in capsys.readouterr().out
+
     def test_exp_id_runs_what_a_save_directory_holds(self, folder: Path):
         assert toy.main(["-e", "g", "--steps", "2"], {"g": [SHORT]}, folder) == 0
         wanted = exp_id(changed(SHORT, loop__steps=2))

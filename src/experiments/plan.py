@@ -1,6 +1,7 @@
 """From names on a command line to checked experiments, parents first."""
 
 import contextlib
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from src.registry import Part, canonical, load_experiment, remembering
 
 Experiment = dict[str, Any]
 Groups = Mapping[str, Sequence[Experiment]]
+_ONE = re.compile(r"(.+)\[(\d{1,9})\]", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -49,29 +51,42 @@ def load(exp: Experiment, group: str, where: str) -> Planned:
 
 
 def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]) -> list[Planned]:
-    """Every experiment of the groups called `names`, with the assignments of --set made in each.
+    """Every experiment of the groups called `names`, with the assignments of --set made in each. "lm[3]" names one of the group "lm".
 
     Raises:
         ConfigError: an unknown or empty group, every mistake of every experiment, or two experiments with one id.
     """
     planned: list[Planned] = []
     mistakes: list[str] = []
-    for name in dict.fromkeys(names):
-        if name not in groups:
-            raise unknown("group", name, groups, "-e")
-        if not isinstance(groups[name], list):
-            raise ConfigError(f"{name}: expected a list of experiments, got {type(groups[name]).__name__}.")
-        if not groups[name]:
-            raise ConfigError(f"{name}: has no experiments.")
-        for i, exp in enumerate(groups[name]):
+    for asked in dict.fromkeys(names):
+        name, places = _asked(groups, asked)
+        for i in places:
             where = f"{name}[{i}]"
             try:
-                planned.append(load(_assigned(exp, assignments, name, where), name, where))
+                planned.append(load(_assigned(groups[name][i], assignments, name, where), name, where))
             except ConfigError as error:
                 mistakes.append(str(error))
     if mistakes:
         raise ConfigError("\n".join(dict.fromkeys(mistakes)))
     return _distinct(planned)
+
+
+def _asked(groups: Groups, asked: str) -> tuple[str, Sequence[int]]:
+    """The group that `asked` names, and the places in it that are meant: "lm" all, "lm[3]" one."""
+    one = None if asked in groups else _ONE.fullmatch(asked)
+    name = one[1] if one else asked
+    if name not in groups:
+        raise unknown("group", name, groups, "-e")
+    group = groups[name]
+    if not isinstance(group, list):
+        raise ConfigError(f"{name}: expected a list of experiments, got {type(group).__name__}.")
+    if not group:
+        raise ConfigError(f"{name}: has no experiments.")
+    if one is None:
+        return name, range(len(group))
+    if int(one[2]) >= len(group):
+        raise ConfigError(f"-e {asked}: the group has the experiments {name}[0] to {name}[{len(group) - 1}].")
+    return name, [int(one[2])]
 
 
 def _assigned(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str, where: str) -> Experiment:

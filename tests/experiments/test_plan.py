@@ -44,6 +44,16 @@ def test_an_empty_group_is_refused_where_it_is_named():
         plan.load_groups({"g": [], "a": [ONE]}, ["a", "g"], [])
 
 
+def test_one_experiment_of_a_group_is_named_by_its_place():
+    groups = {"a": [ONE, TWO], "a[7]": [TWO]}
+    assert [(item.where, item.group) for item in plan.load_groups(groups, ["a[1]"], [])] == [("a[1]", "a")]
+    assert [item.where for item in plan.load_groups(groups, ["a[7]"], [])] == ["a[7][0]"], "a group may be called so"
+    with pytest.raises(ConfigError, match=r"^-e a\[2\]: the group has the experiments a\[0\] to a\[1\]\.$"):
+        plan.load_groups(groups, ["a[2]"], [])
+    with pytest.raises(ConfigError, match=r"^-e: unknown group 'b'"):
+        plan.load_groups(groups, ["b[0]"], [])
+
+
 def test_what_is_found_by_its_id_is_of_the_groups_noted_in_its_directory(tmp_path: Path):
     known = plan.known({"a": [ONE], "b": [ONE]})
     assert plan.find(exp_id(ONE), known, tmp_path).groups == ("a",)
