@@ -1,0 +1,70 @@
+"""A test's view of the stand-in for Slurm: put it on PATH, look at what it was asked, change its jobs, make it fail."""
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.fake_slurm.program import CALLS_NAME, EMPTY, FAULTS_NAME, STATE_NAME
+
+PROGRAM = Path(__file__).with_name("program.py")
+COMMANDS = ("sbatch", "squeue", "sacct", "scancel", "scontrol")
+
+
+class Cluster:
+    """The state of one stand-in, which lies in a folder of its own."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.home = home
+        self.bin = home / "bin"
+        self.bin.mkdir(parents=True)
+        for command in COMMANDS:
+            path = self.bin / command
+            path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {shlex.quote(str(PROGRAM))} {command} "$@"\n')
+            path.chmod(0o755)
+        monkeypatch.setenv("FAKE_SLURM", str(home))
+        monkeypatch.setenv("PATH", f"{self.bin}{os.pathsep}{os.environ['PATH']}")
+
+    @property
+    def state(self) -> dict[str, Any]:
+        path = self.home / STATE_NAME
+        return json.loads(path.read_text() if path.exists() else json.dumps(EMPTY))
+
+    def configure(self, **facts: Any) -> None:
+        """Change facts of the cluster, such as max_array=4 or run=True."""
+        (self.home / STATE_NAME).write_text(json.dumps(self.state | facts))
+
+    def set(self, job_id: str, **facts: Any) -> None:
+        """Change facts of one task: state, reason, node, exit, seconds, restarts, forgotten ("" | "controller" | "everywhere")."""
+        state = self.state
+        array, _, task = job_id.partition("_")
+        state["arrays"][array]["tasks"][task].update(facts)
+        (self.home / STATE_NAME).write_text(json.dumps(state))
+
+    def task(self, job_id: str) -> dict[str, Any]:
+        array, _, task = job_id.partition("_")
+        return self.state["arrays"][array]["tasks"][task]
+
+    def fail(self, command: str, do: str, text: str = "", **when: int) -> None:
+        """Let a call of `command` go wrong; see program.py."""
+        path = self.home / FAULTS_NAME
+        faults = json.loads(path.read_text()) if path.exists() else []
+        path.write_text(json.dumps([*faults, {"command": command, "do": do, "text": text, **when}]))
+
+    def calls(self, command: str | None = None) -> list[list[str]]:
+        """Every call so far as [command, arguments…]."""
+        path = self.home / CALLS_NAME
+        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [call for call in found if command in (None, call[0])]
+
+    def forget_calls(self) -> None:
+        (self.home / CALLS_NAME).unlink(missing_ok=True)
+
+    def alive(self) -> list[str]:
+        """Ids of the tasks that wait or run."""
+        arrays = self.state["arrays"].items()
+        return [f"{a}_{i}" for a, array in arrays for i, task in array["tasks"].items() if task["state"] in ("PENDING", "RUNNING")]
