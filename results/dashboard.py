@@ -1,0 +1,299 @@
+"""A folder of runs as a live web page: `python -m results.dashboard [RUNS] [-e GROUP] [--port P]`, or `app()` in a notebook."""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import panel as pn
+
+from results import curves, markup, overview, panes
+from results.lineage import tree
+from results.table import RUNS
+from src.errors import ConfigError, UserError
+from src.experiments import lineage, results
+
+PORT = 5006
+SECONDS = (2, 5, 15, 60)
+"""Choices of the time between two looks at the folder."""
+ALL = "all"
+LOG_LINES = 300
+_FIRST = ("failed", "lost", "unknown", "stopped", "running", "queued")
+"""The states that want attention: these come first in the table of jobs."""
+_BODY_CSS = "body { margin: 0; background: #f5f6f8; }"
+
+
+def app(runs: Path = RUNS, group: str | None = None, live: bool = True) -> pn.viewable.Viewable:
+    """The page. live: it looks at the folder again every few seconds, until the switch on it is turned off."""
+    pn.extension("tabulator", inline=True, notifications=False)
+    return Dashboard(runs, group, live).view()
+
+
+class Dashboard:
+    """The widgets, and what of the folder they show. `reload` reads the folder; every other change works on what was read."""
+
+    def __init__(self, runs: Path = RUNS, group: str | None = None, live: bool = False) -> None:
+        self.runs = runs
+        self.found = self.shown = overview.Overview(runs)
+        select, many, text = pn.widgets.Select, pn.widgets.MultiChoice, pn.widgets.TextInput
+        self.group = select(name="Group", options=list(dict.fromkeys([ALL, group or ALL])), value=group or ALL, width=190)
+        self.states = many(name="States", width=240, placeholder="all", solid=False)
+        self.where = text(name="Expression", placeholder="model.stride > 2 and state == 'done'", sizing_mode="stretch_width")
+        self.text = text(name="Search", placeholder="in ids, configs and reasons", width=230)
+        self.live = pn.widgets.Switch(value=live, width=34, margin=(7, 4, 0, 0))
+        self.seconds = select(options={f"every {n} s": n for n in SECONDS}, value=5, width=105, margin=(0, 5))
+        self.by = many(name="Rows by", placeholder="what varies, but the seed", solid=False, sizing_mode="stretch_width")
+        self.scores = many(name="Scores", placeholder="the headline ones", solid=False, sizing_mode="stretch_width")
+        self.spread = select(name="Spread", options={"± std": "std", "95 % interval": "95%"}, width=120)
+        self.metric = select(name="Metric", sizing_mode="stretch_width")
+        self.x = select(name="x axis", options=["step"], sizing_mode="stretch_width")
+        self.logarithmic = pn.widgets.Checkbox(name="log y", width=70, margin=(26, 5, 0, 5))
+        self.experiment = select(name="Experiment", width=460)
+        self.other = select(name="Compare with", width=460)
+        self.log_file = select(name="Log file", width=200)
+        self.head, self.time, self.problem, self.warnings, self.curve_note = (panes.page() for _ in range(5))
+        self.details = [panes.page() for _ in range(4)]
+        self.results = panes.table(page_size=10)
+        self.jobs = panes.table(page_size=8, selectable=1, formatters={"state": {"type": "html"}})
+        self.plot = curves.Plot()
+        self.tabs = self._tabs()
+        self.ticking = pn.state.add_periodic_callback(
+            self.tick,  # pyright: ignore[reportArgumentType]  may be a coroutine function
+            period=1000 * self.seconds.value,
+            start=False,
+        )
+        self._busy = False
+        self._drawn: Any = None
+        self._ids: list[str] = []
+        self._watch()
+        self.reload()
+        if live:
+            self.ticking.start()
+
+    def view(self) -> pn.viewable.Viewable:
+        """Everything on one page."""
+        box, title = panes.box, lambda text: panes.page(f"<h2>{text}</h2>")
+        results_bar = box(self.by, self.scores, self.spread, kind="bar", row=True)
+        curves_bar = box(self.metric, self.x, self.logarithmic, kind="bar", row=True)
+        return box(
+            box(self.head, box(self.time, self.live, self.seconds, kind="live", row=True), kind="head", row=True),
+            box(box(self.group, self.states, self.where, self.text, kind="bar", row=True), self.problem),
+            self.warnings,
+            box(
+                box(title("Results"), results_bar, self.results, kind="card wide"),
+                box(title("Learning curves"), curves_bar, self.plot.pane, self.curve_note),
+                kind="split",
+                row=True,
+            ),
+            box(title("Jobs"), self.jobs),
+            box(self.experiment, self.tabs),
+            kind="page",
+        )
+
+    def reload(self) -> None:
+        """Read the folder and show what changed."""
+        self._put(overview.load(self.runs, None if self.group.value == ALL else self.group.value))
+
+    async def tick(self) -> None:
+        """`reload`, with the reading in a thread of its own: a scheduler may take its time to answer. One at a time."""
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            group = self.group.value
+            found = await asyncio.to_thread(overview.load, self.runs, None if group == ALL else group)
+            if group == self.group.value:
+                self._put(found)
+        finally:
+            self._busy = False
+
+    def filter(self) -> None:
+        """Show what the filters leave; a mistake in the expression is told below it, and what was shown stays."""
+        try:
+            self.shown = overview.select(self.found, self.states.value, self.where.value, self.text.value)
+        except ConfigError as error:
+            panes.put(self.problem, markup.error(str(error)))
+            return
+        panes.put(self.problem, "")
+        panes.put(self.head, panes.head(self.found, self.shown))
+        known = overview.metrics(self.shown)
+        _offer(self.metric, known)
+        _offer(self.x, ["step", *(name for name in known if name != self.metric.value)])
+        _offer(self.by, results.varying(self.shown.rows))
+        _offer(self.scores, results.score_names(self.shown.rows))
+        self.show_results()
+        self.show_curves()
+        self.show_jobs()
+
+    def show_results(self) -> None:
+        """The table of results, best first by the chosen metric."""
+        panes.fill(self.results, *overview.tabulated(self.shown, self.by.value, self.scores.value, self.metric.value, self.spread.value))
+
+    def show_curves(self) -> None:
+        """The learning curves, where a row or a choice has changed."""
+        choices = (self.metric.value, self.x.value, self.logarithmic.value)
+        wanted = (self.shown.rows, *choices)
+        if wanted == self._drawn:
+            return
+        self._drawn = wanted
+        lines, total = overview.curves(self.shown, self.metric.value or "", self.x.value)
+        self.plot.show(lines, *choices)
+        left_out = f"The best {overview.LINES} of {total} configurations; filter to see others." if total > overview.LINES else ""
+        panes.put(self.curve_note, markup.note(left_out))
+
+    def show_jobs(self) -> None:
+        """The table of jobs, those that want attention first, and the choice of an experiment."""
+        places = {state: place for place, state in enumerate(_FIRST)}
+        ordered = sorted(self.shown.jobs, key=lambda job: places.get(job.state, len(places)))
+        told = overview.differing(self.shown)
+        self._ids = [job.exp_id for job in ordered]
+        cells = [overview.job_cells(job, told.get(job.exp_id, "")) for job in ordered]
+        state = overview.JOB_HEADINGS.index("state")
+        panes.fill(self.jobs, overview.JOB_HEADINGS, [[*c[:state], markup.chip(c[state], c[state]), *c[state + 1 :]] for c in cells])
+        names = {f"{name[:8]}  {told.get(name, '')}".strip(): name for name in self._ids}
+        names = names if len(names) == len(self._ids) else {name: name for name in self._ids}
+        _offer(self.experiment, names)
+        _offer(self.other, names)
+        self.show_detail()
+
+    def show_detail(self) -> None:
+        """What the open tab says of the chosen experiment."""
+        name = self.experiment.value
+        if name in self._ids and self.jobs.selection != [self._ids.index(name)]:
+            self.jobs.selection = [self._ids.index(name)]
+        tab = self.tabs.active
+        show = (self._log, self._config, self._differences, self._lineage)[tab]
+        panes.put(self.details[tab], show(name) if name else markup.note("No experiment is chosen."))
+
+    def _log(self, name: str) -> str:
+        files = overview.logs(self.found, name)
+        _offer(self.log_file, list(files))
+        chosen = files.get(self.log_file.value or "")
+        if chosen is None:
+            return markup.note("It has written no log yet.")
+        return markup.text_block(overview.tail(chosen, LOG_LINES)) + markup.note(f"The last {LOG_LINES} lines of {chosen}")
+
+    def _config(self, name: str) -> str:
+        row = self.found.row(name)
+        if row is None:
+            return markup.note("It has no experiment dict yet, or one that cannot be read.")
+        config = markup.plain_table(("config", "value"), [(key, row[key]) for key in results.config_keys(row)])
+        return config + markup.plain_table(("last start", ""), overview.environment(self.runs, name).items())
+
+    def _differences(self, name: str) -> str:
+        other = self.other.value
+        if not other or other == name:
+            return markup.note("Choose another experiment to compare with.")
+        try:
+            changes = overview.differences(self.runs, name, other)
+        except UserError as error:
+            return markup.error(str(error))
+        if not changes:
+            return markup.note("They differ in nothing that was noted.")
+        return markup.plain_table(("", name[:8], other[:8]), changes)
+
+    def _lineage(self, name: str) -> str:
+        try:
+            family = lineage.build(self.runs).family([name])
+        except UserError as error:
+            return markup.error(str(error))
+        return markup.text_block(tree(family)) + markup.warnings(family.problems)
+
+    def _put(self, found: overview.Overview) -> None:
+        self.found = found
+        _offer(self.group, [ALL, *found.groups, *([self.group.value] if self.group.value not in (ALL, *found.groups) else [])])
+        _offer(self.states, list(found.counts()))
+        panes.put(self.warnings, markup.warnings(found.warnings))
+        self.filter()
+        panes.put(self.time, f'<div class="time">live · read at {time.strftime("%H:%M:%S")}</div>')
+
+    def _select(self, chosen: Sequence[int]) -> None:
+        if chosen and chosen[0] < len(self._ids):
+            self.experiment.value = self._ids[chosen[0]]
+
+    def _tabs(self) -> pn.Tabs:
+        log, config, differences, ancestry = self.details
+        pages = [
+            ("Log", pn.Column(self.log_file, log)),
+            ("Config", config),
+            ("Differences", pn.Column(self.other, differences)),
+            ("Lineage", ancestry),
+        ]
+        return pn.Tabs(*pages, sizing_mode="stretch_width", margin=0)
+
+    def _watch(self) -> None:
+        def on(do: Callable[[], None], *widgets: Any) -> None:
+            for widget in widgets:
+                widget.param.watch(lambda _: do(), "value")
+
+        on(self.reload, self.group)
+        on(self.filter, self.states, self.where, self.text)
+        on(self.show_results, self.by, self.scores, self.spread, self.metric)
+        on(self.show_curves, self.metric, self.x, self.logarithmic)
+        on(self.show_detail, self.experiment, self.other, self.log_file)
+        self.tabs.param.watch(lambda _: self.show_detail(), "active")
+        self.jobs.param.watch(lambda event: self._select(event.new), "selection")
+        self.live.param.watch(lambda event: self.ticking.start() if event.new else self.ticking.stop(), "value")
+        self.seconds.param.watch(lambda event: setattr(self.ticking, "period", 1000 * event.new), "value")
+
+
+def _offer(widget: Any, options: list[str] | dict[str, str]) -> None:
+    """Give a widget its choices; what was chosen stays where it is still there."""
+    several = isinstance(widget, pn.widgets.MultiChoice)
+    if several:
+        options = {markup.escaped(value): value for value in options}  # this widget takes its labels for HTML
+    if widget.options == options:
+        return
+    values = list(options.values()) if isinstance(options, dict) else options
+    chosen = widget.value
+    if several:
+        widget.param.update(options=options, value=[value for value in chosen if value in values])
+    else:
+        widget.param.update(options=options, value=chosen if chosen in values else next(iter(values), None))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve the page until interrupted; prints its address when it can be opened. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    pn.config.raw_css.append(_BODY_CSS)
+    try:
+        server: Any = pn.serve(
+            lambda: app(options.runs, options.group),
+            port=options.port,
+            address=options.address,
+            websocket_origin=options.origin or None,
+            title=f"Experiments · {options.runs.name}",
+            show=False,
+            start=False,
+            verbose=False,
+        )
+    except OSError as error:
+        print(
+            f"--port {options.port}: cannot listen on {options.address}: {error.strerror}. Choose another port, or 0 for a free one.",
+            file=sys.stderr,
+        )
+        return 1
+    print(f"http://{options.address}:{server.port}/", flush=True)
+    server.run_until_shutdown()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m results.dashboard", description=__doc__)
+    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
+    parser.add_argument("-e", "--group", help="the group that is shown first (default: all)")
+    parser.add_argument("--port", type=int, default=PORT, help=f"0 takes a free one (default: {PORT})")
+    parser.add_argument(
+        "--address", default="127.0.0.1", help="where to listen; anyone who can reach it can read the runs (default: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--origin", action="append", metavar="HOST:PORT", help="another address that browsers open it by, such as that of a tunnel"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""What the dashboard and the report show of a folder of runs: plain rows and texts, no page. One bad directory never stops the rest."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from results import plot, table
+from src.config import unknown
+from src.errors import RunError, UserError
+from src.experiments import query, results, saved
+from src.files import read_json
+from src.launch import jobs as launched
+
+LINES = 12
+"""Most curves in one picture: those that stand first in the table."""
+SPREADS = ("std", "95%")
+JOB_HEADINGS = ("experiment", "configuration", "group", "state", "reason", "node", "run time", "step", "loss", "heartbeat", "starts")
+_ID = re.compile(r"[0-9a-f]{32}")
+_FACTS = ("time", "host", "platform", "python", "commit", "dirty", "cpus", "gpus", "command")
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A folder of runs, or a part of it, as it was when it was read."""
+
+    runs: Path
+    rows: list[results.Row] = field(default_factory=list)
+    """Experiments that have a save directory that can be read. "state" is that of their job."""
+    jobs: list[launched.Row] = field(default_factory=list)
+    """The same experiments, and those that are only queued or cannot be read."""
+    groups: list[str] = field(default_factory=list)
+    """Every group of the folder, also of what is not in this part."""
+    warnings: list[str] = field(default_factory=list)
+
+    def row(self, exp_id: str) -> results.Row | None:
+        """The row of an experiment; None where it has none."""
+        return next((row for row in self.rows if row["exp_id"] == exp_id), None)
+
+    def counts(self) -> dict[str, int]:
+        """How many experiments are in each state, the most frequent first."""
+        states = [job.state for job in self.jobs]
+        return dict(sorted(((state, states.count(state)) for state in set(states)), key=lambda item: (-item[1], item[0])))
+
+
+@dataclass(frozen=True)
+class Line:
+    """The learning curve of one configuration: mean and deviation over its seeds at each x, in the order of x."""
+
+    label: str
+    x: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def load(runs: Path, group: str | None = None) -> Overview:
+    """Everything in `runs`, of `group` only if one is given. What cannot be read is told in the warnings; never raises for it."""
+    try:
+        everything, warnings = results.load_rows(runs)
+    except UserError as error:
+        everything, warnings = [], [str(error)]
+    ids = sorted(path.name for path in runs.iterdir() if _ID.fullmatch(path.name)) if runs.is_dir() else []
+    table_of_jobs = launched.table(runs, ids)
+    groups = sorted({name for item in (*everything, *map(vars, table_of_jobs)) if (name := item["group"])})
+    rows = everything
+    if group is not None:
+        try:
+            rows, warnings = results.load_rows(runs, group)
+        except UserError as error:
+            rows, warnings = [], [*warnings, str(error)]
+        members = {row["exp_id"] for row in rows}
+        table_of_jobs = [job for job in table_of_jobs if job.exp_id in members or job.group == group]
+    waiting = {job.exp_id for job in table_of_jobs if job.state in ("queued", "never")}
+    told = [text for text in warnings if not waiting & set(_ID.findall(text))]
+    states = {job.exp_id: job.state for job in table_of_jobs}
+    return Overview(runs, [_with_state(row, states.get(row["exp_id"])) for row in rows], table_of_jobs, groups, told)
+
+
+def select(found: Overview, states: Sequence[str] = (), where: str = "", text: str = "") -> Overview:
+    """The experiments in one of `states` (none: all) for which the expression `where` holds and that have `text` in their id or config.
+
+    An experiment without a row has no config: an expression leaves it out.
+
+    Raises:
+        ConfigError: `where` is no expression, or names what no row has.
+    """
+    rows, listed = found.rows, found.jobs
+    if states:
+        listed = [job for job in listed if job.state in states]
+    if where.strip():
+        asked = query.compile(where, "filter")
+        known = {"exp_id", "state", "group", "step", *(key for row in rows for key in row)}
+        for name in sorted(asked.names - known) if rows else ():
+            raise unknown("name", name, known, "filter")
+        holds = {row["exp_id"] for row in rows if asked.matches(row)}
+        listed = [job for job in listed if job.exp_id in holds]
+    if text.strip():
+        said = {row["exp_id"]: _words(row) for row in rows}
+        listed = [
+            job for job in listed if text.strip().lower() in f"{said.get(job.exp_id, '')} {job.exp_id} {job.group} {job.reason}".lower()
+        ]
+    kept = {job.exp_id for job in listed}
+    return replace(found, rows=[row for row in rows if row["exp_id"] in kept], jobs=listed)
+
+
+def tabulated(
+    found: Overview, by: Sequence[str] = (), scores: Sequence[str] = (), metric: str | None = None, spread: str = SPREADS[0]
+) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the table of results, best first. Empty without rows.
+
+    by: config keys that make the rows; none: those that vary, but for the seed. scores: none: the headline ones.
+    spread: one of `SPREADS`. What no row has is left out.
+    """
+    if not found.rows:
+        return [], []
+    known = results.score_names(found.rows)
+    keys = {key for row in found.rows for key in results.config_keys(row)}
+    rows, keys, names = table.tabulate(
+        found.rows,
+        [key for key in by if key in keys] or None,
+        [name for name in scores if name in known] or None,
+        metric if metric in known else None,
+    )
+    short = results.short_names(keys)
+    facts = ["runs", "step", "state"]
+    lines = [
+        [*(_plain(row[key]) for key in keys), *(_score(row, name, spread) for name in names), *(_plain(row[fact]) for fact in facts)]
+        for row in rows
+    ]
+    return [*(short[key] for key in keys), *names, *facts], lines
+
+
+def metrics(found: Overview) -> list[str]:
+    """Every score, the one that tables are sorted by first."""
+    known = results.score_names(found.rows)
+    first = table.default_metric(results.headline(known))
+    return [first, *(name for name in known if name != first)] if first else []
+
+
+def curves(found: Overview, metric: str, x: str = "step") -> tuple[list[Line], int]:
+    """Learning curves of at most `LINES` configurations, best first, and how many configurations there are."""
+    if metric not in results.score_names(found.rows):
+        return [], 0
+    keys = results.distinguishing(found.rows)
+    best = results.best_first(results.aggregate(found.rows, keys, [metric]), metric)
+    place = {_identity(row, keys): index for index, row in enumerate(best)}
+    groups = sorted(results.grouped(found.rows, keys), key=lambda group: place[_identity(group[0], keys)])
+    drawn = [_line(found.runs, group, keys, metric, x) for group in groups[:LINES]]
+    return [line for line in drawn if line.x], len(groups)
+
+
+def differing(found: Overview) -> dict[str, str]:
+    """Exp id -> what tells it from the others: "stride=2, seed=0"."""
+    keys = results.varying(found.rows)
+    names = results.short_names(keys)
+    return {row["exp_id"]: ", ".join(f"{names[key]}={str(row.get(key, '–'))[:16]}" for key in keys) for row in found.rows}
+
+
+def job_cells(job: launched.Row, told: str) -> list[str]:
+    """The cells below `JOB_HEADINGS`; `told`: what tells the experiment from the others."""
+    step = "–" if job.step is None else str(job.step)
+    return [
+        job.exp_id[:8],
+        told,
+        job.group or "–",
+        job.state,
+        job.reason,
+        job.node or "–",
+        duration(job.seconds),
+        step if job.steps is None else f"{step} / {job.steps}",
+        "–" if job.loss is None else f"{job.loss:.4g}",
+        duration(job.heartbeat_seconds),
+        str(job.attempts),
+    ]
+
+
+def duration(seconds: float | None) -> str:
+    """7.2 -> "7 s", 4000 -> "1 h 6 min"; None -> "–"."""
+    if seconds is None:
+        return "–"
+    for large, small, size, part in (("d", "h", 86_400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {large} {int(seconds % size // part)} {small}"
+    return f"{seconds:.0f} s"
+
+
+def differences(runs: Path, one: str, other: str) -> list[tuple[str, str, str]]:
+    """(what, of one, of the other) for each value of config, code and environment that differs.
+
+    Raises:
+        RunError: a directory that is damaged.
+    """
+    dicts = [{"config": saved.read_exp_dict(runs / name), "environment": environment(runs, name)} for name in (one, other)]
+    return saved.differences(*dicts)
+
+
+def environment(runs: Path, exp_id: str) -> dict[str, str]:
+    """What the last start noted of code, machine and versions; empty where that cannot be read."""
+    try:
+        env = read_json(runs / exp_id / saved.ENV, RunError)
+    except RunError:
+        return {}
+    if not isinstance(env, dict):
+        return {}
+    packages = found if isinstance(found := env.get("packages"), dict) else {}
+    told = {key: env[key] for key in _FACTS if env.get(key) is not None}
+    told |= {name: packages[name] for name in ("torch", "transformers", "accelerate", "numpy") if name in packages}
+    return {key: " ".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in told.items()}
+
+
+def logs(found: Overview, exp_id: str) -> dict[str, Path]:
+    """The log files of an experiment by name, what its job printed first."""
+    of_job = {f"{end}.log": found.runs / "logs" / f"{exp_id}.{end}.log" for end in ("out", "err")}
+    noted = next((job.log for job in found.jobs if job.exp_id == exp_id and job.log is not None), None)
+    own = {path.name: path for path in sorted((found.runs / exp_id / "logs").glob("*.log"))}
+    named = {} if noted is None or noted in (*of_job.values(), *own.values()) else {noted.name: noted}
+    return {name: path for name, path in (named | of_job | own).items() if path.is_file()}
+
+
+def tail(path: Path, lines: int) -> str:
+    """The last lines of a log; what is wrong with it where it cannot be read."""
+    try:
+        return launched.tail(path, lines)
+    except (UserError, OSError) as error:
+        return str(error)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, str):
+        return value[:8] if _ID.fullmatch(value) else value
+    return "–" if value is None else json.dumps(value)
+
+
+def _score(row: dict[str, Any], name: str, spread: str) -> str:
+    mean, std, count = row[name], row[f"{name}_std"], row[f"{name}_n"]
+    if mean is None:
+        return "–"
+    if std is None:
+        return f"{mean:.4g}"
+    return f"{mean:.4g} ± {std if spread == 'std' else _half_width(std, count):.2g}"
+
+
+def _half_width(std: float, count: int) -> float:
+    return 1.96 * std / count**0.5
+
+
+def _with_state(row: results.Row, state: str | None) -> results.Row:
+    if state is None or row["state"] == "haven":
+        return row
+    changed = results.Row({**row, "state": state})
+    changed.scores = row.scores
+    return changed
+
+
+def _words(row: results.Row) -> str:
+    return " ".join(f"{key}={row[key]}" for key in results.config_keys(row))
+
+
+def _identity(row: dict[str, Any], keys: Sequence[str]) -> str:
+    return repr([row.get(key, ...) for key in keys])
+
+
+def _line(runs: Path, group: Sequence[results.Row], keys: Sequence[str], metric: str, x: str) -> Line:
+    histories = []
+    for row in group:
+        try:
+            histories.append(results.history(runs / row["exp_id"]))
+        except UserError:  # damaged since the rows were read: the next reading warns of it
+            continue
+    points = plot.curve(histories, metric)
+    places = {step: float(step) for step, _, _ in points} if x == "step" else {step: mean for step, mean, _ in plot.curve(histories, x)}
+    kept = sorted((places[step], mean, std or 0.0) for step, mean, std in points if step in places)
+    return Line(
+        plot.label(group, keys) or "all",
+        [at for at, _, _ in kept],
+        [mean for _, mean, _ in kept],
+        [mean - std for _, mean, std in kept],
+        [mean + std for _, mean, std in kept],
+    )

@@ -1,0 +1,207 @@
+"""A group of runs as one HTML file that opens offline and needs no scripts: `python -m results.report [RUNS] [-e GROUP] [-o FILE]`."""
+
+import argparse
+import base64
+import io
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from results import markup, overview
+from results.lineage import tree
+from results.plot import PLOTS
+from results.table import RUNS
+from src.config import unknown
+from src.errors import DataError, UserError
+from src.experiments import lineage, results
+from src.files import write_atomic, writing
+
+PANELS = 3
+"""Most scores whose curves are drawn where none is named."""
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""What a browser may load for the page: nothing but what is in it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the report and print its path. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    output = options.output or PLOTS / f"{options.group or 'all'}.html"
+    try:
+        page = render(overview.load(options.runs, options.group), options.group, options.metric)
+        with writing(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(output, page)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(output)
+    return 0
+
+
+def render(found: overview.Overview, group: str | None = None, metrics: Sequence[str] | None = None) -> str:
+    """The page. metrics: scores whose curves are drawn; None: the first headline ones.
+
+    Raises:
+        DataError: nothing can be shown.
+        ConfigError: a score that no run has.
+    """
+    if not found.rows and not found.jobs:
+        raise DataError(found.warnings[0] if found.warnings else f"{found.runs}: no runs in this folder.")
+    known = results.score_names(found.rows)
+    for name in metrics or ():
+        if name not in known:
+            raise unknown("score", name, known, str(found.runs))
+    drawn = list(metrics) if metrics else results.headline(overview.metrics(found))[:PANELS]
+    title = f"Experiments: {group}" if group else "Experiments"
+    body = "".join(
+        [
+            _header(found, title),
+            _section("", markup.warnings(found.warnings), "warned"),
+            _section("Results", _results(found)),
+            _section("Learning curves", _curves(found, drawn)),
+            _section("Experiments", _experiments(found)),
+            _section("Configuration", _configuration(found)),
+            _section("Lineage", _lineage(found)),
+            _section("Environment", _environment(found)),
+        ]
+    )
+    style = markup.CSS + markup.style("report")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta name="viewport" content="width=device-width"><title>{markup.escaped(title)}</title><style>{style}</style></head>\n'
+        f"<body><main>{body}</main></body></html>\n"
+    )
+
+
+def _section(title: str, content: str, kind: str = "") -> str:
+    heading = f"<h2>{markup.escaped(title)}</h2>" if title else ""
+    return f'<section class="{kind}">{heading}{content}</section>\n' if content else ""
+
+
+def _header(found: overview.Overview, title: str) -> str:
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    best = _best(found)
+    return (
+        f'<header><h1>{markup.escaped(title)}</h1><div class="where">{markup.escaped(found.runs)} · {len(found.jobs)} experiments · '
+        f"written {now}</div>{markup.chips(found.counts())}{f'<p>{markup.escaped(best)}</p>' if best else ''}</header>\n"
+    )
+
+
+def _best(found: overview.Overview) -> str:
+    """The first row of the table in words."""
+    metric = next(iter(overview.metrics(found)), None)
+    headings, lines = overview.tabulated(found)
+    if metric is None or metric not in headings or not lines:
+        return ""
+    place = headings.index(metric)
+    keys = ", ".join(f"{name} = {cell}" for name, cell in zip(headings[: _num_keys(found)], lines[0], strict=False))
+    return f"Best {metric}: {lines[0][place]}{f' with {keys}' if keys else ''}, of {len(lines)} configurations."
+
+
+def _num_keys(found: overview.Overview) -> int:
+    return len(results.distinguishing(found.rows))
+
+
+def _results(found: overview.Overview) -> str:
+    headings, lines = overview.tabulated(found)
+    _, intervals = overview.tabulated(found, spread="95%")
+    if not lines:
+        return ""
+    cells = [
+        [cell if cell == wide or "±" not in cell else f"{cell}\n95 %: ±{wide.partition('±')[2]}" for cell, wide in zip(*pair, strict=True)]
+        for pair in zip(lines, intervals, strict=True)
+    ]
+    return markup.plain_table(headings, cells) + markup.note(
+        "Mean ± standard deviation over the seeds and 95 % interval of the mean, best first."
+    )
+
+
+def _curves(found: overview.Overview, metrics: Sequence[str]) -> str:
+    pictures = []
+    for metric in metrics:
+        lines, total = overview.curves(found, metric)
+        if lines:
+            pictures.append(f'<img alt="{markup.escaped(metric)} by step" src="data:image/svg+xml;base64,{_picture(lines, metric)}">')
+            if total > len(lines):
+                pictures.append(markup.note(f"The best {len(lines)} of {total} configurations."))
+    return "".join(pictures)
+
+
+def _picture(lines: Sequence[overview.Line], metric: str) -> str:
+    """An SVG in base64. No text of a run is read as mathematics."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("step")
+    axes.set_ylabel(metric, parse_math=False)
+    for line in lines:
+        (drawn,) = axes.plot(line.x, line.mean, marker="o" if len(line.x) < 20 else None, markersize=3)
+        axes.fill_between(line.x, line.low, line.high, alpha=0.2, color=drawn.get_color(), linewidth=0)
+    if any(line.label for line in lines):
+        legend = figure.legend(axes.lines, [f" {line.label}" for line in lines], loc="outside right upper", fontsize="small", frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    written = io.BytesIO()
+    FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})
+    return base64.b64encode(written.getvalue()).decode("ascii")
+
+
+def _experiments(found: overview.Overview) -> str:
+    told = overview.differing(found)
+    cells = [overview.job_cells(job, told.get(job.exp_id, "")) for job in found.jobs]
+    return markup.plain_table(overview.JOB_HEADINGS, cells, chips=overview.JOB_HEADINGS.index("state"))
+
+
+def _configuration(found: overview.Overview) -> str:
+    """What all share, once; what differs, for each experiment."""
+    if not found.rows:
+        return ""
+    varying = results.varying(found.rows)
+    shared = [key for key in results.config_keys(found.rows[0]) if key not in varying]
+    names = results.short_names(varying)
+    different = [[row["exp_id"][:8], *(row.get(key, "–") for key in varying)] for row in found.rows]
+    tables = [markup.plain_table(("in all", ""), [(key, found.rows[0][key]) for key in shared])] if shared else []
+    return "".join([*tables, markup.plain_table(("different", *(names[key] for key in varying)), different)] if varying else tables)
+
+
+def _lineage(found: overview.Overview) -> str:
+    try:
+        family = lineage.build(found.runs)
+        family = family.family(row["exp_id"] for row in found.rows)
+    except UserError as error:
+        return markup.error(str(error))
+    return markup.text_block(tree(family)) + markup.warnings(family.problems) if family.edges else ""
+
+
+def _environment(found: overview.Overview) -> str:
+    """Each fact with its values, and how many experiments have each where they differ."""
+    seen: dict[str, Counter[str]] = {}
+    for row in found.rows:
+        for name, value in overview.environment(found.runs, row["exp_id"]).items():
+            seen.setdefault(name, Counter())[value] += 1
+    seen.pop("time", None)
+    seen.pop("command", None)
+    return markup.plain_table(("fact", "value"), [(name, _counted(values.most_common())) for name, values in seen.items()]) if seen else ""
+
+
+def _counted(values: Iterable[tuple[str, int]]) -> str:
+    values = list(values)
+    return values[0][0] if len(values) == 1 else "\n".join(f"{value} ({number})" for value, number in values)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m results.report", description=__doc__)
+    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
+    parser.add_argument("-e", "--group", help="only the runs of this group")
+    parser.add_argument("--metric", nargs="+", metavar="NAME", help=f"scores whose curves are drawn (default: the first {PANELS})")
+    parser.add_argument("-o", "--output", type=Path, help=f"the file (default: {PLOTS}/GROUP.html)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
