@@ -215,6 +215,27 @@ class RunDir:
         self.set_status("running")
 
 
+def start_over(path: Path) -> None:
+    """Move what was trained in the save directory `path` to <runs>/deleted, as `RunDir.open` with reset does; the groups stay noted.
+
+    For a job that is going to be submitted, and may be started several times. The job that was submitted before is forgotten.
+
+    Raises:
+        RunError: a process holds it, or the disk refuses.
+    """
+    lease = Lease.acquire(path)
+    try:
+        _sweep(path)
+        if _used(path):
+            backup = _backup(path.parent / DELETED, path.name)
+            lease.move_directory(backup)
+            join_groups(path, read_groups(backup))
+        with writing(path):
+            (path / JOB).unlink(missing_ok=True)
+    finally:
+        lease.release()
+
+
 def _told(changes: list[tuple[str, str, str]]) -> str:
     return "; ".join(f"{key or 'value'} was {old}, is now {new}" for key, old, new in changes)
 
