@@ -4,6 +4,7 @@ python trainval.py --list                                        what there is
 python trainval.py -e crossattn_tiny --dry-run                   every mistake that shows without a model
 torchrun --nproc-per-node 2 trainval.py -e crossattn_tiny        train a group, one experiment after another
 python trainval.py -e crossattn_tiny -j local                    one process per experiment, by a launcher of job_configs.py
+python trainval.py -e crossattn_tiny --job_option status         what became of them; also logs, kill, retry, reset
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent
+OPTIONS = ("run", "status", "logs", "kill", "reset", "retry")
 LOGGERS = ("trainval", "src")
 log = logging.getLogger("trainval")
 
@@ -45,6 +47,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     where.add_argument(
         "-j", "--j", "--job_scheduler", dest="job_scheduler", metavar="NAME", help="a launcher of job_configs.py; none: run here"
     )
+    where.add_argument("--job_option", choices=OPTIONS, default="run", help="what to do with the jobs (default: run, with -j)")
     where.add_argument("--python_binary", metavar="COMMAND", help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there')
     where.add_argument("--deepspeed", type=Path, metavar="JSON", help="DeepSpeed configuration")
     logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")
@@ -99,6 +102,7 @@ def act(args: argparse.Namespace) -> int:
     from src.config import Places
     from src.errors import ConfigError
     from src.experiments import plan, references
+    from src.launch import actions
 
     check_arguments(args)
     groups = read("exp_configs", "EXP_GROUPS")
@@ -118,13 +122,16 @@ def act(args: argparse.Namespace) -> int:
         return 0
     planned = plan.with_parents(selected, known, args.with_parents)
     chosen = {item.exp_id for item in selected}
-    launcher = find_launcher(args.job_scheduler) if args.job_scheduler else None
-    lacks = plan.problems(planned, places, chosen if args.reset else ())
+    if args.job_option in ("status", "logs", "kill"):
+        return look(args.job_option, [item.exp_id for item in planned], places)
+    given = find_launcher(args.job_scheduler, places) if args.job_scheduler else None
+    queued = actions.ahead(places.runs, planned) if given else ()
+    lacks = plan.problems(planned, places, chosen if args.reset or args.job_option == "reset" else (), queued)
     if args.dry_run:
         return show(planned, lacks, places)
     if lacks:
         raise ConfigError("\n".join(message for messages in lacks.values() for message in messages))
-    return submit(launcher, args, planned, chosen, places) if launcher else train(args, planned, chosen, places)
+    return submit(given, args, planned, chosen, places) if given else train(args, planned, chosen, places)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -138,6 +145,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("nothing to run: name a group with -e, or an experiment with --exp_id. --list shows the groups.")
     if args.exp_group and args.exp_id:
         raise ConfigError("-e and --exp_id: give one of them.")
+    if args.job_option in ("reset", "retry") and not args.job_scheduler:
+        raise ConfigError(f"--job_option {args.job_option}: submits jobs. Add -j NAME, a launcher of job_configs.py.")
     if args.python_binary and not args.job_scheduler:
         raise ConfigError("--python_binary: only launched jobs use it. Add -j NAME, or start trainval.py with that command itself.")
     if args.job_scheduler and distributed.world_size() > 1:
@@ -208,48 +217,49 @@ def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> in
     return 1 if lacks else 0
 
 
-def find_launcher(name: str) -> Any:
-    """The launcher that job_configs.py calls `name`, bound to its resources."""
-    from src import registry
-    from src.config import join, unknown
-    from src.errors import ConfigError
+def find_launcher(name: str, places: Any) -> Any:
+    """The launcher and the resources that job_configs.py calls `name`."""
+    from src.config import unknown
+    from src.launch import resources
 
     job_configs = read("job_configs", "JOB_CONFIGS")
     if name not in job_configs:
         raise unknown("job config", name, job_configs, "-j")
-    try:
-        return registry.bind(registry.LAUNCHERS, job_configs[name], key="launcher")
-    except registry.Problems as error:
-        where = f"JOB_CONFIGS[{name!r}]"
-        raise ConfigError("\n".join(f"{join(where, path)}: {text}" for path, text in error.found)) from None
+    given = resources.load(name, job_configs[name], places.runs, resources.env_path())
+    given.launcher.ask("check")
+    return given
 
 
-def submit(launcher: Any, args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
+def submit(given: Any, args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
     """Hand one job per experiment to the launcher. -r resets the `chosen` ids alone."""
-    from src import files
-    from src.experiments import references, saved
-    from src.launch.command import shell_line
-    from src.launch.job import Job
+    from src.launch import actions
 
-    jobs = []
-    for item in planned:
-        run = places.runs / item.exp_id
-        if not (run / saved.EXP_DICT).exists():  # the job finds its experiment there, as haven's jobs do
-            with files.writing(run):
-                run.mkdir(parents=True, exist_ok=True)
-            files.write_json(run / saved.EXP_DICT, item.exp)
-        saved.join_groups(run, item.groups)
-        arguments = ("trainval.py", *child_arguments(args, item.exp_id, args.reset if item.exp_id in chosen else 0))
-        jobs.append(Job(item.exp_id, arguments, ROOT, run, places.runs / "logs", args.python_binary, tuple(references.parents(item.exp))))
-    for job, job_id in zip(jobs, launcher(jobs, places.runs / "logs"), strict=True):
-        saved.write_job(places.runs / job.exp_id, job_id, shell_line(job))
+    def command(exp_id: str) -> list[str]:
+        return ["trainval.py", *child_arguments(args, exp_id)]
+
+    request = actions.Request(places.runs, planned, chosen, ROOT, command, args.python_binary, args.reset, (places.data,))
+    actions.run(request, given, args.job_option)
     return 0
 
 
-def child_arguments(args: argparse.Namespace, exp_id: str, reset: int) -> list[str]:
+def look(option: str, exp_ids: Sequence[str], places: Any) -> int:
+    """Show the state or the logs of the experiments, or end their jobs."""
+    from src.launch import actions, jobs, logs
+
+    if option == "kill":
+        actions.kill(places.runs, exp_ids)
+    elif option == "logs":
+        for line in logs.follow(places.runs, exp_ids):
+            print(line, flush=True)
+    else:
+        for line in jobs.show(jobs.table(places.runs, exp_ids)):
+            print(line)
+    return 0
+
+
+def child_arguments(args: argparse.Namespace, exp_id: str) -> list[str]:
     """The command line of one launched experiment."""
     child = ["--exp_id", exp_id, "-sb", str(args.savedir_base.resolve()), "--data_path", str(args.data_path.resolve())]
-    child += ["-r", str(reset)]
     for name in ("log_every", "wandb_entity_name", "wandb_project_name", "wandb_run_name"):
         if getattr(args, name) is not None:
             child += [f"--{name}", str(getattr(args, name))]

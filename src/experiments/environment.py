@@ -1,5 +1,7 @@
 """What a run was started with: code, versions, machine, command. Never secrets, never a reason to fail."""
 
+import contextlib
+import json
 import os
 import platform
 import re
@@ -36,7 +38,13 @@ VARIABLES = (
     "EAI_RUN_INDEX",
 )
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "secrets", "password", "passwd", "pwd", "credential", "credentials", "auth"}
-_SECRET_FILES = (".env", ".env.*", "*.pem", "*.key", "*.p12", ".netrc", "id_rsa*", "credentials*")
+SECRET_FILES = (
+    *(".env", ".env.*", "*.pem", "*.key", "*.p12", "*.pfx", ".netrc", "_netrc", "id_rsa*", "id_ed25519*", "id_ecdsa*", "credentials*"),
+    *(".git-credentials", ".pypirc", ".npmrc", "kaggle.json"),
+)
+"""Names of files that hold keys: what is in them goes into no record."""
+SNAPSHOT = "snapshot.json"
+"""In a copy of the code that was made for a job: what `code` said of the original."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 _HIDDEN = "***"
 
@@ -47,14 +55,10 @@ def describe(command: Sequence[str]) -> dict[str, Any]:
     "diff" is the text of the uncommitted changes (at most `MAX_DIFF_BYTES`): `RunDir.open` writes it to diff.patch.
     Values of flags that look like keys or tokens are hidden in "command".
     """
-    commit = _git("rev-parse", "HEAD")
-    diff = _git("diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".", *(f":(exclude,glob)**/{name}" for name in _SECRET_FILES))
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": redacted(command),
-        "commit": commit.strip() if commit else None,
-        "dirty": None if diff is None else bool(diff),
-        "diff": diff and _shortened(diff),
+        **code(_ROOT),
         "python": platform.python_version(),
         "packages": packages(sys.path),
         "platform": platform.platform(),
@@ -64,6 +68,21 @@ def describe(command: Sequence[str]) -> dict[str, Any]:
         "gpus": gpus(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+
+
+def code(root: Path) -> dict[str, Any]:
+    """Which code lies in the folder `root`: "commit", "branch", "dirty", and the "diff" of the uncommitted changes; None: not known.
+
+    A copy that was made for a job has no git: it carries what was true of the original.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        kept = json.loads((root / SNAPSHOT).read_text(encoding="utf-8"))
+        if isinstance(kept, dict):
+            return {key: kept.get(key) for key in ("commit", "branch", "dirty", "diff")}
+    heads = (_git(root, "rev-parse", "HEAD", "--abbrev-ref", "HEAD") or "").split()
+    commit, branch = heads if len(heads) == 2 else (None, None)
+    diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".", *(f":(exclude,glob)**/{name}" for name in SECRET_FILES))
+    return {"commit": commit, "branch": branch, "dirty": None if diff is None else bool(diff), "diff": diff and _shortened(diff)}
 
 
 def redacted(command: Sequence[str]) -> list[str]:
@@ -121,8 +140,8 @@ def _shortened(diff: str) -> str:
     return data[:MAX_DIFF_BYTES].decode(errors="ignore") + f"\n[cut: {len(data)} bytes in all]\n"
 
 
-def _git(*arguments: str) -> str | None:
-    return _output(["git", "-C", str(_ROOT), *arguments], _GIT_SECONDS)
+def _git(root: Path, *arguments: str) -> str | None:
+    return _output(["git", "-C", str(root), *arguments], _GIT_SECONDS)
 
 
 def _output(command: list[str], timeout_seconds: float) -> str | None:

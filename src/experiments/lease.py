@@ -167,6 +167,25 @@ def holder_is_dead(path: Path) -> bool | None:
     return None if alive is None else not alive
 
 
+def heartbeat_seconds(path: Path) -> float | None:
+    """Age of the last beat of the holder of the save directory `path`; None where nobody holds it.
+
+    For people to read: the clock of the disk is compared with ours, and an age is never negative. `holder_is_dead` judges without clocks.
+    """
+    try:
+        return max(0.0, time.time() - (path / LEASE).stat().st_mtime)
+    except OSError:
+        return None
+
+
+def holder_host(path: Path) -> str:
+    """The machine of the process that holds the save directory `path`; "" where nobody does, or it cannot be read."""
+    try:
+        return str(_parsed(_read(path)).get("host") or "")
+    except RunError:
+        return ""
+
+
 def this_process() -> dict[str, Any]:
     """What tells this process from every other: host, boot, pid namespace, pid, and when it started (clock ticks since boot)."""
     return {
@@ -174,7 +193,7 @@ def this_process() -> dict[str, Any]:
         "boot_id": _boot_id(),
         "pid_namespace": _pid_namespace(),
         "pid": os.getpid(),
-        "started": _start_of(os.getpid()),
+        "started": process_start(os.getpid()),
     }
 
 
@@ -263,11 +282,11 @@ def _alive(facts: dict[str, Any]) -> bool | None:
     same = all(here[key] is not None and facts.get(key) == here[key] for key in ("boot_id", "pid_namespace"))
     if not same or type(facts.get("pid")) is not int:
         return None
-    started = _start_of(facts["pid"])
+    started = process_start(facts["pid"])
     return started is not None and started == facts.get("started")
 
 
-def _start_of(pid: int) -> int | None:
+def process_start(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot; None when it is gone, or dead and not yet waited for."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

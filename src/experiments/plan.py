@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -154,18 +154,19 @@ def with_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add:
     return [everything[name] for name in ordered]
 
 
-def problems(planned: Sequence[Planned], places: Places, reset: Container[str] = ()) -> dict[str, list[str]]:
+def problems(planned: Sequence[Planned], places: Places, reset: Container[str] = (), ahead: Collection[str] = ()) -> dict[str, list[str]]:
     """What this machine lacks for each experiment, by id. Parents that are planned to run before are not missed. Loads no model.
 
+    ahead: ids whose jobs will have ended before, so that they are not missed as parents.
     reset: ids that start over. Any other experiment that is done lacks nothing: neither parent nor data is read again.
     """
     with remembering():
-        return _problems(planned, places, reset)
+        return _problems(planned, places, reset, ahead)
 
 
-def _problems(planned: Sequence[Planned], places: Places, reset: Container[str]) -> dict[str, list[str]]:
+def _problems(planned: Sequence[Planned], places: Places, reset: Container[str], queued: Collection[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    ahead: set[str] = set()
+    ahead = set(queued)
     seen: references.Seen = {}
     for item in planned:
         lacks: list[str] = []

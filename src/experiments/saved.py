@@ -100,14 +100,33 @@ def read_groups(path: Path) -> list[str]:
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
-def write_job(path: Path, job_id: str, command: str) -> None:
+def write_job(path: Path, job_id: str, command: str, submission: str = "") -> None:
     """Note the job that was submitted for the experiment in `path`, as haven's job manager does. Needs no lease.
+
+    submission: name of the folder below <runs>/submissions that says which launcher has the job.
 
     Raises:
         RunError: the disk refuses.
     """
     with guarded(path):
-        write_json(path / JOB, {"job_id": job_id, "command": command})
+        write_json(path / JOB, {"job_id": job_id, "command": command, "submission": submission})
+
+
+def read_job(path: Path) -> dict[str, str] | None:
+    """The job that was last submitted for the experiment in `path`: "job_id", "command" and "submission"; None where there was none.
+
+    "submission" is "" where haven wrote the file.
+
+    Raises:
+        RunError: job_dict.json is damaged, or cannot be read.
+    """
+    with reading(path):
+        if not (path / JOB).exists():
+            return None
+    job = read_json(path / JOB, RunError)
+    if not isinstance(job, dict) or not isinstance(job.get("job_id"), str):
+        raise RunError(f'{path / JOB}: expected a dict with "job_id" and "command". Delete it once you know that its job has ended.')
+    return {key: job[key] if isinstance(job.get(key), str) else "" for key in ("job_id", "command", "submission")}
 
 
 def differences(old: Any, new: Any) -> list[tuple[str, str, str]]:

@@ -1,132 +1,280 @@
-"""Runs jobs on this machine as child processes, a few at a time."""
+"""Runs jobs on this machine: a scheduler process starts as many at a time as there are slots, and outlives the terminal."""
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
+import shlex
 import signal
+import socket
 import subprocess
+import sys
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from src import config as configs
 from src.errors import LaunchError
 from src.files import writing
-from src.launch.command import argv
-from src.launch.job import Job
+from src.launch import local_state
+from src.launch.command import Environment, Processes, shell_line
+from src.launch.job import Job, Note, Seen
+from src.launch.local_state import Queue
 
-log = logging.getLogger(__name__)
 _OF_TORCHRUN = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 """Variables that a job must not inherit: it is no rank of the torchrun that this process may run under."""
+_START_SECONDS = 60.0
+_POLL_SECONDS = 0.05
+_KILL_SECONDS = 20.0
+"""How long processes that were killed may take to be gone."""
+_ROOT = Path(__file__).resolve().parents[2]
+_SHARED = ("slots", "gpus", "wait", "submissions")
+
+log = logging.getLogger(__name__)
 
 
 class Config(configs.Config):
-    """Resources of this machine."""
+    """Resources of this machine. Submissions to one runs folder share its slots and GPUs."""
 
     slots: int = Field(default=1, ge=1)
     """How many jobs run at a time."""
+    gpus: list[Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^[\w-]+$")]] = []
+    """Devices to hand out, as CUDA_VISIBLE_DEVICES names them. Empty: every job sees what this process sees."""
+    gpus_per_job: int = Field(default=1, ge=1)
+    """How many of `gpus` a job gets for itself."""
+    retries: int = Field(default=0, ge=0)
+    """How often a job that failed is started again. One that was stopped in order (exit code 75) always is."""
+    wait: bool = True
+    """True: stay until all have ended, and stop them when interrupted. False: return at once."""
     grace_seconds: float = Field(default=60.0, ge=0)
     """How long a job that was told to stop may take to end before it is killed."""
+    processes: Processes = Processes()
+    environment: Environment = {}
+    submissions: str = ""
+    """Folder of the submissions. Filled in; not to be written into a job config."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> "Config":
+        if self.gpus and self.gpus_per_job > len(self.gpus):
+            raise ValueError(f"gpus_per_job is {self.gpus_per_job}, but gpus lists {len(self.gpus)}.")
+        if len(set(map(str, self.gpus))) < len(self.gpus):
+            raise ValueError(f"gpus lists a device twice: {self.gpus}.")
+        if self.processes.nodes > 1:
+            raise ValueError("processes.nodes: this machine is one node. Choose a launcher with several.")
+        return self
 
 
-def submit(config: Config, jobs: Sequence[Job], log_dir: Path) -> list[str]:
-    """Run `jobs` and wait for all; returns their process ids, in the same order.
+def submit(config: Config, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
+    """Queue `jobs`, start their scheduler, and return the job ids "<submission>.<index>", in the same order.
 
-    What a job prints is appended to <log_dir>/<exp_id>.out.log and .err.log. A failing job does not stop
-    the others, except those that come `after` it. A job inherits the environment, without what torchrun put there.
-    SIGINT, SIGTERM and SIGHUP stop all of them, with everything that they started.
+    What a job prints is appended to <log_dir>/<exp_id>.out.log and .err.log. A failing job does not stop the others,
+    except those that come after it. A job inherits the environment, without what torchrun put there.
 
     Raises:
-        LaunchError: at the end, naming each job that failed, how it ended and its log.
-        RunError: `log_dir` cannot be written; nothing was started.
+        LaunchError: the scheduler did not start, or `overrides` that one scheduler cannot follow; nothing stays queued.
+        RunError: the disk refuses; nothing was started.
     """
-    with writing(log_dir):
-        log_dir.mkdir(parents=True, exist_ok=True)
-    crew = _Crew(log_dir, jobs)
-    with _signals_raise(), ThreadPoolExecutor(config.slots) as pool:
+    ids = [f"{folder.name}.{index}" for index in range(len(jobs))]
+    places = {job.exp_id: index for index, job in enumerate(jobs)}
+    content = {
+        "host": socket.gethostname(),
+        "scheduler": {"slots": config.slots, "gpus": [str(gpu) for gpu in config.gpus], "grace_seconds": config.grace_seconds},
+        "jobs": [_described(config, job, index, places) for index, job in enumerate(jobs)],
+    }
+    with writing(folder):
+        local_state.dump(folder, content)
+        for log_dir in {job.log_dir for job in jobs}:
+            log_dir.mkdir(parents=True, exist_ok=True)
+    _start_scheduler(folder)
+    note(dict(zip(places, ids, strict=True)))
+    return ids
+
+
+def _described(config: Config, job: Job, index: int, places: dict[str, int]) -> dict[str, object]:
+    own = job.resources or config
+    assert isinstance(own, Config)
+    if changed := [name for name in _SHARED if getattr(own, name) != getattr(config, name)]:
+        raise LaunchError(f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher local: all jobs of a submission share it.")
+    return {
+        "exp_id": job.exp_id,
+        "line": shell_line(job, own.processes, own.environment),
+        "cwd": str(job.cwd),
+        "out": str(job.log_dir / f"{job.exp_id}.out.log"),
+        "err": str(job.log_dir / f"{job.exp_id}.err.log"),
+        # Only what stands before a job is waited for, so that nothing waits in a circle.
+        "after": [places[parent] for parent in job.after if places.get(parent, index) < index],
+        "after_jobs": list(job.after_jobs),
+        "gpus": own.gpus_per_job if own.gpus else 0,
+        "retries": own.retries,
+    }
+
+
+def _start_scheduler(folder: Path) -> None:
+    """Start the process that starts the jobs, in a session of its own and nobody's child, and wait until it has taken over."""
+    command = [sys.executable, "-m", "src.launch.local_scheduler", str(folder)]
+    log_file = folder / "scheduler.log"
+    line = f"{shlex.join(command)} < /dev/null > {shlex.quote(str(log_file))} 2>&1 & echo $!"
+    environment = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)}
+    try:
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=_ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            start_new_session=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise LaunchError(f"{folder}: the scheduler of the launcher local could not be started: {error}") from None
+    until = time.monotonic() + _START_SECONDS
+    while not (folder / local_state.STARTED).exists():
+        alive = local_state.process_start(int(done.stdout)) is not None
+        if (not alive and not (folder / local_state.STARTED).exists()) or time.monotonic() > until:
+            if _abandon(folder):
+                said = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it said nothing"]
+                raise LaunchError(f"{folder}: the scheduler of the launcher local did not start: {said[-1]}")
+            return
+        time.sleep(0.01)
+
+
+def _abandon(folder: Path) -> bool:
+    """Make sure that a scheduler that has not started never will; False where it has."""
+    with open(folder / local_state.LOCK, "ab") as file:
         try:
-            ends = list(pool.map(crew.run, jobs))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        if (folder / local_state.STARTED).exists():
+            return False
+        (folder / local_state.ABANDONED).touch()
+    return True
+
+
+def find(config: Config, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
+    """exp_id -> job id of what was queued from `folder`: all, or nothing where the scheduler never started (and now never will)."""
+    if not (folder / local_state.QUEUE).exists() or _abandon(folder):
+        return {}
+    jobs = Queue(folder).content["jobs"]
+    return {job["exp_id"]: f"{folder.name}.{index}" for index, job in enumerate(jobs) if job["exp_id"] in set(exp_ids)}
+
+
+def states(config: Config, job_ids: Sequence[str]) -> dict[str, Seen]:
+    """What is known of each job; ids without a folder are absent.
+
+    Raises:
+        LaunchError: they run on another machine, or the folder of a submission is damaged.
+    """
+    found: dict[str, Seen] = {}
+    for queue, indices in _grouped(config, job_ids):
+        queue.check_host()
+        lives = queue.scheduler_lives()  # asked first: if it ends in between, its last words are read below
+        names = queue.attempts()
+        found |= {f"{queue.folder.name}.{index}": queue.seen(index, lives, names) for index in indices}
+    return found
+
+
+def _grouped(config: Config, job_ids: Sequence[str]) -> list[tuple[Queue, list[int]]]:
+    queues: dict[str, Queue] = {}
+    indices: dict[str, list[int]] = defaultdict(list)
+    for job_id in job_ids:
+        match = local_state.JOB_ID.fullmatch(job_id)
+        if match and match["submission"] not in queues and (Path(config.submissions) / match["submission"] / local_state.QUEUE).exists():
+            queues[match["submission"]] = Queue(Path(config.submissions) / match["submission"])
+        if match and match["submission"] in queues and int(match["index"]) < len(queues[match["submission"]].content["jobs"]):
+            indices[match["submission"]].append(int(match["index"]))
+    return [(queues[name], found) for name, found in indices.items()]
+
+
+def kill(config: Config, job_ids: Sequence[str]) -> None:
+    """Ask the jobs to stop, and return when they have ended: at the latest after the grace, when they are killed.
+
+    Raises:
+        LaunchError: they run on another machine, or some do not end even so.
+    """
+    for queue, indices in _grouped(config, job_ids):
+        queue.check_host()
+        for index in indices:
+            if not queue.path(f"{index}.end").exists():
+                queue.cancel(index)
+    told: set[int] = set()
+    try:
+        left = _until_ended(config, job_ids, config.grace_seconds, told, hard=False)
+    except BaseException:
+        _until_ended(config, job_ids, 0.0, told, hard=True)
+        raise
+    if left and (left := _until_ended(config, job_ids, _KILL_SECONDS, told, hard=True)):
+        raise LaunchError(f"{', '.join(left)}: killed, but still there after {_KILL_SECONDS:g} s.")
+
+
+def _until_ended(config: Config, job_ids: Sequence[str], seconds: float, told: set[int], hard: bool) -> list[str]:
+    """Signal what runs, and look until all have ended or the time is up; the ids of those that have not.
+
+    told: the processes that have heard, so that each hears it once.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        alive = [job_id for job_id, seen in states(config, job_ids).items() if seen.state in ("queued", "running")]
+        for queue, indices in _grouped(config, alive):
+            for index in indices:
+                attempt = queue.attempt(index)
+                if hard:
+                    local_state.signal_all(queue.processes(index), signal.SIGKILL)
+                elif attempt.alive and attempt.pid not in told:
+                    told.add(attempt.pid)
+                    local_state.signal_group(attempt.pid, signal.SIGTERM)
+        if not alive or time.monotonic() > until:
+            return alive
+        time.sleep(_POLL_SECONDS)
+
+
+def wait(config: Config, job_ids: Sequence[str]) -> None:
+    """Where `config.wait` says so, stay until the jobs have ended. SIGINT, SIGTERM and SIGHUP stop all of them.
+
+    Raises:
+        LaunchError: at the end, naming each job that did not end well, how it ended and its log.
+    """
+    if not config.wait:
+        return
+    said: dict[str, str] = {}
+    with _signals_raise():
+        try:
+            while True:
+                seen = states(config, job_ids)
+                _tell(config, seen, said)
+                if all(now.state not in ("queued", "running") for now in seen.values()):
+                    break
+                time.sleep(_POLL_SECONDS)
         except BaseException:
-            crew.stop(config.grace_seconds)
+            kill(config, job_ids)
             raise
-    failed = [f"{job.exp_id}: {reason}." for job, (_, reason) in zip(jobs, ends, strict=True) if reason]
-    if failed:
-        raise LaunchError("\n".join([f"{len(failed)} of {len(jobs)} jobs failed:", *failed]))
-    return [str(pid) for pid, _ in ends]
+    bad = [f"{_name(config, job_id)}: {now.reason}." for job_id, now in seen.items() if now.state != "completed"]
+    if bad:
+        raise LaunchError("\n".join([f"{len(bad)} of {len(job_ids)} jobs did not end well:", *bad]))
 
 
-class _Crew:
-    """The children that run now, each the leader of a process group of its own."""
+def _tell(config: Config, seen: dict[str, Seen], said: dict[str, str]) -> None:
+    for job_id, now in seen.items():
+        if now.state != said.get(job_id, "queued"):
+            log.info("%s: %s%s", _name(config, job_id), now.state, f" ({now.reason})" if now.reason else "")
+            said[job_id] = now.state
 
-    def __init__(self, log_dir: Path, jobs: Sequence[Job]) -> None:
-        self.log_dir = log_dir
-        self.changed = threading.Condition()
-        self.children: set[int] = set()
-        self.stopped = False
-        self.well: dict[str, bool] = {}
-        """Ended jobs, True for those that ended well."""
-        # Only what stands before a job is waited for: the pool takes jobs in their order, so that cannot wait in a circle.
-        self.place = {job.exp_id: place for place, job in enumerate(jobs)}
 
-    def run(self, job: Job) -> tuple[int, str | None]:
-        """Run one job to its end, once its turn has come. Gives its process id and, if it failed, how it ended."""
-        parents = {exp_id for exp_id in job.after if self.place.get(exp_id, len(self.place)) < self.place[job.exp_id]}
-        with self.changed:
-            self.changed.wait_for(lambda: self.stopped or parents <= self.well.keys())
-            failed = sorted(parent for parent in parents if not self.well.get(parent))
-        pid, reason = (0, f"not started, because {failed[0]} did not end well") if failed else self._start(job)
-        with self.changed:
-            self.children.discard(pid)
-            self.well[job.exp_id] = reason is None
-            self.changed.notify_all()
-        return pid, reason
-
-    def _start(self, job: Job) -> tuple[int, str | None]:
-        out_path, err_path = (self.log_dir / f"{job.exp_id}.{stream}.log" for stream in ("out", "err"))
-        try:
-            with open(out_path, "ab") as out, open(err_path, "ab") as err, self.changed:
-                if self.stopped:
-                    return 0, "not started"
-                child = subprocess.Popen(
-                    argv(job), cwd=job.cwd, env=_environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
-                )
-                self.children.add(child.pid)
-        except OSError as error:
-            return 0, f"could not be started: {error}"
-        log.info("%s: started as process %d, writing to %s", job.exp_id, child.pid, err_path)
-        code = child.wait()
-        log.info("%s: ended with exit code %d", job.exp_id, code)
-        return child.pid, f"{_ending(code)}. See {err_path}" if code else None
-
-    def stop(self, grace_seconds: float) -> None:
-        """Start nothing more, ask every child to end, and kill those that have not after the grace, or at a second interruption."""
-        with self.changed:
-            self.stopped = True
-            self.changed.notify_all()
-            self._signal(signal.SIGTERM)
-            try:
-                self.changed.wait_for(lambda: not self.children, timeout=grace_seconds)
-            finally:
-                self._signal(signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for pid in self.children:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, number)
+def _name(config: Config, job_id: str) -> str:
+    found = local_state.load(Path(config.submissions), job_id)
+    return found[0].content["jobs"][found[1]]["exp_id"] if found else job_id
 
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt: children in sessions of their own hear neither.
-
-    A signal that is ignored (nohup) stays ignored.
-    """
+    """Let SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt. A signal that is ignored (nohup) stays ignored."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -141,14 +289,3 @@ def _signals_raise() -> Iterator[None]:
     finally:
         for number, old in replaced.items():
             signal.signal(number, old)
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)}
-
-
-def _ending(code: int) -> str:
-    """bash reports a command that was killed by signal n, as the out-of-memory killer does, as exit code 128 + n."""
-    number = -code if code < 0 else code - 128
-    name = f" ({signal.Signals(number).name})" if number in set(signal.Signals) else ""
-    return f"exit code {code}{name}"

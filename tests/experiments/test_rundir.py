@@ -128,7 +128,7 @@ def test_reset_forgets_neither_the_groups_nor_the_submitted_job(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, RESOLVED, reset=1, facts={"groups": ["i"]}) as run:
         assert run.attempt == 1
         assert read_groups(run.path) == ["g", "h", "i"]
-        assert loaded(run.path / "job_dict.json") == {"job_id": "7", "command": "python trainval.py --exp_id x"}
+        assert loaded(run.path / "job_dict.json") == {"job_id": "7", "command": "python trainval.py --exp_id x", "submission": ""}
 
 
 def test_what_killed_writers_left_is_swept_up_and_nothing_else(tmp_path: Path):

@@ -1,0 +1,233 @@
+"""What can be done with the jobs of experiments: run, retry, kill, reset. Doing the same twice does nothing twice."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from src import files, registry
+from src.errors import LaunchError, RunError
+from src.experiments import references, rundir, saved
+from src.experiments.plan import Planned
+from src.launch import jobs, snapshot, submissions
+from src.launch.job import Job
+from src.launch.jobs import Row, Tracked
+from src.launch.resources import Resources
+
+SNAPSHOTS = "snapshots"
+GONE_SECONDS = 120.0
+"""How long to wait until jobs that were killed are gone."""
+_POLL_SECONDS = 0.5
+_ALIVE = ("queued", "running")
+_SUBMITTED = {"run": ("never", "stopped", "lost"), "retry": ("failed", "lost"), "reset": jobs.STATES}
+_HINTS = {
+    "failed": "run leaves it as it is. --job_option retry starts it again, -r 1 starts it over",
+    "done": "it is done",
+    "queued": "it is queued already",
+    "running": "it is running already",
+    "unknown": "what became of it is not known, so nothing is submitted",
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for."""
+
+    runs: Path
+    planned: Sequence[Planned]
+    """Parents before children."""
+    chosen: Collection[str]
+    """The ids that the command line names; others are parents that were added."""
+    root: Path
+    """The folder that holds trainval.py."""
+    command: Callable[[str], Sequence[str]]
+    """exp_id -> trainval.py and its arguments. Without a reset: a job may be started several times, and goes on each time."""
+    python_binary: str | None = None
+    reset: int = 0
+    leave_out: Sequence[Path] = ()
+    """Folders that are no code."""
+
+
+def ahead(runs: Path, planned: Sequence[Planned]) -> set[str]:
+    """Parents of `planned` that are queued or running as jobs, so that a job can wait for them."""
+    here = {item.exp_id for item in planned}
+    parents = [parent for item in planned for parent in references.parents(item.exp) if parent not in here]
+    tracked = jobs.track(runs, list(dict.fromkeys(parents)))[0] if parents else {}
+    return {exp_id for exp_id, job in tracked.items() if _is_alive(job)}
+
+
+def run(request: Request, given: Resources, option: str = "run") -> None:
+    """Submit what `option` is for: "run" all that is not done, "retry" what has failed, "reset" everything anew.
+
+    What is alive stays alone, but under "reset", which kills it first. Returns when the jobs are queued, or when they have ended
+    where the launcher waits for them.
+
+    Raises:
+        LaunchError: refused by the launcher; a parent that has failed, or whose job another launcher has; jobs that do not end.
+    """
+    given.check_names(item.exp for item in request.planned)
+    with submissions.locked(request.runs):
+        submissions.reconcile(request.runs)
+        if option == "reset":
+            _kill(request.runs, [item.exp_id for item in request.planned if item.exp_id in request.chosen])
+        rows = {row.exp_id: row for row in jobs.table(request.runs, [item.exp_id for item in request.planned])}
+        todo = [item for item in request.planned if _wanted(request, rows[item.exp_id], option)]
+        if not todo:
+            log.info("nothing to submit")
+            return
+        made = _jobs(request, given, todo, option)
+        ids = _submit(request, given, made)
+    wait = given.launcher.function("wait")
+    if wait:
+        wait(ids)
+
+
+def _wanted(request: Request, row: Row, option: str) -> bool:
+    """Whether a job is to be submitted for this row; says so where not."""
+    starts_over = row.exp_id in request.chosen and (request.reset or option == "reset")
+    if starts_over and row.state not in (*_ALIVE, "unknown"):
+        return option != "retry" or row.state in _SUBMITTED["retry"]
+    states = _SUBMITTED["run"] if option == "reset" else _SUBMITTED[option]
+    if row.state in states:
+        return True
+    hint = _HINTS.get(row.state, f"it is {row.state}, not failed")
+    log.info("%s: %s%s", row.exp_id, hint, f" ({row.reason})" if row.reason and row.state in ("failed", "unknown") else "")
+    return False
+
+
+def _jobs(request: Request, given: Resources, todo: Sequence[Planned], option: str) -> list[Job]:
+    """The jobs of `todo`, and what they need in their save directories. Nothing is queued yet."""
+    after_jobs = _parents(request, given, todo)
+    own = {item.exp_id: given.of(item.exp) for item in todo}
+    code = snapshot.take(request.root, request.runs.resolve() / SNAPSHOTS, (request.runs, *request.leave_out))
+    made = []
+    for item in todo:
+        place = request.runs.resolve() / item.exp_id
+        if place.exists() and item.exp_id in request.chosen and (request.reset or option == "reset"):
+            rundir.start_over(place)
+        if not (place / saved.EXP_DICT).exists():  # the job finds its experiment there, as haven's jobs do
+            with files.writing(place):
+                place.mkdir(parents=True, exist_ok=True)
+            files.write_json(place / saved.EXP_DICT, item.exp)
+        saved.join_groups(place, item.groups)
+        made.append(
+            Job(
+                item.exp_id,
+                tuple(request.command(item.exp_id)),
+                code,
+                place,
+                request.runs.resolve() / jobs.LOGS,
+                request.python_binary,
+                tuple(references.parents(item.exp)),
+                after_jobs[item.exp_id],
+                own[item.exp_id],
+            )
+        )
+    return made
+
+
+def _parents(request: Request, given: Resources, todo: Sequence[Planned]) -> dict[str, tuple[str, ...]]:
+    """Jobs of earlier submissions that each experiment must wait for.
+
+    Raises:
+        LaunchError: a parent that will not end well as things are, or that another launcher has.
+    """
+    here = {item.exp_id for item in todo}
+    outside = list(dict.fromkeys(p for item in todo for p in references.parents(item.exp) if p not in here))
+    rows = {row.exp_id: row for row in jobs.table(request.runs, outside)}
+    tracked = jobs.track(request.runs, outside)[0] if outside else {}
+    found, wrong = {}, []
+    for item in todo:
+        waits = []
+        for parent in references.parents(item.exp):
+            if parent in here or rows[parent].state == "done":
+                continue
+            row, job = rows[parent], tracked.get(parent)
+            if row.state in _ALIVE and job is not None and job.launcher is not None and job.seen is not None and job.seen.state in _ALIVE:
+                if jobs.same_scheduler(job.launcher, given.launcher):
+                    waits.append(job.job_id)
+                else:
+                    wrong.append(
+                        f"{item.where}: it starts from experiment {parent}, which is {row.state} as job {row.job_id} of the "
+                        f"launcher {job.launcher.name}; {given.launcher.name} cannot wait for that. Wait yourself, or use that launcher."
+                    )
+            else:
+                reason = f" ({row.reason})" if row.reason else ""
+                how = "Repair it first: --job_option retry" if row.state == "failed" else "Run it first"
+                wrong.append(f"{item.where}: it starts from experiment {parent}, which is {row.state}, not done{reason}. {how}.")
+        found[item.exp_id] = tuple(waits)
+    if wrong:
+        raise LaunchError("\n".join(dict.fromkeys(wrong)))
+    return found
+
+
+def _submit(request: Request, given: Resources, made: Sequence[Job]) -> list[str]:
+    """Write the intent, hand the jobs over, note their ids."""
+    resolved = registry.resolved(given.launcher, key="launcher")
+    commands = {job.exp_id: job.args for job in made}
+    submission = submissions.create(request.runs, resolved, given.name, made[0].cwd.name, commands)
+    try:
+        ids = given.launcher(made, submission.folder, lambda noted: submissions.note(submission, noted))
+    except (LaunchError, RunError):
+        # Refused: a launcher leaves nothing queued behind. Should it have, it says so when it is asked again.
+        with contextlib.suppress(LaunchError, RunError):
+            submissions.reconcile(request.runs)
+        raise
+    submissions.note(submission, {job.exp_id: job_id for job, job_id in zip(made, ids, strict=True)}, complete=True)
+    log.info("%d jobs submitted as %s", len(ids), submission.name)
+    return ids
+
+
+def kill(runs: Path, exp_ids: Sequence[str]) -> None:
+    """End the jobs of these experiments that are queued or running, and return when they are gone.
+
+    Raises:
+        LaunchError: a scheduler cannot be asked or refuses, or jobs do not end.
+    """
+    with submissions.locked(runs):
+        submissions.reconcile(runs)
+        _kill(runs, exp_ids)
+
+
+def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
+    tracked, wrong = jobs.track(runs, exp_ids)
+    if wrong:
+        raise LaunchError("\n".join(dict.fromkeys(wrong.values())))
+    alive = {exp_id: job for exp_id, job in tracked.items() if _is_alive(job)}
+    for exp_id in exp_ids:
+        if exp_id not in alive:
+            by_hand = saved.state_of(runs / exp_id) == "running"
+            log.info("%s: %s", exp_id, "runs, but not as a job: stop it where it was started" if by_hand else "has no job to kill")
+    if not alive:
+        return
+    for part, ids in _by_launcher(alive):
+        end = part.function("kill")
+        assert end is not None, f"{part.name}: a launcher without kill"
+        end(ids)
+    until = time.monotonic() + GONE_SECONDS
+    while left := [exp_id for exp_id, job in jobs.track(runs, list(alive))[0].items() if _is_alive(job)]:
+        if time.monotonic() > until:
+            raise LaunchError(f"{', '.join(left)}: told to end, but still there after {GONE_SECONDS:g} s. Look again later.")
+        time.sleep(_POLL_SECONDS)
+    log.info("%d jobs killed", len(alive))
+
+
+def _is_alive(job: Tracked) -> bool:
+    return job.seen is not None and job.seen.state in _ALIVE
+
+
+def _by_launcher(alive: Mapping[str, Tracked]) -> list[tuple[registry.Part, list[str]]]:
+    found: list[tuple[registry.Part, list[str]]] = []
+    for job in alive.values():
+        assert job.launcher is not None
+        for part, ids in found:
+            if jobs.same_scheduler(part, job.launcher):
+                ids.append(job.job_id)
+                break
+        else:
+            found.append((job.launcher, [job.job_id]))
+    return found

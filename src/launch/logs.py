@@ -1,0 +1,67 @@
+"""What jobs print, as they print it."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from src.launch import jobs
+
+LINES = 20
+POLL_SECONDS = 0.5
+STATES_SECONDS = 5.0
+"""How often the schedulers are asked whether all have ended: they are shared with others."""
+_SHORT = 8
+
+
+def follow(runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callable[[float], None] = time.sleep) -> Iterator[str]:
+    """The last `lines` lines of each log of the experiments, then every line as it is written, until none is queued or running any more.
+
+    Each line begins with the first characters of the experiment's id where there are several.
+    """
+    heads = {exp_id: f"{exp_id[:_SHORT]} " if len(exp_ids) > 1 else "" for exp_id in exp_ids}
+    places: dict[Path, int] = {}
+    for exp_id in exp_ids:
+        for path in _printed(runs, exp_id):
+            places[path] = _size(path)
+            yield from (heads[exp_id] + line for line in jobs.tail(path, lines).splitlines())
+    asked = float("-inf")
+    ended = False
+    while True:
+        if time.monotonic() - asked >= STATES_SECONDS:
+            ended = all(row.state not in ("queued", "running") for row in jobs.table(runs, exp_ids))
+            asked = time.monotonic()
+        for exp_id in exp_ids:
+            for path in _printed(runs, exp_id):
+                yield from (heads[exp_id] + line for line in _new_lines(path, places, ended))
+        if ended:
+            return
+        sleep(POLL_SECONDS)
+
+
+def _printed(runs: Path, exp_id: str) -> list[Path]:
+    """What the job prints; where no job printed, what the training has logged."""
+    *printed, logged = jobs.logs_of(runs, exp_id)
+    return [path for path in printed if path.exists()] or [logged]
+
+
+def _new_lines(path: Path, places: dict[Path, int], last: bool) -> list[str]:
+    """The whole lines since the last look; at the `last` one also the beginning of a line."""
+    start = places.get(path, 0)
+    try:
+        with open(path, "rb") as file:
+            if _size(path) < start:  # somebody emptied it
+                start = 0
+            file.seek(start)
+            data = file.read()
+    except OSError:
+        return []
+    whole = data if last else data[: data.rfind(b"\n") + 1]
+    places[path] = start + len(whole)
+    return whole.decode("utf-8", errors="replace").splitlines()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,131 @@
+"""An entry of job_configs.py, checked: the launcher, its config, and what that is for single experiments."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from src import registry
+from src.config import Config, join, unknown
+from src.errors import ConfigError
+from src.experiments import query
+from src.experiments.saved import flat
+
+ENV_PATH = "ENV_PATH"
+"""Environment variable: the folder of the Python environment of the jobs."""
+_SUBMISSIONS = "submissions"
+"""A launcher whose Config has this field keeps its state in the folder of the submissions."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """A launcher and what it gives to the jobs."""
+
+    name: str
+    """In JOB_CONFIGS."""
+    launcher: registry.Part
+    overrides: tuple[tuple[query.Query, dict[str, Any]], ...]
+    """Which experiments, and what is other for them."""
+    raw: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"JOB_CONFIGS[{self.name!r}]"
+
+    def of(self, exp: Mapping[str, Any]) -> Config | None:
+        """The launcher's config for one experiment; None: the same as for all. Later overrides win.
+
+        Raises:
+            ConfigError: the overrides do not fit together.
+        """
+        row = flat(exp)
+        own = [changes for where, changes in self.overrides if where.matches(row)]
+        if not own:
+            return None
+        raw = self.raw
+        for changes in own:
+            raw = _merged(raw, changes)
+        return _bind(raw, self.where).config
+
+    def check_names(self, experiments: Iterable[Mapping[str, Any]]) -> None:
+        """Every name that an override asks for must be in one of the `experiments`.
+
+        Raises:
+            ConfigError: names the override and the nearest name.
+        """
+        if not any(where.names for where, _ in self.overrides):
+            return
+        known = {name for exp in experiments for name in flat(exp)}
+        for i, (where, _) in enumerate(self.overrides):
+            for name in sorted(where.names - known):
+                raise unknown("name", name, known, f"{self.where}.overrides[{i}].where")
+
+
+def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resources:
+    """Check the entry `name` of JOB_CONFIGS. env_path: the starters of the jobs come from there, where the entry does not say from where.
+
+    Raises:
+        ConfigError: one line for each mistake in it.
+    """
+    where = f"JOB_CONFIGS[{name!r}]"
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: expected a dict with 'launcher', got {raw!r} ({type(raw).__name__}).")
+    if _SUBMISSIONS in raw:
+        raise ConfigError(f"{where}.{_SUBMISSIONS}: filled in when jobs are submitted. Leave it out.")
+    own = {key: value for key, value in raw.items() if key != "overrides"}
+    launcher = _bind(own, where)
+    fields = type(launcher.config).model_fields
+    if env_path and "processes" in fields and not own.get("processes", {}).get("env_path"):
+        own = _merged(own, {"processes": {"env_path": env_path}})
+    if _SUBMISSIONS in fields:
+        own[_SUBMISSIONS] = str(runs.resolve() / _SUBMISSIONS)
+    overrides = raw.get("overrides", [])
+    if not isinstance(overrides, list):
+        raise ConfigError(f"{where}.overrides: expected a list, got {overrides!r} ({type(overrides).__name__}).")
+    return Resources(name, _bind(own, where), tuple(_override(own, o, f"{where}.overrides[{i}]") for i, o in enumerate(overrides)), own)
+
+
+def recorded(raw: Mapping[str, Any], where: str) -> registry.Part:
+    """The launcher that a submission wrote down.
+
+    Raises:
+        ConfigError: it is not one that this version knows.
+    """
+    return _bind(dict(raw), where)
+
+
+def env_path() -> str | None:
+    """What the variable ENV_PATH says; None where it is empty or not set."""
+    return os.environ.get(ENV_PATH) or None
+
+
+def _override(base: dict[str, Any], override: Any, where: str) -> tuple[query.Query, dict[str, Any]]:
+    if not isinstance(override, dict) or not isinstance(override.get("where"), str):
+        raise ConfigError(f"{where}: expected a dict with 'where', an expression such as \"model.num_layers > 4\", got {override!r}.")
+    changes = {key: value for key, value in override.items() if key != "where"}
+    for fixed in ("launcher", _SUBMISSIONS, "overrides"):
+        if fixed in changes:
+            raise ConfigError(f"{where}.{fixed}: is the same for all jobs of a submission. Leave it out.")
+    if not changes:
+        raise ConfigError(f"{where}: changes nothing. Write what is other for these experiments, or leave it out.")
+    try:
+        compiled = query.compile(override["where"])
+    except ConfigError as error:
+        raise ConfigError(f"{where}.where: {error}") from None
+    _bind(_merged(base, changes), where)
+    return compiled, changes
+
+
+def _bind(raw: dict[str, Any], where: str) -> registry.Part:
+    try:
+        return registry.bind(registry.LAUNCHERS, raw, key="launcher")
+    except registry.Problems as error:
+        raise ConfigError("\n".join(f"{join(where, path)}: {text}" for path, text in error.found)) from None
+
+
+def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`raw` with `changes`; a dict is changed key by key."""
+    both = {key: _merged(raw[key], value) for key, value in changes.items() if isinstance(value, dict) and isinstance(raw.get(key), dict)}
+    return {**raw, **changes, **both}

@@ -1,0 +1,181 @@
+"""A copy of the code for jobs to run from: an edit while they wait changes none of them. Named by what is in it, so copied once."""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from src.errors import LaunchError
+from src.experiments.environment import SECRET_FILES, SNAPSHOT, code
+from src.files import MANIFEST, defect, new_directory, reading
+
+MAX_FILE_BYTES = 20_000_000
+MAX_BYTES = 200_000_000
+SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
+"""A file whose name has one of these words is left out (wandb_token.txt, my-secrets.yaml), but for modules (tokenizers.py, token.py)."""
+SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
+LEFT_OUT = {"__pycache__", "node_modules"}
+"""Folders that are not looked into where no git says what belongs to the code; nor are hidden ones, environments, and results."""
+_RESERVED = {SNAPSHOT, MANIFEST}
+_GIT_SECONDS = 60.0
+_TRIES = 3
+
+log = logging.getLogger(__name__)
+_Found = dict[str, tuple[Path, bool, str]]
+"""Name below the root -> the file, whether it may be executed, and the sha256 of its content."""
+
+
+def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
+    """Copy the code in `root` to <snapshots>/<digest>, unless that is there, and give that folder.
+
+    The code is what git tracks or would track; without git, every file but those of `LEFT_OUT`.
+    Links are followed. Files that look like keys are left out, by `SECRET_FILES` and `SECRET_WORDS`, and named in the log.
+    The digest is that of the paths, the modes and the contents.
+
+    leave_out: folders that are no code wherever they lie, such as save directories.
+
+    Raises:
+        LaunchError: a file or the whole is too large, cannot be read, has a name of ours, or changes while it is copied.
+        RunError: the disk refuses.
+    """
+    if (root / SNAPSHOT).exists():
+        return root  # a job that submits: it runs from a snapshot
+    for _ in range(_TRIES):
+        found = _look(root, leave_out)
+        final = snapshots / _digest(found)
+        if final.is_dir() and defect(final) is None:
+            return final
+        try:
+            with new_directory(final) as folder:
+                _copy(found, folder)
+                (folder / SNAPSHOT).write_text(json.dumps(code(root), indent=4) + "\n", encoding="utf-8")
+        except _ChangedError:
+            continue
+        return final
+    raise LaunchError(f"{root}: its files change while they are copied for the jobs. Wait until nothing writes there, then submit again.")
+
+
+class _ChangedError(Exception):
+    """A file is not what it was when it was looked at."""
+
+
+def _look(root: Path, leave_out: Sequence[Path]) -> _Found:
+    """Every file of the code, with its hash."""
+    apart = [path.resolve() for path in leave_out]
+    paths = dict(_tracked(root, apart) or _walk(root, "", apart, ()))
+    secret = sorted(name for name in paths if looks_secret(Path(name).name))
+    if secret:
+        log.info("not copied for the jobs, as they look like keys: %s", ", ".join(secret))
+    found: _Found = {}
+    total = 0
+    for name in sorted(paths.keys() - set(secret)):
+        if name in _RESERVED:
+            raise LaunchError(f"{root / name}: a copy of the code has a file of its own with this name. Rename it.")
+        path = paths[name]
+        try:
+            with reading(path, LaunchError), open(path, "rb") as file:
+                facts = os.fstat(file.fileno())
+                if not stat.S_ISREG(facts.st_mode):
+                    continue
+                total += facts.st_size
+                _check_size(path, facts.st_size, total)
+                found[name] = path, bool(facts.st_mode & stat.S_IXUSR), hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            continue  # tracked by git and deleted, or a link that leads nowhere
+    if not found:
+        raise LaunchError(f"{root}: holds no code.")
+    return found
+
+
+def _check_size(path: Path, size: int, total: int) -> None:
+    advice = "It is copied with the code for the jobs: move it elsewhere, or name it in .gitignore."
+    if size > MAX_FILE_BYTES:
+        raise LaunchError(f"{path}: {size:,} bytes, more than the {MAX_FILE_BYTES:,} of a file of code. {advice}")
+    if total > MAX_BYTES:
+        raise LaunchError(f"{path}: with it the code has more than {MAX_BYTES:,} bytes. {advice}")
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a file of this name is left out of a snapshot."""
+    lower = name.lower()
+    if any(fnmatch(lower, pattern) for pattern in SECRET_FILES) and not lower.endswith(".py"):
+        return True
+    if lower.endswith((".py", ".sh")):
+        return lower in SECRET_MODULES
+    return not SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", lower))
+
+
+def _tracked(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
+    """What git tracks or would track below `root`; None where git does not know the code."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            capture_output=True,
+            timeout=_GIT_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+    if done.returncode != 0 or "trainval.py" not in names:
+        return None
+    found: dict[str, Path] = {}
+    for name in dict.fromkeys(names):
+        path = root / name
+        if path.is_dir():  # a link to a folder, or a repository within this one
+            if not _below(path.resolve(), apart):
+                found.update(_walk(path, name, apart, (root.resolve(),)))
+        elif not apart or not _below(path.resolve(), apart):
+            found[name] = path
+    return found
+
+
+def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
+    """(name below the root, path) of every file below `folder`. Links are followed, but not into a folder that one is in."""
+    real = folder.resolve()
+    if real in above or _below(real, apart):
+        return
+    with reading(folder, LaunchError):
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    for entry in entries:
+        inner = f"{name}/{entry.name}" if name else entry.name
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            environment = any(Path(entry.path, sign).exists() for sign in ("pyvenv.cfg", "conda-meta"))
+            if inner != "results" and entry.name not in LEFT_OUT and not environment:
+                yield from _walk(Path(entry.path), inner, apart, (*above, real))
+        elif not entry.name.endswith((".pyc", ".pyo")):
+            yield inner, Path(entry.path)
+
+
+def _below(path: Path, folders: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+def _digest(found: _Found) -> str:
+    text = json.dumps([[name, runs, content] for name, (_, runs, content) in sorted(found.items())])
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def _copy(found: _Found, folder: Path) -> None:
+    for name, (path, runs, content) in found.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(path, "rb") as source, open(target, "wb") as copy:
+                shutil.copyfileobj(source, copy)
+        except FileNotFoundError:
+            raise _ChangedError from None
+        target.chmod(0o755 if runs else 0o644)
+        with open(target, "rb") as copy:
+            if hashlib.file_digest(copy, "sha256").hexdigest() != content:
+                raise _ChangedError

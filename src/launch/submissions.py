@@ -1,0 +1,197 @@
+"""What was handed to launchers: written down before and after, so that an interrupted submission leaves neither orphans nor duplicates."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shlex
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from src import registry
+from src.errors import ConfigError, LaunchError, RunError
+from src.experiments import saved
+from src.files import read_json, write_json, writing
+from src.launch import resources
+
+FOLDER = "submissions"
+INTENT = "submission.json"
+JOBS = "jobs.json"
+"""{"jobs": {exp_id: job id}, "complete": bool}: what the launcher has noted, and whether it had come to its end."""
+LOCK_SECONDS = 600.0
+"""How long to wait for another submission to the same runs folder."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One batch of jobs."""
+
+    folder: Path
+    launcher: dict[str, Any]
+    """As it was resolved."""
+    job_config: str
+    snapshot: str
+    experiments: tuple[str, ...]
+    commands: Mapping[str, str]
+    """What each experiment's job runs, for people to read."""
+
+    @property
+    def name(self) -> str:
+        """The id of the submission."""
+        return self.folder.name
+
+    def part(self) -> registry.Part:
+        """Its launcher.
+
+        Raises:
+            LaunchError: this version does not know it, or not with this config.
+        """
+        try:
+            return resources.recorded(self.launcher, str(self.folder / INTENT))
+        except ConfigError as error:
+            raise LaunchError(str(error)) from None
+
+
+@contextlib.contextmanager
+def locked(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Be the only one who submits to `runs`: from what is decided to what is noted.
+
+    Raises:
+        LaunchError: another holds the lock for longer than `wait_seconds`, or there are no locks here.
+        RunError: the disk refuses.
+    """
+    folder = runs / FOLDER
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    until, said = time.monotonic() + wait_seconds, False
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise LaunchError(f"{folder}: another submission has held the lock for {wait_seconds:g} s. Try again later.") from None
+            except OSError as error:
+                raise LaunchError(f"{folder}: this file system offers no locks (flock: {error.strerror}). Choose another folder.") from None
+            if not said:
+                log.info("%s: waiting for another submission to end", folder)
+                said = True
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: str, commands: Mapping[str, Sequence[str]]) -> Submission:
+    """Write down what is going to be submitted. commands: exp_id -> trainval.py and its arguments.
+
+    Raises:
+        RunError: the disk refuses; nothing may be submitted.
+    """
+    name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}"
+    folder = runs.resolve() / FOLDER / name
+    shown = {exp_id: shlex.join(words) for exp_id, words in commands.items()}
+    submission = Submission(folder, dict(launcher), job_config, snapshot, tuple(commands), shown)
+    with writing(folder):
+        folder.mkdir(parents=True)
+    intent = {
+        "launcher": submission.launcher,
+        "job_config": job_config,
+        "snapshot": snapshot,
+        "experiments": list(submission.experiments),
+        "commands": shown,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    write_json(folder / INTENT, intent)
+    return submission
+
+
+def read(runs: Path, name: str) -> Submission:
+    """The submission called `name`.
+
+    Raises:
+        LaunchError: there is none, or its file is damaged.
+    """
+    folder = runs.resolve() / FOLDER / name
+    if not re.fullmatch(r"[\w-]+", name):
+        raise LaunchError(f"{runs / FOLDER}: {name!r} is not the name of a submission.")
+    found = read_json(folder / INTENT, LaunchError)
+    try:
+        return Submission(
+            folder,
+            dict(found["launcher"]),
+            str(found["job_config"]),
+            str(found["snapshot"]),
+            tuple(map(str, found["experiments"])),
+            dict(found["commands"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        raise LaunchError(f"{folder / INTENT}: not what a submission writes. Its jobs, if any, are to be looked for by hand.") from None
+
+
+def note(submission: Submission, jobs: Mapping[str, str], complete: bool = False) -> None:
+    """Write down job ids by experiment, at once and together, then in each save directory.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    before = _noted(submission.folder)[0]
+    write_json(submission.folder / JOBS, {"jobs": {**before, **jobs}, "complete": complete})
+    for exp_id, job_id in jobs.items():
+        if before.get(exp_id) != job_id:
+            _note_in_run(submission, exp_id, job_id)
+
+
+def _note_in_run(submission: Submission, exp_id: str, job_id: str) -> None:
+    run = submission.folder.parent.parent / exp_id
+    saved.write_job(run, job_id, submission.commands.get(exp_id, ""), submission.name)
+
+
+def interrupted(runs: Path) -> list[str]:
+    """Names of the submissions of which it is not known what they queued."""
+    try:
+        with os.scandir(runs / FOLDER) as entries:
+            names = sorted(entry.name for entry in entries if re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", entry.name))
+    except FileNotFoundError:
+        return []
+    return [name for name in names if not _noted(runs / FOLDER / name)[1]]
+
+
+def reconcile(runs: Path) -> None:
+    """Ask the launchers of interrupted submissions what they have of them, and note it. Only under `locked`.
+
+    Raises:
+        LaunchError: a launcher cannot be asked, or a submission is damaged: nothing may be submitted before that is clear.
+    """
+    for name in interrupted(runs):
+        if not (runs / FOLDER / name / INTENT).exists():
+            continue  # ended before it was written down, so nothing was queued
+        submission = read(runs, name)
+        find = submission.part().function("find")
+        assert find is not None, f"{submission.launcher['launcher']}: a launcher without find"
+        found = find(submission.folder, list(submission.experiments))
+        log.info("%s: was interrupted; %d of its %d jobs are there", name, len(found), len(submission.experiments))
+        for exp_id, job_id in found.items():
+            _note_in_run(submission, exp_id, job_id)
+        note(submission, found, complete=True)
+
+
+def _noted(folder: Path) -> tuple[dict[str, str], bool]:
+    """The job ids that were noted, and whether they are all. A damaged note is as good as none: the launcher is asked again."""
+    if not (folder / JOBS).exists():
+        return {}, False
+    try:
+        found = read_json(folder / JOBS, RunError)
+        return dict(found["jobs"]), found["complete"] is True
+    except (RunError, KeyError, TypeError, ValueError):
+        return {}, False
