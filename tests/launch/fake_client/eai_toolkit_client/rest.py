@@ -1,0 +1,7 @@
+"""The client's error."""
+
+
+class ApiException(Exception):
+    def __init__(self, status: int | None = None, reason: str = "", after: bool = False) -> None:
+        super().__init__(f"({status}) Reason: {reason}")
+        self.status, self.after = status, after
