@@ -3,18 +3,26 @@
 import json
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from src.config import unknown
-from src.errors import DataError, RunError, UserError
-from src.experiments.saved import ENV, STATUS, flat, read_exp_dict, read_groups, state_of
+from src.errors import DataError, UserError
+from src.experiments import query
+from src.experiments.intervals import ci95
+from src.experiments.lease import holder_is_dead
+from src.experiments.saved import state_of
+from src.experiments.scan import Found, Scan
 from src.experiments.scores import SCORE_LIST, SCORES, Scores, read_score_list
-from src.files import read_json
+from src.experiments.summary import is_finite
+from src.files import reading
+
+if TYPE_CHECKING:
+    import pandas
 
 FACTS = ("exp_id", "state", "group", "step")
-_ID = re.compile(r"[0-9a-f]{32}")
 _LOWER_IS_BETTER = {"loss", "ppl", "perplexity", "error", "errors", "err", "nll", "wer", "cer", "bpb", "bpc", "mse", "mae", "rmse", "kl"}
 
 DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens")
@@ -41,14 +49,15 @@ def load_rows(runs: Path, group: str | None = None) -> tuple[list[Row], list[str
     if not runs.is_dir():
         raise DataError(f"{runs}: no such folder of runs. Train something first, or name the folder given as --savedir_base.")
     rows, warnings, known = [], [], set()
-    for path in sorted(entry for entry in runs.iterdir() if _ID.fullmatch(entry.name)):
-        try:
-            groups = _groups(path)
-            known.update(groups)
-            if group is None or group in groups:
-                rows.append(_row(path, group or (groups or [""])[0]))
-        except UserError as error:
-            warnings.append(f"skipped: {error}")
+    with reading(runs), Scan(runs) as scan:
+        for name in scan.names:
+            try:
+                groups, found = scan.read(name, group)
+                known.update(groups)
+                if found is not None:
+                    rows.append(_row(runs / name, found, group or (groups or [""])[0]))
+            except UserError as error:
+                warnings.append(f"skipped: {error}")
     if not rows and group is not None and group not in known:
         raise unknown("group", group, known, str(runs))
     if not rows and not warnings:
@@ -113,7 +122,8 @@ def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> 
     """One row for each combination of `by`.
 
     Its keys: those of `by`; "runs", how many; "state", one for all or such as "2 done, 1 failed"; "step", the lowest last step; and for
-    each score its mean (None of nothing), "<score>_std" (sample, n - 1; None for n < 2) and "<score>_n" (runs that have it).
+    each score its mean (None of nothing), "<score>_std" (sample, n - 1; None for n < 2), "<score>_ci95" (half the width of the
+    95 % interval of the mean after Student's t; None for n < 2) and "<score>_n" (runs that have it).
 
     Raises:
         ConfigError: a key of `by` or a score that no row has.
@@ -149,50 +159,94 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _groups(path: Path) -> list[str]:
-    """The groups that asked for this run: those noted, and that of its last start."""
-    groups = read_groups(path)
-    if (path / ENV).exists():
-        env = read_json(path / ENV, RunError)
-        last = env.get("groups") if isinstance(env, dict) else None
-        groups += [name for name in last if isinstance(name, str) and name not in groups] if isinstance(last, list) else []
-    return groups
+def where(rows: Sequence[Row], text: str) -> list[Row]:
+    """The rows for which the question `text` holds: see `query`. "status" is the same as "state", unless an experiment says "status".
+
+    Raises:
+        ConfigError: it cannot be understood, or asks for what no row has.
+    """
+    asked = query.compile(text, "--where")
+    known = {key for row in rows for key in row}
+    renamed = "status" in asked.names and "status" not in known
+    _check_known("name", sorted(asked.names - {"status"} if renamed else asked.names), known, "--where")
+    return [row for row in rows if asked.matches({**row, "status": row["state"]} if renamed else row)]
 
 
-def _row(path: Path, group: str) -> Row:
-    row = Row({"exp_id": path.name, "state": _state(path), "group": group, "step": None})
-    row.update({f"config.{key}" if key in FACTS else key: value for key, value in flat(read_exp_dict(path)).items()})
-    last: dict[str, Any] = {}
-    for scores in history(path):
-        row["step"] = scores.get("step", row["step"])
-        # A value that is not finite does not replace the last one that was: haven's tables do the same.
-        last.update({name: value for name, value in scores.items() if _finite(value) or name not in last})
-    last.pop("step", None)
-    named = {f"score.{name}" if name in row else name: value if _finite(value) else None for name, value in last.items()}
+def missing_seeds(rows: Sequence[Row], by: Sequence[str]) -> list[str]:
+    """A sentence for each combination of `by` that lacks seeds which others have: its mean is over fewer runs, and other ones."""
+    if "seed" in by:
+        return []
+    seeds = sorted({_spelled(row, "seed"): row["seed"] for row in rows if "seed" in row}.items(), key=lambda pair: _place(pair[1]))
+    found = []
+    for group in grouped(rows, by):
+        has = {_spelled(row, "seed") for row in group}
+        if absent := [value for spelled, value in seeds if spelled not in has]:
+            named = ", ".join(f"{key}={group[0].get(key)}" for key in by) or "all"
+            found.append(f"{named}: no run with seed {', '.join(map(str, absent))}, which others have.")
+    return found
+
+
+@dataclass(frozen=True)
+class Pivot:
+    """One score over two keys."""
+
+    rows: list[Any]
+    """Values of the first key, sorted."""
+    columns: list[Any]
+    """Values of the second key, sorted."""
+    cells: list[list[dict[str, Any] | None]]
+    """As rows of `aggregate`; None where no run has this combination."""
+
+
+def pivot(rows: Sequence[Row], index: str, columns: str, score: str) -> Pivot:
+    """Mean of `score` for each combination of the keys `index` and `columns`, over all runs that have it.
+
+    Raises:
+        ConfigError: a key or a score that no row has.
+    """
+    cells = {(_spelled(cell, index), _spelled(cell, columns)): cell for cell in aggregate(rows, [index, columns], [score])}
+    downwards, across = ({_spelled(row, key): row.get(key) for row in rows} for key in (index, columns))
+    down, over = (sorted(values, key=lambda spelled, values=values: _place(values[spelled])) for values in (downwards, across))
+    table = [[cells.get((one, other)) for other in over] for one in down]
+    return Pivot([downwards[one] for one in down], [across[other] for other in over], table)
+
+
+def frame(rows: Sequence[Row]) -> "pandas.DataFrame":
+    """The rows as a pandas DataFrame: facts first, then the config, then the scores."""
+    import pandas
+
+    columns = dict.fromkeys([*FACTS, *(key for row in rows for key in config_keys(row)), *score_names(rows)])
+    return pandas.DataFrame([[row.get(column) for column in columns] for row in rows], columns=list(columns))
+
+
+def _row(path: Path, found: Found, group: str) -> Row:
+    state = found.state
+    if state == "running" and holder_is_dead(path):
+        state = state_of(path)  # read anew: it may have ended since
+    row = Row({"exp_id": path.name, "state": state, "group": group, "step": found.summary.step})
+    row.update({f"config.{key}" if key in FACTS else key: value for key, value in found.config.items()})
+    named = {f"score.{name}" if name in row else name: value for name, value in found.summary.last.items()}
     row.scores = tuple(named)
     row.update(named)
     return row
 
 
-def _state(path: Path) -> str:
-    if not (path / STATUS).exists() and (path / SCORE_LIST).exists():
-        return "haven"
-    return state_of(path)
+def _place(value: Any) -> tuple[int, Any, str]:
+    """What to sort values of a key by: numbers by size, then texts, then all else."""
+    if is_finite(value):
+        return 0, value, ""
+    return (1, 0, value) if isinstance(value, str) else (2, 0, json.dumps(value))
 
 
-def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value - value == 0
-
-
-def _spelled(row: Row, key: str) -> str:
+def _spelled(row: Mapping[str, Any], key: str) -> str:
     return json.dumps(row[key], sort_keys=True) if key in row else ""
 
 
-def _check_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+def _check_known(kind: str, names: Iterable[str], known: Iterable[str], place: str = "results") -> None:
     known = set(known)
     for name in names:
         if name not in known:
-            raise unknown(kind, name, known, "results")
+            raise unknown(kind, name, known, place)
 
 
 def _aggregated(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> dict[str, Any]:
@@ -207,5 +261,6 @@ def _aggregated(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -
         values = [row[name] for row in rows if row.get(name) is not None]
         found[name] = statistics.fmean(values) if values else None
         found[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None
+        found[f"{name}_ci95"] = ci95(values)
         found[f"{name}_n"] = len(values)
     return found

@@ -1,5 +1,6 @@
 """The save directory of one experiment: locked, checked against its dict, every file whole."""
 
+import contextlib
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
-from src.errors import ConfigError, RunError
+from src.errors import ConfigError, RunError, UserError
 from src.experiments import lease as leases
 from src.experiments.identity import check_values, exp_id
 from src.experiments.lease import Lease
@@ -33,6 +34,7 @@ from src.experiments.saved import (
     read_status,
 )
 from src.experiments.scores import SCORES, Scores
+from src.experiments.summary import SUMMARY, summarized
 from src.files import read_json, write_atomic, write_json, writing
 
 DELETED = "deleted"
@@ -130,7 +132,7 @@ class RunDir:
     def set_status(self, state: State, **facts: Any) -> None:
         """Replace status.json: the state, this attempt's number, the time, and `facts` such as step and reason.
 
-        What was said before in this attempt stays, but for a reason.
+        What was said before in this attempt stays, but for a reason. An end also says what the scores came to: see `summary`.
 
         Raises:
             RunError: attached only, the lease was lost, or the disk refuses.
@@ -140,9 +142,12 @@ class RunDir:
         now = _now()
         before = self.status()
         if before.get("attempt") == self.attempt:
-            kept = {key: value for key, value in before.items() if key != "reason"}
+            kept = {key: value for key, value in before.items() if key not in ("reason", SUMMARY)}
         else:
             kept = {"started": now} | {key: value for key, value in before.items() if key == "step"}
+        if state != "running":
+            with contextlib.suppress(UserError):  # scores that cannot be read are named by whoever reads them
+                facts[SUMMARY] = summarized(self.path / SCORES).as_json()
         write_json(self.path / STATUS, {**kept, **facts, "state": state, "attempt": self.attempt, "updated": now})
 
     def status(self) -> dict[str, Any]:

@@ -1,0 +1,148 @@
+"""Tables and bands over thousands of runs, beside haven's on the same tree: `python -m benchmarks.results [--experiments 5000]`."""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from src.experiments.environment import describe
+from src.experiments.index import INDEX
+from src.experiments.rundir import RunDir
+
+SCORES = ("train_loss", "val_loss", "val_accuracy", "grad_norm", "learning_rate")
+
+# Each in a process of its own, so that peak memory and imports are its own; prints its seconds and its peak.
+_MEASURED = """
+import resource, sys, time, warnings
+runs = sys.argv[1]
+began = time.perf_counter()
+{code}
+print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+_HAVEN = """
+warnings.simplefilter("ignore")
+from haven.haven_results import ResultManager
+began = time.perf_counter()
+manager = ResultManager(savedir_base=runs, verbose=False)
+"""
+_TABLE = """
+from pathlib import Path
+from results.table import rendered, tabulate
+from src.experiments.results import load_rows
+began = time.perf_counter()
+rows, warned = load_rows(Path(runs))
+assert not warned, warned
+rendered(*tabulate(rows, ["exp_id"], ["all"]), "markdown")
+"""
+_BANDS = """
+from pathlib import Path
+from src.experiments.curves import bands
+from src.experiments.results import grouped, load_rows
+import numpy
+began = time.perf_counter()
+rows, _ = load_rows(Path(runs))
+rows = [row for row in rows if row["model.stride"] < {count} // 10]
+found, _ = bands(Path(runs), grouped(rows, ["model.stride"]), ["val_loss"])
+for band in found[0]:
+    band.half("ci95")
+"""
+_HAVEN_BANDS = (
+    _HAVEN
+    + """
+import matplotlib
+matplotlib.use("Agg")
+manager.exp_list = [exp for exp in manager.exp_list if exp["model"]["stride"] < {count} // 10]
+manager.get_plot(x_metric="step", y_metric="val_loss", avg_across="seed", title_list=["recipe"], legend_list=["model.stride"])
+"""
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the tree, measure, print a table. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="benchmark-results-"))
+    try:
+        began = time.perf_counter()
+        generate(folder, options.experiments, options.steps)
+        took = time.perf_counter() - began
+        print(f"{options.experiments} runs x {options.steps} rows x {len(SCORES)} scores, written in {took:.0f} s", flush=True)
+        time.sleep(2.5)  # the index keeps no row whose files are younger
+        _compare(folder, options.bands)
+    finally:
+        shutil.rmtree(folder)
+    return 0
+
+
+def generate(runs: Path, count: int, steps: int) -> None:
+    """Finished runs: strides, each with ten seeds, and histories that differ."""
+    facts = describe(["trainval.py", "-e", "grid"])
+    rng = random.Random(0)
+    histories = [_history(rng, steps) for _ in range(20)]
+    for number in range(count):
+        exp = {"recipe": "toy", "seed": number % 10, "model": {"name": "m", "stride": number // 10, "depth": 2}, "loop": {"steps": steps}}
+        with RunDir.open(runs, exp, exp, facts={**facts, "groups": ["grid"]}) as run:
+            # As `Scores.append` writes them, but synced once, not for each row.
+            shift = rng.random()
+            lines = [json.dumps({**row, "val_loss": row["val_loss"] + shift}) for row in histories[number % 20]]
+            run.scores.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            run.scores.export_haven()
+            run.set_status("done", step=steps)
+
+
+def _history(rng: random.Random, steps: int) -> list[dict[str, Any]]:
+    return [{"step": step, **{name: rng.random() for name in SCORES}} for step in range(1, steps + 1)]
+
+
+def _compare(runs: Path, count: int) -> None:
+    haven_table = _HAVEN + "manager.get_score_df()\n"
+    rows = [
+        ("table, first", *_measured(runs, haven_table), *_measured(runs, _TABLE)),
+        ("table, second", *_measured(runs, haven_table), *_measured(runs, _TABLE)),
+        ("table, index deleted", None, None, *_measured(runs, _TABLE, without_index=True)),
+        (f"bands of {count} runs, first", *_measured(runs, _HAVEN_BANDS.format(count=count)), *_measured(runs, _BANDS.format(count=count))),
+        (f"bands of {count} runs, second", None, None, *_measured(runs, _BANDS.format(count=count))),
+    ]
+    print(f"{'':32}{'haven s':>9}{'MB':>7}{'ours s':>9}{'MB':>7}{'times':>8}")
+    for name, theirs, their_peak, ours, our_peak in rows:
+        left = f"{theirs:9.2f}{their_peak:7.0f}" if theirs is not None and their_peak is not None else f"{'-':>9}{'-':>7}"
+        times = f"{theirs / ours:8.0f}" if theirs is not None else f"{'-':>8}"
+        print(f"{name:32}{left}{ours:9.2f}{our_peak:7.0f}{times}")
+    print(f"index: {(runs / INDEX).stat().st_size / 1e6:.0f} MB; load {os.getloadavg()[0]:.1f}; this process {_peak():.0f} MB")
+
+
+def _measured(runs: Path, code: str, without_index: bool = False) -> tuple[float, float]:
+    """(seconds without imports, peak MB)."""
+    if without_index:
+        (runs / INDEX).unlink()
+    command = [sys.executable, "-c", _MEASURED.format(code=code), str(runs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    seconds, peak = done.stdout.split()[-2:]
+    return float(seconds), float(peak)
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
+    parser.add_argument("--experiments", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--bands", type=int, default=1000, help="how many runs are plotted")
+    parser.add_argument("--folder", type=Path, help="where to make the tree (default: the system's temporary folder)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
