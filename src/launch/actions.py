@@ -178,7 +178,7 @@ def _submit(request: Request, given: Resources, made: Sequence[Job]) -> list[str
             submissions.reconcile(request.runs)
         raise
     submissions.note(submission, {job.exp_id: job_id for job, job_id in zip(made, ids, strict=True)}, complete=True)
-    log.info("%d jobs submitted as %s", len(ids), submission.name)
+    log.info("submitted as %s: %d", submission.name, len(ids))
     return ids
 
 
@@ -213,7 +213,7 @@ def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
         if time.monotonic() > until:
             raise LaunchError(f"{', '.join(left)}: told to end, but still there after {GONE_SECONDS:g} s. Look again later.")
         time.sleep(_POLL_SECONDS)
-    log.info("%d jobs killed", len(alive))
+    log.info("killed: %d", len(alive))
 
 
 def _is_alive(job: Tracked) -> bool:

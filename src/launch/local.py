@@ -212,6 +212,7 @@ def kill(config: Config, job_ids: Sequence[str]) -> None:
         raise
     if left and (left := _until_ended(config, job_ids, _KILL_SECONDS, told, hard=True)):
         raise LaunchError(f"{', '.join(left)}: killed, but still there after {_KILL_SECONDS:g} s.")
+    local_state.signal_all(local_state.processes(set(job_ids)), signal.SIGKILL)  # what they left behind, where no scheduler does it
 
 
 def _until_ended(config: Config, job_ids: Sequence[str], seconds: float, told: set[int], hard: bool) -> list[str]:
@@ -222,12 +223,13 @@ def _until_ended(config: Config, job_ids: Sequence[str], seconds: float, told: s
     until = time.monotonic() + seconds
     while True:
         alive = [job_id for job_id, seen in states(config, job_ids).items() if seen.state in ("queued", "running")]
+        if hard:
+            local_state.signal_all(local_state.processes(set(alive)), signal.SIGKILL)
         for queue, indices in _grouped(config, alive):
+            names = queue.attempts()
             for index in indices:
-                attempt = queue.attempt(index)
-                if hard:
-                    local_state.signal_all(queue.processes(index), signal.SIGKILL)
-                elif attempt.alive and attempt.pid not in told:
+                attempt = queue.attempt(index, names)
+                if not hard and attempt.alive and attempt.pid not in told:
                     told.add(attempt.pid)
                     local_state.signal_group(attempt.pid, signal.SIGTERM)
         if not alive or time.monotonic() > until:

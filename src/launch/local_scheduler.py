@@ -80,10 +80,11 @@ class _Scheduler:
             time.sleep(_POLL_SECONDS)
 
     def _stop(self, hard: bool) -> None:
+        running = {self.queue.job_id(entry.index) for entry in self.entries if entry.child is not None}
+        if hard and running:
+            local_state.signal_all(local_state.processes(running), signal.SIGKILL)
         for entry in self.entries:
-            if entry.child is not None and hard:
-                local_state.signal_all(self.queue.processes(entry.index), signal.SIGKILL)
-            elif entry.child is not None and not entry.told:
+            if entry.child is not None and not entry.told:
                 entry.told = True
                 local_state.signal_group(entry.child.pid, signal.SIGTERM)
 
@@ -127,7 +128,7 @@ class _Scheduler:
     def _start(self, entry: _Entry, locks: dict[str, int]) -> None:
         job = entry.job
         entry.attempt += 1
-        environment = {**os.environ, local_state.MARK: f"{self.queue.folder.name}.{entry.index}"}
+        environment = {**os.environ, local_state.MARK: self.queue.job_id(entry.index)}
         if devices := [name.removeprefix("gpu-") for name in locks if name.startswith("gpu-")]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         files = [str(self.queue.path(f"{entry.index}.{entry.attempt}.{what}")) for what in ("pid", "code")]
@@ -154,7 +155,7 @@ class _Scheduler:
         code = entry.child.poll()
         if code is None:
             return
-        if left := self.queue.processes(entry.index):
+        if left := local_state.processes({self.queue.job_id(entry.index)}):
             if entry.left_until is None:
                 entry.left_until = time.monotonic() + _LEFT_SECONDS
                 local_state.signal_all(left, signal.SIGTERM)

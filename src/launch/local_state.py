@@ -15,7 +15,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ ABANDONED = "abandoned"
 LOCK = "scheduler.lock"
 MARK = "LOCAL_JOB"
 """Environment variable that every process of a job has: its job id."""
+_MARK = f"{MARK}=".encode()
 JOB_ID = re.compile(r"(?P<submission>[\w-]+)\.(?P<index>\d+)")
 
 
@@ -83,6 +84,10 @@ class Queue:
         except BlockingIOError:
             return True
         return False
+
+    def job_id(self, index: int) -> str:
+        """The id of a job, for the whole world."""
+        return f"{self.folder.name}.{index}"
 
     def path(self, name: str) -> Path:
         """A file of one job."""
@@ -154,10 +159,17 @@ class Queue:
         state, reason = verdict(attempt.code, self.content["jobs"][index]["err"])
         return Seen(state, state.upper(), reason, **facts)
 
-    def processes(self, index: int) -> list[int]:
-        """Every process of a job that lives, also those that have left its group. Looks at this user's processes only."""
-        mark = f"{MARK}={self.folder.name}.{index}\0".encode()
-        return [pid for pid, environment in _environments() if environment.startswith(mark) or b"\0" + mark in environment]
+
+def processes(job_ids: Collection[str]) -> list[int]:
+    """Every process of these jobs that lives, also those that have left their group. Looks at this user's processes only."""
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                marks = [word for word in Path(entry.path, "environ").read_bytes().split(b"\0") if word.startswith(_MARK)]
+                if marks and marks[0].removeprefix(_MARK).decode() in job_ids and process_start(int(entry.name)) is not None:
+                    found.append(int(entry.name))
+    return found
 
 
 def verdict(code: int | None, log: str) -> tuple[Any, str]:
@@ -189,15 +201,6 @@ def signal_all(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-
-
-def _environments() -> Iterator[tuple[int, bytes]]:
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                found = Path(entry.path, "environ").read_bytes()
-                if found and process_start(int(entry.name)) is not None:
-                    yield int(entry.name), found
 
 
 def load(submissions: Path, job_id: str) -> tuple[Queue, int] | None:

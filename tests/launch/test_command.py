@@ -1,15 +1,20 @@
 """The words of a command arrive as they were given, through a real bash."""
 
+import base64
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from src.launch.command import Job, argv, shell_line
+from src.config import load
+from src.errors import ConfigError
+from src.launch.command import STOPPED, Config, Environment, Processes, argv
+from src.launch.job import Job
 
 ECHO = "import json, sys; print(json.dumps(sys.argv[1:]))"
 NASTY = [
@@ -45,6 +50,10 @@ NASTY = [
 ]
 
 
+def job_of(words: tuple[str, ...], folder: Path, python_binary: str | None = None) -> Job:
+    return Job("id", words, folder, folder / "run", folder / "logs", python_binary)
+
+
 def received(job: Job, **env: str) -> list[str]:
     done = subprocess.run(argv(job), cwd=job.cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -60,7 +69,7 @@ def test_every_value_arrives_unchanged(tmp_path: Path, python_binary: str | None
     script = tmp_path / "echo it.py"
     script.write_text(ECHO)
     binary = f"X=1 ; {sys.executable}" if python_binary else None
-    job = Job("id", (script.name, *NASTY), tmp_path, binary)
+    job = job_of((script.name, *NASTY), tmp_path, binary)
     assert received(job) == NASTY
 
 
@@ -68,11 +77,11 @@ def test_random_values_arrive_unchanged(tmp_path: Path):
     draw = random.Random(0)
     alphabet = "ab '\"$`\\\n\t*?!#&|;<>(){}[]~^=%-é漢🙂\x01\x7f"
     words = tuple("".join(draw.choices(alphabet, k=draw.randrange(12))) for _ in range(400))
-    assert received(Job("id", words, tmp_path, python())) == list(words)
+    assert received(job_of(words, tmp_path, python())) == list(words)
 
 
 def test_the_default_is_this_python(tmp_path: Path):
-    job = Job("id", ("-c", "import sys, json; print(json.dumps([sys.executable]))"), tmp_path)
+    job = job_of(("-c", "import sys, json; print(json.dumps([sys.executable]))"), tmp_path)
     assert received(job) == [sys.executable]
 
 
@@ -81,14 +90,14 @@ def test_a_prefix_is_bash(tmp_path: Path):
     (tmp_path / "activate").write_text("export GREETING=hello\n")
     code = 'import json, os, sys; print(json.dumps([os.environ["GREETING"], *sys.argv[1:]]))'
     environment = f"source {tmp_path}/activate ENV ; {sys.executable} -c '{code}' "
-    assert received(Job("id", ("--x", "a b"), tmp_path, environment)) == ["hello", "--x", "a b"]
+    assert received(job_of(("--x", "a b"), tmp_path, environment)) == ["hello", "--x", "a b"]
 
 
 @pytest.mark.parametrize(
     ("visible", "count"), [("0", "1"), ("0,1", "2"), ("3,5,7", "3"), ("GPU-1a,GPU-2b", "2"), ("", "1"), ("-1", "1"), ("0, 1", "2")]
 )
 def test_ngpus_counts_the_visible_devices_of_the_node(tmp_path: Path, visible: str, count: str):
-    job = Job("id", ("NGPUS",), tmp_path, python() + "--nproc-per-node NGPUS ")
+    job = job_of(("NGPUS",), tmp_path, python() + "--nproc-per-node NGPUS ")
     assert received(job, CUDA_VISIBLE_DEVICES=visible) == ["--nproc-per-node", count, "NGPUS"]
 
 
@@ -112,19 +121,206 @@ def fake_smi(folder: Path, text: str, code: int = 0) -> str:
 def test_ngpus_asks_nvidia_smi_where_nothing_is_set(tmp_path: Path, monkeypatch, listing: str, code: int, count: str):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     path = fake_smi(tmp_path / "bin", listing, code)
-    assert received(Job("id", (), tmp_path, python() + "NGPUS "), PATH=path) == [count]
+    assert received(job_of((), tmp_path, python() + "NGPUS "), PATH=path) == [count]
 
 
 def test_ngpus_is_a_whole_word_and_may_stand_in_quotes(tmp_path: Path):
     """A variable of the user's own keeps its value; a nested bash sees the count too."""
     quoted = f"""MY_NGPUS=9 bash -c '{sys.executable} -c "{ECHO}" NGPUS "$MY_NGPUS" "$@"' _ "$NGPUS" "${{NGPUS}}" "NGPUS" """
-    assert received(Job("id", ("x",), tmp_path, quoted), CUDA_VISIBLE_DEVICES="4,5,6", NGPUS="7") == ["3", "9", "7", "7", "3", "x"]
-
-
-def test_a_command_without_ngpus_counts_nothing(tmp_path: Path):
-    assert shell_line(Job("id", ("trainval.py", "a b"), tmp_path, "torchrun")) == "torchrun trainval.py 'a b'"
+    assert received(job_of(("x",), tmp_path, quoted), CUDA_VISIBLE_DEVICES="4,5,6", NGPUS="7") == ["3", "9", "7", "7", "3", "x"]
 
 
 def test_the_exit_code_is_that_of_the_command(tmp_path: Path):
-    job = Job("id", ("-c", "raise SystemExit(7)"), tmp_path)
+    job = job_of(("-c", "raise SystemExit(7)"), tmp_path)
     assert subprocess.run(argv(job), check=False).returncode == 7
+
+
+PRINT = """
+import json, os, sys
+from pathlib import Path
+facts = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NAMED", "DS_ACCELERATOR")}
+Path(f"got.{facts['RANK'] or 0}").write_text(json.dumps([facts, sys.argv[1:]]))
+"""
+
+
+def run(job: Job, processes: Processes, environment: dict[str, str] | None = None, **env: str) -> list[tuple[dict[str, str], list[str]]]:
+    """What each process of a job got, by rank."""
+    (job.cwd / "print it.py").write_text(PRINT)
+    command = argv(job, processes, environment)
+    done = subprocess.run(command, cwd=job.cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return [tuple(json.loads(path.read_text())) for path in sorted(job.cwd.glob("got.*"))]
+
+
+@pytest.mark.parametrize(
+    ("starter", "per_node", "world"),
+    [
+        ("python", 1, None),
+        ("torchrun", 1, "1"),
+        ("torchrun", 2, "2"),
+        ("torchrun", "gpus", "3"),
+        ("accelerate", 1, None),
+        ("accelerate", 2, "2"),
+    ],
+)
+def test_each_starter_starts_its_processes(tmp_path: Path, starter, per_node, world: str | None):
+    """For real. With one process accelerate starts plain python."""
+    job = job_of(("print it.py", *NASTY), tmp_path)
+    got = run(job, Processes(starter=starter, per_node=per_node), {"NAMED": "it's $HOME\n漢"}, CUDA_VISIBLE_DEVICES="0,1,2")
+    assert [words for _, words in got] == [NASTY] * int(world or 1)
+    assert [facts["RANK"] for facts, _ in got] == ([str(rank) for rank in range(int(world))] if world else [None])
+    assert {facts["WORLD_SIZE"] for facts, _ in got} == {world}
+    assert {facts["NAMED"] for facts, _ in got} == {"it's $HOME\n漢"}
+
+
+def test_two_nodes_meet(tmp_path: Path):
+    """Each node runs the same line, with what the launcher exports there; both at once, as each waits for the other."""
+    (tmp_path / "print it.py").write_text(PRINT)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    line = argv(job_of(("print it.py", "a b"), tmp_path), Processes(starter="torchrun", per_node=2, nodes=2))
+    common = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "NNODES": "2"}
+    nodes = [subprocess.Popen(line, cwd=tmp_path, env={**common, "NODE_RANK": str(n)}, stderr=subprocess.DEVNULL) for n in range(2)]
+    try:
+        assert [node.wait(timeout=120) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    got = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("got.*"))]
+    assert [(facts["RANK"], facts["LOCAL_RANK"], facts["WORLD_SIZE"], words) for facts, words in got] == [
+        ("0", "0", "4", ["a b"]),
+        ("1", "1", "4", ["a b"]),
+        ("2", "0", "4", ["a b"]),
+        ("3", "1", "4", ["a b"]),
+    ]
+
+
+def programs(folder: Path, *names: str) -> Path:
+    """An environment whose programs print their names and arguments as JSON."""
+    (folder / "bin").mkdir(parents=True)
+    for name in names:
+        program = folder / "bin" / name
+        code = f"import json, os, sys; print(json.dumps([{name!r}, os.environ.get('DS_ACCELERATOR'), *sys.argv[1:]]))"
+        program.write_text(f"#!{sys.executable}\n{code}\n")
+        program.chmod(0o755)
+    return folder
+
+
+MANY = {"MASTER_ADDR": "n 1", "MASTER_PORT": "7", "NODE_RANK": "1", "NNODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        ({"starter": "python", "arguments": ["-X", "$1 2"]}, ["python", None, "-X", "$1 2"]),
+        ({"starter": "torchrun", "per_node": 3}, ["torchrun", None, "--standalone", "--nproc-per-node", "3"]),
+        (
+            {"starter": "torchrun", "per_node": "gpus", "nodes": 2},
+            ["torchrun", None, "--nnodes", "2", "--node-rank", "1", "--master-addr", "n 1", "--master-port", "7", "--nproc-per-node", "2"],
+        ),
+        (
+            {"starter": "accelerate", "per_node": "gpus", "nodes": 2},
+            [
+                *("accelerate", None, "launch", "--multi_gpu", "--num_processes", "4", "--num_machines", "2", "--machine_rank", "1"),
+                *("--main_process_ip", "n 1", "--main_process_port", "7", "--mixed_precision", "no", "--dynamo_backend", "no"),
+            ],
+        ),
+    ],
+)
+def test_the_starter_comes_from_the_environment_of_the_job(tmp_path: Path, processes: dict, words: list):
+    environment = programs(tmp_path / "my env", "python", "torchrun", "accelerate")
+    job = job_of(("trainval.py", "a b"), tmp_path)
+    line = argv(job, Processes(env_path=f"{environment}/", **processes))
+    env = {**os.environ, **MANY, "CUDA_VISIBLE_DEVICES": "0,1"}
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert json.loads(done.stdout) == [*words, "trainval.py", "a b"], done.stderr
+
+
+@pytest.mark.parametrize(("devices", "accelerator"), [("", "cpu"), ("0,1", None)])
+def test_deepspeed_starts_without_a_gpu_and_gives_no_local_rank_to_the_script(tmp_path: Path, devices: str, accelerator: str | None):
+    environment = programs(tmp_path / "env", "deepspeed", "nvidia-smi")
+    (environment / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (environment / "bin" / "python").symlink_to(sys.executable)
+    line = argv(job_of(("trainval.py",), tmp_path), Processes(starter="deepspeed", per_node=2, env_path=str(environment)))
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": devices}
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    name, told, *words = json.loads(done.stdout)
+    assert (name, told, words[:3], words[4:]) == (
+        "deepspeed",
+        accelerator,
+        ["--num_gpus", "2", "--master_port"],
+        ["--no_local_rank", "trainval.py"],
+    )
+
+
+def test_deepspeed_on_nodes_is_told_of_the_world_without_ssh(tmp_path: Path):
+    (tmp_path / "deepspeed" / "launcher").mkdir(parents=True)
+    (tmp_path / "deepspeed" / "launcher" / "launch.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    line = argv(job_of(("trainval.py",), tmp_path), Processes(starter="deepspeed", per_node=2, nodes=2))
+    done = subprocess.run(line, cwd=tmp_path, env={**os.environ, **MANY}, capture_output=True, text=True, timeout=60, check=False)
+    world, *words = json.loads(done.stdout)
+    assert json.loads(base64.urlsafe_b64decode(world.removeprefix("--world_info="))) == {"node0": [0, 1], "node1": [0, 1]}
+    assert words == ["--node_rank=1", "--master_addr=n 1", "--master_port=7", "--no_local_rank", "trainval.py"]
+
+
+class Fields(Config):
+    processes: Processes = Processes()
+    environment: Environment = {}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"processes": {"starter": "torchrn"}}, r"x\.processes\.starter: unknown value 'torchrn'\. Did you mean 'torchrun'\?"),
+        ({"processes": {"per_node": 2}}, r"x\.processes: the starter python starts one process\. Choose torchrun"),
+        ({"processes": {"starter": "torchrun", "per_node": 0}}, r"x\.processes\.per_node.*: expected a number >= 1, got 0"),
+        ({"processes": {"pernode": 2}}, r"x\.processes: unknown key 'pernode'\. Did you mean 'per_node'\?"),
+        ({"environment": {"A B": "c"}}, r"x\.environment: expected the name of an environment variable, got 'A B'"),
+        ({"environment": {"A": 1}}, r"x\.environment\.A: expected str, got 1"),
+        ({"environment": {"A": "\0"}}, r"x\.environment: the value of A holds a zero byte"),
+    ],
+)
+def test_mistakes_in_a_job_config_are_named(raw: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        load(Fields, raw, "x")
+
+
+STATUS = """
+import json, sys, time
+from pathlib import Path
+Path("run").mkdir(exist_ok=True)
+if sys.argv[1]:
+    Path("run/status.json").write_text(json.dumps({"state": sys.argv[1], "at": time.time()}, indent=4, sort_keys=True))
+raise SystemExit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "state", "code", "ended"),
+    [
+        ("", "stopped", 1, STOPPED),  # torchrun makes 1 of 75
+        ("", "stopped", STOPPED, STOPPED),
+        ("", "failed", 1, 1),
+        ("", "running", 137, 137),
+        ("stopped", "", 1, 1),  # stopped the time before; now it did not even begin
+        ("stopped", "stopped", 1, STOPPED),
+        ("stopped", "done", 0, 0),
+    ],
+)
+def test_a_job_that_was_stopped_in_order_ends_with_75(tmp_path: Path, before: str, state: str, code: int, ended: int):
+    (tmp_path / "status.py").write_text(STATUS)
+    for what, number in ((before, 0), (state, code)):
+        done = subprocess.run(argv(job_of(("status.py", what, str(number)), tmp_path)), cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == ended
+
+
+@pytest.mark.parametrize(("number", "state", "ended"), [("TERM", "", STOPPED), ("USR1", "", STOPPED), ("TERM", "failed", 143)])
+def test_a_signal_before_the_program_can_hear_it_is_a_stop_too(tmp_path: Path, number: str, state: str, ended: int):
+    """The signal goes to the group, as schedulers send it; bash survives it and tells what became of the program."""
+    death = f"import os, signal; os.killpg(0, signal.SIG{number}); raise"
+    (tmp_path / "status.py").write_text(STATUS.replace("raise", death))
+    job = job_of(("status.py", state, "143"), tmp_path)
+    done = subprocess.run(argv(job), cwd=tmp_path, timeout=60, check=False, start_new_session=True)
+    assert done.returncode == ended

@@ -1,144 +1,245 @@
-"""Jobs on this machine: slots, logs, failures, interruptions. Real processes throughout."""
+"""Jobs on this machine: slots, devices, retries, logs, interruptions, and a scheduler that is killed. Real processes throughout."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from src.errors import LaunchError, RunError
-from src.launch.command import Job
-from src.launch.local import Config, submit
+from src.config import load
+from src.errors import ConfigError, LaunchError, RunError
+from src.launch import local
+from src.launch.command import STOPPED, Processes
+from src.launch.job import Job, Seen
+from src.launch.local_state import Queue
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def job(name: str, code: str, cwd: Path) -> Job:
-    return Job(name, ("-c", textwrap.dedent(code)), cwd)
+class World:
+    """A runs folder with submissions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.submissions = folder / "submissions"
+
+    def config(self, **values: Any) -> local.Config:
+        return local.Config(submissions=str(self.submissions), **values)
+
+    def job(self, name: str, code: str, **values: Any) -> Job:
+        words = ("-c", textwrap.dedent(code), name)
+        return Job(name, words, **{"cwd": self.folder, "run": self.folder / name, "log_dir": self.folder / "logs", **values})
+
+    def submit(self, config: local.Config, jobs: list[Job], name: str = "one") -> list[str]:
+        folder = self.submissions / name
+        folder.mkdir(parents=True)
+        noted: dict[str, str] = {}
+        ids = local.submit(config, jobs, folder, noted.update)
+        assert noted == dict(zip([job.exp_id for job in jobs], ids, strict=True))
+        return ids
+
+    def run(self, config: local.Config, jobs: list[Job], name: str = "one") -> dict[str, Seen]:
+        """Submit, wait for the end of all, and what is known of each, by experiment."""
+        ids = self.submit(config, jobs, name)
+        wait_until(lambda: all(seen.state not in ("queued", "running") for seen in local.states(config, ids).values()))
+        found = local.states(config, ids)
+        return {job.exp_id: found[job_id] for job, job_id in zip(jobs, ids, strict=True)}
+
+    def out(self, name: str) -> str:
+        return (self.folder / "logs" / f"{name}.out.log").read_text()
+
+    def scheduler(self, name: str = "one") -> int:
+        """Its process id."""
+        marked = f"local_scheduler\0{self.submissions / name}\0".encode()
+        found = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal() and marked in read(p / "cmdline")]
+        assert len(found) == 1
+        return found[0]
 
 
-def test_each_job_has_its_logs_and_its_folder(tmp_path: Path):
-    logs = tmp_path / "deep" / "logs"
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def wait_until(happened: Callable[[], object], seconds: float = 40) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, f"waited {seconds} seconds in vain"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    """True once the process has ended; a zombie that nobody has reaped yet has ended too."""
+    stat = read(Path("/proc", str(pid), "stat"))
+    return not stat or stat.rpartition(b")")[2].split()[0] == b"Z"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """Nothing of it is left running."""
+    world = World(tmp_path)
+    yield world
+    for folder in world.submissions.glob("*"):
+        if (folder / "queue.json").exists():
+            jobs = Queue(folder).content["jobs"]
+            local.kill(world.config(grace_seconds=0.0), [f"{folder.name}.{index}" for index in range(len(jobs))])
+
+
+def states(found: dict[str, Seen]) -> dict[str, str]:
+    return {name: seen.state for name, seen in found.items()}
+
+
+def test_each_job_has_its_logs_and_its_folder(world: World):
     code = "import os, sys; print(os.getcwd()); print('warned', file=sys.stderr)"
-    ids = submit(Config(), [job("a", code, tmp_path), job("b", code, Path("/"))], logs)
-    assert (logs / "a.out.log").read_text() == f"{tmp_path}\n"
-    assert (logs / "b.out.log").read_text() == "/\n"
-    assert (logs / "a.err.log").read_text() == "warned\n"
-    assert len(set(ids)) == 2
-    assert all(int(i) > 1 for i in ids)
+    found = world.run(world.config(), [world.job("a", code), world.job("b", code, cwd=Path("/"))])
+    assert states(found) == {"a": "completed", "b": "completed"}
+    assert world.out("a") == f"{world.folder}\n"
+    assert world.out("b") == "/\n"
+    assert (world.folder / "logs" / "a.err.log").read_text() == "warned\n"
+    assert world.run(world.config(), [world.job("a", "print('more')")], "two")["a"].seconds is not None
+    assert world.out("a") == f"{world.folder}\nmore\n"
 
 
-def test_a_job_is_no_rank_of_the_torchrun_around_the_launcher(tmp_path: Path, monkeypatch):
+def test_a_job_is_no_rank_of_the_torchrun_around_the_launcher(world: World, monkeypatch: pytest.MonkeyPatch):
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "RANKED", "MY_RANK"):
         monkeypatch.setenv(name, "kept")
     code = "import os; print(*sorted(n for n, v in os.environ.items() if v == 'kept' or 'RANK' in n or 'WORLD' in n or 'ROLE' in n))"
-    submit(Config(), [job("a", code, tmp_path)], tmp_path)
-    assert (tmp_path / "a.out.log").read_text() == "MY_RANK RANKED\n"
-    assert os.environ["RANK"] == "1"
+    world.run(world.config(environment={"OTHER_RANK": "kept"}), [world.job("a", code)])
+    assert world.out("a") == "MY_RANK OTHER_RANK RANKED\n"
 
 
-def test_logs_are_appended(tmp_path: Path):
-    for word in ("first", "second"):
-        submit(Config(), [job("a", f"print('{word}')", tmp_path)], tmp_path)
-    assert (tmp_path / "a.out.log").read_text() == "first\nsecond\n"
+def test_no_jobs_no_work(world: World):
+    assert world.run(world.config(), []) == {}
 
 
-def test_no_jobs_no_work(tmp_path: Path):
-    assert submit(Config(), [], tmp_path / "logs") == []
-
-
-def test_one_failure_does_not_stop_the_others(tmp_path: Path):
+def test_one_failure_does_not_stop_the_others(world: World):
     jobs = [
-        job("good", "print('done')", tmp_path),
-        job("bad", "raise SystemExit(3)", tmp_path),
-        job("worse", "import os; os.kill(os.getpid(), 9)", tmp_path),
-        job("late", "print('done')", tmp_path),
-        job("nowhere", "pass", tmp_path / "missing"),
+        world.job("good", "print('done')"),
+        world.job("bad", "raise SystemExit(3)"),
+        world.job("worse", "import os; os.kill(os.getpid(), 9)"),
+        world.job("late", "print('done')"),
+        world.job("nowhere", "pass", cwd=world.folder / "missing"),
     ]
-    message = (
-        r"^3 of 5 jobs failed:\nbad: exit code 3\. See .*/bad\.err\.log\."
-        r"\nworse: exit code 137 \(SIGKILL\)\. .*\nnowhere: could not be started: .*missing"
-    )
-    with pytest.raises(LaunchError, match=message):
-        submit(Config(slots=2), jobs, tmp_path / "logs")
-    assert (tmp_path / "logs" / "late.out.log").read_text() == "done\n"
+    found = world.run(world.config(slots=2), jobs)
+    assert states(found) == {"good": "completed", "bad": "failed", "worse": "failed", "late": "completed", "nowhere": "failed"}
+    assert re.fullmatch(r"exit code 3\. See .*/bad\.err\.log", found["bad"].reason)
+    assert found["worse"].reason.startswith("exit code 137 (SIGKILL). See")
+    assert re.match(r"could not be started: .*missing", found["nowhere"].reason)
+    assert world.out("late") == "done\n"
 
 
-def test_as_many_run_at_a_time_as_there_are_slots(tmp_path: Path):
-    """With two slots two jobs can meet, each waiting for the other; no third may be there."""
-    code = """
-        import os, sys, time
-        from pathlib import Path
-        me, room = sys.argv[1], Path("room")
-        (room / me).touch()
-        seen = 1
-        end = time.monotonic() + 20
-        while seen < 2 and time.monotonic() < end:
-            seen = max(seen, len(list(room.iterdir())))
-        time.sleep(0.2)
+MEET = """
+    import sys, time
+    from pathlib import Path
+    me, room, count = sys.argv[1], Path("room"), int("COUNT")
+    (room / me).touch()
+    seen = 1
+    end = time.monotonic() + 20
+    while seen < count and time.monotonic() < end:
         seen = max(seen, len(list(room.iterdir())))
-        (room / me).rename(f"left-{me}")
-        print(seen)
-    """
-    (tmp_path / "room").mkdir()
-    jobs = [Job(n, ("-c", textwrap.dedent(code), n), tmp_path) for n in "abcd"]
-    submit(Config(slots=2), jobs, tmp_path / "logs")
-    assert {(tmp_path / "logs" / f"{n}.out.log").read_text() for n in "ab"} == {"2\n"}
-    assert max(int((tmp_path / "logs" / f"{n}.out.log").read_text()) for n in "abcd") == 2
+    time.sleep(0.2)
+    seen = max(seen, len(list(room.iterdir())))
+    (room / me).unlink()
+    print(seen)
+"""
 
 
-def test_one_slot_runs_in_the_order_given(tmp_path: Path):
+def test_as_many_run_at_a_time_as_there_are_slots_over_all_submissions(world: World):
+    """With two slots two jobs can meet, each waiting for the other; no third may be there, of whichever submission."""
+    (world.folder / "room").mkdir()
+    config = world.config(slots=2)
+    ids = world.submit(config, [world.job(n, MEET.replace("COUNT", "2")) for n in "ab"], "one")
+    ids += world.submit(config, [world.job(n, MEET.replace("COUNT", "2")) for n in "cd"], "two")
+    wait_until(lambda: {seen.state for seen in local.states(config, ids).values()} == {"completed"})
+    assert [int(world.out(name)) for name in "abcd"] == [2, 2, 2, 2]
+
+
+def test_one_slot_runs_in_the_order_given(world: World):
     code = "import sys; open('order', 'a').write(sys.argv[1])"
-    submit(Config(), [Job(n, ("-c", code, n), tmp_path) for n in "dacb"], tmp_path / "logs")
-    assert (tmp_path / "order").read_text() == "dacb"
+    world.run(world.config(), [world.job(n, code) for n in "dacb"])
+    assert (world.folder / "order").read_text() == "dacb"
 
 
-def test_a_child_waits_for_its_parent(tmp_path: Path):
+def test_each_job_has_devices_of_its_own(world: World):
+    code = MEET.replace("print(seen)", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])").replace("COUNT", "2")
+    (world.folder / "room").mkdir()
+    config = world.config(slots=2, gpus=[4, 5, "GPU-ab", 7], gpus_per_job=2)
+    wide = config.model_copy(update={"gpus_per_job": 4})
+    shown = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    jobs = [world.job("a", code), world.job("b", code), world.job("wide", shown, resources=wide)]
+    assert set(states(world.run(config, jobs)).values()) == {"completed"}
+    assert {world.out("a"), world.out("b")} == {"4,5\n", "GPU-ab,7\n"}
+    assert world.out("wide") == "4,5,GPU-ab,7\n"
+
+
+def test_a_failed_job_is_tried_again_and_one_that_stopped_goes_on(world: World):
+    """Exit code 75 is no failure: it does not use up the one retry that there is."""
+    code = f"""
+        import sys
+        from pathlib import Path
+        starts = Path("starts-" + sys.argv[1])
+        starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+        ends = {{"stops": [{STOPPED}, {STOPPED}, 1, {STOPPED}, 0], "fails": [1, 2, 0], "mends": [1, 0]}}[sys.argv[1]]
+        raise SystemExit(ends[len(starts.read_text()) - 1])
+    """
+    found = world.run(world.config(retries=1), [world.job(name, code) for name in ("stops", "fails", "mends")])
+    assert states(found) == {"stops": "completed", "fails": "failed", "mends": "completed"}
+    assert {name: seen.restarts for name, seen in found.items()} == {"stops": 4, "fails": 1, "mends": 1}
+    assert found["fails"].reason.startswith("exit code 2")
+
+
+def test_a_child_waits_for_its_parent(world: World):
     """Three slots are free, yet the child starts only when the parent has written its file, and the orphan not at all."""
     late = "import time; time.sleep(0.3); open('weights', 'w').close()"
     jobs = [
-        job("parent", late, tmp_path),
-        job("bad", "raise SystemExit(1)", tmp_path),
-        Job("child", ("-c", "open('weights')"), tmp_path, after=("parent", "done long ago")),
-        Job("orphan", ("-c", "open('orphan', 'w')"), tmp_path, after=("parent", "bad")),
-        Job("grandchild", ("-c", ""), tmp_path, after=("orphan",)),
-        Job("first", ("-c", ""), tmp_path, after=("second",)),
-        Job("second", ("-c", ""), tmp_path),
+        world.job("parent", late),
+        world.job("bad", "raise SystemExit(1)"),
+        world.job("child", "open('weights')", after=("parent", "done long ago")),
+        world.job("orphan", "open('orphan', 'w')", after=("parent", "bad")),
+        world.job("grandchild", "", after=("orphan",)),
+        world.job("first", "", after=("second",)),
+        world.job("second", ""),
     ]
-    with pytest.raises(LaunchError) as caught:
-        submit(Config(slots=3), jobs, tmp_path / "logs")
-    assert re.sub(r" See .*", "", str(caught.value)).splitlines() == [
-        "3 of 7 jobs failed:",
-        "bad: exit code 1.",
-        "orphan: not started, because bad did not end well.",
-        "grandchild: not started, because orphan did not end well.",
+    found = world.run(world.config(slots=3), jobs)
+    ended = {"parent": "completed", "bad": "failed", "child": "completed", "orphan": "cancelled", "grandchild": "cancelled"}
+    assert states(found) == ended | {"first": "completed", "second": "completed"}
+    assert found["orphan"].reason == "not started, because bad did not end well"
+    assert found["grandchild"].reason == "not started, because orphan did not end well"
+    assert not (world.folder / "orphan").exists()
+
+
+def test_a_child_waits_for_a_job_of_an_earlier_submission(world: World):
+    config = world.config(slots=2)
+    hold = "import time\nfrom pathlib import Path\nwhile not Path('go').exists(): time.sleep(0.02)\n"
+    parent = world.submit(config, [world.job("parent", hold), world.job("bad", hold + "raise SystemExit(1)")], "one")
+    children = [
+        world.job("child", "", after_jobs=(parent[0],)),
+        world.job("orphan", "", after_jobs=(parent[1],)),
+        world.job("lost", "", after_jobs=("no-such.0",)),
     ]
-    assert not (tmp_path / "orphan").exists()
+    ids = world.submit(config, children, "two")
+    wait_until(lambda: local.states(config, ids)["two.2"].state == "cancelled")
+    assert local.states(config, ids)["two.0"].state == "queued"
+    (world.folder / "go").touch()
+    wait_until(lambda: local.states(config, ids)["two.0"].state == "completed")
+    wait_until(lambda: local.states(config, ids)["two.1"].state == "cancelled")
+    assert local.states(config, ids)["two.1"].reason == "not started, because job one.1 did not end well"
 
 
-def test_a_log_folder_that_cannot_be_made(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"file/logs: cannot write: Not a directory"):
-        submit(Config(), [job("a", "pass", tmp_path)], tmp_path / "file" / "logs")
-
-
-PARENT = """
-    import logging, signal, sys
-    from pathlib import Path
-    from src.launch.command import Job
-    from src.launch.local import Config, submit
-    here = Path(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
-    submit(Config(slots=2, grace_seconds=float(sys.argv[3])), [Job(n, (sys.argv[2], n), here) for n in "abc"], here / "logs")
-"""
-WELL_BEHAVED = """
+HOLD = """
     import os, signal, subprocess, sys, time
     from pathlib import Path
     def save(*_):
@@ -146,70 +247,257 @@ WELL_BEHAVED = """
         Path(sys.argv[1] + ".saved").touch()
         raise SystemExit(143)
     signal.signal(signal.SIGTERM, save)
-    Path(sys.argv[1] + ".job").write_text(str(os.getpid()))
-    helper = subprocess.Popen(["sleep", "300"])
-    Path(sys.argv[1] + ".tmp").write_text(str(helper.pid))
-    Path(sys.argv[1] + ".tmp").rename(sys.argv[1] + ".pid")
+    helper = subprocess.Popen(["sleep", "300"], start_new_session=True)  # as torchrun starts its ranks
+    Path(sys.argv[1] + ".tmp").write_text(f"{os.getpid()} {helper.pid}")
+    Path(sys.argv[1] + ".tmp").rename(sys.argv[1] + ".pids")
     time.sleep(300)
 """
-DEAF = WELL_BEHAVED.replace("raise SystemExit(143)", "").replace(".saved", ".heard")
+DEAF = HOLD.replace("raise SystemExit(143)", "")
 
 
-def interrupt(tmp_path: Path, child: str, number: signal.Signals, grace: float, twice: bool = False) -> int:
-    """Start the launcher in a process of its own, send it a signal once two jobs run, and give its exit code.
+def pids(world: World, name: str) -> list[int]:
+    path = world.folder / f"{name}.pids"
+    wait_until(path.exists)
+    return [int(word) for word in path.read_text().split()]
+
+
+def test_kill_lets_a_job_save_and_leaves_nothing_of_it(world: World):
+    config = world.config(slots=2)
+    ids = world.submit(config, [world.job(name, HOLD) for name in "abc"])
+    processes = pids(world, "a") + pids(world, "b")
+    local.kill(config, [ids[0], ids[2]])
+    found = local.states(config, ids)
+    assert [found[i].state for i in ids] == ["cancelled", "running", "cancelled"]
+    assert (world.folder / "a.saved").exists()
+    assert not (world.folder / "c.pids").exists()
+    assert all(map(gone, processes[:2]))
+    assert not any(map(gone, processes[2:]))
+    local.kill(config, ids)
+    local.kill(config, [*ids, "unheard-of.3", "one.99"])
+    assert {seen.state for seen in local.states(config, ids).values()} == {"cancelled"}
+    assert all(map(gone, processes))
+
+
+def test_a_deaf_job_is_killed_after_the_grace(world: World):
+    config = world.config(grace_seconds=0.5)
+    ids = world.submit(config, [world.job("a", DEAF)])
+    processes = pids(world, "a")
+    local.kill(config, ids)
+    assert (world.folder / "a.saved").exists()
+    assert all(map(gone, processes))
+
+
+def test_what_a_job_leaves_behind_ends_with_it(world: World):
+    code = HOLD.replace("time.sleep(300)", "")
+    assert states(world.run(world.config(), [world.job("a", code)])) == {"a": "completed"}
+    assert gone(pids(world, "a")[1])
+
+
+def test_a_scheduler_that_is_killed_leaves_no_orphans(world: World):
+    """What ran is found, ends by itself or can be killed; what waited is told as never started."""
+    config = world.config(slots=2)
+    hold = "import time\nfrom pathlib import Path\nwhile not Path('go').exists(): time.sleep(0.02)\n"
+    ids = world.submit(config, [world.job("a", hold), world.job("b", HOLD), world.job("c", "open('c', 'w')")])
+    processes = pids(world, "b")
+    wait_until(lambda: local.states(config, ids)[ids[0]].state == "running")
+    os.kill(world.scheduler(), signal.SIGKILL)
+    wait_until(lambda: local.states(config, ids)[ids[2]].state == "cancelled")
+    found = local.states(config, ids)
+    assert [found[i].state for i in ids] == ["running", "running", "cancelled"]
+    assert found[ids[2]].reason == "its scheduler on this machine has ended; it was never started"
+    assert states(world.run(world.config(slots=3), [world.job("d", "")], "two")) == {"d": "completed"}  # their two slots are still theirs
+    local.kill(config, [ids[1]])
+    assert local.states(config, ids)[ids[1]].state == "cancelled"
+    assert all(map(gone, processes))
+    (world.folder / "go").touch()
+    wait_until(lambda: local.states(config, ids)[ids[0]].state == "completed")
+    assert not (world.folder / "c").exists()
+
+
+def test_slots_of_living_jobs_stay_taken_when_their_scheduler_is_killed(world: World):
+    config = world.config()
+    ids = world.submit(config, [world.job("a", HOLD)])
+    pids(world, "a")
+    os.kill(world.scheduler(), signal.SIGKILL)
+    later = world.submit(config, [world.job("b", "")], "two")
+    time.sleep(0.5)  # long enough for a start, were the slot free
+    assert local.states(config, later)["two.0"].state == "queued"
+    local.kill(config, ids)
+    wait_until(lambda: local.states(config, later)["two.0"].state == "completed")
+
+
+def test_a_scheduler_that_is_told_to_stop_stops_its_jobs(world: World):
+    config = world.config()
+    ids = world.submit(config, [world.job("a", HOLD), world.job("b", HOLD)])
+    processes = pids(world, "a")
+    os.kill(world.scheduler(), signal.SIGTERM)
+    wait_until(lambda: {seen.state for seen in local.states(config, ids).values()} == {"cancelled"})
+    assert (world.folder / "a.saved").exists()
+    assert all(map(gone, processes))
+
+
+def test_after_a_restart_of_the_machine_nothing_is_taken_for_alive(world: World):
+    """The number of a process may be in use again: only with the same start, in the same boot, it is the job."""
+    config = world.config()
+    ids = world.submit(config, [world.job("a", HOLD)])
+    pids(world, "a")
+    os.kill(world.scheduler(), signal.SIGKILL)
+    wait_until(lambda: not Queue(world.submissions / "one").scheduler_lives())
+    file = world.submissions / "one" / "jobs" / "0.1.pid"
+    written = file.read_text()
+    pid, start, boot = written.split()
+    for other in (f"{pid} {int(start) + 1} {boot}", f"{pid} {start} {boot[:-1]}x", "torn"):
+        file.write_text(other)
+        assert local.states(config, ids)[ids[0]].state == "failed"
+    file.write_text(written)
+    assert local.states(config, ids)[ids[0]].state == "running"
+
+
+def test_what_a_crash_left_is_found_or_never_starts(world: World):
+    """The submitter died after the queue was written: the scheduler runs, has not begun, or was never started."""
+    config = world.config()
+    ids = world.submit(config, [world.job("a", HOLD), world.job("b", "")])
+    assert local.find(config, world.submissions / "one", ["a", "b", "z"]) == {"a": ids[0], "b": ids[1]}
+    local.kill(config, ids)
+    assert local.find(config, world.submissions / "one", ["b"]) == {"b": ids[1]}
+    late = world.submissions / "late"
+    shutil.copytree(world.submissions / "one", late, ignore=shutil.ignore_patterns("started", "*.end", "*.pid", "*.code", "cancel"))
+    assert local.find(config, late, ["a", "b"]) == {}
+    done = subprocess.run([sys.executable, "-m", "src.launch.local_scheduler", str(late)], cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 1
+    assert not list((late / "jobs").iterdir())
+    assert local.find(config, world.submissions / "nothing", ["a"]) == {}
+
+
+def test_a_scheduler_that_does_not_start_is_told(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    with pytest.raises(LaunchError, match=r"submissions/one: the scheduler of the launcher local did not start: .+"):
+        world.submit(world.config(), [world.job("a", "open('a', 'w')")])
+    monkeypatch.delenv("PYTHONHOME")
+    assert local.find(world.config(), world.submissions / "one", ["a"]) == {}
+
+
+def test_a_folder_that_cannot_be_written(world: World):
+    (world.folder / "logs").write_text("")
+    with pytest.raises(RunError, match=r"cannot write: File exists"):
+        world.submit(world.config(), [world.job("a", "")])
+
+
+def test_jobs_of_another_machine_and_damaged_folders(world: World):
+    config = world.config()
+    ids = world.submit(config, [world.job("a", "")])
+    assert local.states(config, ["gone.0", *ids, "no id"]).keys() == {ids[0]}
+    wait_until(lambda: local.states(config, ids)[ids[0]].state == "completed")
+    queue = world.submissions / "one" / "queue.json"
+    content = queue.read_text()
+    queue.write_text(json.dumps({**json.loads(content), "host": "elsewhere"}))
+    with pytest.raises(LaunchError, match=r"submissions/one: its jobs run on elsewhere"):
+        local.states(config, ids)
+    queue.write_text(content[:20])
+    with pytest.raises(LaunchError, match=r"queue\.json:1: not valid JSON"):
+        local.states(config, ids)
+    queue.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"slots": 0}, r"x\.slots: expected a number >= 1"),
+        ({"gpus": [0, 1], "gpus_per_job": 3}, r"x: gpus_per_job is 3, but gpus lists 2\."),
+        ({"gpus": [0, "0"]}, r"x: gpus lists a device twice"),
+        ({"processes": {"starter": "torchrun", "nodes": 2}}, r"x: processes\.nodes: this machine is one node"),
+    ],
+)
+def test_mistakes_in_the_config(values: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        load(local.Config, values, "x")
+
+
+def test_overrides_that_one_scheduler_cannot_follow(world: World):
+    config = world.config()
+    with pytest.raises(LaunchError, match=r"a: overrides cannot change slots of the launcher local"):
+        world.submit(config, [world.job("a", "", resources=config.model_copy(update={"slots": 2}))])
+
+
+def test_each_job_has_its_own_processes_and_environment(world: World):
+    own = world.config(environment={"X": "own"}, processes=Processes(arguments=["-X", "utf8"]))
+    code = "import os, sys; print(os.environ['X'], sys.flags.utf8_mode)"
+    world.run(world.config(environment={"X": "all"}), [world.job("a", code), world.job("b", code, resources=own)])
+    assert (world.out("a").split()[0], world.out("b")) == ("all", "own 1\n")
+
+
+PARENT = """
+    import json, signal, sys
+    from pathlib import Path
+    from src.launch import local
+    from src.launch.job import Job
+    here = Path(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
+    config = local.Config(slots=2, grace_seconds=float(sys.argv[3]), submissions=str(here / "submissions"))
+    folder = here / "submissions" / "one"
+    folder.mkdir(parents=True)
+    jobs = [Job(n, (sys.argv[2], n), here, here / n, here / "logs") for n in "abc"]
+    local.wait(config, local.submit(config, jobs, folder, lambda ids: None))
+"""
+
+
+def interrupt(world: World, child: str, number: signal.Signals, grace: float, twice: bool = False) -> int:
+    """Start and wait in a process of its own, send it a signal once two jobs run, and give its exit code.
 
     `twice`: send it again once both jobs have heard of the first one.
     """
-    script = tmp_path / "child.py"
+    script = world.folder / "child.py"
     script.write_text(textwrap.dedent(child))
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PARENT), tmp_path, script, str(grace)], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
+    command = [sys.executable, "-c", textwrap.dedent(PARENT), world.folder, script, str(grace)]
+    parent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
-        wait_until(lambda: all((tmp_path / f"{n}.pid").exists() for n in "ab"))
+        wait_until(lambda: all((world.folder / f"{n}.pids").exists() for n in "ab"))
         parent.send_signal(number)
         if twice:
-            wait_until(lambda: all((tmp_path / f"{n}.heard").exists() for n in "ab"))
+            wait_until(lambda: all((world.folder / f"{n}.saved").exists() for n in "ab"))
             parent.send_signal(number)
-        return parent.wait(timeout=30)
+        return parent.wait(timeout=40)
     finally:
         parent.kill()
         parent.wait()
 
 
-def wait_until(happened) -> None:
-    end = time.monotonic() + 30
-    while not happened():
-        assert time.monotonic() < end, "waited 30 seconds in vain"
-        time.sleep(0.02)
-
-
-def gone(pid_file: Path) -> bool:
-    """True once the process has ended; a zombie that nobody has reaped yet has ended too."""
-    stat = Path("/proc", pid_file.read_text(), "stat")
-    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -2)])
-def test_an_interruption_lets_children_save_and_leaves_none_behind(tmp_path: Path, number: signal.Signals, code: int):
-    assert interrupt(tmp_path, WELL_BEHAVED, number, grace=20) == code
-    assert (tmp_path / "a.saved").exists()
-    assert (tmp_path / "b.saved").exists()
-    assert not (tmp_path / "c.pid").exists()
-    wait_until(lambda: all(gone(tmp_path / f"{n}.{who}") for n in "ab" for who in ("pid", "job")))
+def test_an_interruption_of_who_waits_lets_jobs_save_and_leaves_none_behind(world: World, number: signal.Signals, code: int):
+    assert interrupt(world, HOLD, number, grace=20) == code
+    assert (world.folder / "a.saved").exists()
+    assert (world.folder / "b.saved").exists()
+    assert not (world.folder / "c.pids").exists()
+    assert all(map(gone, pids(world, "a") + pids(world, "b")))
 
 
-def test_a_deaf_child_is_killed_after_the_grace(tmp_path: Path):
-    assert interrupt(tmp_path, DEAF, signal.SIGTERM, grace=0.6) == 143
-    wait_until(lambda: all(gone(tmp_path / f"{n}.job") for n in "ab"))
+def test_a_second_interruption_does_not_wait(world: World):
+    assert interrupt(world, DEAF, signal.SIGTERM, grace=300, twice=True) == 143
+    assert all(map(gone, pids(world, "a") + pids(world, "b")))
 
 
-def test_a_second_interruption_does_not_wait(tmp_path: Path):
-    assert interrupt(tmp_path, DEAF, signal.SIGTERM, grace=300, twice=True) == 143
-    wait_until(lambda: all(gone(tmp_path / f"{n}.job") for n in "ab"))
-
-
-def test_the_signal_handlers_of_the_caller_come_back(tmp_path: Path):
+def test_who_waits_is_told_of_each_failure(world: World):
+    config = world.config()
     before = signal.getsignal(signal.SIGTERM)
-    submit(Config(), [job("a", f"import os; os.kill({os.getpid()}, 0)", tmp_path)], tmp_path)
+    ids = world.submit(config, [world.job("a", ""), world.job("b", "raise SystemExit(3)"), world.job("c", "", after=("b",))])
+    message = r"^2 of 3 jobs did not end well:\nb: exit code 3\. See .*/b\.err\.log\.\nc: not started, because b did not end well\.$"
+    with pytest.raises(LaunchError, match=message):
+        local.wait(config, ids)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_detached_jobs_outlive_who_submitted_them(world: World):
+    """The terminal goes away: its session is ended with SIGHUP, then killed."""
+    code = textwrap.dedent(PARENT).replace("slots=2", "slots=2, wait=False") + "\nimport time; print('ready', flush=True); time.sleep(300)"
+    script = world.folder / "child.py"
+    script.write_text(textwrap.dedent(HOLD))
+    command = [sys.executable, "-c", code, world.folder, script, "5"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        processes = pids(world, "a")
+        os.killpg(parent.pid, signal.SIGHUP)
+        os.killpg(parent.pid, signal.SIGKILL)
+    config = world.config(grace_seconds=5)
+    assert local.states(config, ["one.0"])["one.0"].state == "running"
+    assert not any(map(gone, processes))
