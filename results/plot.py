@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from results.table import RUNS, default_metric
+from results.table import INTERVALS, RUNS, default_metric
 from src.config import unknown
 from src.errors import ConfigError, UserError
-from src.experiments import results
+from src.experiments import curves, results
 from src.files import write_atomic, writing
 
 if TYPE_CHECKING:
@@ -27,12 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     output = options.output or PLOTS / f"{options.group or 'all'}.png"
     try:
-        rows, warnings = results.load_rows(options.runs, options.group)
-        save(draw(options.runs, rows, options.metric), output)
+        rows, warnings = results.select(options.runs, options.group, options.where)
+        figure, unread = drawn(options.runs, rows, options.metric, options.x, options.interval)
+        save(figure, output)
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
-    for warning in warnings:
+    for warning in [*warnings, *unread]:
         print(warning, file=sys.stderr)
     print(output)
     return 0
@@ -56,11 +57,20 @@ def save(figure: "Figure", output: Path) -> None:
 
 
 def draw(runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None = None) -> "Figure":
-    """One panel for each metric (default: that of the table), one line for each configuration but the seed.
+    """`drawn` over steps, with standard deviations, for a notebook."""
+    return drawn(runs, rows, metrics)[0]
+
+
+def drawn(
+    runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None = None, x: str = "step", interval: str = "std"
+) -> tuple["Figure", list[str]]:
+    """One panel for each metric (default: that of the table), one line for each configuration but the seed; and what was left out.
+
+    x: "step", a score such as "tokens", or "seconds" of training. interval: "std" or "ci95", half the height of the bands.
 
     Raises:
         ConfigError: a metric that no run has.
-        DataError: damaged scores.
+        DataError: no run has an `x`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -73,18 +83,21 @@ def draw(runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None 
     for metric in chosen:
         if metric not in known:
             raise unknown("score", metric, known, str(runs))
+    if x not in ("step", "seconds", *known):
+        raise unknown("axis", x, ["step", "seconds", *known], str(runs))
     keys = results.distinguishing(rows)
-    histories = {row["exp_id"]: results.history(runs / row["exp_id"]) for row in rows}
+    groups = results.grouped(rows, keys)
+    found, warnings = curves.bands(runs, groups, chosen, x)
     figure = Figure(figsize=(6.4 * len(chosen), 4.8), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
-    for place, metric in enumerate(chosen, start=1):
-        axes = figure.add_subplot(1, len(chosen), place, xlabel="step", ylabel=metric)
+    for place, (metric, bands) in enumerate(zip(chosen, found, strict=True), start=1):
+        axes = figure.add_subplot(1, len(chosen), place, xlabel=x, ylabel=metric)
         axes.grid(alpha=0.3)
-        for group in results.grouped(rows, keys):
-            _draw_line(axes, curve([histories[row["exp_id"]] for row in group], metric), label(group, keys))
+        for group, band in zip(groups, bands, strict=True):
+            _draw_line(axes, band, interval, label(group, keys))
         if keys:
             axes.legend(fontsize="small")
-    return figure
+    return figure, warnings
 
 
 def curve(histories: Sequence[Sequence[dict[str, Any]]], metric: str) -> Curve:
@@ -106,19 +119,22 @@ def label(group: Sequence[results.Row], keys: Sequence[str]) -> str:
     return f"{told} ({len(group)})" if len(group) > 1 else told
 
 
-def _draw_line(axes: Any, points: Curve, text: str) -> None:
-    steps, means = [p[0] for p in points], [p[1] for p in points]
-    (line,) = axes.plot(steps, means, label=text, marker="o" if len(points) < 20 else None, markersize=3)
-    if any(std is not None for _, _, std in points):
-        low = [mean - (std or 0.0) for _, mean, std in points]
-        high = [mean + (std or 0.0) for _, mean, std in points]
-        axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
+def _draw_line(axes: Any, band: curves.Band, interval: str, text: str) -> None:
+    import numpy
+
+    (line,) = axes.plot(band.x, band.mean, label=text, marker="o" if len(band.x) < 20 else None, markersize=3)
+    if (band.count > 1).any():
+        half = numpy.nan_to_num(band.half(interval))
+        axes.fill_between(band.x, band.mean - half, band.mean + half, alpha=0.2, color=line.get_color(), linewidth=0)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.plot", description=__doc__)
     parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
     parser.add_argument("-e", "--group", help="only the runs of this group")
+    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
+    parser.add_argument("--x", default="step", metavar="NAME", help="step, seconds, or a score such as tokens (default: step)")
+    parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="of the bands (default: std; ci95: Student's t)")
     parser.add_argument("--metric", nargs="+", metavar="NAME", help="scores to plot, a panel for each (default: what the table sorts by)")
     parser.add_argument("--output", type=Path, help=f"PNG, or another format that matplotlib knows (default: {PLOTS}/GROUP.png)")
     return parser

@@ -1,19 +1,23 @@
-"""The scores of a folder of runs as a table, mean ± standard deviation over seeds: `python -m results.table [RUNS] [-e GROUP]`."""
+"""The scores of a folder of runs as a table, mean ± deviation over seeds: `python -m results.table [RUNS] [-e GROUP] [--where EXPR]`."""
 
 import argparse
 import csv
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from src.errors import UserError
+from src.errors import ConfigError, UserError
 from src.experiments import results
 
 RUNS = Path("results/runs")
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
+INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the mean"}
+"""What may follow ±, as `results.aggregate` calls it."""
+MOST_REMARKS = 5
 _LATEX = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -27,19 +31,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; warnings about runs that cannot be read or are not done go to stderr. Returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        rows, warnings = results.load_rows(options.runs, options.group)
-        wanted = options.scores or (["all"] if options.format in ("csv", "json") else None)
-        table, keys, scores = tabulate(rows, options.by, wanted, options.metric, options.best)
+        rows, warnings = results.select(options.runs, options.group, options.where)
+        output: Callable[[], None]
+        if options.pivot:
+            if options.by or options.scores or options.best:
+                raise ConfigError("--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores and --best.")
+            keys = options.pivot
+            cross, metric = pivoted(rows, keys[0], keys[1], options.metric)
+            output = partial(print_pivot, cross, keys, metric, options.format, options.interval)
+        else:
+            wanted = options.scores or (["all"] if options.format in ("csv", "json") else None)
+            table, keys, scores = tabulate(rows, options.by, wanted, options.metric, options.best)
+            output = partial(print_table, table, keys, scores, options.format, options.interval)
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
+    for warning in [*warnings, *remarks(rows, keys)]:
+        print(warning, file=sys.stderr)
+    output()
+    return 0
+
+
+def remarks(rows: Sequence[results.Row], keys: Sequence[str]) -> list[str]:
+    """What a reader of means over all but `keys` should know: runs that are not done, seeds that are missing, what else differs."""
+    found = []
     waiting = sum(row["state"] not in ("done", "haven") for row in rows)
     if waiting:
-        warnings.append(f"{waiting} of {len(rows)} runs are not done; the table holds their latest scores.")
-    for warning in warnings:
-        print(warning, file=sys.stderr)
-    print_table(table, keys, scores, options.format)
-    return 0
+        found.append(f"{waiting} of {len(rows)} runs are not done; the table holds their latest scores.")
+    if others := [key for key in results.distinguishing(rows) if key not in keys and "exp_id" not in keys]:
+        found.append(f"the means are over different {', '.join(others)}.")
+    missing = results.missing_seeds(rows, keys)
+    return (
+        found + missing[:MOST_REMARKS] + ([f"… and {len(missing) - MOST_REMARKS} more lack seeds."] if len(missing) > MOST_REMARKS else [])
+    )
 
 
 def tabulate(
@@ -80,30 +104,68 @@ def default_metric(scores: Sequence[str]) -> str | None:
     return preferred[0] if preferred else None
 
 
-def print_table(table: Table, keys: Sequence[str], scores: Sequence[str], style: str) -> None:
-    """Print to stdout. csv and json hold every digit; the others four, as mean ± std (n)."""
+def pivoted(rows: Sequence[results.Row], index: str, columns: str, metric: str | None = None) -> tuple[results.Pivot, str]:
+    """One score over two dotted keys, and which score that is: `metric`, or what tables are sorted by.
+
+    Raises:
+        ConfigError: a key or a score that no run has, or no score at all.
+    """
+    score = metric or default_metric(results.headline(results.score_names(rows)))
+    if score is None:
+        raise ConfigError("--pivot: no run has any score yet.")
+    return results.pivot(rows, index, columns, score), score
+
+
+def print_table(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std") -> None:
+    """Print to stdout. csv and json hold every digit; the others four, as mean ± deviation (n)."""
     if style == "rich":
-        _print_rich(*_cells(table, keys, scores))
+        _print_rich(*_cells(table, keys, scores, interval), f"mean ± {INTERVALS[interval]} (number of runs), best first")
     else:
-        print(rendered(table, keys, scores, style), end="")
+        print(rendered(table, keys, scores, style, interval), end="")
 
 
-def rendered(table: Table, keys: Sequence[str], scores: Sequence[str], style: str) -> str:
-    """The table as text: one of `FORMATS` but rich."""
+def rendered(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std") -> str:
+    """The table as text: one of `FORMATS` but rich. interval: what follows ±, one of `INTERVALS`."""
     if style == "json":
         return json.dumps(table, indent=4, allow_nan=False) + "\n"
     if style == "csv":
-        return _csv(table, keys, scores)
-    headings, lines = _cells(table, keys, scores)
+        ends = _ends(interval)
+        columns = [*keys, "runs", "state", "step", *(name + end for name in scores for end in ends)]
+        return _csv([columns, *([row[column] for column in columns] for row in table)])
+    headings, lines = _cells(table, keys, scores, interval)
     return _markdown(headings, lines) if style == "markdown" else _latex(headings, lines, len(keys))
 
 
-def _cells(table: Table, keys: Sequence[str], scores: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+def print_pivot(cross: results.Pivot, keys: Sequence[str], score: str, style: str, interval: str = "std") -> None:
+    """Print to stdout, as `print_table` does; json holds a row for each cell that has runs."""
+    index, columns = (results.short_names(keys)[key] for key in keys)
+    if style == "json":
+        print(json.dumps([cell for line in cross.cells for cell in line if cell], indent=4, allow_nan=False))
+    elif style == "csv":
+        ends = _ends(interval)
+        head = [keys[0], *(f"{keys[1]}={_raw(value)}{end}" for value in cross.columns for end in ends)]
+        lines = [
+            [value, *(cell and cell[score + end] for cell in line for end in ends)]
+            for value, line in zip(cross.rows, cross.cells, strict=True)
+        ]
+        print(_csv([head, *lines]), end="")
+    else:
+        headings = [index, *(f"{columns}={_plain(value)}" for value in cross.columns)]
+        rows = zip(cross.rows, cross.cells, strict=True)
+        lines = [[_plain(value), *("-" if cell is None else _score(cell, score, interval) for cell in line)] for value, line in rows]
+        if style == "rich":
+            _print_rich(headings, lines, f"{score}: mean ± {INTERVALS[interval]} (number of runs)")
+        else:
+            print(_markdown(headings, lines) if style == "markdown" else _latex(headings, lines, 1), end="")
+
+
+def _cells(table: Table, keys: Sequence[str], scores: Sequence[str], interval: str) -> tuple[list[str], list[list[str]]]:
     names = results.short_names(keys)
     facts = ["runs", "state", "step"]
     headings = [*(names[key] for key in keys), *facts, *scores]
     lines = [
-        [*(_plain(row[key]) for key in keys), *(_plain(row[fact]) for fact in facts), *(_score(row, s) for s in scores)] for row in table
+        [*(_plain(row[key]) for key in keys), *(_plain(row[fact]) for fact in facts), *(_score(row, s, interval) for s in scores)]
+        for row in table
     ]
     return headings, lines
 
@@ -116,19 +178,22 @@ def _plain(value: Any) -> str:
     return json.dumps(value)
 
 
-def _score(row: dict[str, Any], name: str) -> str:
-    mean, std, count = row[name], row[f"{name}_std"], row[f"{name}_n"]
+def _score(row: dict[str, Any], name: str, interval: str) -> str:
+    mean, half, count = row[name], row[f"{name}_{interval}"], row[f"{name}_n"]
     if mean is None:
         return "-"
-    return f"{mean:.4g}" if std is None else f"{mean:.4g} ± {std:.2g} ({count})"
+    return f"{mean:.4g}" if half is None else f"{mean:.4g} ± {half:.2g} ({count})"
 
 
-def _csv(table: Table, keys: Sequence[str], scores: Sequence[str]) -> str:
-    columns = [*keys, "runs", "state", "step", *(name + end for name in scores for end in ("", "_std", "_n"))]
+def _ends(interval: str) -> tuple[str, ...]:
+    """What csv shows of a score: the deviation always, so that its columns mean the same in every file."""
+    return ("", "_std", "_n") if interval == "std" else ("", "_std", f"_{interval}", "_n")
+
+
+def _csv(rows: Sequence[Sequence[Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows([value if isinstance(value := row[column], (str, float)) else _raw(value) for column in columns] for row in table)
+    writer.writerows([value if isinstance(value, (str, float)) else _raw(value) for value in row] for row in rows)
     return text.getvalue()
 
 
@@ -152,13 +217,13 @@ def _escaped(cell: str) -> str:
     return "".join(_LATEX.get(character, character) for character in cell).replace(" ± ", r" $\pm$ ").replace("\n", " ")
 
 
-def _print_rich(headings: list[str], lines: list[list[str]]) -> None:
+def _print_rich(headings: list[str], lines: list[list[str]], caption: str) -> None:
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    table = RichTable(caption="mean ± standard deviation (number of runs), best first")
+    table = RichTable(caption=caption)
     for heading in headings:
         table.add_column(Text(heading))
     for line in lines:
@@ -174,10 +239,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.table", description=__doc__)
     parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
     parser.add_argument("-e", "--group", help="only the runs of this group")
+    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
     parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
     parser.add_argument("--metric", help="score to sort by, best first (default: val_loss, else the first val_ score)")
     parser.add_argument("--best", choices=("min", "max"), help="which end of the metric is best (default: min for losses and errors)")
     parser.add_argument("--scores", nargs="+", metavar="NAME", help="scores to show, or all (default: all for csv and json)")
+    parser.add_argument("--pivot", nargs=2, metavar=("ROW", "COLUMN"), help="the metric over two dotted keys")
+    parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="what follows ± (default: std; ci95: Student's t)")
     parser.add_argument("--format", choices=FORMATS, default="rich")
     return parser
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.config import unknown
-from src.errors import DataError, UserError
+from src.errors import ConfigError, DataError, UserError
 from src.experiments import query
 from src.experiments.intervals import ci95
 from src.experiments.lease import holder_is_dead
@@ -157,6 +157,25 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
         ends = [".".join(words[start:]) for start in range(len(words) - 1, -1, -1)]
         names[key] = next(end for end in ends if sum(other == end or other.endswith("." + end) for other in keys) == 1 or end == key)
     return names
+
+
+def select(runs: Path, group: str | None = None, question: str | None = None) -> tuple[list[Row], list[str]]:
+    """`load_rows` and, if there is a `question`, `where`; at least one row, unless none can be read.
+
+    Raises:
+        DataError: there is no such folder, or it holds no run.
+        ConfigError: no run is of `group`, none answers the question, or that cannot be understood.
+    """
+    rows, warnings = load_rows(runs, group)
+    if question is None or not rows:
+        return rows, warnings
+    chosen = where(rows, question)
+    if not chosen:
+        names = [name for name in sorted(query.compile(question).names) if name in config_keys(rows[0]) or name in FACTS]
+        values = {name: list(dict.fromkeys(str(row.get(name)) for row in rows)) for name in names}
+        seen = "; ".join(f"{name} is {', '.join(of_name[:5])}{', …' * (len(of_name) > 5)}" for name, of_name in values.items())
+        raise ConfigError(f"--where: none of {len(rows)} runs answers {question!r}.{f' Among them {seen}.' if seen else ''}")
+    return chosen, warnings
 
 
 def where(rows: Sequence[Row], text: str) -> list[Row]:
