@@ -10,7 +10,7 @@ from typing import Any
 
 import panel as pn
 
-from results import curves, markup, overview, panes
+from results import chart, markup, overview, panes
 from results.lineage import tree
 from results.table import RUNS
 from src.errors import ConfigError, UserError
@@ -40,14 +40,16 @@ class Dashboard:
         self.found = self.shown = overview.Overview(runs)
         select, many, text = pn.widgets.Select, pn.widgets.MultiChoice, pn.widgets.TextInput
         self.group = select(name="Group", options=list(dict.fromkeys([ALL, group or ALL])), value=group or ALL, width=190)
-        self.states = many(name="States", width=240, placeholder="all", solid=False)
+        self.states = many(name="States", css_classes=["states"], width=240, placeholder="all", solid=False)
         self.where = text(name="Expression", placeholder="model.stride > 2 and state == 'done'", sizing_mode="stretch_width")
         self.text = text(name="Search", placeholder="in ids, configs and reasons", width=230)
-        self.live = pn.widgets.Switch(value=live, width=34, margin=(7, 4, 0, 0))
+        self.live = pn.widgets.Switch(value=live, css_classes=["live-switch"], width=34, margin=(7, 4, 0, 0))
         self.seconds = select(options={f"every {n} s": n for n in SECONDS}, value=5, width=105, margin=(0, 5))
-        self.by = many(name="Rows by", placeholder="what varies, but the seed", solid=False, sizing_mode="stretch_width")
-        self.scores = many(name="Scores", placeholder="the headline ones", solid=False, sizing_mode="stretch_width")
-        self.spread = select(name="Spread", options={"± std": "std", "95 % interval": "95%"}, width=120)
+        self.by = many(
+            name="Rows by", css_classes=["by"], placeholder="what varies, but the seed", solid=False, sizing_mode="stretch_width"
+        )
+        self.scores = many(name="Scores", css_classes=["scores"], placeholder="the headline ones", solid=False, sizing_mode="stretch_width")
+        self.spread = select(name="Spread", options={"± std": "std", "95 % interval": "ci95"}, width=120)
         self.metric = select(name="Metric", sizing_mode="stretch_width")
         self.x = select(name="x axis", options=["step"], sizing_mode="stretch_width")
         self.logarithmic = pn.widgets.Checkbox(name="log y", width=70, margin=(26, 5, 0, 5))
@@ -56,9 +58,9 @@ class Dashboard:
         self.log_file = select(name="Log file", width=200)
         self.head, self.time, self.problem, self.warnings, self.curve_note = (panes.page() for _ in range(5))
         self.details = [panes.page() for _ in range(4)]
-        self.results = panes.table(page_size=10)
-        self.jobs = panes.table(page_size=8, selectable=1, formatters={"state": {"type": "html"}})
-        self.plot = curves.Plot()
+        self.results = panes.table("results", page_size=10)
+        self.jobs = panes.table("jobs", page_size=8, selectable=1, formatters={"state": {"type": "html"}})
+        self.plot = chart.Plot()
         self.tabs = self._tabs()
         self.ticking = pn.state.add_periodic_callback(
             self.tick,  # pyright: ignore[reportArgumentType]  may be a coroutine function
@@ -121,7 +123,7 @@ class Dashboard:
         panes.put(self.head, panes.head(self.found, self.shown))
         known = overview.metrics(self.shown)
         _offer(self.metric, known)
-        _offer(self.x, ["step", *(name for name in known if name != self.metric.value)])
+        _offer(self.x, ["step", "seconds", *(name for name in known if name != self.metric.value)])
         _offer(self.by, results.varying(self.shown.rows))
         _offer(self.scores, results.score_names(self.shown.rows))
         self.show_results()
@@ -134,15 +136,14 @@ class Dashboard:
 
     def show_curves(self) -> None:
         """The learning curves, where a row or a choice has changed."""
-        choices = (self.metric.value, self.x.value, self.logarithmic.value)
-        wanted = (self.shown.rows, *choices)
+        choices = (self.metric.value or "", self.x.value, self.logarithmic.value)
+        wanted = (self.shown.rows, *choices, self.spread.value)
         if wanted == self._drawn:
             return
         self._drawn = wanted
-        lines, total = overview.curves(self.shown, self.metric.value or "", self.x.value)
-        self.plot.show(lines, *choices)
-        left_out = f"The best {overview.LINES} of {total} configurations; filter to see others." if total > overview.LINES else ""
-        panes.put(self.curve_note, markup.note(left_out))
+        drawn = overview.curves(self.shown, choices[0], choices[1], self.spread.value)
+        self.plot.show(drawn.lines, *choices)
+        panes.put(self.curve_note, "".join(map(markup.note, drawn.notes)))
 
     def show_jobs(self) -> None:
         """The table of jobs, those that want attention first, and the choice of an experiment."""
@@ -232,7 +233,7 @@ class Dashboard:
         on(self.reload, self.group)
         on(self.filter, self.states, self.where, self.text)
         on(self.show_results, self.by, self.scores, self.spread, self.metric)
-        on(self.show_curves, self.metric, self.x, self.logarithmic)
+        on(self.show_curves, self.metric, self.x, self.logarithmic, self.spread)
         on(self.show_detail, self.experiment, self.other, self.log_file)
         self.tabs.param.watch(lambda _: self.show_detail(), "active")
         self.jobs.param.watch(lambda event: self._select(event.new), "selection")

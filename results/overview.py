@@ -1,22 +1,22 @@
 """What the dashboard and the report show of a folder of runs: plain rows and texts, no page. One bad directory never stops the rest."""
 
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from results import plot, table
-from src.config import unknown
-from src.errors import RunError, UserError
-from src.experiments import query, results, saved
+from src.errors import ConfigError, RunError, UserError
+from src.experiments import curves as banded
+from src.experiments import results, saved
 from src.files import read_json
 from src.launch import jobs as launched
 
 LINES = 12
 """Most curves in one picture: those that stand first in the table."""
-SPREADS = ("std", "95%")
 JOB_HEADINGS = ("experiment", "configuration", "group", "state", "reason", "node", "run time", "step", "loss", "heartbeat", "starts")
 _ID = re.compile(r"[0-9a-f]{32}")
 _FACTS = ("time", "host", "platform", "python", "commit", "dirty", "cpus", "gpus", "command")
@@ -47,13 +47,21 @@ class Overview:
 
 @dataclass(frozen=True)
 class Line:
-    """The learning curve of one configuration: mean and deviation over its seeds at each x, in the order of x."""
+    """The learning curve of one configuration: its mean over seeds and the band around it at each x, in the order of x."""
 
     label: str
     x: list[float]
     mean: list[float]
     low: list[float]
     high: list[float]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines of one picture, best first, and what the reader should know of it."""
+
+    lines: list[Line] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def load(runs: Path, group: str | None = None) -> Overview:
@@ -90,12 +98,11 @@ def select(found: Overview, states: Sequence[str] = (), where: str = "", text: s
     rows, listed = found.rows, found.jobs
     if states:
         listed = [job for job in listed if job.state in states]
-    if where.strip():
-        asked = query.compile(where, "filter")
-        known = {"exp_id", "state", "group", "step", *(key for row in rows for key in row)}
-        for name in sorted(asked.names - known) if rows else ():
-            raise unknown("name", name, known, "filter")
-        holds = {row["exp_id"] for row in rows if asked.matches(row)}
+    if where.strip() and rows:
+        try:
+            holds = {row["exp_id"] for row in results.where(rows, where)}
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("--where", "expression", 1)) from None
         listed = [job for job in listed if job.exp_id in holds]
     if text.strip():
         said = {row["exp_id"]: _words(row) for row in rows}
@@ -107,12 +114,12 @@ def select(found: Overview, states: Sequence[str] = (), where: str = "", text: s
 
 
 def tabulated(
-    found: Overview, by: Sequence[str] = (), scores: Sequence[str] = (), metric: str | None = None, spread: str = SPREADS[0]
+    found: Overview, by: Sequence[str] = (), scores: Sequence[str] = (), metric: str | None = None, spread: str = "std"
 ) -> tuple[list[str], list[list[str]]]:
     """Headings and cells of the table of results, best first. Empty without rows.
 
     by: config keys that make the rows; none: those that vary, but for the seed. scores: none: the headline ones.
-    spread: one of `SPREADS`. What no row has is left out.
+    spread: what follows ±: "std", or "ci95", the 95 % interval of the mean. What no row has is left out.
     """
     if not found.rows:
         return [], []
@@ -140,16 +147,21 @@ def metrics(found: Overview) -> list[str]:
     return [first, *(name for name in known if name != first)] if first else []
 
 
-def curves(found: Overview, metric: str, x: str = "step") -> tuple[list[Line], int]:
-    """Learning curves of at most `LINES` configurations, best first, and how many configurations there are."""
+def curves(found: Overview, metric: str, x: str = "step", spread: str = "std") -> Curves:
+    """Learning curves of the best `LINES` configurations. x: "step", a score such as "tokens", or "seconds" of training."""
     if metric not in results.score_names(found.rows):
-        return [], 0
+        return Curves()
     keys = results.distinguishing(found.rows)
-    best = results.best_first(results.aggregate(found.rows, keys, [metric]), metric)
-    place = {_identity(row, keys): index for index, row in enumerate(best)}
-    groups = sorted(results.grouped(found.rows, keys), key=lambda group: place[_identity(group[0], keys)])
-    drawn = [_line(found.runs, group, keys, metric, x) for group in groups[:LINES]]
-    return [line for line in drawn if line.x], len(groups)
+    groups = results.grouped(found.rows, keys)
+    best = results.best_first([{**results.aggregate(group, [], [metric])[0], "group": group} for group in _having(groups, metric)], metric)
+    shown = [row["group"] for row in best[:LINES]]
+    try:
+        (bands,), notes = banded.bands(found.runs, shown, [metric], x)
+    except UserError as error:
+        return Curves(notes=[str(error)])
+    left_out = [f"The best {LINES} of {len(best)} configurations; filter to see others."] if len(best) > LINES else []
+    lines = [_line(band, plot.label(group, keys) or "all", spread) for band, group in zip(bands, shown, strict=True) if len(band.x)]
+    return Curves(lines, left_out + notes)
 
 
 def differing(found: Overview) -> dict[str, str]:
@@ -235,16 +247,10 @@ def _plain(value: Any) -> str:
 
 
 def _score(row: dict[str, Any], name: str, spread: str) -> str:
-    mean, std, count = row[name], row[f"{name}_std"], row[f"{name}_n"]
+    mean, half = row[name], row[f"{name}_{spread}"]
     if mean is None:
         return "–"
-    if std is None:
-        return f"{mean:.4g}"
-    return f"{mean:.4g} ± {std if spread == 'std' else _half_width(std, count):.2g}"
-
-
-def _half_width(std: float, count: int) -> float:
-    return 1.96 * std / count**0.5
+    return f"{mean:.4g}" if half is None else f"{mean:.4g} ± {half:.2g}"
 
 
 def _with_state(row: results.Row, state: str | None) -> results.Row:
@@ -259,24 +265,13 @@ def _words(row: results.Row) -> str:
     return " ".join(f"{key}={row[key]}" for key in results.config_keys(row))
 
 
-def _identity(row: dict[str, Any], keys: Sequence[str]) -> str:
-    return repr([row.get(key, ...) for key in keys])
+def _having(groups: Iterable[list[results.Row]], metric: str) -> list[list[results.Row]]:
+    return [group for group in groups if any(metric in row for row in group)]
 
 
-def _line(runs: Path, group: Sequence[results.Row], keys: Sequence[str], metric: str, x: str) -> Line:
-    histories = []
-    for row in group:
-        try:
-            histories.append(results.history(runs / row["exp_id"]))
-        except UserError:  # damaged since the rows were read: the next reading warns of it
-            continue
-    points = plot.curve(histories, metric)
-    places = {step: float(step) for step, _, _ in points} if x == "step" else {step: mean for step, mean, _ in plot.curve(histories, x)}
-    kept = sorted((places[step], mean, std or 0.0) for step, mean, std in points if step in places)
-    return Line(
-        plot.label(group, keys) or "all",
-        [at for at, _, _ in kept],
-        [mean for _, mean, _ in kept],
-        [mean - std for _, mean, std in kept],
-        [mean + std for _, mean, std in kept],
-    )
+def _line(band: banded.Band, label: str, spread: str) -> Line:
+    points = sorted(zip(band.x.tolist(), band.mean.tolist(), band.half(spread).tolist(), strict=True), key=lambda point: point[0])
+    halves = [0.0 if math.isnan(half) else half for _, _, half in points]  # of a single run there is no deviation
+    means = [mean for _, mean, _ in points]
+    low, high = ([mean + sign * half for mean, half in zip(means, halves, strict=True)] for sign in (-1, 1))
+    return Line(label, [at for at, _, _ in points], means, low, high)

@@ -1,6 +1,6 @@
 """The parts that the dashboard is put together from: boxes, panes of HTML, and tables that can be sorted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -28,11 +28,11 @@ def put(pane: pn.pane.HTML, text: str) -> None:
         pane.param.update(object=text, visible=bool(text))
 
 
-def table(page_size: int, titles: Mapping[str, str] | None = None, **settings: Any) -> pn.widgets.Tabulator:
-    """An empty table that only shows."""
+def table(name: str, page_size: int, **settings: Any) -> pn.widgets.Tabulator:
+    """An empty table that only shows; `name` is its CSS class."""
     return pn.widgets.Tabulator(
         pd.DataFrame(),
-        titles=dict(titles or {}),
+        css_classes=[name],
         show_index=False,
         disabled=True,
         theme="simple",
@@ -50,7 +50,8 @@ def fill(widget: pn.widgets.Tabulator, headings: Sequence[str], lines: Sequence[
     """Show these cells; nothing is sent where they stand there already."""
     frame = pd.DataFrame(list(map(list, lines)), columns=pd.Index(unique(headings)), dtype=object)
     if list(widget.value.columns) != list(frame.columns) or not widget.value.equals(frame):
-        widget.value = frame
+        titles = {name: markup.escaped(name) for name in frame.columns}  # titles are taken for HTML, cells are not
+        widget.param.update(value=frame, titles=titles)
 
 
 def unique(names: Sequence[str]) -> list[str]:

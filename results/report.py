@@ -106,7 +106,7 @@ def _num_keys(found: overview.Overview) -> int:
 
 def _results(found: overview.Overview) -> str:
     headings, lines = overview.tabulated(found)
-    _, intervals = overview.tabulated(found, spread="95%")
+    _, intervals = overview.tabulated(found, spread="ci95")
     if not lines:
         return ""
     cells = [
@@ -121,11 +121,10 @@ def _results(found: overview.Overview) -> str:
 def _curves(found: overview.Overview, metrics: Sequence[str]) -> str:
     pictures = []
     for metric in metrics:
-        lines, total = overview.curves(found, metric)
-        if lines:
-            pictures.append(f'<img alt="{markup.escaped(metric)} by step" src="data:image/svg+xml;base64,{_picture(lines, metric)}">')
-            if total > len(lines):
-                pictures.append(markup.note(f"The best {len(lines)} of {total} configurations."))
+        drawn = overview.curves(found, metric)
+        if drawn.lines:
+            pictures.append(f'<img alt="{markup.escaped(metric)} by step" src="data:image/svg+xml;base64,{_picture(drawn.lines, metric)}">')
+        pictures += map(markup.note, drawn.notes)
     return "".join(pictures)
 
 

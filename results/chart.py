@@ -75,8 +75,8 @@ def _drawn(sources: Sequence[ColumnDataSource], metric: str, x: str, logarithmic
     drawn.add_tools(
         HoverTool(renderers=marked, tooltips=[("", "@label"), (x, "@x"), (metric, "@mean{0.0000} (@low{0.0000} to @high{0.0000})")])
     )
-    if any(item.label.value for item in items):  # pyright: ignore[reportAttributeAccessIssue]  the label is a value, not a field
-        longest = max(len(str(source.data["label"][0])) for source in sources)
+    longest = max((len(source.data["label"][0]) for source in sources), default=0)
+    if longest:
         drawn.add_layout(_legend(items, max(1, min(4, _LEGEND_CHARACTERS // (longest + 6)))), "below")
     _quiet(drawn)
     return drawn

@@ -1,0 +1,258 @@
+"""The dashboard and the report in a real browser: what a reader clicks and sees. Nothing may be asked of another machine."""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from src.experiments.rundir import RunDir
+from tests.conftest import ROOT
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+from playwright.sync_api import Browser, Locator, Page, Route, expect  # noqa: E402  only where it is installed
+
+pytestmark = pytest.mark.browser
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SLOW = 20_000
+"""Milliseconds that a page may take where two cores are busy."""
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+
+
+@dataclass
+class World:
+    """A folder of runs that a page shows while it changes."""
+
+    runs: Path
+    ids: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, exp: dict, *, group: str, state: str = "done", reason: str = "", steps: int = 4) -> str:
+        """A run with scores, and a log of its job that names it."""
+        with RunDir.open(self.runs, exp, exp, facts={"groups": [group]}) as run:
+            for step in range(1, steps + 1):
+                run.scores.append({"step": step, "val_loss": exp["model"]["stride"] / step + 0.1 * exp["seed"], "em": 0.125 * step})
+            run.set_status(state, step=steps, **({"reason": reason} if reason else {}))  # type: ignore[arg-type]
+        self.ids[name] = run.exp_id
+        (self.runs / "logs").mkdir(exist_ok=True)
+        (self.runs / "logs" / f"{run.exp_id}.out.log").write_text(f"begin\nthis is the log of {name}\n")
+        return run.exp_id
+
+
+def experiment(stride: int, seed: int, **more: object) -> dict:
+    return {"recipe": "toy", "seed": seed, "model": {"name": "m", "stride": stride}, **more}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """Four that are done, one that runs as long as the test does, one that failed, one that is damaged."""
+    made = World(tmp_path / "runs")
+    for stride in (1, 2):
+        for seed in (0, 1):
+            made.add(f"stride {stride} seed {seed}", experiment(stride, seed), group="reach")
+    made.add("failed", experiment(3, 0), group="repair", state="failed", reason="CUDA out of memory on step 4")
+    damaged = made.runs / ("ab" * 16)
+    damaged.mkdir()
+    (damaged / "exp_dict.json").write_text('{"recipe": ')
+    with RunDir.open(made.runs, experiment(4, 0), {}, facts={"groups": ["repair"]}) as run:
+        run.scores.append({"step": 1, "val_loss": 4.0, "em": 0.0})
+        made.ids["running"] = run.exp_id
+        yield made
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("chromium is not on PATH; .ci/browser installs it")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@contextmanager
+def served(arguments: list[str], env: dict[str, str] | None = None) -> Iterator[str]:
+    """The address of a server process, which ends with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    )
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if found := re.search(r"http://\S+:[1-9]\d*\S*", line):
+                yield found[0]
+                return
+        pytest.fail("the server ended: " + "".join(lines))
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+@contextmanager
+def opened(browser: Browser, address: str) -> Iterator[Page]:
+    """A page that shows `address`. At the end: no error was told on its console, and it asked nothing of another machine."""
+    strange: list[str] = []
+
+    def guard(route: Route) -> None:
+        if re.match(r"(http://(127\.0\.0\.1|localhost):|data:|blob:)", route.request.url):
+            route.continue_()
+        else:
+            strange.append(route.request.url)
+            route.abort()
+
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    try:
+        page.route("**/*", guard)
+        page.on("websocket", lambda socket: None if socket.url.startswith("ws://127.0.0.1:") else strange.append(socket.url))
+        page.on("console", lambda message: strange.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: strange.append(f"{error}\n{error.stack}"))
+        page.set_default_timeout(SLOW)
+        page.goto(address)
+        yield page
+        page.unroute_all(behavior="ignoreErrors")
+    finally:
+        with suppress(playwright.Error):
+            page.close()
+    assert not strange, "\n".join(strange)
+
+
+@pytest.fixture
+def page(browser: Browser, world: World) -> Iterator[Page]:
+    with served(["results.dashboard", str(world.runs), "--port", "0"]) as address, opened(browser, address) as shown:
+        expect(rows(shown, "jobs")).to_have_count(7, timeout=SLOW)
+        yield shown
+
+
+def rows(page: Page, table: str) -> Locator:
+    return page.locator(f".{table} .tabulator-row")
+
+
+def choose(page: Page, label: str, exp_id: str) -> None:
+    """Choose an experiment in a list whose entries begin with short ids."""
+    choices = page.get_by_label(label)
+    option = choices.locator("option", has_text=exp_id[:8])
+    expect(option).to_have_count(1)
+    choices.select_option(option.get_attribute("value"))
+
+
+def type_into(page: Page, label: str, text: str) -> None:
+    page.get_by_label(label, exact=True).fill(text)
+    page.get_by_label(label, exact=True).press("Enter")
+
+
+def test_results_states_and_warnings_are_seen(page: Page, world: World):
+    expect(page.get_by_role("heading", name="Experiments")).to_be_visible()
+    for chip in ("4 done", "1 running", "1 failed", "1 unknown"):
+        expect(page.locator(".chips").get_by_text(chip, exact=True)).to_be_visible()
+    expect(rows(page, "results")).to_have_count(4)
+    expect(rows(page, "results").nth(0)).to_contain_text("0.3 ± 0.071")
+    expect(page.get_by_text("1 warning")).to_be_visible()
+    expect(page.locator(".warnings li")).to_contain_text("ab" * 16)
+    expect(rows(page, "jobs").nth(0)).to_contain_text("CUDA out of memory on step 4")
+    page.get_by_label("Spread").select_option("95 % interval")
+    expect(rows(page, "results").nth(0)).to_contain_text("0.3 ± 0.64")
+
+
+def test_filters_narrow_everything_and_a_wrong_expression_is_told_beside_its_field(page: Page, world: World):
+    page.get_by_label("Group").select_option("reach")
+    expect(rows(page, "jobs")).to_have_count(4, timeout=SLOW)
+    page.get_by_label("Group").select_option("all")
+    expect(rows(page, "jobs")).to_have_count(7, timeout=SLOW)
+
+    type_into(page, "Expression", "model.stride >= 2 and state == 'done'")
+    expect(rows(page, "jobs")).to_have_count(2)
+    expect(rows(page, "results")).to_have_count(1)
+    type_into(page, "Expression", "model.strid > 1")
+    expect(page.locator(".error")).to_contain_text("unknown name 'model.strid'. Did you mean 'model.stride'?")
+    expect(rows(page, "jobs")).to_have_count(2)
+    type_into(page, "Expression", "model.stride >")
+    expect(page.locator(".error")).to_contain_text("expression, character")
+    type_into(page, "Expression", "")
+    expect(page.locator(".error")).to_have_count(0)
+    expect(rows(page, "jobs")).to_have_count(7)
+
+    type_into(page, "Search", "out of MEMORY")
+    expect(rows(page, "jobs")).to_have_count(1)
+    type_into(page, "Search", "")
+    page.locator(".states input").click()
+    page.get_by_role("option", name="running").click()
+    expect(rows(page, "jobs")).to_have_count(1)
+    expect(rows(page, "jobs").nth(0)).to_contain_text(world.ids["running"][:8])
+
+
+def test_an_experiment_is_chosen_and_its_log_config_differences_and_ancestry_are_read(page: Page, world: World):
+    one, other = world.ids["stride 1 seed 0"], world.ids["stride 2 seed 0"]
+    rows(page, "jobs").filter(has_text=one[:8]).click()
+    expect(page.get_by_text("this is the log of stride 1 seed 0")).to_be_visible()
+    choose(page, "Experiment", other)
+    expect(page.get_by_text("this is the log of stride 2 seed 0")).to_be_visible()
+    page.get_by_text("Config", exact=True).click()
+    expect(page.locator("tr").filter(has_text="model.stride")).to_contain_text("2")
+    page.get_by_text("Differences", exact=True).click()
+    choose(page, "Compare with", one)
+    expect(page.locator("tr").filter(has_text="config.model.stride")).to_have_text("config.model.stride21")
+    page.get_by_text("Lineage", exact=True).click()
+    expect(page.locator("pre").filter(has_text=other[:8])).to_be_visible()
+
+
+def test_the_curves_are_of_the_chosen_metric(page: Page):
+    axes = "[...Bokeh.documents[0].all_models].filter(model => model.type === 'LinearAxis')"
+    drawn = f"() => {axes}.map(axis => axis.axis_label)"
+    page.wait_for_function(f"({drawn})().includes('val_loss')")
+    page.get_by_label("Metric").select_option("em")
+    page.wait_for_function(f"({drawn})().includes('em')")
+    page.get_by_label("x axis").select_option("val_loss")
+    page.wait_for_function(f"['em', 'val_loss'].every(name => ({drawn})().includes(name))")
+
+
+def test_what_happens_while_the_page_is_open_shows_by_itself(page: Page, world: World):
+    choose(page, "Experiment", world.ids["failed"])
+    page.locator("select").filter(has_text="every 2 s").select_option("every 2 s")
+    expect(rows(page, "results").nth(0)).to_contain_text("0.3 ± 0.071")
+    with RunDir.open(world.runs, experiment(1, 0), experiment(1, 0), facts={"groups": ["reach"]}):
+        pass
+    world.add("new", experiment(5, 0), group="late")
+    expect(page.get_by_text("5 done", exact=True)).to_be_visible(timeout=SLOW)
+    expect(rows(page, "results")).to_have_count(5)
+    expect(page.get_by_label("Group").locator("option", has_text="late")).to_have_count(1)
+    log = world.runs / "logs" / f"{world.ids['failed']}.out.log"
+    log.write_text(log.read_text() + "one line more\n")
+    expect(page.get_by_text("one line more")).to_be_visible(timeout=SLOW)
+
+
+def test_a_page_whose_switch_is_off_stays_as_it_is(page: Page, world: World):
+    page.locator(".live-switch").click()
+    page.get_by_label("Group").select_option("reach")
+    expect(rows(page, "jobs")).to_have_count(4)
+    told = page.locator(".time").inner_text()
+    world.add("new", experiment(5, 0), group="reach")
+    expect(page.locator(".time")).to_have_text(told)
+    page.locator(".live-switch").click()
+    expect(rows(page, "jobs")).to_have_count(5, timeout=SLOW)
+
+
+def test_text_of_a_run_is_shown_and_never_obeyed(browser: Browser, tmp_path: Path):
+    world = World(tmp_path / "runs")
+    for seed in (0, 1):
+        world.add(
+            f"{HOSTILE} {seed}",
+            experiment(1, seed, **{"note": HOSTILE + str(seed), f"k{HOSTILE.replace('.', '')}": seed}),
+            group=HOSTILE,
+            state="failed",
+            reason=HOSTILE,
+        )
+    with served(["results.dashboard", str(world.runs), "--port", "0"]) as address, opened(browser, address) as page:
+        expect(rows(page, "jobs")).to_have_count(2, timeout=SLOW)
+        for tab in ("Config", "Differences", "Lineage", "Log"):
+            page.get_by_text(tab, exact=True).click()
+        page.locator(".by input").click()
+        page.get_by_label("Group").select_option(HOSTILE)
+        expect(page.get_by_text("this is the log of <img")).to_be_visible()
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("img[src=x]").count() == 0
