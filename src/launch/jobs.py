@@ -96,6 +96,7 @@ def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[
             if job is not None:
                 noted[exp_id] = job
     parts: dict[str, registry.Part | None] = {}
+    refused: dict[str, str] = {}
     asked: dict[Any, list[str]] = defaultdict(list)
     ask_with: dict[Any, registry.Part] = {}
     for exp_id, job in noted.items():
@@ -104,14 +105,13 @@ def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[
             try:
                 parts[name] = submissions.read(runs, name).part()
             except UserError as error:
-                parts[name] = None
-                wrong[exp_id] = str(error)
+                parts[name], refused[name] = None, str(error)
         part = parts.get(name)
         if part is not None:
             asked[_scheduler(part)].append(exp_id)
             ask_with[_scheduler(part)] = part
         elif name:
-            wrong.setdefault(exp_id, f"{runs / submissions.FOLDER / name}: the submission of job {job['job_id']} is missing or damaged.")
+            wrong[exp_id] = f"job {job['job_id']}: {refused[name]}"
     seen: dict[str, Seen] = {}
     for key, ids in asked.items():
         states = ask_with[key].function("states")
@@ -279,7 +279,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     reason = row.reason.replace("\n", " ")
     starts = str(row.attempts) if row.attempts else ""
     beat = _duration(row.heartbeat_seconds)
-    return row.exp_id, row.group, row.state, row.job_id or "", row.node, _duration(row.seconds), starts, step, loss, beat, reason
+    return row.exp_id, row.group or "-", row.state, row.job_id or "", row.node, _duration(row.seconds), starts, step, loss, beat, reason
 
 
 def _duration(seconds: float | None) -> str:
