@@ -27,12 +27,17 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def every(run: Path) -> list[Path]:
+    """All checkpoints, whole or not, by step. Other folders, such as copies made by hand, are none of ours."""
+    return sorted((entry for entry in (run / "checkpoints").glob("step-*") if _NAME.fullmatch(entry.name)), key=step_of)
+
+
 def newest_whole(run: Path) -> Path | None:
     """The newest checkpoint whose files are all as they were written; None where there is none. It is what a run resumes from.
 
     A damaged one is passed over with a warning that names the file.
     """
-    for checkpoint in reversed(_all(run)):
+    for checkpoint in reversed(every(run)):
         problem = defect(checkpoint)
         if problem is None:
             return checkpoint
@@ -112,7 +117,7 @@ def set_aside_newer(run: Path, step: int) -> None:
     Raises:
         RunError: the disk refuses.
     """
-    for checkpoint in _all(run):
+    for checkpoint in every(run):
         if step_of(checkpoint) > step:
             number, aside = 0, checkpoint.with_name(f"damaged-{checkpoint.name}")
             while aside.exists():
@@ -125,17 +130,12 @@ def set_aside_newer(run: Path, step: int) -> None:
 
 def rotate(run: Path, best_step: int | None) -> None:
     """Delete all but the newest KEEP checkpoints and the best, and what a killed writer left half done."""
-    for old in _all(run)[:-KEEP]:
+    for old in every(run)[:-KEEP]:
         if step_of(old) != best_step:
             # Renamed first: a crash in the middle of the deletion must not leave something that looks like a checkpoint.
             shutil.rmtree(old.rename(old.with_name(f".{old.name}.old")))
     for torn in (run / "checkpoints").glob(".step-*"):
         shutil.rmtree(torn)
-
-
-def _all(run: Path) -> list[Path]:
-    """By step. Other folders, such as copies made by hand, are none of ours."""
-    return sorted((entry for entry in (run / "checkpoints").glob("step-*") if _NAME.fullmatch(entry.name)), key=step_of)
 
 
 def _pointer(run: Path) -> Path:

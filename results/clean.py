@@ -1,0 +1,161 @@
+"""Deletes checkpoints and code snapshots that nothing needs any more, by rule: `python -m results.clean [RUNS] [-e GROUP] [--apply]`.
+
+Without --apply it only says what would go. It never touches a run that is alive, what an unfinished run resumes from, or what another
+experiment in the folder starts from.
+"""
+
+import argparse
+import contextlib
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from results.table import RUNS
+from src.errors import ConfigError, LaunchError, UserError
+from src.experiments import results, retention
+from src.experiments.lease import holder_is_dead
+from src.experiments.saved import read_job, read_status
+from src.files import writing
+from src.launch import submissions
+
+SNAPSHOTS = "snapshots"
+_DAY = 86_400.0
+
+
+@dataclass
+class Found:
+    """What may go, and what stays for a reason that one should know."""
+
+    plans: list[retention.Plan] = field(default_factory=list)
+    snapshots: list[Path] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [*(path for plan in self.plans for path in plan.doomed), *self.snapshots]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what goes, and its size; delete it with --apply. Returns the exit code: 1 where something could not be deleted."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.keep_last < 0 or options.older_than < 0:
+            raise ConfigError("--keep-last and --older-than: expected a number of at least 0.")
+        rule = retention.Rule(options.keep_last, options.keep_best, options.older_than * _DAY)
+        # No job is submitted between the look and the deletion: a new child may start from what would go.
+        with submissions.locked(options.runs) if options.apply and options.runs.is_dir() else contextlib.nullcontext():
+            found = look(options.runs, rule, options.group, options.where)
+            sizes = {path: retention.size(path) for path in found.paths}
+            failed = _delete(found) if options.apply else []
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for warning in [*found.warnings, *failed]:
+        print(warning, file=sys.stderr)
+    _report({path: bytes_ for path, bytes_ in sizes.items() if not (options.apply and path.exists())}, options.apply)
+    return 1 if failed else 0
+
+
+def look(runs: Path, rule: retention.Rule, group: str | None = None, question: str | None = None) -> Found:
+    """What may go of the chosen runs, and which snapshots of code, if all runs are chosen.
+
+    Raises:
+        DataError: no such folder, or no runs in it.
+        ConfigError: no such group, or a question that cannot be understood.
+    """
+    rows, warnings = results.select(runs, group, question)
+    by_others, unread = retention.needed(runs)
+    found = Found(warnings=warnings + unread)
+    now = time.time()
+    for row in rows:
+        try:
+            plan = retention.plan(runs / row["exp_id"], rule, by_others, now)
+        except UserError as error:
+            found.warnings.append(f"skipped: {error}")
+            continue
+        if plan.spared:
+            found.warnings.append(f"{plan.run}: nothing of it goes: {plan.spared}.")
+        found.plans.append(plan)
+    if group is None and question is None:
+        found.snapshots = _snapshots(runs, now - max(rule.older_than_seconds, _DAY), found.warnings)
+    return found
+
+
+def _snapshots(runs: Path, before: float, warnings: list[str]) -> list[Path]:
+    """Code from which no job will run any more. The last day's are left alone: a submission may be about to name one."""
+    folders = [path for path in sorted((runs / SNAPSHOTS).glob("*")) if path.is_dir() and not path.is_symlink()]
+    used = set()
+    for intent in sorted((runs / submissions.FOLDER).glob(f"*/{submissions.INTENT}")):
+        try:
+            submission = submissions.read(runs, intent.parent.name)
+        except LaunchError as error:
+            warnings.append(f"{error} All snapshots of code stay.")
+            return []
+        if submission.snapshot not in used and any(_may_run(runs / name, submission.name) for name in submission.experiments):
+            used.add(submission.snapshot)
+    return [path for path in folders if path.name not in used and path.stat().st_mtime <= before]
+
+
+def _may_run(run: Path, submission: str) -> bool:
+    """Whether a job of the submission may still run the experiment: unless that is done, or another submission has taken it over."""
+    try:
+        job = read_job(run)
+        overtaken = job is not None and job["submission"] not in ("", submission)
+        return holder_is_dead(run) is not True or (read_status(run)["state"] != "done" and not overtaken)
+    except UserError:
+        return True
+
+
+def _delete(found: Found) -> list[str]:
+    """Delete all that was found; a message for each that could not be."""
+    failed = []
+    for plan in found.plans:
+        try:
+            retention.remove(plan)
+        except UserError as error:
+            failed.append(str(error))
+    for path in found.snapshots:
+        try:
+            with writing(path):
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")))
+        except UserError as error:
+            failed.append(str(error))
+    return failed
+
+
+def _report(sizes: dict[Path, int], applied: bool) -> None:
+    for path, bytes_ in sizes.items():
+        print(f"{_shown(bytes_):>10}  {path}")
+    total = f"{len(sizes)} folders, {_shown(sum(sizes.values()))}"
+    if applied:
+        print(f"Deleted: {total}.")
+    else:
+        print(f"Would go: {total}. Nothing was deleted; add --apply." if sizes else "Nothing would go.")
+
+
+def _shown(bytes_: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if bytes_ < 1000:
+            return f"{bytes_:.0f} {unit}" if unit == "B" else f"{bytes_:.1f} {unit}"
+        bytes_ /= 1000
+    return f"{bytes_:.1f} TB"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m results.clean", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
+    parser.add_argument("-e", "--group", help="only the runs of this group, and no snapshots of code")
+    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds, such as \"state == 'done'\"")
+    parser.add_argument("--keep-last", type=int, default=1, metavar="N", help="newest whole checkpoints kept of each run (default: 1)")
+    parser.add_argument("--keep-best", action=argparse.BooleanOptionalAction, default=True, help="keep the best one, too (default: yes)")
+    parser.add_argument("--older-than", type=float, default=0.0, metavar="DAYS", help="only what was written before that (default: all)")
+    parser.add_argument("--apply", action="store_true", help="delete; without it nothing is changed")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
