@@ -20,7 +20,7 @@ from src.launch.toolkit_calls import PAGE, create, ended, patiently
 from src.launch.toolkit_calls import seen as as_seen
 from src.launch.toolkit_haven import Haven
 from src.launch.toolkit_script import Times, awaited, script
-from src.launch.toolkit_service import EXPERIMENT, OWNER, SUBMISSION, SUITE, Doubtful, Gone, JobConfig, Listed, Service, Spec, Taken
+from src.launch.toolkit_service import EXPERIMENT, OWNER, SUBMISSION, SUITE, Doubtful, JobConfig, Listed, Service, Spec, Taken
 
 LEFT = "left.json"
 """In the submission's folder: what may still be queued after a submission that failed and could not be undone."""
@@ -145,9 +145,7 @@ def kill(config: Config, job_ids: Sequence[str]) -> None:
     def end(name: str) -> None:
         try:
             patiently(config, lambda: service.cancel(name))
-        except Gone:
-            return
-        except LaunchError as error:
+        except LaunchError as error:  # what it means shows in the states
             refusals[name] = str(error)
 
     with ThreadPoolExecutor(config.calls_at_a_time) as pool:
@@ -184,6 +182,11 @@ def find(config: Config, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]
         if job.tags.get(EXPERIMENT) in exp_ids and job.tags.get(SUBMISSION) == folder.name:
             found[job.tags[EXPERIMENT]] = job
     return {exp_id: job.job_id for exp_id, job in found.items()}
+
+
+def scheduler(config: Config) -> tuple[str, str, bool]:
+    """What two configs must share for their jobs to be asked for together."""
+    return config.via, config.account, config.restartable
 
 
 def _settings(config: Config, job: Job) -> Config:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -17,12 +18,13 @@ import pytest
 from src import config as configs
 from src import registry
 from src.errors import ConfigError, LaunchError
-from src.launch import eai
+from src.launch import eai, resources
 from src.launch.command import Processes
 from src.launch.job import Job, Seen
 from src.launch.toolkit import LEFT, Config, find, kill, states, submit
 from src.launch.toolkit_service import Doubtful, Gone, Taken, Unreached
 
+ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).parent / "fake_eai"
 
 
@@ -139,6 +141,7 @@ class TestConfig:
         }
         part = registry.bind(registry.LAUNCHERS, raw, key="launcher")
         assert all(part.function(name) for name in ("submit", "states", "kill", "find"))
+        assert part.function("scheduler")() == ("eai", "a", True)
         assert registry.bind(registry.LAUNCHERS, registry.resolved(part, "launcher"), key="launcher").config == part.config
 
 
@@ -242,7 +245,7 @@ class TestSubmit:
     def test_a_name_that_another_has_is_not_taken_for_ours(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         _, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
-        edit(service, job_id, tags=["hv_submission=other"])
+        edit(service, job_id, tags=["hv_submission=other", f"hv_exp={job(tmp_path, 'a').exp_id}"])
         with pytest.raises(LaunchError, match=f"belongs to job {job_id}, which this submission has not queued"):
             launched(tmp_path, [job(tmp_path, "a")])
 
@@ -250,6 +253,11 @@ class TestSubmit:
 def edit(service: Path, job_id: str, **facts: Any) -> None:
     path = service / "jobs" / f"{job_id}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+
+
+def patience(fault: str) -> float:
+    """Short only where it has to run out."""
+    return 2 if fault == "hang" else 60
 
 
 class TestFaults:
@@ -260,7 +268,7 @@ class TestFaults:
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@new:2,{fault if fault != '502_after_create' else '500'}@ls:1")
         jobs = [job(tmp_path, name) for name in "abc"]
-        _, ids, noted = launched(tmp_path, jobs, timeout_seconds=1.5)
+        _, ids, noted = launched(tmp_path, jobs, timeout_seconds=patience(fault))
         queued = {record["id"]: record for record in records(service)}
         assert sorted(ids) == sorted(queued)
         assert len(queued) == 3
@@ -278,8 +286,16 @@ class TestFaults:
                 launched(tmp_path, jobs, retries=1)
             assert records(service) == []
         else:
-            _, ids, _ = launched(tmp_path, jobs, timeout_seconds=1.5)
+            _, ids, _ = launched(tmp_path, jobs, timeout_seconds=patience(fault))
             assert sorted(ids) == sorted(record["id"] for record in records(service))
+
+    def test_a_listing_that_lags_behind(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
+        """The job of the failed call is not listed at once, and has ended when it is: it is the one that was wanted all the same."""
+        monkeypatch.setenv("FAKE_EAI_FAULT", "502_after_create@new:1,empty@ls:1")
+        item = job(tmp_path, "a", "import time; time.sleep(0.1)")
+        _, (job_id,), _ = launched(tmp_path, [item], backoff_seconds=3)
+        (record,) = records(service)
+        assert (record["id"], record["state"]) == (job_id, "SUCCEEDED")
 
     def test_an_outage_in_which_nothing_can_be_undone(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
@@ -298,7 +314,7 @@ class TestFaults:
     @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", "hang", "garbage"])
     def test_a_failed_poll_is_no_failed_job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path, fault: str):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], retries=1, timeout_seconds=1)
+        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], retries=1, timeout_seconds=patience(fault))
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@ls:1")
         assert {seen.state for seen in states(config, ids).values()} == {"queued"}
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@ls")
@@ -311,10 +327,16 @@ class TestFaults:
         seen = states(config, ids)
         assert (seen[ids[0]].state, seen[ids[1]].state) == ("queued", "unknown")
 
+    def test_an_outage_is_not_asked_about_for_each_of_many_jobs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path):
+        monkeypatch.setenv("FAKE_EAI_FAULT", "dial@get")
+        config = configured(tmp_path, retries=1, calls_at_a_time=2)
+        assert {seen.state for seen in states(config, [f"old-{i}" for i in range(50)]).values()} == {"unknown"}
+        assert len(calls(service, "get")) <= 6
+
     @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", "hang", "garbage"])
     def test_killing_through_a_fault(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path, fault: str):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], timeout_seconds=1)
+        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], timeout_seconds=patience(fault))
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@kill:1,{fault}@ls:1")
         kill(config, ids)
         assert {record["state"] for record in records(service)} == {"CANCELLED"}
@@ -527,6 +549,16 @@ class TestParents:
         kill(config, ids)
         record = next(record for record in records(service) if record["id"] == ids[1])
         assert (record["state"], record["runs"][-1]["exitCode"]) == ("CANCELLED", 75)
+
+
+@pytest.mark.parametrize("launcher", ["toolkit", "slurm"])
+def test_the_examples_are_valid(tmp_path: Path, launcher: str):
+    text = (ROOT / "resources" / "job_configs" / f"{launcher}.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(block, found)
+    for name, raw in found["JOB_CONFIGS"].items():
+        assert resources.load(name, raw, tmp_path).launcher.name == launcher
 
 
 @pytest.mark.net
