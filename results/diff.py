@@ -1,0 +1,166 @@
+"""What differs between two experiments: config, code, environment, data and scores: `python -m results.diff ID1 ID2 [--runs RUNS]`."""
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from results.table import RUNS
+from src.errors import CheckpointError, ConfigError, DataError, RunError, UserError
+from src.experiments import checkpoints
+from src.experiments.saved import CONFIG, DIFF, ENV, attempts, flat, read_exp_dict, read_status, state_of
+from src.experiments.scores import SCORES
+from src.experiments.summary import summarized
+from src.files import read_json
+
+MOST_LINES = 40
+"""Lines of the difference between two patches that are shown as text."""
+_CODE = ("commit", "branch", "dirty")
+_IGNORED = {"attempt", "groups", "pid", "time", *_CODE}
+Values = dict[str, Any]
+Difference = dict[str, dict[str, Any]]
+"""Key -> {"a": value, "b": value}; one of them is left out where that experiment has no such key."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print only what differs. Returns the exit code: 0 whether or not anything does."""
+    options = _parser().parse_args(arguments)
+    try:
+        runs = [options.runs / resolve(options.runs, given) for given in options.ids]
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    found, warnings = differences(*runs)
+    for warning in warnings:
+        print(warning, file=sys.stderr)
+    names = {"a": runs[0].name, "b": runs[1].name}
+    print(json.dumps(names | found, indent=4) if options.format == "json" else _text(names, found), end="\n")
+    return 0
+
+
+def resolve(runs: Path, given: str) -> str:
+    """The id of the run in `runs` that begins with `given`.
+
+    Raises:
+        DataError: no such folder.
+        ConfigError: no run's id begins so, or several do; names them.
+    """
+    if not runs.is_dir():
+        raise DataError(f"{runs}: no such folder of runs.")
+    if not re.fullmatch(r"[0-9a-f]{1,32}", given):
+        raise ConfigError(f"{given!r} is no id: expected up to 32 of the digits 0-9 and a-f.")
+    fitting = sorted(entry.name for entry in runs.iterdir() if re.fullmatch(r"[0-9a-f]{32}", entry.name) and entry.name.startswith(given))
+    if len(fitting) != 1:
+        found = f"{len(fitting)} runs begin so: {', '.join(fitting[:5])}{', …' * (len(fitting) > 5)}" if fitting else "no run begins so"
+        raise ConfigError(f"{runs}: {given!r}: {found}.")
+    return fitting[0]
+
+
+def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str]]:
+    """By section, the values that differ between two save directories; and a warning for each file that cannot be read."""
+    sections: dict[str, Callable[[Path], Values]] = {
+        "experiment": lambda run: flat(read_exp_dict(run)),
+        "config": _config,
+        "code": _code,
+        "environment": _environment,
+        "data": _data,
+        "status": lambda run: {"state": state_of(run), "step": read_status(run).get("step"), "attempts": attempts(run)},
+        "scores": lambda run: summarized(run / SCORES).last,
+    }
+    found, warnings = {}, []
+    for name, values in sections.items():
+        both = []
+        for run in (one, other):
+            try:
+                both.append(values(run))
+            except UserError as error:
+                warnings.append(f"{name} not compared: {error}")
+        if len(both) == 2 and (changed := _changed(*both)):
+            found[name] = changed
+    if "config" in found:  # what the dict says is in both; the config adds defaults
+        found["config"] = {key: pair for key, pair in found["config"].items() if pair != found.get("experiment", {}).get(key)}
+        if not found["config"]:
+            del found["config"]
+    return found, warnings
+
+
+def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> Difference:
+    found = {}
+    for key in dict.fromkeys([*one, *other]):
+        pair = {side: values[key] for side, values in (("a", one), ("b", other)) if key in values}
+        if len(pair) < 2 or json.dumps(pair["a"], sort_keys=True) != json.dumps(pair["b"], sort_keys=True):
+            found[key] = pair
+    return found
+
+
+def _config(run: Path) -> Values:
+    return flat(read_json(run / CONFIG, RunError)) if (run / CONFIG).exists() else {}
+
+
+def _env(run: Path) -> Values:
+    env = read_json(run / ENV, RunError) if (run / ENV).exists() else {}
+    if not isinstance(env, dict):
+        raise RunError(f"{run / ENV}: expected a dict, got {type(env).__name__}.")
+    return env
+
+
+def _code(run: Path) -> Values:
+    """Commit, and the lines of the uncommitted changes at the last start."""
+    values = {key: value for key, value in _env(run).items() if key in _CODE}
+    patch = run / "attempts" / f"{attempts(run):03d}" / DIFF
+    try:
+        values[DIFF] = patch.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        values[DIFF] = []
+    except OSError as error:
+        raise RunError(f"{patch}: cannot read: {error.strerror}.") from None
+    return values
+
+
+def _environment(run: Path) -> Values:
+    return flat({key: value for key, value in _env(run).items() if key not in _IGNORED})
+
+
+def _data(run: Path) -> Values:
+    """Fingerprints of what the training read, as its newest checkpoint holds them; none where the checkpoints are gone."""
+    for checkpoint in reversed(checkpoints.every(run)):
+        if (checkpoint / "state.json").exists():
+            state = read_json(checkpoint / "state.json", CheckpointError)
+            inputs = state.get("inputs") if isinstance(state, dict) else None
+            return inputs if isinstance(inputs, dict) else {}
+    raise RunError(f"{run}: no checkpoint is left that says what data it read.")
+
+
+def _text(names: Mapping[str, str], found: Mapping[str, Difference]) -> str:
+    lines = [f"a: {names['a']}", f"b: {names['b']}"]
+    for section, changes in found.items():
+        lines += ["", section]
+        for key, pair in changes.items():
+            lines += _patch(pair) if key == DIFF else [f"    {key}: {_shown(pair, 'a')} -> {_shown(pair, 'b')}"]
+    return "\n".join(lines if found else [*lines, "", "nothing differs"])
+
+
+def _patch(pair: Mapping[str, Any]) -> list[str]:
+    changed = list(difflib.unified_diff(pair["a"], pair["b"], f"a/{DIFF}", f"b/{DIFF}", lineterm="", n=1))
+    more = [f"    … {len(changed) - MOST_LINES} more lines"] if len(changed) > MOST_LINES else []
+    return [f"    {line}" for line in changed[:MOST_LINES]] + more
+
+
+def _shown(pair: Mapping[str, Any], side: str) -> str:
+    return json.dumps(pair[side], ensure_ascii=False) if side in pair else "absent"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m results.diff", description=__doc__)
+    parser.add_argument("ids", nargs=2, metavar="ID", help="ids of two runs, or how they begin")
+    parser.add_argument("--runs", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""A zip of the save directories of a group, without weights and keys: `python -m results.share [RUNS] -e GROUP -o FILE.zip`."""
+
+import argparse
+import os
+import re
+import sys
+import uuid
+import zipfile
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from results.table import RUNS, rendered, tabulate
+from src.errors import DataError, UserError
+from src.experiments import results
+from src.experiments.environment import SECRET_FILES
+from src.experiments.lease import GUARD, LEASE
+from src.experiments.saved import EXP_DICT
+from src.files import reading, sync_directory, writing
+
+MAX_FILE_BYTES = 64_000_000
+_FOLDERS = {"checkpoints", "wandb", "code", "__pycache__"}
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".npz", ".npy", ".onnx", ".gguf")
+_KEYS = re.compile(
+    rb"""
+    -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----[^-]*(?:-----END\ [A-Z ]*PRIVATE\ KEY-----)?
+    | \b(?: sk-[\w-]{20,} | hf_[A-Za-z0-9]{20,} | gh[pousr]_[A-Za-z0-9]{20,} | github_pat_\w{20,} | glpat-[\w-]{20,}
+        | xox[abprs]-[\w-]{10,} | AKIA[0-9A-Z]{16} | AIza[\w-]{35} | wandb_v\d_\w{20,} | eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,} )
+    | (?P<name> (?i: api_?-?key | access_?-?key | secret | password | passwd | (?<![a-z_])token | _token | -token )
+        ["']? \s* (?: [:=] \s* | \s ) ["']? ) (?! -?[0-9.]+(?:e[+-]?[0-9]+)?(?![\w+/=.-]) ) (?=[\w+/=.-]*[0-9]) [\w+/=.-]{20,}
+    | (?P<scheme> \w+:// ) [^/\s@"']+ @
+    """,
+    re.VERBOSE,
+)
+_README = """Results of {runs} runs{of_group}, shared without their weights.
+
+table.csv       the scores, averaged over seeds
+<id>/           the save directory of one experiment: exp_dict.json (what it is), config.json (with every default), env.json (code,
+                versions, machine), status.json, scores.jsonl (a row for each log step), score_list.pkl (the same for haven), logs
+
+With the code at hand:  python -m results.table FOLDER      python -m results.plot FOLDER
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the zip, and print its path, number of files and size. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        rows, warnings = results.select(options.runs, options.group, options.where)
+        if not rows:
+            raise DataError(f"{options.runs}: no run can be read:\n" + "\n".join(warnings))
+        count, left_out = share(options.runs, rows, options.output, options.group, options.wandb)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for warning in [*warnings, *left_out]:
+        print(warning, file=sys.stderr)
+    print(f"{options.output}: {len(rows)} runs, {count} files, {options.output.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def share(runs: Path, rows: Sequence[results.Row], output: Path, group: str | None = None, wandb: bool = False) -> tuple[int, list[str]]:
+    """Write the zip, whole or not at all; the same files give the same bytes. Returns its number of files, and what was left out or hidden.
+
+    Keys and passwords in texts become ***; a file that is no text and holds one is left out.
+
+    Raises:
+        DataError: a key stands in an exp_dict.json, which cannot be changed without changing the id.
+        RunError: a file cannot be read, or the disk refuses.
+    """
+    warnings: list[str] = []
+    beside = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")
+    with writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with zipfile.ZipFile(beside, "w") as zipped:
+                _add(zipped, "README.txt", _README.format(runs=len(rows), of_group=f" of group {group}" if group else "").encode())
+                _add(zipped, "table.csv", rendered(*tabulate(rows, None, ["all"]), "csv").encode())
+                for name in sorted(row["exp_id"] for row in rows):
+                    for path in _files(runs / name, wandb, warnings):
+                        content = _scrubbed(path, warnings)
+                        if content is not None:
+                            _add(zipped, path.relative_to(runs).as_posix(), content)
+                count = len(zipped.infolist())
+            with open(beside, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(beside, output)
+        finally:
+            beside.unlink(missing_ok=True)
+        sync_directory(output.parent)
+    return count, warnings
+
+
+def _files(run: Path, wandb: bool, warnings: list[str]) -> Iterator[Path]:
+    """What is shared of a run, in the order of names. Links are not followed."""
+    left = _FOLDERS - ({"wandb"} if wandb else set())
+    for folder, folders, names in os.walk(run):
+        folders[:] = sorted(name for name in folders if name not in left and not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder) / name
+            if name in (LEASE, GUARD) or name.startswith(".") or path.is_symlink() or not path.is_file():
+                continue
+            if path.suffix in _WEIGHTS:
+                warnings.append(f"left out: {path}: looks like weights.")
+            elif any(fnmatch(name, pattern) for pattern in SECRET_FILES):
+                warnings.append(f"left out: {path}: its name is that of a file with keys.")
+            elif path.stat().st_size > MAX_FILE_BYTES:
+                warnings.append(f"left out: {path}: {path.stat().st_size / 1e6:.0f} MB, more than {MAX_FILE_BYTES / 1e6:.0f}.")
+            else:
+                yield path
+
+
+def _scrubbed(path: Path, warnings: list[str]) -> bytes | None:
+    """The content without keys; None: it is left out.
+
+    Raises:
+        DataError: it is an exp_dict.json with a key.
+    """
+    try:
+        with reading(path):
+            content = path.read_bytes()
+    except FileNotFoundError:
+        return None  # a live run has replaced it since
+    clean, count = _KEYS.subn(_hidden, content)
+    if not count:
+        return content
+    if path.name == EXP_DICT:
+        raise DataError(f"{path}: holds what looks like a key. The id depends on it, so it cannot be hidden; nothing was written.")
+    if b"\0" in content or path.suffix == ".pkl":
+        warnings.append(f"left out: {path}: holds what looks like a key, and is no text.")
+        return None
+    warnings.append(f"hidden: {count} times what looks like a key in {path}.")
+    return clean
+
+
+def _hidden(match: re.Match[bytes]) -> bytes:
+    return match["scheme"] + b"***@" if match["scheme"] else (match["name"] or b"") + b"***"
+
+
+def _add(zipped: zipfile.ZipFile, name: str, content: bytes) -> None:
+    entry = zipfile.ZipInfo(name)  # of 1980: no times, no owners
+    entry.create_system, entry.external_attr = 3, 0o644 << 16
+    zipped.writestr(entry, content, zipfile.ZIP_DEFLATED, 6)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m results.share", description=__doc__)
+    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
+    parser.add_argument("-e", "--group", help="only the runs of this group")
+    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds, such as \"state == 'done'\"")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the zip to write")
+    parser.add_argument("--wandb", action="store_true", help="with the folders of wandb, which hold the machine's name and user")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
