@@ -104,30 +104,34 @@ def _jobs(request: Request, given: Resources, todo: Sequence[Planned], option: s
     after_jobs = _parents(request, given, todo)
     own = {item.exp_id: given.of(item.exp) for item in todo}
     code = snapshot.take(request.root, request.runs.resolve() / SNAPSHOTS, (request.runs, *request.leave_out))
-    made = []
-    for item in todo:
-        place = request.runs.resolve() / item.exp_id
-        if place.exists() and item.exp_id in request.chosen and (request.reset or option == "reset"):
-            rundir.start_over(place)
-        if not (place / saved.EXP_DICT).exists():  # the job finds its experiment there, as haven's jobs do
-            with files.writing(place):
-                place.mkdir(parents=True, exist_ok=True)
-            files.write_json(place / saved.EXP_DICT, item.exp)
-        saved.join_groups(place, item.groups)
-        made.append(
-            Job(
-                item.exp_id,
-                tuple(request.command(item.exp_id)),
-                code,
-                place,
-                request.runs.resolve() / jobs.LOGS,
-                request.python_binary,
-                tuple(references.parents(item.exp)),
-                after_jobs[item.exp_id],
-                own[item.exp_id],
-            )
+    submissions.at_once(lambda item: _prepare(request, item, option), todo)
+    runs = request.runs.resolve()
+    return [
+        Job(
+            item.exp_id,
+            tuple(request.command(item.exp_id)),
+            code,
+            runs / item.exp_id,
+            runs / jobs.LOGS,
+            request.python_binary,
+            tuple(references.parents(item.exp)),
+            after_jobs[item.exp_id],
+            own[item.exp_id],
         )
-    return made
+        for item in todo
+    ]
+
+
+def _prepare(request: Request, item: Planned, option: str) -> None:
+    """Write what a job finds in its save directory, as haven's jobs do; put aside what lies there where it starts over."""
+    place = request.runs.resolve() / item.exp_id
+    if place.exists() and item.exp_id in request.chosen and (request.reset or option == "reset"):
+        rundir.start_over(place)
+    if not (place / saved.EXP_DICT).exists():
+        with files.writing(place):
+            place.mkdir(parents=True, exist_ok=True)
+        files.write_json(place / saved.EXP_DICT, item.exp)
+    saved.join_groups(place, item.groups)
 
 
 def _parents(request: Request, given: Resources, todo: Sequence[Planned]) -> dict[str, tuple[str, ...]]:
