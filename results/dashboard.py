@@ -39,23 +39,22 @@ class Dashboard:
         self.runs = runs
         self.found = self.shown = overview.Overview(runs)
         select, many, text = pn.widgets.Select, pn.widgets.MultiChoice, pn.widgets.TextInput
-        self.group = select(name="Group", options=list(dict.fromkeys([ALL, group or ALL])), value=group or ALL, width=190)
-        self.states = many(name="States", css_classes=["states"], width=240, placeholder="all", solid=False)
-        self.where = text(name="Expression", placeholder="model.stride > 2 and state == 'done'", sizing_mode="stretch_width")
-        self.text = text(name="Search", placeholder="in ids, configs and reasons", width=230)
+        self.group = select(label="Group", options=list(dict.fromkeys([ALL, group or ALL])), value=group or ALL, width=190)
+        self.states = many(label="States", css_classes=["states"], width=240, placeholder="all", solid=False)
+        self.where = text(label="Expression", placeholder="model.stride > 2 and state == 'done'", sizing_mode="stretch_width")
+        self.text = text(label="Search", placeholder="in ids, configs and reasons", width=230)
         self.live = pn.widgets.Switch(value=live, css_classes=["live-switch"], width=34, margin=(7, 4, 0, 0))
         self.seconds = select(options={f"every {n} s": n for n in SECONDS}, value=5, width=105, margin=(0, 5))
-        self.by = many(
-            name="Rows by", css_classes=["by"], placeholder="what varies, but the seed", solid=False, sizing_mode="stretch_width"
-        )
-        self.scores = many(name="Scores", css_classes=["scores"], placeholder="the headline ones", solid=False, sizing_mode="stretch_width")
-        self.spread = select(name="Spread", options={"± std": "std", "95 % interval": "ci95"}, width=120)
-        self.metric = select(name="Metric", sizing_mode="stretch_width")
-        self.x = select(name="x axis", options=["step"], sizing_mode="stretch_width")
-        self.logarithmic = pn.widgets.Checkbox(name="log y", width=70, margin=(26, 5, 0, 5))
-        self.experiment = select(name="Experiment", width=460)
-        self.other = select(name="Compare with", width=460)
-        self.log_file = select(name="Log file", width=200)
+        self.by = many(label="Rows by", css_classes=["by"], placeholder="what varies, but the seed", solid=False)
+        self.scores = many(label="Scores", css_classes=["scores"], placeholder="the headline ones", solid=False)
+        self.by.sizing_mode = self.scores.sizing_mode = "stretch_width"
+        self.spread = select(label="Spread", options={"± std": "std", "95 % interval": "ci95"}, width=120)
+        self.metric = select(label="Metric", sizing_mode="stretch_width")
+        self.x = select(label="x axis", options=["step"], sizing_mode="stretch_width")
+        self.logarithmic = pn.widgets.Checkbox(label="log y", width=70, margin=(26, 5, 0, 5))
+        self.experiment = select(label="Experiment", width=460)
+        self.other = select(label="Compare with", width=460)
+        self.log_file = select(label="Log file", width=200)
         self.head, self.time, self.problem, self.warnings, self.curve_note = (panes.page() for _ in range(5))
         self.details = [panes.page() for _ in range(4)]
         self.results = panes.table("results", page_size=10)
@@ -181,7 +180,7 @@ class Dashboard:
         row = self.found.row(name)
         if row is None:
             return markup.note("It has no experiment dict yet, or one that cannot be read.")
-        config = markup.plain_table(("config", "value"), [(key, row[key]) for key in results.config_keys(row)])
+        config = markup.plain_table(("config", "value"), [(key, overview.spelled(row[key])) for key in results.config_keys(row)])
         return config + markup.plain_table(("last start", ""), overview.environment(self.runs, name).items())
 
     def _differences(self, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from results import plot, table
 from src.errors import ConfigError, RunError, UserError
 from src.experiments import curves as banded
-from src.experiments import results, saved
+from src.experiments import query, results, saved
 from src.files import read_json
 from src.launch import jobs as launched
 
@@ -98,9 +98,11 @@ def select(found: Overview, states: Sequence[str] = (), where: str = "", text: s
     rows, listed = found.rows, found.jobs
     if states:
         listed = [job for job in listed if job.state in states]
-    if where.strip() and rows:
+    if where.strip():
         try:
-            holds = {row["exp_id"] for row in results.where(rows, where)}
+            if not rows:
+                query.compile(where, "--where")  # there are no names to know
+            holds = {row["exp_id"] for row in results.where(rows, where)} if rows else set()
         except ConfigError as error:
             raise ConfigError(str(error).replace("--where", "expression", 1)) from None
         listed = [job for job in listed if job.exp_id in holds]
@@ -168,7 +170,7 @@ def differing(found: Overview) -> dict[str, str]:
     """Exp id -> what tells it from the others: "stride=2, seed=0"."""
     keys = results.varying(found.rows)
     names = results.short_names(keys)
-    return {row["exp_id"]: ", ".join(f"{names[key]}={str(row.get(key, '–'))[:16]}" for key in keys) for row in found.rows}
+    return {row["exp_id"]: ", ".join(f"{names[key]}={spelled(row[key])[:16] if key in row else '–'}" for key in keys) for row in found.rows}
 
 
 def job_cells(job: launched.Row, told: str) -> list[str]:
@@ -197,6 +199,11 @@ def duration(seconds: float | None) -> str:
         if seconds >= size:
             return f"{int(seconds // size)} {large} {int(seconds % size // part)} {small}"
     return f"{seconds:.0f} s"
+
+
+def spelled(value: Any) -> str:
+    """A value of a config: a text as it is, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def differences(runs: Path, one: str, other: str) -> list[tuple[str, str, str]]:
@@ -243,7 +250,7 @@ def tail(path: Path, lines: int) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, str):
         return value[:8] if _ID.fullmatch(value) else value
-    return "–" if value is None else json.dumps(value)
+    return "–" if value is None else spelled(value)
 
 
 def _score(row: dict[str, Any], name: str, spread: str) -> str:

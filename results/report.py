@@ -130,6 +130,7 @@ def _curves(found: overview.Overview, metrics: Sequence[str]) -> str:
 
 def _picture(lines: Sequence[overview.Line], metric: str) -> str:
     """An SVG in base64. No text of a run is read as mathematics."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -146,7 +147,8 @@ def _picture(lines: Sequence[overview.Line], metric: str) -> str:
         for text in legend.get_texts():
             text.set_parse_math(False)
     written = io.BytesIO()
-    FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})
+    with rc_context({"svg.hashsalt": metric}):  # the same picture each time
+        FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})
     return base64.b64encode(written.getvalue()).decode("ascii")
 
 
@@ -163,8 +165,8 @@ def _configuration(found: overview.Overview) -> str:
     varying = results.varying(found.rows)
     shared = [key for key in results.config_keys(found.rows[0]) if key not in varying]
     names = results.short_names(varying)
-    different = [[row["exp_id"][:8], *(row.get(key, "–") for key in varying)] for row in found.rows]
-    tables = [markup.plain_table(("in all", ""), [(key, found.rows[0][key]) for key in shared])] if shared else []
+    different = [[row["exp_id"][:8], *(overview.spelled(row[key]) if key in row else "–" for key in varying)] for row in found.rows]
+    tables = [markup.plain_table(("in all", ""), [(key, overview.spelled(found.rows[0][key])) for key in shared])] if shared else []
     return "".join([*tables, markup.plain_table(("different", *(names[key] for key in varying)), different)] if varying else tables)
 
 

@@ -1,5 +1,6 @@
 """The dashboard and the report in a real browser: what a reader clicks and sees. Nothing may be asked of another machine."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from results import report
 from src.experiments.rundir import RunDir
 from tests.conftest import ROOT
 
@@ -256,3 +258,33 @@ def test_text_of_a_run_is_shown_and_never_obeyed(browser: Browser, tmp_path: Pat
         expect(page.get_by_text("this is the log of <img")).to_be_visible()
         assert page.evaluate("window.hacked") is None
         assert page.locator("img[src=x]").count() == 0
+
+
+def test_the_notebook_is_served_as_the_same_page(browser: Browser, world: World):
+    env = os.environ | {"TRAINVAL_RUNS": str(world.runs)}
+    serve = ["panel", "serve", "results/results.ipynb", "--port", "0", "--address", "127.0.0.1"]
+    with served(serve, env) as address, opened(browser, address) as page:
+        expect(rows(page, "results")).to_have_count(4, timeout=3 * SLOW)
+        expect(rows(page, "results").nth(0)).to_contain_text("0.3 ± 0.071")
+        expect(rows(page, "jobs")).to_have_count(7)
+
+
+def test_the_report_opens_offline(browser: Browser, world: World, tmp_path: Path):
+    output = tmp_path / "report.html"
+    assert report.main([str(world.runs), "-o", str(output)]) == 0
+    moved = Path(shutil.move(output, tmp_path / "elsewhere.html"))
+    context = browser.new_context(offline=True, java_script_enabled=False)
+    asked: list[str] = []
+    told: list[str] = []
+    page = context.new_page()
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: told.append(message.text))
+    page.goto(moved.as_uri())
+    expect(page.get_by_role("heading", name="Results")).to_be_visible()
+    expect(page.locator("tr").filter(has_text="CUDA out of memory on step 4")).to_be_visible()
+    picture = page.get_by_alt_text("val_loss by step").bounding_box()
+    assert picture is not None
+    assert picture["height"] > 200
+    context.close()
+    assert [url for url in asked if not url.startswith("data:")] == [moved.as_uri()]
+    assert not told

@@ -33,4 +33,5 @@ def test_every_cell_runs(runs: Path, monkeypatch: pytest.MonkeyPatch):
     assert "image/png" in kinds
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("0.683" in output.get("data", {}).get("text/html", "") for output in shown), "the mean of the best configuration"
+    assert any("Compare with" in output.get("data", {}).get("text/html", "") for output in shown), "the dashboard"
     assert any(r"val\_loss" in output.get("text", "") for output in shown), "the LaTeX table"

@@ -1,0 +1,261 @@
+"""The dashboard without a browser: what its widgets hold after each choice, and what the overview makes of damaged folders."""
+
+import asyncio
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from results import chart, dashboard, overview
+from results.dashboard import Dashboard
+from src.errors import ConfigError
+from src.experiments.rundir import RunDir
+from tests.conftest import ROOT
+
+# panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of
+pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.errors.Pandas4Warning")
+
+
+@pytest.fixture
+def page(runs: Path) -> Dashboard:
+    return Dashboard(runs)
+
+
+def cells(frame: pd.DataFrame, column: str) -> list[str]:
+    return frame[column].tolist()
+
+
+def fail(runs: Path, stride: int = 7, reason: str = "out of memory") -> str:
+    exp = {"recipe": "toy", "seed": 0, "model": {"name": "m", "stride": stride, "kind": "other"}}
+    with RunDir.open(runs, exp, exp, facts={"groups": ["repair"]}) as run:
+        run.scores.append({"step": 1, "val_loss": 9.0})
+        run.set_status("failed", reason=reason, step=1)
+    return run.exp_id
+
+
+def test_the_table_of_results_is_that_of_the_command_line(page: Dashboard):
+    shown = page.results.value
+    assert list(shown.columns) == ["stride", "val_loss", "train_loss", "em", "runs", "step", "state"]
+    assert shown.iloc[0].tolist() == ["1", "0.6833 ± 0.1", "1 ± 0", "0.25 ± 0", "3", "4", "done"]
+    page.spread.value = "ci95"
+    assert page.results.value.iloc[0, 1] == "0.6833 ± 0.25"
+
+
+def test_columns_and_what_makes_a_row_can_be_chosen(page: Dashboard):
+    page.by.value = ["seed"]
+    page.scores.value = ["em"]
+    page.metric.value = "em"
+    assert list(page.results.value.columns) == ["seed", "em", "runs", "step", "state"]
+    assert cells(page.results.value, "runs") == ["2", "2", "2"]
+
+
+def test_the_curves_are_means_with_their_deviation(page: Dashboard):
+    best, other = page.plot._sources
+    assert (best.data["label"][0], other.data["label"][0]) == ("stride=1 (3)", "stride=2 (3)")
+    assert best.data["x"] == [1, 2, 3, 4]
+    assert best.data["mean"] == pytest.approx([1 / step + 0.1 + 1 / 3 for step in range(1, 5)])
+    assert [m - low for m, low in zip(best.data["mean"], best.data["low"], strict=True)] == pytest.approx([0.1] * 4)
+    page.x.value = "train_loss"
+    assert page.plot._sources[0].data["x"] == [1.0] * 4
+
+
+def test_new_points_are_sent_into_the_picture_that_is_there(page: Dashboard):
+    before = page.plot.pane.object
+    exp_id = page.shown.rows[0]["exp_id"]
+    row = page.found.row(exp_id)
+    assert row is not None
+    with (page.runs / exp_id / "scores.jsonl").open("a") as scores:
+        scores.write(json.dumps({"step": 5, "val_loss": 0.01}) + "\n")
+    page.reload()
+    assert page.plot.pane.object is before, "a reader's zoom is gone"
+    assert any(source.data["x"] == [1, 2, 3, 4, 5] for source in page.plot._sources)
+
+
+def test_nothing_is_sent_where_nothing_changed(page: Dashboard):
+    sent: list[str] = []
+    for widget in (page.results, page.jobs):
+        widget.param.watch(lambda event: sent.append(event.name), ["value", "selection", "titles"])
+    for widget in (page.metric, page.experiment, page.states, page.group):
+        widget.param.watch(lambda event: sent.append(event.name), ["options", "value"])
+    page.plot.pane.param.watch(lambda event: sent.append(event.name), "object")
+    page.reload()
+    assert sent == []
+
+
+def test_filters(page: Dashboard):
+    fail(page.runs)
+    page.reload()
+    assert page.group.options == ["all", "repair", "tiny"]
+    page.group.value = "repair"
+    assert len(page.jobs.value) == 1
+    page.group.value = "all"
+    page.states.value = ["failed"]
+    assert cells(page.jobs.value, "reason") == ["out of memory"]
+    page.states.value = []
+    page.where.value = "model.stride == 2 and status == 'done'"
+    assert len(page.jobs.value) == 3
+    page.text.value = "SEED=1"
+    assert len(page.jobs.value) == 1
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("model.strid > 1", "expression: unknown name 'model.strid'. Did you mean 'model.stride'?"),
+        ("model.stride >", "expression, character"),
+        ("__import__('os')", "expression, character"),
+    ],
+)
+def test_a_wrong_expression_is_told_and_what_was_shown_stays(page: Dashboard, expression: str, message: str):
+    page.where.value = "model.stride == 2"
+    page.where.value = expression
+    assert message in page.problem.object.replace("&#x27;", "'").replace("&gt;", ">")
+    assert len(page.jobs.value) == 3
+    page.where.value = ""
+    assert page.problem.object == ""
+    assert len(page.jobs.value) == 6
+
+
+def test_what_wants_attention_stands_first_and_is_chosen(page: Dashboard):
+    exp_id = fail(page.runs)
+    page = Dashboard(page.runs)
+    assert cells(page.jobs.value, "experiment")[0] == exp_id[:8]
+    assert page.experiment.value == exp_id
+    page.jobs.selection = [1]
+    assert page.experiment.value == page._ids[1]
+
+
+def test_the_choice_of_an_experiment_survives_a_new_run_above_it(page: Dashboard):
+    page.jobs.selection = [2]
+    chosen = page.experiment.value
+    fail(page.runs)
+    page.reload()
+    assert page.experiment.value == chosen
+    assert page._ids[page.jobs.selection[0]] == chosen
+
+
+def test_details(page: Dashboard, runs: Path):
+    one, other = (next(row["exp_id"] for row in page.found.rows if row["model.stride"] == stride and row["seed"] == 0) for stride in (1, 2))
+    (runs / "logs").mkdir()
+    (runs / "logs" / f"{one}.out.log").write_text("".join(f"<b>line {n}</b>\n" for n in range(1000)))
+    page.experiment.value = one
+    log = page.details[0].object
+    assert "&lt;b&gt;line 999&lt;/b&gt;" in log
+    assert "line 1&lt;" not in log
+    page.tabs.active = 1
+    assert '<td class="key">model.stride</td><td>1</td>' in page.details[1].object
+    page.tabs.active = 2
+    page.other.value = other
+    assert '<td class="key">config.model.stride</td><td>1</td><td>2</td>' in page.details[2].object
+    page.tabs.active = 3
+    assert one[:8] in page.details[3].object
+
+
+def test_damaged_directories_are_warned_of_and_the_rest_is_shown(runs: Path):
+    names = sorted(path.name for path in runs.iterdir() if len(path.name) == 32)
+    (runs / names[0] / "exp_dict.json").write_text("{")
+    (runs / names[1] / "status.json").write_text("[]")
+    with (runs / names[2] / "scores.jsonl").open("a") as scores:
+        scores.write("garbage\n")
+    shutil.rmtree(runs / names[3])
+    (runs / names[3]).write_text("a file")
+    page = Dashboard(runs)
+    assert page.warnings.visible
+    assert all(name in page.warnings.object for name in names[:3])
+    assert len(page.jobs.value) >= 5
+    assert 2 <= len(page.found.rows) <= 4
+    assert len(page.results.value) >= 1
+
+
+def test_experiments_that_are_only_queued_are_listed_without_a_warning(runs: Path):
+    waiting = runs / ("cd" * 16)
+    waiting.mkdir()
+    page = Dashboard(runs)
+    assert "cdcdcdcd" in cells(page.jobs.value, "experiment")
+    assert not page.warnings.visible
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_empty_folder_is_a_page_that_says_so(tmp_path: Path, there: bool):
+    folder = tmp_path / "nothing"
+    if there:
+        folder.mkdir()
+    page = Dashboard(folder)
+    assert ("no runs in this folder" if there else "no such folder") in page.warnings.object
+    assert len(page.results.value) == 0
+    page.where.value = "seed == 0"
+    fail(folder)
+    page.reload()
+    assert len(page.jobs.value) == 1
+
+
+def test_a_group_that_nobody_asked_for_is_told(runs: Path):
+    page = Dashboard(runs, "tny")
+    assert "Did you mean &#x27;tiny&#x27;?" in page.warnings.object
+    assert page.group.value == "tny"
+
+
+def test_a_tick_reads_the_folder_and_never_two_at_once(page: Dashboard):
+    fail(page.runs)
+
+    async def twice() -> None:
+        first = asyncio.ensure_future(page.tick())
+        await asyncio.sleep(0)
+        assert page._busy
+        await page.tick()
+        assert len(page.jobs.value) == 6, "the second one must not have read"
+        await first
+
+    asyncio.run(twice())
+    assert len(page.jobs.value) == 7
+    assert not page._busy
+
+
+def test_many_configurations_are_cut_to_the_best(tmp_path: Path):
+    for stride in range(overview.LINES + 3):
+        exp = {"recipe": "toy", "model": {"stride": stride}}
+        with RunDir.open(tmp_path, exp, exp) as run:
+            run.scores.append({"step": 1, "em": 1.0 * stride})
+            run.set_status("done")
+    drawn = overview.curves(overview.load(tmp_path), "em")
+    assert [line.mean for line in drawn.lines] == [[float(stride)] for stride in range(overview.LINES + 2, 2, -1)]
+    assert drawn.notes == [f"The best {overview.LINES} of {overview.LINES + 3} configurations; filter to see others."]
+
+
+def test_durations_are_short_words():
+    times = {None: "–", 0.4: "0 s", 59: "59 s", 61: "1 min 1 s", 4000: "1 h 6 min", 200_000: "2 d 7 h"}
+    assert {seconds: overview.duration(seconds) for seconds in times} == times
+
+
+def test_a_curve_without_lines_is_an_empty_picture():
+    plot = chart.Plot()
+    plot.show([], "", "step", False)
+    assert plot.pane.object is not None
+
+
+def test_an_overview_selects_without_rows(tmp_path: Path):
+    tmp_path.joinpath("ab" * 16).mkdir()
+    found = overview.load(tmp_path)
+    assert overview.select(found, where="a == 1").jobs == []
+    with pytest.raises(ConfigError, match="expression"):
+        overview.select(found, where="a ==")
+
+
+def test_a_port_that_is_taken_is_one_line(runs: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "results.dashboard", str(runs), "--port", str(port)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"--port {port}: cannot listen on 127.0.0.1: Address already in use. Choose another port, or 0 for a free one.\n"
+
+
+def test_the_help_needs_no_server():
+    namespace = dashboard._parser().parse_args(["RUNS", "-e", "g", "--port", "0"])
+    assert SimpleNamespace(**vars(namespace)) == SimpleNamespace(runs=Path("RUNS"), group="g", port=0, address="127.0.0.1", origin=None)
