@@ -198,30 +198,28 @@ def _largest_array(patience_seconds: float) -> int:
 def _grouped(config: Config, jobs: Sequence[Job], largest: int) -> list[_Array]:
     """Arrays of jobs with equal resources and parents, parents' arrays first: a group's first job stands behind all its parents."""
     place = {job.exp_id: i for i, job in enumerate(jobs)}
-    groups: list[tuple[object, _Array]] = []
+    groups: dict[object, _Array] = {}
+    own = config.model_dump_json()
     for i, job in enumerate(jobs):
-        parents = {exp_id for exp_id in job.after if place.get(exp_id, i) < i}
+        parents = frozenset(exp_id for exp_id in job.after if place.get(exp_id, i) < i)
         resources = job.resources if isinstance(job.resources, Config) else config
-        key = (resources, parents, set(job.after_jobs))
-        group = next((array for known, array in groups if known == key), None)
-        if group is None:
-            group = _Array(resources, [])
-            groups.append((key, group))
-        group.jobs.append(job)
-    return [_Array(group.config, group.jobs[i : i + largest]) for _, group in groups for i in range(0, len(group.jobs), largest)]
+        # A config that holds a dict has no hash; its JSON does as well.
+        key = (own if resources is config else resources.model_dump_json(), parents, frozenset(job.after_jobs))
+        groups.setdefault(key, _Array(resources, [])).jobs.append(job)
+    return [_Array(group.config, group.jobs[i : i + largest]) for group in groups.values() for i in range(0, len(group.jobs), largest)]
 
 
 def _all_tasks(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("array-*") if re.fullmatch(r"array-\d+", path.name) and path.is_dir())
+    return sorted(path for path in folder.glob("array-*.tasks") if re.fullmatch(r"array-\d+", path.stem))
 
 
 def _name(tasks: Path) -> str:
     """The job name of an array; a submission has a name of its own, so no other array has this one."""
-    return f"{tasks.parent.name}.{tasks.name}"
+    return f"{tasks.parent.name}.{tasks.stem}"
 
 
 def _new_tasks(array: _Array, folder: Path) -> Path:
-    tasks = folder.absolute() / f"array-{len(_all_tasks(folder)):03d}"
+    tasks = folder.absolute() / f"array-{len(_all_tasks(folder)):03d}.tasks"
     config = array.config
     lines = [task_line(job, config.processes, config.environment, config.setup) for job in array.jobs]
     write_tasks(tasks, array.jobs, lines, config.requeue)
@@ -238,7 +236,7 @@ def _sbatch(array: _Array, script: Path, tasks: Path, queued: dict[str, str]) ->
         "job-name": _name(tasks),
         "array": f"0-{len(first) - 1}{throttle}",
         "chdir": tasks.parent,
-        "output": f"{tasks.name}.log",
+        "output": f"{tasks.stem}.log",
         "open-mode": "append",
         "requeue" if config.requeue else "no-requeue": True,
         "kill-on-invalid-dep": "yes",

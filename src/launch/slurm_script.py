@@ -1,5 +1,6 @@
-"""What a Slurm array runs: one script for all, and a file with the command of each task. No value ever stands in the script."""
+"""What a Slurm array runs: one script for all, and one file with what each task runs. No value ever stands in the script."""
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,16 +11,19 @@ from src.launch.command import STOPPED, Processes, shell_line
 from src.launch.job import Job
 
 SCRIPT = "job.sh"
-IDS = "ids"
 _SCRIPT_TEXT = """\
 #!/bin/bash
-# One task of an array: $1/<task>.facts says where it logs, $1/<task>.sh what it runs.
+# One task of an array. The file $1 holds five fields for each, each ended by a zero byte:
+# its experiment, where its output and its errors go, whether it may be queued again, the bash that it runs.
 # Near the time limit Slurm sends USR1 to this script alone: the task is told to stop, and queued again once it has written its
 # checkpoint. Slurm's TERM (a preemption, scancel) reaches every process by itself; what follows then is Slurm's to decide.
 this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-task=$1/$SLURM_ARRAY_TASK_ID
-. "$task.facts" || exit 1
-exec >> "$OUT" 2>> "$ERR"
+mapfile -d '' -s $((5 * SLURM_ARRAY_TASK_ID)) -n 5 task < "$1"
+if [ ${#task[@]} -ne 5 ]; then
+    echo "$this: $1 does not hold its command" >&2
+    exit 1
+fi
+exec >> "${task[1]}" 2>> "${task[2]}"
 
 step= told= signals=0
 tell() {
@@ -41,7 +45,7 @@ trap 'told=${told:-TERM}; signals=$((signals + 1))' TERM
 
 export NNODES=${SLURM_NNODES:-1} MASTER_ADDR=127.0.0.1
 export MASTER_PORT=$((20000 + (SLURM_JOB_ID + 3989 * ${SLURM_RESTART_COUNT:-0}) % 10000))
-start=(bash "$task.sh")
+start=(bash -c "${task[4]}")
 if [ "$NNODES" -gt 1 ]; then
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     # Its address, as names of nodes need not mean anything outside Slurm.
@@ -62,7 +66,10 @@ while :; do
     code=$?
     [ "$signals" != "$before" ] || break
 done
-if [ "$told" = USR1 ] && [ "$REQUEUE" = 1 ]; then
+if [ $code -eq STOPPED ] && [ -z "$told" ] && [ "$NNODES" -gt 1 ]; then
+    code=1  # nobody asked for a stop but srun, after the failure of another node
+fi
+if [ "$told" = USR1 ] && [ "${task[3]}" = 1 ]; then
     case $code in
         STOPPED | 137 | 143)
             for pause in 1 2 4 8 16; do
@@ -88,20 +95,19 @@ def write_script(folder: Path) -> Path:
 
 
 def write_tasks(tasks: Path, jobs: Sequence[Job], lines: Sequence[str], requeue: bool) -> None:
-    """Write the files of the array's tasks to the new folder `tasks`: task i is jobs[i] and runs lines[i].
+    """Write the file of an array: task i is jobs[i] and runs lines[i]. A thousand small files would take seconds.
 
     Raises:
         RunError: the disk refuses.
     """
     with writing(tasks):
-        tasks.mkdir()
         for log_dir in {job.log_dir for job in jobs}:
             log_dir.mkdir(parents=True, exist_ok=True)
-        for i, (job, line) in enumerate(zip(jobs, lines, strict=True)):
-            out, err = (shlex.quote(str(job.log_dir.absolute() / f"{job.exp_id}.{stream}.log")) for stream in ("out", "err"))
-            (tasks / f"{i}.facts").write_text(f"OUT={out}\nERR={err}\nREQUEUE={int(requeue)}\n", encoding="utf-8", errors="surrogateescape")
-            (tasks / f"{i}.sh").write_text(line, encoding="utf-8", errors="surrogateescape")
-        (tasks / IDS).write_text("".join(f"{job.exp_id}\n" for job in jobs), encoding="utf-8")
+    fields = []
+    for job, line in zip(jobs, lines, strict=True):
+        logs = job.log_dir.absolute()
+        fields += [job.exp_id, f"{logs}/{job.exp_id}.out.log", f"{logs}/{job.exp_id}.err.log", str(int(requeue)), line]
+    write_atomic(tasks, os.fsencode("".join(f"{field}\0" for field in fields)))
 
 
 def task_line(job: Job, processes: Processes, environment: Mapping[str, str], setup: Sequence[str]) -> str:
@@ -119,15 +125,16 @@ def task_line(job: Job, processes: Processes, environment: Mapping[str, str], se
             f"bash -c {shlex.quote(shell_line(job, processes, environment))}",
             "code=$?",
             f'[ $code -ne {STOPPED} ] || [ "$NODE_RANK" = 0 ] || code=0',
-            "exit $code\n",
+            "exit $code",
         ]
     )
 
 
 def read_ids(tasks: Path) -> list[str]:
-    """The experiment of each task of an array; empty where the file was never written."""
-    try:
-        with reading(tasks / IDS, RunError):
-            return (tasks / IDS).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
+    """The experiment of each task of an array.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    with reading(tasks, RunError):
+        return [os.fsdecode(field) for field in tasks.read_bytes().split(b"\0")[:-1:5]]

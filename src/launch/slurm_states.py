@@ -39,21 +39,27 @@ def seen(job_ids: Sequence[str], patience_seconds: float) -> dict[str, Seen]:
     - The controller knows an id (it does until some minutes after its end): that counts.
     - It does not, and accounting has its end: that counts.
     - Accounting says that it waits or runs, and the controller does not know it, or accounting does not answer: "unknown".
-    - Accounting answers and does not know it either, or there is no accounting in this cluster: it is forgotten, and absent here.
+    - Accounting answers, and both know the array without this task: "cancelled". Slurm keeps no record of a task that was cancelled
+      before it started.
+    - Accounting answers and does not know the array either, or there is no accounting in this cluster: it is forgotten, and absent here.
 
     Raises:
         Away, LaunchError: the controller does not answer.
     """
     wanted = set(job_ids)
-    known = {job_id: what for job_id, what in _queue(_arrays(wanted), patience_seconds) if job_id in wanted}
+    queue = dict(_queue(_arrays(wanted), patience_seconds))
+    known = {job_id: queue[job_id] for job_id in wanted & queue.keys()}
     if not (rest := wanted - known.keys()):
         return known
     try:
-        return known | {job_id: what for job_id, what in _accounting(_arrays(rest), patience_seconds).items() if job_id in rest}
+        records = _accounting(_arrays(rest), patience_seconds)
     except LaunchError as error:
         if isinstance(error, Refused) and _NO_ACCOUNTING.search(error.said):
             return known
         return known | {job_id: Seen("unknown", reason=str(error)) for job_id in rest}
+    arrays = {job_id.partition("_")[0] for job_id in (*queue, *records)}
+    never = Seen("cancelled", "CANCELLED", "cancelled before it started")
+    return known | {i: records.get(i, never) for i in rest if i in records or i.partition("_")[0] in arrays}
 
 
 def named(names: Sequence[str], patience_seconds: float, ended: bool = True) -> dict[str, list[str]]:

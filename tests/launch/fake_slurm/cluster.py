@@ -4,14 +4,20 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from src.launch import slurm
+from src.launch.job import Job
 from tests.launch.fake_slurm.program import CALLS_NAME, EMPTY, FAULTS_NAME, STATE_NAME
 
 PROGRAM = Path(__file__).with_name("program.py")
+SOON = slurm.Config(patience_seconds=30.0)
+IMPATIENT = slurm.Config(patience_seconds=2.5)
+"""For a Slurm that never answers."""
 COMMANDS = ("sbatch", "squeue", "sacct", "scancel", "scontrol")
 
 
@@ -68,3 +74,26 @@ class Cluster:
         """Ids of the tasks that wait or run."""
         arrays = self.state["arrays"].items()
         return [f"{a}_{i}" for a, array in arrays for i, task in array["tasks"].items() if task["state"] in ("PENDING", "RUNNING")]
+
+
+def job(folder: Path, exp_id: str, *args: str, **more: Any) -> Job:
+    """A job that prints its arguments as JSON."""
+    code = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    return Job(exp_id, ("-c", code, *args), folder, folder.parent / "runs" / exp_id, folder.parent / "logs", **more)
+
+
+class Notes(dict[str, str]):
+    """What submit told its caller, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[dict[str, str]] = []
+
+    def __call__(self, ids: Mapping[str, str]) -> None:
+        self.calls.append(dict(ids))
+        self.update(ids)
+
+
+def submit(jobs: Sequence[Job], folder: Path, config: slurm.Config = SOON) -> tuple[list[str], Notes]:
+    notes = Notes()
+    return slurm.submit(config, jobs, folder, notes), notes

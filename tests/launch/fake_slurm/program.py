@@ -134,7 +134,7 @@ def chosen(state: dict[str, Any], arguments: list[str]) -> list[tuple[str, str, 
 
 
 def squeue(state: dict[str, Any], arguments: list[str]) -> str:
-    rows = [row for row in chosen(state, arguments) if not row[2]["forgotten"]]
+    rows = [row for row in chosen(state, arguments) if not row[2]["forgotten"] and not row[2].get("vanished")]
     wanted = next((word.partition("=")[2].split(",") for word in arguments if word.startswith("--jobs=")), [])
     if len(wanted) == 1 and wanted[0] not in {row[0] for row in rows}:
         fail("slurm_load_jobs error: Invalid job id specified")
@@ -162,6 +162,8 @@ def sacct(state: dict[str, Any], arguments: list[str]) -> str:
     if not state["accounting"]:
         fail("Slurm accounting storage is disabled")
     rows = [row for row in chosen(state, arguments) if row[2]["forgotten"] != "everywhere"]
+    vanished = sorted({array for array, _, task in rows if task.get("vanished")})
+    rows = [row for row in rows if not row[2].get("vanished")]
     if any(word.endswith("JobID,JobName") for word in arguments):
         return "".join(f"{array}_{i}|{state['arrays'][array]['name']}\n" for array, i, _ in rows)
     lines = []
@@ -171,6 +173,7 @@ def sacct(state: dict[str, Any], arguments: list[str]) -> str:
         lines += [f"{array}_{i}|{earlier}{n:02}\n" for n in range(task["restarts"])]
         elapsed, submit = task["seconds"], f"2026-01-01T00:01:{task['restarts']:02}"
         lines.append(f"{array}_{i}|{task['state']}|{task['reason']}|{node}|{elapsed}|{task['exit']}|{submit}\n")
+    lines += [f"{array}|CANCELLED by 0|None|None assigned|0|0:0|2026-01-01T00:02:00\n" for array in vanished]
     return "".join(reversed(lines))
 
 
@@ -189,6 +192,8 @@ def scancel(state: dict[str, Any], arguments: list[str]) -> str:
             numbers += [str(i) for i in range(int(first), int(last or first) + 1)]
         tasks += [state["arrays"][array]["tasks"][number] for number in numbers]
     for task in tasks:
+        if task["state"] == "PENDING":
+            task.update(state="CANCELLED", vanished=True)  # Slurm keeps no record of a task that never started
         if task["state"] not in ENDED:
             task.update(state="CANCELLED by 0", reason="None")
     return ""

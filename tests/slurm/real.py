@@ -1,0 +1,90 @@
+"""What an administrator can do to a real Slurm, and waiting for what it does."""
+
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    """Poll until `condition` holds; fail with `what` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} seconds for {what}"
+        time.sleep(0.1)
+
+
+def command(*argv: str) -> str:
+    """What a command of Slurm prints; it must succeed."""
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{argv}: {done.stderr}"
+    return done.stdout
+
+
+class Cluster:
+    """A running Slurm."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._waiting: dict[str, float] = {}
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What `scontrol show job` says of one job."""
+        said = command("scontrol", "--oneliner", "show", "job", job_id)
+        return dict(re.findall(r"(\S+?)=(\S*)", said))
+
+    def nodes(self, job_id: str) -> list[str]:
+        return command("scontrol", "show", "hostnames", self.job(job_id)["NodeList"]).split()
+
+    def alive(self) -> list[str]:
+        """Ids of the jobs that wait, run or end."""
+        lines = command("squeue", "--noheader", "--array", "--states=all", "--format=%i %T").splitlines()
+        ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
+        return [job_id for job_id, word in map(str.split, lines) if word not in ended]
+
+    def hurry(self) -> None:
+        """Let jobs that were queued again start now: Slurm would have them wait two minutes.
+
+        But not within a second: the node would take the new start for the old one, whose permit was revoked.
+        """
+        now = time.monotonic()
+        lines = command("squeue", "--noheader", "--array", "--states=PENDING", "--format=%i %r").splitlines()
+        held = [line.split()[0] for line in lines if line.split()[1] == "BeginTime"]
+        self._waiting = {job_id: self._waiting.get(job_id, now) for job_id in held}
+        for job_id, since in self._waiting.items():
+            if now - since > 2:
+                subprocess.run(["scontrol", "update", f"jobid={job_id}", "StartTime=now"], capture_output=True, check=False)
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Until no job waits or runs; those that are queued again are hurried."""
+
+        def over() -> bool:
+            self.hurry()
+            return not self.alive()
+
+        wait_until(over, f"the end of {self.alive()}", seconds)
+
+    def preempt(self, job_id: str) -> None:
+        """Queue a job of the high partition on the nodes of `job_id`, which must go."""
+        nodes = ",".join(self.nodes(job_id))
+        command("sbatch", "--partition=high", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null", "--time=1", "--wrap=sleep 1")
+
+    def lose(self, node: str) -> None:
+        """Let Slurm take a node for dead."""
+        command("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+    def regain(self, node: str) -> None:
+        """Let a lost node serve again; it may have said by itself that it lives."""
+        subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], capture_output=True, check=False)
+
+        def serves() -> bool:
+            return "DOWN" not in command("scontrol", "--oneliner", "show", "node", node).partition("State=")[2].split()[0]
+
+        wait_until(serves, f"node {node}")
+
+    def clear(self) -> None:
+        """Cancel everything and wait for its end."""
+        if jobs := self.alive():
+            subprocess.run(["scancel", *jobs], capture_output=True, check=False)
+            wait_until(lambda: not self.alive(), "the end of cancelled jobs")

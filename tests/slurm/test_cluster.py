@@ -1,0 +1,240 @@
+"""Grids on a real Slurm: over two nodes with torchrun on both, disturbed in the middle, repaired, watched and ended."""
+
+import copy
+import hashlib
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from src.experiments import saved
+from src.experiments.grid import grid, ref
+from src.experiments.identity import exp_id
+from src.launch import jobs
+from tests import toy
+from tests.slurm.real import Cluster, command, wait_until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+STEPS = 32
+PARENTS = [{**copy.deepcopy(toy.BASE), "seed": seed} for seed in (0, 1)]
+CHILD: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
+CHILD["loop"] |= {"steps": STEPS, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 8}
+GRID = [
+    child
+    for i, parent in enumerate(PARENTS)
+    for child in grid(
+        {**CHILD, "model": {**CHILD["model"], "base": ref(parent)}}, {"seed": [3 * i + j for j in range(3)], "model.stride": [1, 2]}
+    )
+]
+LIMITED, PREEMPTED, LOST = (exp_id(GRID[i]) for i in (0, 1, 6))
+SMALL: dict[str, Any] = {**copy.deepcopy(toy.BASE)}
+SMALL["loop"] = {**SMALL["loop"], "steps": 8}
+FRAGILE = [{**SMALL, "seed": seed, "data": {**SMALL["data"], "corpus": corpus}} for seed in (5, 6, 7) for corpus in ("toy_text", "fragile")]
+LONG = [{**SMALL, "seed": seed, "loop": {**SMALL["loop"], "steps": 4000, "eval_every": 2000}} for seed in (8, 9)]
+GROUPS = {"parents": PARENTS, "grid": GRID, "fragile": FRAGILE, "long": LONG}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+JOB_CONFIGS: dict[str, Any] = {
+    "two_nodes": {
+        "launcher": "slurm",
+        "cpus_per_task": 4,
+        "environment": ONE_THREAD,
+        "processes": {"starter": "torchrun", "nodes": 2},
+        "overrides": [{"where": "seed == 0 and model.stride == 1", "time": 2, "signal_seconds": 20}],
+    },
+    "one": {"launcher": "slurm", "cpus_per_task": 2, "environment": ONE_THREAD},
+    "held": {"launcher": "slurm", "cpus_per_task": 2, "environment": ONE_THREAD, "options": {"hold": True}},
+}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> tuple[Path, Path]:
+    """(project, folder with data and runs)."""
+    data = toy.write_data(tmp_path / "data")
+    subprocess.run(["cp", "-r", str(data / "toy_text"), str(data / "fragile")], check=True)
+    root = toy.project(tmp_path, f"EXP_GROUPS = {GROUPS!r}\n")
+    (root / "job_configs.py").write_text(f"JOB_CONFIGS = {JOB_CONFIGS!r}\n")
+    return root, tmp_path
+
+
+def trainval(world: tuple[Path, Path], *arguments: str) -> str:
+    """What trainval.py says; it must succeed."""
+    done = toy.run(world[0], arguments, world[1])
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def states(world: tuple[Path, Path], group: str) -> dict[str, str]:
+    """State of each experiment as --job_option status prints it."""
+    lines = trainval(world, "-e", group, "--job_option", "status").splitlines()
+    return {line.split()[0]: line.split()[2] for line in lines if re.match(r"[0-9a-f]{32} ", line)}
+
+
+def job_id(folder: Path, identity: str) -> str:
+    job = saved.read_job(folder / "runs" / identity)
+    assert job is not None
+    return job["job_id"]
+
+
+def rows_written(folder: Path, identity: str) -> int:
+    path = folder / "runs" / identity / "scores.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def ranks(identity: str) -> Iterator[psutil.Process]:
+    """The training processes of an experiment, on all nodes, which are all here."""
+    for process in psutil.process_iter():
+        try:
+            if identity in process.cmdline() and "RANK" in process.environ():
+                yield process
+        except psutil.Error:
+            continue
+
+
+def told_to_stop(process: psutil.Process) -> bool:
+    """Whether SIGTERM waits for a process that is frozen, or has ended it."""
+    if not process.is_running():
+        return True
+    text = Path(f"/proc/{process.pid}/status").read_text()
+    return any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in re.findall(r"(?:SigPnd|ShdPnd):\s*(\w+)", text))
+
+
+def fingerprints(folder: Path, identity: str, steps: int) -> list[str]:
+    """Hashes of the weights and of the scores of a finished run."""
+    run = folder / "runs" / identity
+    paths = [run / "checkpoints" / f"step-{steps:08d}" / "model.safetensors", run / "scores.jsonl"]
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+
+
+class Disturbances:
+    """Each victim is frozen in the middle of its training, and only then hit; so that it is hit there, however fast it trains."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.frozen: dict[str, list[psutil.Process]] = {}
+        self.nodes_down: list[str] = []
+        self.over: set[str] = set()
+
+    def step(self) -> bool:
+        """Do what is due; True once all jobs have ended."""
+        self.cluster.hurry()
+        for victim in (PREEMPTED, LIMITED, LOST):
+            if victim not in self.frozen and 3 <= rows_written(self.folder, victim) < STEPS - 8:
+                self.freeze(victim)
+        limited = self.frozen.get(LIMITED, [])
+        if LIMITED not in self.over and len(limited) == 2 and all(map(told_to_stop, limited)):
+            self.over.add(LIMITED)
+            for process in limited:
+                process.resume()
+        for name in self.nodes_down:
+            if LOST in self.frozen and not any(process.is_running() for process in self.frozen[LOST]):
+                self.cluster.regain(name)
+                self.nodes_down.remove(name)
+        return not self.cluster.alive()
+
+    def freeze(self, victim: str) -> None:
+        found = list(ranks(victim))
+        if len(found) != 2:
+            return
+        for process in found:
+            process.suspend()
+        self.frozen[victim] = found
+        where = job_id(self.folder, victim)
+        if victim == PREEMPTED:
+            self.cluster.preempt(where)  # Slurm wakes the processes when it tells them to stop
+            self.over.add(victim)
+        elif victim == LOST:
+            self.nodes_down.append(self.cluster.nodes(where)[-1])
+            self.cluster.lose(self.nodes_down[-1])
+            self.over.add(victim)
+
+
+def test_a_grid_over_two_nodes_ends_as_an_uninterrupted_local_run(cluster: Cluster, world: tuple[Path, Path]):
+    root, folder = world
+    undisturbed = folder / "local"
+    undisturbed.mkdir()
+    (undisturbed / "data").symlink_to(folder / "data")
+    arguments = ["-e", "grid", "--with-parents", "--log_every", "1"]
+    said = trainval(world, *arguments, "-j", "two_nodes")
+    assert "nothing to submit" in trainval(world, *arguments, "-j", "two_nodes"), said
+    arrays = {job_id(folder, exp_id(exp)).partition("_")[0] for exp in [*PARENTS, *GRID]}
+    assert len(arrays) == 4, "parents; children of each parent, and the one that the override names"
+    disturbances = Disturbances(cluster, folder)
+    wait_until(disturbances.step, "the grid", 400)
+    assert disturbances.over == {PREEMPTED, LIMITED, LOST}
+    rows = {row.exp_id: row for row in jobs.table(folder / "runs", [exp_id(exp) for exp in GRID])}
+    assert {row.state for row in rows.values()} == {"done"}, rows
+    for victim in (PREEMPTED, LIMITED, LOST):
+        assert cluster.job(job_id(folder, victim))["Restarts"] == "1"
+        assert "continues from step" in (folder / "runs" / victim / "logs" / "train.log").read_text()
+        assert rows[victim].attempts == 2
+    assert [row.attempts for row in rows.values()].count(1) == 9
+    assert not cluster.alive()
+
+    done = toy.run(root, arguments, undisturbed, processes=2)
+    assert done.returncode == 0, done.stderr
+    for exp in [*PARENTS, *GRID]:
+        steps = exp["loop"]["steps"]
+        assert fingerprints(folder, exp_id(exp), steps) == fingerprints(undisturbed, exp_id(exp), steps)
+
+
+def submissions(folder: Path) -> list[list[str]]:
+    """The experiments of each submission, the oldest first."""
+    paths = sorted((folder / "runs" / "submissions").glob("*/submission.json"))
+    return [json.loads(path.read_text())["experiments"] for path in paths]
+
+
+def test_retry_runs_exactly_what_failed(cluster: Cluster, world: tuple[Path, Path]):
+    folder = world[1]
+    trainval(world, "-e", "fragile", "-j", "held")
+    (folder / "data" / "fragile").rename(folder / "data" / "away")
+    command("scontrol", "release", *cluster.alive())
+    cluster.wait_for_all(120)
+    fragile = {exp_id(exp) for exp in FRAGILE if exp["data"]["corpus"] == "fragile"}
+    sound = {exp_id(exp) for exp in FRAGILE} - fragile
+    assert len(fragile) == len(sound) == 3
+    assert states(world, "fragile") == dict.fromkeys(fragile, "failed") | dict.fromkeys(sound, "done")
+    (folder / "data" / "away").rename(folder / "data" / "fragile")
+    trainval(world, "-e", "fragile", "-j", "one", "--job_option", "retry")
+    assert set(submissions(folder)[-1]) == fragile
+    assert len(cluster.alive()) == 3
+    cluster.wait_for_all(120)
+    assert states(world, "fragile") == dict.fromkeys(fragile | sound, "done")
+    assert {saved.attempts(folder / "runs" / identity) for identity in sound} == {1}
+    assert "nothing to submit" in trainval(world, "-e", "fragile", "-j", "one", "--job_option", "retry")
+    assert len(submissions(folder)) == 2
+
+
+def test_jobs_are_watched_and_ended(cluster: Cluster, world: tuple[Path, Path]):
+    folder = world[1]
+    first, second = (exp_id(exp) for exp in LONG)
+    trainval(world, "-e", "long", "-j", "held", "--log_every", "5")
+    assert states(world, "long") == {first: "queued", second: "queued"}
+    assert "nothing to submit" in trainval(world, "-e", "long", "-j", "held", "--log_every", "5")
+    assert len(cluster.alive()) == 2
+    command("scontrol", "release", job_id(folder, first))
+    wait_until(lambda: rows_written(folder, first) > 2, "scores")
+    (row, _) = jobs.table(folder / "runs", [first, second])
+    assert (row.state, row.attempts, row.job_id) == ("running", 1, job_id(folder, first))
+    assert row.node in {"n1", "n2", "n3", "n4"}
+    assert row.step is not None
+    assert row.step >= 5
+    assert row.steps == 4000
+    assert row.log is not None
+    trainval(world, "-e", "long", "--job_option", "kill")
+    assert states(world, "long") == {first: "stopped", second: "stopped"}
+    assert not cluster.alive()
+    written = rows_written(folder, first)
+    trainval(world, "-e", "long", "--job_option", "kill")  # what is dead stays so
+    assert rows_written(folder, first) == written
+    assert first[:8] in trainval(world, "-e", "long", "--job_option", "logs")
+    trainval(world, "--exp_id", first, "-j", "one", "--log_every", "5")
+    wait_until(lambda: rows_written(folder, first) > written, "the run to go on where it was stopped")
+    assert "continues from step" in (folder / "runs" / first / "logs" / "train.log").read_text()
+    trainval(world, "-e", "long", "--job_option", "kill")
+    assert states(world, "long")[first] == "stopped"

@@ -1,0 +1,223 @@
+"""The launcher alone on a real Slurm: what the stand-in of the fast tests assumes is so."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from src.errors import LaunchError
+from src.launch import slurm
+from src.launch.command import Processes
+from src.launch.job import Job, Seen
+from src.launch.slurm_states import named
+from tests.slurm.real import Cluster, command, wait_until
+
+pytestmark = pytest.mark.slurm
+SETTINGS = slurm.Config(patience_seconds=20.0)
+TWO_NODES = slurm.Config(patience_seconds=20.0, processes=Processes(starter="torchrun", nodes=2))
+
+
+def job(folder: Path, exp_id: str, code: str, **more: object) -> Job:
+    """A job that runs Python `code`."""
+    return Job(exp_id, ("-c", code), folder, folder / "runs" / exp_id, folder / "logs", **more)  # type: ignore[arg-type]
+
+
+def bash(folder: Path, exp_id: str, line: str) -> Job:
+    """A job that runs a line of bash on each node in place of torchrun."""
+    return Job(exp_id, (), folder, folder / "runs" / exp_id, folder / "logs", python_binary=f"bash -c '{line}' ")
+
+
+def submit(jobs: list[Job], folder: Path, config: slurm.Config = SETTINGS) -> list[str]:
+    return slurm.submit(config, jobs, folder, lambda ids: None)
+
+
+def ends(config: slurm.Config, ids: list[str], seconds: float = 60.0) -> dict[str, Seen]:
+    wait_until(
+        lambda: not {seen.state for seen in slurm.states(config, ids).values()} & {"queued", "running"}, f"the end of {ids}", seconds
+    )
+    return slurm.states(config, ids)
+
+
+def log(folder: Path, exp_id: str, stream: str = "out") -> str:
+    path = folder / "logs" / f"{exp_id}.{stream}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def test_jobs_run_in_arrays_after_their_parents(cluster: Cluster, folder: Path):
+    hostile = 'it\'s 100%A $HOME "x" `id`\nsecond line'
+    jobs = [
+        job(folder, "a", f"import time; time.sleep(1); print({hostile!r})"),
+        job(folder, "b", "raise SystemExit(3)"),
+        job(folder, "after_a", "import time; print(time.time())", after=("a",)),
+        job(folder, "after_b", "print('never')", after=("b",)),
+    ]
+    ids = submit(jobs, folder)
+    assert {i.partition("_")[0] for i in ids[:2]} == {ids[0].partition("_")[0]}
+    assert slurm.find(SETTINGS, folder, ["a", "after_b"]) == {"a": ids[0], "after_b": ids[3]}
+    found = ends(SETTINGS, ids)
+    assert [found[i].state for i in ids] == ["completed", "failed", "completed", "cancelled"]
+    assert (found[ids[1]].reason, found[ids[3]].reason) == ("exit code 3", "DependencyNeverSatisfied")
+    assert found[ids[0]].node.startswith("n")
+    assert log(folder, "a") == hostile + "\n"
+    assert log(folder, "after_b") == ""
+    slurm.kill(SETTINGS, ids)  # what has ended is no error
+
+
+def test_accounting_says_the_same(cluster: Cluster, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A squeue that has forgotten everything stands before the real one."""
+    jobs = [job(folder, "a", "pass"), job(folder, "b", "raise SystemExit(3)"), job(folder, "c", "print(1)", after=("b",))]
+    ids = submit(jobs, folder)
+    told = ends(SETTINGS, ids)
+    folder.joinpath("squeue").write_text("#!/bin/sh\n")
+    folder.joinpath("squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+    def recorded() -> bool:
+        found = slurm.states(SETTINGS, ids)
+        return {i: seen.state for i, seen in found.items()} == {i: seen.state for i, seen in told.items()}
+
+    wait_until(recorded, "accounting to say what the controller said", 30)
+    found = slurm.states(SETTINGS, ids)
+    assert (found[ids[1]].reason, found[ids[1]].word) == ("exit code 3", "FAILED")
+    assert slurm.states(SETTINGS, ["999999_0"]) == {}
+    assert slurm.find(SETTINGS, folder, ["a"]) == {"a": ids[0]}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"partition": "nope"}, r"invalid partition specified: nope.*Change 'partition'"),
+        ({"account": "nobody"}, r"Invalid account.*Change 'account'"),
+        ({"constraint": "h100"}, r"Invalid feature.*Change 'constraint'"),
+        ({"options": {"no-such-option": True}}, r"unrecognized option.*Change 'options'"),
+        ({"mem": "999T"}, r"Memory.*Change 'mem'|node configuration is not available.*Change"),
+    ],
+)
+def test_a_refusal_leaves_nothing_queued(cluster: Cluster, folder: Path, change: dict[str, str], match: str):
+    refused = slurm.Config.model_validate({"patience_seconds": 20.0, **change})
+    with pytest.raises(LaunchError, match=match):
+        submit([job(folder, "a", "import time; time.sleep(60)"), job(folder, "b", "pass", resources=refused)], folder)
+    wait_until(lambda: not cluster.alive(), "nothing to be queued")
+
+
+def test_check(cluster: Cluster):
+    slurm.check(slurm.Config(partition="low"))
+    with pytest.raises(LaunchError, match=r"unknown partition 'lowe'. Did you mean 'low'\? Known: high, low"):
+        slurm.check(slurm.Config(partition="lowe"))
+
+
+def test_a_thousand_jobs_are_asked_for_in_one_call(cluster: Cluster, folder: Path):
+    """More than the cluster's MaxArraySize, so two arrays; held, so that none runs."""
+    held = slurm.Config(patience_seconds=20.0, options={"hold": True}, max_running=4)
+    begin = time.monotonic()
+    ids = submit([job(folder, f"{i:032x}", "pass") for i in range(1200)], folder, held)
+    assert time.monotonic() - begin < 3
+    assert len({i.partition("_")[0] for i in ids}) == 2
+    found = slurm.states(SETTINGS, ids)
+    assert len(found) == 1200
+    assert {seen.reason for seen in found.values()} == {"JobHeldUser"}
+    assert len(named(["batch-1.array-000", "batch-1.array-001"], 20.0)) == 2
+    slurm.kill(SETTINGS, ids)
+    wait_until(lambda: {seen.state for seen in slurm.states(SETTINGS, ids).values()} == {"cancelled"}, "all to be cancelled")
+
+
+RANK = 'echo "$NODE_RANK of $NNODES at $MASTER_ADDR:$MASTER_PORT, start ${SLURM_RESTART_COUNT:-0}";'
+
+
+def test_each_node_runs_the_command(cluster: Cluster, folder: Path):
+    (one,) = submit([bash(folder, "e", RANK)], folder, TWO_NODES)
+    assert ends(TWO_NODES, [one])[one].state == "completed"
+    lines = sorted(log(folder, "e").splitlines())
+    assert [line.partition(" at ")[0] for line in lines] == ["0 of 2", "1 of 2"]
+    assert len({line.partition(" at ")[2] for line in lines}) == 1
+    assert " at 127.0.0.1:2" in lines[0]
+
+
+def test_one_failing_node_ends_the_job(cluster: Cluster, folder: Path):
+    (one,) = submit([bash(folder, "e", "[ $NODE_RANK = 0 ] || exit 5; exec sleep 300")], folder, TWO_NODES)
+    seen = ends(TWO_NODES, [one])[one]
+    assert (seen.state, seen.reason) == ("failed", "exit code 1"), "the stop of the others is no stop in order"
+    assert seen.seconds is not None
+    assert seen.seconds < 60
+
+
+STOPPABLE = """
+import os, signal, sys, time
+node = int(os.environ['NODE_RANK'])
+def stop(*_):
+    print('told', node, flush=True)
+    time.sleep(0.5 * (1 - node))  # the first node takes longer, and must be let
+    print('stopped', node, flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+print('up', node, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def two_nodes(folder: Path) -> slurm.Config:
+    (folder / "stoppable.py").write_text(STOPPABLE)
+    return TWO_NODES
+
+
+def stoppable(folder: Path) -> Job:
+    return Job("e", (), folder, folder / "runs" / "e", folder / "logs", python_binary=f"python3 {folder}/stoppable.py ")
+
+
+def test_a_preempted_job_of_two_nodes_stops_in_order_and_starts_again(cluster: Cluster, folder: Path, two_nodes: slurm.Config):
+    (one,) = submit([stoppable(folder)], folder, two_nodes)
+    wait_until(lambda: log(folder, "e").count("up") == 2, "both nodes")
+    cluster.preempt(one)
+    wait_until(lambda: log(folder, "e").count("told") == 2, "both nodes to be told")
+    wait_until(lambda: slurm.states(two_nodes, [one])[one].state == "queued", "the job to be queued again")
+    wait_until(lambda: cluster.hurry() or log(folder, "e").count("up") == 4, "the second start")
+    assert slurm.states(two_nodes, [one])[one].restarts == 1
+    slurm.kill(two_nodes, [one])
+    wait_until(lambda: slurm.states(two_nodes, [one])[one].state == "cancelled", "scancel")
+    wait_until(lambda: not cluster.alive(), "the end")
+    time.sleep(1.5)  # it would be queued again by now
+    assert slurm.states(two_nodes, [one])[one].state == "cancelled"
+    assert log(folder, "e").count("up") == 4
+
+
+@pytest.mark.slow
+def test_the_time_limit_queues_a_job_of_two_nodes_again(cluster: Cluster, folder: Path, two_nodes: slurm.Config):
+    config = two_nodes.model_copy(update={"time": 1, "signal_seconds": 50})
+    (one,) = submit([stoppable(folder)], folder, config)
+    wait_until(lambda: log(folder, "e").count("told") == 2, "both nodes to be told", 70)
+    wait_until(lambda: slurm.states(config, [one])[one].state == "queued", "the job to be queued again")
+    wait_until(lambda: cluster.hurry() or log(folder, "e").count("up") == 4, "the second start")
+    seen = slurm.states(config, [one])[one]
+    assert (seen.state, seen.restarts) == ("running", 1)
+    assert "could not" not in log(folder, "e", "err")
+
+
+def test_a_lost_node_queues_the_job_again(cluster: Cluster, folder: Path, two_nodes: slurm.Config):
+    (one,) = submit([stoppable(folder)], folder, two_nodes)
+    wait_until(lambda: log(folder, "e").count("up") == 2, "both nodes")
+    lost = cluster.nodes(one)[-1]
+    cluster.lose(lost)
+    try:
+        wait_until(lambda: slurm.states(two_nodes, [one])[one].state == "queued", "the job to be queued again")
+        wait_until(lambda: cluster.hurry() or log(folder, "e").count("up") == 4, "the second start")
+        assert lost not in cluster.nodes(one)
+    finally:
+        cluster.regain(lost)
+
+
+def test_a_controller_that_is_gone_is_told(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    conf = folder / "slurm.conf"
+    text = (cluster.folder / "slurm.conf").read_text()
+    port = next(line.partition("=")[2] for line in text.splitlines() if line.startswith("SlurmctldPort"))
+    conf.write_text(text.replace(f"SlurmctldPort={port}", "SlurmctldPort=9"))
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    impatient = slurm.Config(patience_seconds=3.0)
+    with pytest.raises(LaunchError, match=r"Is the controller up\?"):
+        submit([job(folder, "a", "pass")], folder, impatient)
+    with pytest.raises(LaunchError, match=r"Is the controller up\?"):
+        slurm.states(impatient, ["1_0"])
+
+
+def test_no_jobs_are_left(cluster: Cluster):
+    assert command("squeue", "--noheader") == ""
