@@ -16,8 +16,8 @@ import pytest
 from src.errors import ConfigError, RunError
 from src.experiments.identity import exp_id
 from src.experiments.lease import GUARD, this_process
-from src.experiments.rundir import RunDir
-from src.experiments.saved import join_groups, read_exp_dict, read_groups, state_of, write_job
+from src.experiments.rundir import RunDir, start_over
+from src.experiments.saved import join_groups, read_exp_dict, read_groups, read_job, state_of, write_job
 
 ROOT = Path(__file__).resolve().parents[2]
 EXP = {"recipe": "toy", "seed": 0, "model": {"depth": 2}}
@@ -414,3 +414,21 @@ def test_a_closed_directory_holds_no_lock(tmp_path: Path):
     assert (run.path / GUARD).exists()
     with pytest.raises(RunError, match="the lease was released"):
         run.set_status("done")
+
+
+def test_a_run_that_starts_over_keeps_its_groups_and_forgets_its_job(tmp_path: Path):
+    with RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["g"]}) as run:
+        with pytest.raises(RunError, match="held by process"):
+            start_over(run.path)
+        run.scores.append({"step": 1})
+    write_job(tmp_path / ID, "7", "x")
+    start_over(tmp_path / ID)
+    assert read_groups(tmp_path / ID) == ["g"]
+    assert read_job(tmp_path / ID) is None
+    assert state_of(tmp_path / ID) == "new"
+    assert (tmp_path / "deleted" / ID / "scores.jsonl").exists()
+    write_job(tmp_path / ID, "8", "x", "s")
+    assert read_job(tmp_path / ID) == {"job_id": "8", "command": "x", "submission": "s"}
+    (tmp_path / ID / "job_dict.json").write_text('{"job_id": 8}')
+    with pytest.raises(RunError, match=r"job_dict\.json: expected a dict"):
+        read_job(tmp_path / ID)

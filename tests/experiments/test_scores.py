@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from src.errors import DataError, RunError
-from src.experiments.scores import Scores, read_score_list
+from src.experiments.scores import Scores, last_row, read_score_list
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -207,3 +207,20 @@ def test_a_folder_where_the_scores_should_be_is_one_line(tmp_path: Path):
     (tmp_path / "score_list.pkl").mkdir()
     with pytest.raises(DataError, match=r"/score_list\.pkl: cannot read: Is a directory\.$"):
         read_score_list(tmp_path / "score_list.pkl")
+
+
+@pytest.mark.parametrize(
+    ("content", "step"),
+    [("", None), ('{"step": 1}', None), ('{"step": 1}\n', 1), ('{"step": 1}\n{"step": 2}\n{"st', 2), ("x\n" * 9000 + '{"step": 7}\n', 7)],
+)
+def test_the_last_row_is_read_from_the_end(tmp_path: Path, content: str, step: int | None):
+    path = tmp_path / "scores.jsonl"
+    path.write_text(content)
+    row = last_row(path)
+    assert (row and row["step"]) == step
+    assert last_row(tmp_path / "missing") is None
+    path.write_text('{"step": 8, "long": "' + "x" * 50_000 + '"}\n')
+    assert last_row(path) == {"step": 8, "long": "x" * 50_000}
+    path.write_text("garbage\n")
+    with pytest.raises(DataError, match=r"scores\.jsonl: its last line: not a row of scores"):
+        last_row(path)
