@@ -449,7 +449,7 @@ def training(tmp_path: Path, **values: Any) -> Job:
 
 class TestEndings:
     def test_a_killed_job_saves_first_and_killing_again_is_no_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setenv("FAKE_EAI_CANCEL_SECONDS", "0.4")
+        monkeypatch.setenv("FAKE_EAI_CANCEL_SECONDS", "2.5")
         item = training(tmp_path)
         config, ids, _ = launched(tmp_path, [item])
         wait_until(lambda: "training" in log(item))
