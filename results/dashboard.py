@@ -172,9 +172,10 @@ class Dashboard:
         files = overview.logs(self.found, name)
         _offer(self.log_file, list(files))
         chosen = files.get(self.log_file.value or "")
+        reason = markup.error(next((job.reason for job in self.found.jobs if job.exp_id == name), ""))
         if chosen is None:
-            return markup.note("It has written no log yet.")
-        return markup.text_block(overview.tail(chosen, LOG_LINES)) + markup.note(f"The last {LOG_LINES} lines of {chosen}")
+            return reason + markup.note("It has written no log yet.")
+        return reason + markup.text_block(overview.tail(chosen, LOG_LINES)) + markup.note(f"The last {LOG_LINES} lines of {chosen}")
 
     def _config(self, name: str) -> str:
         row = self.found.row(name)
@@ -187,13 +188,9 @@ class Dashboard:
         other = self.other.value
         if not other or other == name:
             return markup.note("Choose another experiment to compare with.")
-        try:
-            changes = overview.differences(self.runs, name, other)
-        except UserError as error:
-            return markup.error(str(error))
-        if not changes:
-            return markup.note("They differ in nothing that was noted.")
-        return markup.plain_table(("", name[:8], other[:8]), changes)
+        changes, warnings = overview.differences(self.runs, name, other)
+        shown = markup.plain_table(("", name[:8], other[:8]), changes) if changes else markup.note("They differ in nothing that was noted.")
+        return shown + markup.warnings(warnings)
 
     def _lineage(self, name: str) -> str:
         try:

@@ -3,12 +3,12 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from results import plot, table
+from results import diff, plot, table
 from src.errors import ConfigError, RunError, UserError
 from src.experiments import curves as banded
 from src.experiments import query, results, saved
@@ -17,7 +17,9 @@ from src.launch import jobs as launched
 
 LINES = 12
 """Most curves in one picture: those that stand first in the table."""
-JOB_HEADINGS = ("experiment", "configuration", "group", "state", "reason", "node", "run time", "step", "loss", "heartbeat", "starts")
+JOB_HEADINGS = ("experiment", "configuration", "group", "state", "step", "loss", "run time", "heartbeat", "starts", "node", "reason")
+MOST_CHARACTERS = 4000
+"""Of a value that differs, such as uncommitted code."""
 _ID = re.compile(r"[0-9a-f]{32}")
 _FACTS = ("time", "host", "platform", "python", "commit", "dirty", "cpus", "gpus", "command")
 
@@ -181,13 +183,13 @@ def job_cells(job: launched.Row, told: str) -> list[str]:
         told,
         job.group or "–",
         job.state,
-        job.reason,
-        job.node or "–",
-        duration(job.seconds),
         step if job.steps is None else f"{step} / {job.steps}",
         "–" if job.loss is None else f"{job.loss:.4g}",
+        duration(job.seconds),
         duration(job.heartbeat_seconds),
         str(job.attempts),
+        job.node or "–",
+        job.reason,
     ]
 
 
@@ -206,14 +208,17 @@ def spelled(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def differences(runs: Path, one: str, other: str) -> list[tuple[str, str, str]]:
-    """(what, of one, of the other) for each value of config, code and environment that differs.
+def differences(runs: Path, one: str, other: str) -> tuple[list[tuple[str, str, str]], list[str]]:
+    """(what, of one, of the other) for each value that differs, as `results.diff` has it; and a warning for what cannot be read."""
+    sections, warnings = diff.differences(runs / one, runs / other)
+    found = [
+        (f"{section}: {key}", _side(pair, "a"), _side(pair, "b")) for section, changed in sections.items() for key, pair in changed.items()
+    ]
+    return found, warnings
 
-    Raises:
-        RunError: a directory that is damaged.
-    """
-    dicts = [{"config": saved.read_exp_dict(runs / name), "environment": environment(runs, name)} for name in (one, other)]
-    return saved.differences(*dicts)
+
+def _side(pair: Mapping[str, Any], side: str) -> str:
+    return spelled(pair[side])[:MOST_CHARACTERS] if side in pair else "absent"
 
 
 def environment(runs: Path, exp_id: str) -> dict[str, str]:

@@ -198,7 +198,7 @@ def test_an_experiment_is_chosen_and_its_log_config_differences_and_ancestry_are
     expect(page.locator("tr").filter(has_text="model.stride")).to_contain_text("2")
     page.get_by_text("Differences", exact=True).click()
     choose(page, "Compare with", one)
-    expect(page.locator("tr").filter(has_text="config.model.stride")).to_have_text("config.model.stride21")
+    expect(page.locator("tr").filter(has_text="experiment: model.stride")).to_have_text("experiment: model.stride21")
     page.get_by_text("Lineage", exact=True).click()
     expect(page.locator("pre").filter(has_text=other[:8])).to_be_visible()
 

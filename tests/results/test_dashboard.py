@@ -152,7 +152,7 @@ def test_details(page: Dashboard, runs: Path):
     assert '<td class="key">model.stride</td><td>1</td>' in page.details[1].object
     page.tabs.active = 2
     page.other.value = other
-    assert '<td class="key">config.model.stride</td><td>1</td><td>2</td>' in page.details[2].object
+    assert '<td class="key">experiment: model.stride</td><td>1</td><td>2</td>' in page.details[2].object
     page.tabs.active = 3
     assert one[:8] in page.details[3].object
 
