@@ -222,3 +222,69 @@ def test_short_names_stay_distinct():
         "seed": "seed",
         "name": "name",
     }
+
+
+def grid(runs: Path, strides: tuple[int, ...] = (1, 2), seeds: tuple[int, ...] = (0, 1, 2)) -> list[results.Row]:
+    for stride in strides:
+        for seed in seeds:
+            make(runs, experiment(stride, seed), [{"step": 1, "loss": stride + seed / 10}], state="done" if seed else "failed")
+    return results.load_rows(runs)[0]
+
+
+def test_rows_are_chosen_by_a_question(tmp_path: Path):
+    rows = grid(tmp_path)
+    assert {row["model.stride"] for row in results.where(rows, "model.stride > 1 and status == 'done'")} == {2}
+    assert len(results.where(rows, "state == 'failed' or loss < 1.15")) == 3
+    assert results.select(tmp_path, "g", "seed == 0")[0] == results.where(rows, "seed == 0")
+    with pytest.raises(ConfigError, match=r"^--where: unknown name 'model\.strid'\. Did you mean 'model\.stride'\?"):
+        results.where(rows, "model.strid > 1")
+    with pytest.raises(ConfigError, match=r"^--where: none of 6 runs answers 'seed > 7'\. Among them seed is [012], [012], [012]\.$"):
+        results.select(tmp_path, None, "seed > 7")
+
+
+def test_a_status_that_an_experiment_has_is_meant(tmp_path: Path):
+    make(tmp_path, {"recipe": "toy", "status": "mine"}, [])
+    rows, _ = results.load_rows(tmp_path)
+    assert results.where(rows, "status == 'mine'") == rows
+
+
+def test_missing_seeds_are_named(tmp_path: Path):
+    grid(tmp_path)
+    make(tmp_path, experiment(1, 10), [])
+    rows = grid(tmp_path, (3,), (0,))
+    assert sorted(results.missing_seeds(rows, ["model.stride"])) == [
+        "model.stride=2: no run with seed 10, which others have.",
+        "model.stride=3: no run with seed 1, 2, 10, which others have.",
+    ]
+    assert results.missing_seeds(rows, ["model.stride", "seed"]) == []
+    assert results.missing_seeds(rows[:1], []) == []
+
+
+def test_a_pivot_holds_what_aggregate_holds(tmp_path: Path):
+    rows = grid(tmp_path, (10, 2), (0, 1))
+    make(tmp_path, experiment(3, 5), [{"step": 1, "loss": 0.5}])
+    rows, _ = results.load_rows(tmp_path)
+    found = results.pivot(rows, "model.stride", "seed", "loss")
+    assert (found.rows, found.columns) == ([2, 3, 10], [0, 1, 5])
+    assert [[cell and cell["loss"] for cell in line] for line in found.cells] == [[2.0, 2.1, None], [None, None, 0.5], [10.0, 10.1, None]]
+    with pytest.raises(ConfigError, match="unknown key 'stride'"):
+        results.pivot(rows, "stride", "seed", "loss")
+
+
+def test_intervals_stand_beside_deviations(tmp_path: Path):
+    (row,) = results.aggregate(grid(tmp_path, (1,)), [], ["loss"])
+    assert row["loss_ci95"] == pytest.approx(4.302652729911275 * row["loss_std"] / 3**0.5, rel=1e-9)
+    (alone,) = results.aggregate(grid(tmp_path / "other", (1,), (0,)), [], ["loss"])
+    assert alone["loss_ci95"] is None
+
+
+def test_a_frame_has_a_column_for_each_key(tmp_path: Path):
+    rows = grid(tmp_path)
+    make(tmp_path, {"recipe": "toy", "seed": 9}, [])
+    rows, _ = results.load_rows(tmp_path)
+    found = results.frame(rows)
+    assert list(found.columns)[:4] == ["exp_id", "state", "group", "step"]
+    assert list(found.columns)[-1] == "loss"
+    assert found.shape[0] == 7
+    assert found["loss"].isna().sum() == 1
+    assert found[found["model.stride"] == 2]["loss"].mean() == pytest.approx(2.1)

@@ -1,14 +1,17 @@
 """Learning curves: the lines that are drawn are the means of the rows."""
 
+import json
+import random
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
 
 from results import plot
-from src.errors import ConfigError
-from src.experiments import results
+from src.errors import ConfigError, DataError
+from src.experiments import curves, results
 from src.experiments.rundir import RunDir
 
 
@@ -65,3 +68,72 @@ def test_no_scores_is_said(tmp_path: Path):
         run.set_status("done")
     with pytest.raises(ConfigError, match="no run has any score yet"):
         plot.draw(tmp_path, results.load_rows(tmp_path)[0])
+
+
+def heights(axes) -> list[float]:
+    """Half the height of the first band at each step."""
+    band = next(c for c in axes.collections if isinstance(c, PolyCollection))
+    points = band.get_paths()[0].vertices
+    return [(points[points[:, 0] == x, 1].max() - points[points[:, 0] == x, 1].min()) / 2 for x in (1, 2, 3, 4)]
+
+
+def test_bands_are_deviations_or_intervals(runs: Path):
+    rows, _ = results.load_rows(runs)
+    (axes,) = plot.drawn(runs, rows)[0].axes
+    assert heights(axes) == pytest.approx([0.1] * 4, rel=1e-9)
+    (axes,) = plot.drawn(runs, rows, interval="ci95")[0].axes
+    assert heights(axes) == pytest.approx([4.302652729911275 * 0.1 / 3**0.5] * 4, rel=1e-9)
+
+
+def test_another_axis(runs: Path):
+    for number, path in enumerate(sorted(path for path in runs.iterdir() if len(path.name) == 32)):
+        rows = [{"step": step, "seconds": 1.0 + number, "steps_per_second": 1.0} for step in range(1, 5)]
+        (path / "perf.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [rows[0] | {"seconds": 99.0}, *rows]))
+    rows, _ = results.load_rows(runs)
+    (axes,) = plot.drawn(runs, rows, x="em")[0].axes
+    assert axes.get_xlabel() == "em"
+    assert sorted(tuple(line.get_xdata()) for line in axes.lines) == [(0.25,), (0.5,)], "where em is known"
+    (axes,) = plot.drawn(runs, rows, x="seconds")[0].axes
+    places = {row["exp_id"]: 1.0 + number for number, row in enumerate(sorted(rows, key=lambda row: row["exp_id"]))}
+    for line in axes.lines:
+        took = statistics.fmean(places[row["exp_id"]] for row in rows if row["model.stride"] == int(line.get_label()[7]))
+        assert list(line.get_xdata()) == pytest.approx([took * step for step in range(1, 5)], rel=1e-12)
+
+
+def test_seconds_that_nobody_measured(runs: Path):
+    with pytest.raises(DataError, match=r"no run has 'seconds' in its scores, nor in its perf\.jsonl"):
+        plot.drawn(runs, results.load_rows(runs)[0], x="seconds")
+    with pytest.raises(ConfigError, match=r"unknown axis 'tokns'"):
+        plot.drawn(runs, results.load_rows(runs)[0], x="tokns")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_curves_are_numpys_to_the_last_digits(tmp_path: Path, seed: int):
+    rng = random.Random(seed)
+    histories = {}
+    for number in range(7):
+        exp = {"recipe": "toy", "seed": number}
+        rows = [{"step": step, "loss": rng.uniform(-1e3, 1e3)} for step in range(1, 30) if rng.random() < 0.7]
+        with RunDir.open(tmp_path, exp, exp) as run:
+            run.scores.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            run.set_status("done")
+            histories[run.exp_id] = rows
+    rows, _ = results.load_rows(tmp_path)
+    (((band,),), _) = curves.bands(tmp_path, [rows], ["loss"])
+    at = {step: [row["loss"] for of_run in histories.values() for row in of_run if row["step"] == step] for step in band.x}
+    assert list(band.x) == sorted({row["step"] for of_run in histories.values() for row in of_run})
+    np.testing.assert_allclose(band.mean, [np.mean(values) for values in at.values()], rtol=1e-12)
+    np.testing.assert_allclose(band.std, [np.std(v, ddof=1) if len(v) > 1 else np.nan for v in at.values()], rtol=1e-12)
+    assert list(band.count) == [len(values) for values in at.values()]
+    assert plot.curve(list(histories.values()), "loss") == [
+        (step, pytest.approx(mean, rel=1e-12), None if np.isnan(std) else pytest.approx(std, rel=1e-12))
+        for step, mean, std in zip(band.x, band.mean, band.std, strict=True)
+    ]
+
+
+def test_the_runs_that_answer_a_question(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    output = str(tmp_path / "a.svg")
+    assert plot.main([str(runs), "--where", "model.stride == 1", "--x", "step", "--interval", "ci95", "--output", output]) == 0
+    assert "stride" not in Path(output).read_text(), "one configuration needs no legend"
+    assert plot.main([str(runs), "--where", "stride == 1", "--output", output]) == 1
+    assert "--where: unknown name 'stride'" in capsys.readouterr().err

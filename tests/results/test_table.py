@@ -122,3 +122,67 @@ def test_tables_in_text_load_nothing_heavy():
     heavy = ["torch", "pandas", "numpy", "matplotlib", "rich"]
     code = f"import sys, results.table, results.plot; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_only_the_runs_that_answer_a_question(runs: Path, capsys: pytest.CaptureFixture[str]):
+    (row,) = json.loads(printed(capsys, runs, "--where", "model.stride > 1 and status == 'done' and seed in [0, 2]", "--format", "json"))
+    assert row["runs"] == 2
+    assert row["val_loss"] == statistics.fmean([expected(2)[0], expected(2)[2]])
+    (row,) = json.loads(printed(capsys, runs, "--where", "val_loss < 0.61", "--format", "json"))
+    assert row["runs"] == 1
+
+
+def test_a_pivot_in_every_format(runs: Path, capsys: pytest.CaptureFixture[str]):
+    pivot = (runs, "--pivot", "model.stride", "model.kind", "--format")
+    assert printed(capsys, *pivot, "markdown").splitlines() == [
+        "| stride | kind=a_b & 50% |",
+        "| --- | --- |",
+        "| 1 | 0.6833 ± 0.1 (3) |",
+        "| 2 | 0.9333 ± 0.1 (3) |",
+    ]
+    assert r"stride & kind=a\_b \& 50\% \\" in printed(capsys, *pivot, "latex")
+    cells = json.loads(printed(capsys, *pivot, "json"))
+    assert [(cell["model.stride"], cell["val_loss"]) for cell in cells] == [(s, statistics.fmean(expected(s))) for s in (1, 2)]
+    lines = list(csv.reader(io.StringIO(printed(capsys, runs, "--pivot", "seed", "model.stride", "--format", "csv"))))
+    assert lines[0] == ["seed", *(f"model.stride={s}{end}" for s in (1, 2) for end in ("", "_std", "_n"))]
+    assert [float(line[1]) for line in lines[1:]] == expected(1)
+    assert "stride=1" in printed(capsys, runs, "--pivot", "seed", "model.stride", "--format", "rich")
+
+
+def test_the_95_percent_interval(runs: Path, capsys: pytest.CaptureFixture[str]):
+    half = 4.302652729911275 * statistics.stdev(expected(1)) / 3**0.5
+    text = printed(capsys, runs, "--interval", "ci95", "--format", "markdown", "--scores", "val_loss")
+    assert f"| 1 | 3 | done | 4 | 0.6833 ± {half:.2g} (3) |" in text
+    row = next(csv.DictReader(io.StringIO(printed(capsys, runs, "--interval", "ci95", "--format", "csv"))))
+    assert float(row["val_loss_ci95"]) == pytest.approx(half, rel=1e-9)
+    assert float(row["val_loss_std"]) == statistics.stdev(expected(1))
+    assert "95 % interval" in printed(capsys, runs, "--interval", "ci95")
+
+
+def test_what_a_mean_hides_is_said(runs: Path, capsys: pytest.CaptureFixture[str]):
+    for seed in range(3, 10):
+        exp = {"recipe": "toy", "seed": seed, "model": {"name": "m", "stride": 1, "kind": "a_b & 50%"}}
+        with RunDir.open(runs, exp, exp, facts={"groups": ["tiny"]}) as run:
+            run.set_status("done")
+    assert table.main([str(runs), "--format", "markdown"]) == 0
+    assert "model.stride=2: no run with seed 3, 4, 5, 6, 7, 8, 9, which others have." in capsys.readouterr().err
+    assert table.main([str(runs), "--by", "model.kind", "--format", "markdown"]) == 0
+    assert "the means are over different model.stride." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--where", "seed = 1"], "--where, character 6 (at '= 1'): write == to compare."),
+        (["--where", "sed == 1"], "--where: unknown name 'sed'. Did you mean 'seed'?"),
+        (["--where", "seed == 7"], "--where: none of 6 runs answers 'seed == 7'."),
+        (["--pivot", "seed", "stride"], "unknown key 'stride'."),
+        (["--pivot", "seed", "model.stride", "--by", "seed"], "leave out --by, --scores and --best"),
+        (["--pivot", "seed", "model.stride", "--metric", "los"], "unknown score 'los'"),
+    ],
+)
+def test_mistakes_in_questions_and_pivots_are_one_line(runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
+    assert table.main([str(runs), *arguments]) == 1
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert message in captured.err
