@@ -65,12 +65,13 @@ def config_fields() -> Iterator[tuple[str, str, str]]:
 
 
 def reads(tree: ast.Module, excluded: str | None) -> set[str]:
-    """Attribute names read in a module, outside the class called `excluded`."""
+    """Attribute names read in a module, but for the checks of the class called `excluded`."""
     found: set[str] = set()
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.ClassDef) and node.name == excluded:
+            waiting.extend(part for part in node.body if "validator" not in "".join(map(ast.unparse, getattr(part, "decorator_list", []))))
             continue
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             found.add(node.attr)

@@ -246,7 +246,12 @@ def _sbatch(array: _Array, script: Path, tasks: Path, queued: dict[str, str]) ->
         "ntasks-per-node": 1,
         "cpus-per-task": config.cpus_per_task,
         "gpus-per-node": config.gpus_per_node,
-        **{name: getattr(config, name) for name in ("partition", "account", "qos", "constraint", "time", "mem")},
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "constraint": config.constraint,
+        "time": config.time,
+        "mem": config.mem,
         **config.options,
     }
     words = [

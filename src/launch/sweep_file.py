@@ -57,7 +57,7 @@ class EarlyTerminate(configs.Config):
 
 
 class SweepFile(configs.Config):
-    """The keys of a sweep file. `entity`, `project` and `description` tell a server where to keep it, and mean nothing here."""
+    """The keys of a sweep file. `entity` and `project` tell a server where to keep it, and mean nothing here."""
 
     program: str = Field(min_length=1)
     method: Literal["grid", "random", "bayes"]

@@ -63,7 +63,8 @@ class Sweep:
         is_grid = self.file.method == "grid"
         made = combinations(self)[:total] if is_grid else [drawn(self.axes, random.Random(0))]
         goal = f"{self.file.metric.goal} {self.metric}" if self.file.metric else "no metric"
-        lines = [f"{self.group}: {self.file.method}, {total} trials that start from {self.source.where}, {goal}; such as"]
+        lines = [self.file.description] if self.file.description else []
+        lines += [f"{self.group}: {self.file.method}, {total} trials that start from {self.source.where}, {goal}; such as"]
         for values in made:
             item = self.source.trial(values, "parameters")
             lines.append(f"{item.exp_id}  {' '.join(f'{path}={value}' for path, value in values.items())}")
