@@ -46,6 +46,7 @@ ROW = {
         "state > 'a' and not state > 1 and not model.sizes > 1 and not model.sizes < [3]",
         "not ('x' in seed) and not (1 in state) and 1 not in em",
         "loss == 5e-1",
+        "not 1 < state and not seed < 'a' and not true > seed and not seed < tied",
         "model.sizes != [1, true]",
         "'ü' != 'u'",
         "   tied",
