@@ -217,6 +217,21 @@ def test_a_tick_reads_the_folder_and_never_two_at_once(page: Dashboard):
     assert not page._busy
 
 
+def test_the_switch_and_the_interval_rule_the_ticks(runs: Path):
+    async def live() -> None:
+        page = Dashboard(runs, live=True)
+        assert page.ticking.running
+        page.live.value = False
+        assert not page.ticking.running
+        page.live.value = True
+        page.seconds.value = 2
+        assert (page.ticking.running, page.ticking.period) == (True, 2000)
+        page.ticking.stop()
+
+    asyncio.run(live())
+    assert not Dashboard(runs).ticking.running
+
+
 def test_many_configurations_are_cut_to_the_best(tmp_path: Path):
     for stride in range(overview.LINES + 3):
         exp = {"recipe": "toy", "model": {"stride": stride}}
