@@ -165,7 +165,7 @@ def test_a_grid_over_two_nodes_ends_as_an_uninterrupted_local_run(cluster: Clust
     arrays = {job_id(folder, exp_id(exp)).partition("_")[0] for exp in [*PARENTS, *GRID]}
     assert len(arrays) == 4, "parents; children of each parent, and the one that the override names"
     disturbances = Disturbances(cluster, folder)
-    wait_until(disturbances.step, "the grid", 400)
+    wait_until(disturbances.step, "the grid", 900)
     assert disturbances.over == {PREEMPTED, LIMITED, LOST}
     rows = {row.exp_id: row for row in jobs.table(folder / "runs", [exp_id(exp) for exp in GRID])}
     assert {row.state for row in rows.values()} == {"done"}, rows
