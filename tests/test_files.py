@@ -383,3 +383,21 @@ def test_nan_is_not_written(tmp_path):
         files.write_json(tmp_path / "a", float("nan"))
     assert (tmp_path / "a").read_text() == '{\n    "a": [\n        2\n    ],\n    "b": 1\n}\n'
     assert names(tmp_path) == ["a"]
+
+
+def test_many_small_files_are_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), real(descriptor))[1])
+    with files.synced_once(tmp_path):
+        for i in range(3):
+            files.write_atomic(tmp_path / f"{i}", "x")
+        assert not synced
+    files.write_atomic(tmp_path / "3", "x")
+    assert len(synced) == 2, "a file and its folder"
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["x"] * 4
+
+
+def test_a_folder_that_is_gone_cannot_be_synced(tmp_path: Path):
+    with pytest.raises(RunError, match="gone"), files.synced_once(tmp_path / "gone"):
+        pass

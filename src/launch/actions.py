@@ -104,8 +104,10 @@ def _jobs(request: Request, given: Resources, todo: Sequence[Planned], option: s
     after_jobs = _parents(request, given, todo)
     own = {item.exp_id: given.of(item.exp) for item in todo}
     code = snapshot.take(request.root, request.runs.resolve() / SNAPSHOTS, (request.runs, *request.leave_out))
-    submissions.at_once(lambda item: _prepare(request, item, option), todo)
     runs = request.runs.resolve()
+    with files.synced_once(runs):
+        for item in todo:
+            _prepare(request, item, option)
     return [
         Job(
             item.exp_id,

@@ -8,17 +8,16 @@ import re
 import shlex
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from src import registry
 from src.errors import ConfigError, LaunchError, RunError
 from src.experiments import saved
-from src.files import read_json, write_json, writing
+from src.files import read_json, synced_once, write_json, writing
 from src.launch import resources
 
 FOLDER = "submissions"
@@ -28,8 +27,6 @@ JOBS = "jobs.json"
 LOCK_SECONDS = 600.0
 """How long to wait for another submission to the same runs folder."""
 
-_FEW, _WRITERS = 8, 32
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -156,24 +153,9 @@ def note(submission: Submission, jobs: Mapping[str, str], complete: bool = False
 
 def _note_in_runs(submission: Submission, jobs: Mapping[str, str]) -> None:
     runs = submission.folder.parent.parent
-
-    def write(exp_id: str) -> None:
-        saved.write_job(runs / exp_id, jobs[exp_id], submission.commands.get(exp_id, ""), submission.name)
-
-    at_once(write, list(jobs))
-
-
-def at_once(write: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call `write` for each item, many at a time: the disk syncs many small files in hardly more time than one.
-
-    Raises the first error, once all calls have ended.
-    """
-    if len(items) < _FEW:
-        for item in items:
-            write(item)
-        return
-    with ThreadPoolExecutor(_WRITERS) as pool:
-        list(pool.map(write, items))
+    with synced_once(runs):
+        for exp_id, job_id in jobs.items():
+            saved.write_job(runs / exp_id, job_id, submission.commands.get(exp_id, ""), submission.name)
 
 
 def interrupted(runs: Path) -> list[str]:
