@@ -4,13 +4,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
-from src.errors import RunError
+from src.errors import ConfigError, RunError
+from src.experiments.identity import check_values, exp_id
 from src.experiments.index import Index, Record
 from src.experiments.saved import ENV, EXP_DICT, GROUPS, STATUS, State, flat, read_exp_dict, read_groups, read_status
 from src.experiments.scores import SCORE_LIST, SCORES, read_score_list
@@ -20,7 +21,7 @@ from src.files import read_json, reading
 SETTLED_SECONDS = 2.0
 """A file that changed more recently may change once more without a trace: clocks of file systems tick in milliseconds, some in seconds."""
 _READ = (EXP_DICT, GROUPS, ENV, STATUS, SCORES, SCORE_LIST)
-_MOST = 1 << 16
+_PIECE = 1 << 14
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -107,22 +108,37 @@ def file_key(path: Path, names: Sequence[str]) -> tuple[str, bool]:
 
 
 def _found(path: Path, groups: list[str], known: Summary | None) -> Found:
-    status = _loaded(f"{path}/{STATUS}")
+    folder = str(path)
+    status = _loaded(f"{folder}/{STATUS}", json.loads)
     if not isinstance(status, dict) or status.get("state") not in get_args(State):
         written_by_haven = not (path / STATUS).exists() and (path / SCORE_LIST).exists()
         status = {"state": "haven"} if written_by_haven else read_status(path)
-    config = flat(read_exp_dict(path))
+    config = flat(_experiment(path, folder))
     summary = summarized(path / SCORES, parsed(status.get(SUMMARY)) or known)
     if summary.size == 0 and not (path / SCORES).exists() and (path / SCORE_LIST).exists():
         summary.add(read_score_list(path / SCORE_LIST))
     return Found(groups, status["state"], config, summary)
 
 
+def _experiment(path: Path, folder: str) -> dict[str, Any]:
+    exp = _loaded(f"{folder}/{EXP_DICT}", json.loads)
+    try:
+        if isinstance(exp, dict):
+            check_values(exp, "")
+            if exp_id(exp) == path.name:
+                return exp
+    except ConfigError:
+        pass
+    return read_exp_dict(path)  # which can tell what is wrong
+
+
 def _groups(path: Path) -> list[str]:
     """The groups that asked for this run: those noted, and that of its last start."""
-    noted = _loaded(f"{path}/{GROUPS}")
+    import orjson
+
+    noted = _loaded(f"{path}/{GROUPS}", orjson.loads)
     groups = [name for name in noted if isinstance(name, str)] if isinstance(noted, list) else read_groups(path)
-    env = _loaded(f"{path}/{ENV}")
+    env = _loaded(f"{path}/{ENV}", orjson.loads)
     if env is None and (path / ENV).exists():
         env = read_json(path / ENV, RunError)
     last = env.get("groups") if isinstance(env, dict) else None
@@ -130,15 +146,18 @@ def _groups(path: Path) -> list[str]:
     return groups
 
 
-def _loaded(path: str) -> Any:
-    """A JSON value, read at twice the speed of `read_json`; None where that must have a look, as it can tell what is wrong."""
+def _loaded(path: str, loads: Callable[[bytes], Any]) -> Any:
+    """A JSON value, read at several times the speed of `read_json`; None where that must have a look, as it can tell what is wrong."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return None
     try:
-        text = os.read(descriptor, _MOST)
-        return json.loads(text) if len(text) < _MOST else None
+        text = part = os.read(descriptor, _PIECE)
+        while len(part) == _PIECE:
+            part = os.read(descriptor, _PIECE)
+            text += part
+        return loads(text)
     except (OSError, ValueError, RecursionError):
         return None
     finally:

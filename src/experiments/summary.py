@@ -109,7 +109,7 @@ def rows_of(piece: Piece, path: Path) -> list[Row]:
     return parse_lines(piece.lines.split(b"\n")[:-1], path)
 
 
-def read_on(path: Path | str, size: int = 0, tail: str = _EMPTY) -> Piece:
+def read_on(path: Path, size: int = 0, tail: str = _EMPTY) -> Piece:
     """The complete lines of a file after the first `size` bytes, if these still end with `tail`; else all of it. None there: empty.
 
     A file is only ever appended to, or replaced by one that differs before its end: what `Scores` does.
@@ -118,7 +118,7 @@ def read_on(path: Path | str, size: int = 0, tail: str = _EMPTY) -> Piece:
         RunError: the file cannot be read.
     """
     try:
-        with reading(Path(path)):
+        with reading(path):
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 return _read_on(descriptor, size, tail)
