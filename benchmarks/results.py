@@ -20,25 +20,25 @@ from src.experiments.rundir import RunDir
 
 SCORES = ("train_loss", "val_loss", "val_accuracy", "grad_norm", "learning_rate")
 
-# Each in a process of its own, so that peak memory and imports are its own; prints its seconds and its peak.
+# Each in a process of its own, so that peak memory and imports are its own. Besides the wall clock the processor's time is taken: on a
+# machine that others use, too, only that can be compared.
 _MEASURED = """
 import resource, sys, time, warnings
 runs = sys.argv[1]
-began = time.perf_counter()
 {code}
-print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+print(time.perf_counter() - began, time.process_time() - used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 _HAVEN = """
 warnings.simplefilter("ignore")
 from haven.haven_results import ResultManager
-began = time.perf_counter()
+began, used = time.perf_counter(), time.process_time()
 manager = ResultManager(savedir_base=runs, verbose=False)
 """
 _TABLE = """
 from pathlib import Path
 from results.table import rendered, tabulate
 from src.experiments.results import load_rows
-began = time.perf_counter()
+began, used = time.perf_counter(), time.process_time()
 rows, warned = load_rows(Path(runs))
 assert not warned, warned
 rendered(*tabulate(rows, ["exp_id"], ["all"]), "markdown")
@@ -48,7 +48,7 @@ from pathlib import Path
 from src.experiments.curves import bands
 from src.experiments.results import grouped, load_rows
 import numpy
-began = time.perf_counter()
+began, used = time.perf_counter(), time.process_time()
 rows, _ = load_rows(Path(runs))
 rows = [row for row in rows if row["model.stride"] < {count} // 10]
 found, _ = bands(Path(runs), grouped(rows, ["model.stride"]), ["val_loss"])
@@ -104,31 +104,35 @@ def _history(rng: random.Random, steps: int) -> list[dict[str, Any]]:
 
 def _compare(runs: Path, count: int) -> None:
     haven_table = _HAVEN + "manager.get_score_df()\n"
+    bands, their_bands = _BANDS.format(count=count), _HAVEN_BANDS.format(count=count)
     rows = [
-        ("table, first", *_measured(runs, haven_table), *_measured(runs, _TABLE)),
-        ("table, second", *_measured(runs, haven_table), *_measured(runs, _TABLE)),
-        ("table, index deleted", None, None, *_measured(runs, _TABLE, without_index=True)),
-        (f"bands of {count} runs, first", *_measured(runs, _HAVEN_BANDS.format(count=count)), *_measured(runs, _BANDS.format(count=count))),
-        (f"bands of {count} runs, second", None, None, *_measured(runs, _BANDS.format(count=count))),
+        ("table, first", _measured(runs, haven_table), _measured(runs, _TABLE)),
+        ("table, second", _measured(runs, haven_table), _measured(runs, _TABLE)),
+        ("table, index deleted", None, _measured(runs, _TABLE, without_index=True)),
+        (f"bands of {count} runs, first", _measured(runs, their_bands), _measured(runs, bands)),
+        (f"bands of {count} runs, second", None, _measured(runs, bands)),
     ]
-    print(f"{'':32}{'haven s':>9}{'MB':>7}{'ours s':>9}{'MB':>7}{'times':>8}")
-    for name, theirs, their_peak, ours, our_peak in rows:
-        left = f"{theirs:9.2f}{their_peak:7.0f}" if theirs is not None and their_peak is not None else f"{'-':>9}{'-':>7}"
-        times = f"{theirs / ours:8.0f}" if theirs is not None else f"{'-':>8}"
-        print(f"{name:32}{left}{ours:9.2f}{our_peak:7.0f}{times}")
+    print(f"{'':32}{'haven s':>9}{'cpu s':>8}{'MB':>6}{'ours s':>9}{'cpu s':>8}{'MB':>6}{'times':>8}{'cpu':>6}")
+    for name, theirs, ours in rows:
+        left = _cells(theirs) if theirs else f"{'-':>9}{'-':>8}{'-':>6}"
+        times = f"{theirs[0] / ours[0]:8.0f}{theirs[1] / ours[1]:6.0f}" if theirs else f"{'-':>8}{'-':>6}"
+        print(f"{name:32}{left}{_cells(ours)}{times}")
     print(f"index: {(runs / INDEX).stat().st_size / 1e6:.0f} MB; load {os.getloadavg()[0]:.1f}; this process {_peak():.0f} MB")
 
 
-def _measured(runs: Path, code: str, without_index: bool = False) -> tuple[float, float]:
-    """(seconds without imports, peak MB)."""
+def _cells(measured: Sequence[float]) -> str:
+    return f"{measured[0]:9.2f}{measured[1]:8.2f}{measured[2]:6.0f}"
+
+
+def _measured(runs: Path, code: str, without_index: bool = False) -> list[float]:
+    """Seconds without imports, of them on the processor, and peak MB."""
     if without_index:
         (runs / INDEX).unlink()
     command = [sys.executable, "-c", _MEASURED.format(code=code), str(runs)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    seconds, peak = done.stdout.split()[-2:]
-    return float(seconds), float(peak)
+    return [float(word) for word in done.stdout.split()[-3:]]
 
 
 def _peak() -> float:
