@@ -113,6 +113,7 @@ class Index:
         database = sqlite3.connect(f"file:{quote(str(self.path))}?mode=rwc", uri=True, timeout=WAIT_SECONDS, isolation_level=None)
         try:
             database.text_factory = bytes
+            database.execute("PRAGMA synchronous = OFF")  # what a power cut damages is noticed, and read again
             if _version(database) != VERSION:
                 _create(database)
         except BaseException:
