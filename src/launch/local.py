@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import re
 import shlex
 import signal
 import socket
@@ -24,12 +23,10 @@ from src import config as configs
 from src.errors import LaunchError
 from src.files import writing
 from src.launch import local_state
-from src.launch.command import Environment, Processes, shell_line
+from src.launch.command import Environment, Processes, outside_torchrun, shell_line
 from src.launch.job import Job, Note, Seen
 from src.launch.local_state import Queue
 
-_OF_TORCHRUN = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
-"""Variables that a job must not inherit: it is no rank of the torchrun that this process may run under."""
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 20.0
@@ -121,12 +118,11 @@ def _start_scheduler(folder: Path) -> None:
     command = [sys.executable, "-m", "src.launch.local_scheduler", str(folder)]
     log_file = folder / "scheduler.log"
     line = f"{shlex.join(command)} < /dev/null > {shlex.quote(str(log_file))} 2>&1 & echo $!"
-    environment = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)}
     try:
         done = subprocess.run(
             ["bash", "-c", line],
             cwd=_ROOT,
-            env=environment,
+            env=outside_torchrun(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             start_new_session=True,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from src.errors import LaunchError
+from src.launch.command import outside_torchrun
 
 # What the commands print while the controller or the database is down, busy or restarting; asked again later, they may answer.
 _AWAY = re.compile(
@@ -86,7 +87,7 @@ def found(*commands: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not _NOT_OURS.fullmatch(name)}
+    kept = {name: value for name, value in outside_torchrun(os.environ).items() if not _NOT_OURS.fullmatch(name)}
     return kept | {"SLURM_BITSTR_LEN": "0", "LC_ALL": "C.UTF-8"}
 
 

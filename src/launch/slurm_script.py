@@ -13,17 +13,20 @@ from src.launch.job import Job
 SCRIPT = "job.sh"
 _SCRIPT_TEXT = """\
 #!/bin/bash
-# One task of an array. The file $1 holds five fields for each, each ended by a zero byte:
-# its experiment, where its output and its errors go, whether it may be queued again, the bash that it runs.
+# One task of an array. The file $1 holds six fields for each, each ended by a zero byte:
+# its experiment, its save directory, where its output and its errors go, whether it may be queued again, the bash that it runs.
 # Near the time limit Slurm sends USR1 to this script alone: the task is told to stop, and queued again once it has written its
 # checkpoint. Slurm's TERM (a preemption, scancel) reaches every process by itself; what follows then is Slurm's to decide.
 this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-mapfile -d '' -s $((5 * SLURM_ARRAY_TASK_ID)) -n 5 task < "$1"
-if [ ${#task[@]} -ne 5 ]; then
+mapfile -d '' -s $((6 * SLURM_ARRAY_TASK_ID)) -n 6 task < "$1"
+if [ ${#task[@]} -ne 6 ]; then
     echo "$this: $1 does not hold its command" >&2
     exit 1
 fi
-exec >> "${task[1]}" 2>> "${task[2]}"
+exec >> "${task[2]}" 2>> "${task[3]}"
+newest() { ls "${task[1]}/checkpoints" 2> /dev/null | grep '^step-' | sort -V | tail -n 1; }
+had=$(newest)
+fruitless=${1%.tasks}.$SLURM_ARRAY_TASK_ID.fruitless  # there when the start before this one wrote no checkpoint
 
 step= told= signals=0
 tell() {
@@ -45,7 +48,7 @@ trap 'told=${told:-TERM}; signals=$((signals + 1))' TERM
 
 export NNODES=${SLURM_NNODES:-1} MASTER_ADDR=127.0.0.1
 export MASTER_PORT=$((20000 + (SLURM_JOB_ID + 3989 * ${SLURM_RESTART_COUNT:-0}) % 10000))
-start=(bash -c "${task[4]}")
+start=(bash -c "${task[5]}")
 if [ "$NNODES" -gt 1 ]; then
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     # Its address, as names of nodes need not mean anything outside Slurm.
@@ -69,9 +72,18 @@ done
 if [ $code -eq STOPPED ] && [ -z "$told" ] && [ "$NNODES" -gt 1 ]; then
     code=1  # nobody asked for a stop but srun, after the failure of another node
 fi
-if [ "$told" = USR1 ] && [ "${task[3]}" = 1 ]; then
+if [ "$told" = USR1 ] && [ "${task[4]}" = 1 ]; then
     case $code in
         STOPPED | 137 | 143)
+            if [ "$(newest)" != "$had" ]; then
+                rm -f "$fruitless"
+            elif [ -e "$fruitless" ]; then
+                echo "slurm: two starts in a row reached the time limit without a new checkpoint, so it is not queued again." \
+                    "Raise 'time' of the job config, then submit it again" >&2
+                exit $code
+            else
+                touch "$fruitless"
+            fi
             for pause in 1 2 4 8 16; do
                 if scontrol requeue "$this"; then exit 0; fi
                 sleep $pause
@@ -106,7 +118,8 @@ def write_tasks(tasks: Path, jobs: Sequence[Job], lines: Sequence[str], requeue:
     fields = []
     for job, line in zip(jobs, lines, strict=True):
         logs = job.log_dir.absolute()
-        fields += [job.exp_id, f"{logs}/{job.exp_id}.out.log", f"{logs}/{job.exp_id}.err.log", str(int(requeue)), line]
+        out, err = (f"{logs}/{job.exp_id}.{stream}.log" for stream in ("out", "err"))
+        fields += [job.exp_id, str(job.run.absolute()), out, err, str(int(requeue)), line]
     write_atomic(tasks, os.fsencode("".join(f"{field}\0" for field in fields)))
 
 
@@ -137,4 +150,4 @@ def read_ids(tasks: Path) -> list[str]:
         RunError: the file cannot be read.
     """
     with reading(tasks, RunError):
-        return [os.fsdecode(field) for field in tasks.read_bytes().split(b"\0")[:-1:5]]
+        return [os.fsdecode(field) for field in tasks.read_bytes().split(b"\0")[:-1:6]]

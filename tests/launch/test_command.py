@@ -307,6 +307,8 @@ raise SystemExit(int(sys.argv[2]))
         ("stopped", "", 1, 1),  # stopped the time before; now it did not even begin
         ("stopped", "stopped", 1, STOPPED),
         ("stopped", "done", 0, 0),
+        ("running", "done", 143, 0),  # told to stop while it was ending, or a crash after the end
+        ("done", "", 1, 1),  # done the time before; now it did not even begin
     ],
 )
 def test_a_job_that_was_stopped_in_order_ends_with_75(tmp_path: Path, before: str, state: str, code: int, ended: int):
@@ -316,7 +318,10 @@ def test_a_job_that_was_stopped_in_order_ends_with_75(tmp_path: Path, before: st
     assert done.returncode == ended
 
 
-@pytest.mark.parametrize(("number", "state", "ended"), [("TERM", "", STOPPED), ("USR1", "", STOPPED), ("TERM", "failed", 143)])
+@pytest.mark.parametrize(
+    ("number", "state", "ended"),
+    [("TERM", "", STOPPED), ("USR1", "", STOPPED), ("TERM", "failed", 143), ("TERM", "done", 0)],
+)
 def test_a_signal_before_the_program_can_hear_it_is_a_stop_too(tmp_path: Path, number: str, state: str, ended: int):
     """The signal goes to the group, as schedulers send it; bash survives it and tells what became of the program."""
     death = f"import os, signal; os.killpg(0, signal.SIG{number}); raise"

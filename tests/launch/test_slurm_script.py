@@ -43,6 +43,9 @@ class Task:
         )
         wait_until(self.up.exists)
 
+    def err(self) -> str:
+        return (self.job.log_dir / "exp.err.log").read_text()
+
     def out(self) -> str:
         return (self.job.log_dir / "exp.out.log").read_text()
 
@@ -61,6 +64,21 @@ def test_a_requeue_that_is_refused_is_tried_again(cluster: Cluster, folder: Path
     task.process.send_signal(signal.SIGUSR1)
     assert task.process.wait(20) == 0
     assert len(cluster.calls("scontrol")) == 2
+
+
+def test_a_task_that_never_gets_to_a_checkpoint_is_not_requeued_for_ever(cluster: Cluster, folder: Path):
+    """One fruitless start may be the fault of a slow disk; a checkpoint in between makes up for it."""
+    checkpoints = job(folder, "exp").run / "checkpoints"
+    codes = []
+    for made in ("", "step-00000009", "", "step-00000010", "", ""):
+        (folder / "up").unlink(missing_ok=True)
+        task = Task(folder, requeue=True)
+        (checkpoints / made).mkdir(parents=True, exist_ok=True)
+        task.process.send_signal(signal.SIGUSR1)
+        codes.append(task.process.wait(20))
+    assert codes == [0, 0, 0, 0, 0, 75]
+    assert len(cluster.calls("scontrol")) == 5
+    assert "two starts in a row reached the time limit without a new checkpoint" in task.err()
 
 
 @pytest.mark.parametrize(("requeue", "deaf", "code"), [(False, "", 75), (True, "1", 0), (True, "1", 3)])

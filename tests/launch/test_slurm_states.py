@@ -114,13 +114,14 @@ def test_settings_of_the_shell_do_not_change_the_question(cluster: Cluster, fold
     """The stand-in cannot show what SQUEUE_STATES does to a real squeue; that it does not arrive can be seen."""
     path = cluster.bin / "squeue"
     path.write_text(path.read_text().replace("exec", f"env > {folder}/seen; exec"))
-    for name in ("SQUEUE_STATES", "SQUEUE_FORMAT", "SLURM_TIME_FORMAT", "SLURM_JOB_ID"):
+    foreign = {"SQUEUE_STATES", "SQUEUE_FORMAT", "SLURM_TIME_FORMAT", "SLURM_JOB_ID", "RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
+    for name in foreign:
         monkeypatch.setenv(name, "RUNNING")
     monkeypatch.setenv("SLURM_CONF", "/kept")
     ids, _ = submit([job(folder, "a")], folder)
     slurm.states(SOON, ids)
     names = {line.partition("=")[0] for line in (folder / "seen").read_text().splitlines()}
-    assert not {"SQUEUE_STATES", "SQUEUE_FORMAT", "SLURM_TIME_FORMAT", "SLURM_JOB_ID"} & names
+    assert not foreign & names
     assert {"SLURM_CONF", "PATH", "HOME"} <= names
 
 
