@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from src import files, registry
-from src.errors import LaunchError, RunError
+from src.errors import LaunchError, RunError, UserError
 from src.experiments import references, rundir, saved
 from src.experiments.plan import Planned
 from src.launch import jobs, snapshot, submissions
@@ -20,7 +20,6 @@ SNAPSHOTS = "snapshots"
 GONE_SECONDS = 120.0
 """How long to wait until jobs that were killed are gone."""
 _POLL_SECONDS = 0.5
-_ALIVE = ("queued", "running")
 _SUBMITTED = {"run": ("never", "stopped", "lost"), "retry": ("failed", "lost"), "reset": jobs.STATES}
 _HINTS = {
     "failed": "run leaves it as it is. --job_option retry starts it again, -r 1 starts it over",
@@ -89,7 +88,7 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
 def _wanted(request: Request, row: Row, option: str) -> bool:
     """Whether a job is to be submitted for this row; says so where not."""
     starts_over = row.exp_id in request.chosen and (request.reset or option == "reset")
-    if starts_over and row.state not in (*_ALIVE, "unknown"):
+    if starts_over and row.state not in (*jobs.ALIVE, "unknown"):
         return option != "retry" or row.state in _SUBMITTED["retry"]
     states = _SUBMITTED["run"] if option == "reset" else _SUBMITTED[option]
     if row.state in states:
@@ -153,7 +152,13 @@ def _parents(request: Request, given: Resources, todo: Sequence[Planned]) -> dic
             if parent in here or rows[parent].state == "done":
                 continue
             row, job = rows[parent], tracked.get(parent)
-            if row.state in _ALIVE and job is not None and job.launcher is not None and job.seen is not None and job.seen.state in _ALIVE:
+            if (
+                row.state in jobs.ALIVE
+                and job is not None
+                and job.launcher is not None
+                and job.seen is not None
+                and job.seen.state in jobs.ALIVE
+            ):
                 if jobs.same_scheduler(job.launcher, given.launcher):
                     waits.append(job.job_id)
                 else:
@@ -195,35 +200,61 @@ def kill(runs: Path, exp_ids: Sequence[str]) -> None:
         LaunchError: a scheduler cannot be asked or refuses, or jobs do not end.
     """
     with submissions.locked(runs):
-        submissions.reconcile(runs)
+        trouble = ""
+        try:
+            submissions.reconcile(runs)
+        except UserError as error:  # of another submission, perhaps: what is known can be ended all the same
+            trouble = str(error)
         _kill(runs, exp_ids)
+    if trouble:
+        raise LaunchError(trouble)
 
 
 def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
+    """End what can be ended, then raise for the rest."""
     tracked, wrong = jobs.track(runs, exp_ids)
-    if wrong:
-        raise LaunchError("\n".join(dict.fromkeys(wrong.values())))
     alive = {exp_id: job for exp_id, job in tracked.items() if _is_alive(job)}
     for exp_id in exp_ids:
-        if exp_id not in alive:
-            by_hand = saved.state_of(runs / exp_id) == "running"
-            log.info("%s: %s", exp_id, "runs, but not as a job: stop it where it was started" if by_hand else "has no job to kill")
-    if not alive:
-        return
+        if exp_id not in alive and exp_id not in wrong:
+            log.info("%s: %s", exp_id, _without_job(runs / exp_id, tracked.get(exp_id)))
     for part, ids in _by_launcher(alive):
         end = part.function("kill")
         assert end is not None, f"{part.name}: a launcher without kill"
         end(ids)
+    if alive:
+        _wait_until_gone(runs, list(alive))
+        log.info("killed: %d", len(alive))
+    if wrong:
+        raise LaunchError("\n".join(dict.fromkeys(wrong.values())))
+
+
+def _without_job(run: Path, job: Tracked | None) -> str:
+    """Why there is nothing to kill."""
+    if job is not None and job.seen is not None and job.seen.state == "unknown":
+        return f"what became of job {job.job_id} is not known ({job.seen.reason}), so it is left alone"
+    with contextlib.suppress(RunError):
+        if saved.state_of(run) == "running":
+            return "runs, but not as a job: stop it where it was started"
+    return "has no job to kill"
+
+
+def _wait_until_gone(runs: Path, exp_ids: Sequence[str]) -> None:
     until = time.monotonic() + GONE_SECONDS
-    while left := [exp_id for exp_id, job in jobs.track(runs, list(alive))[0].items() if _is_alive(job)]:
+    while True:
+        tracked, wrong = jobs.track(runs, exp_ids)
+        left = [exp_id for exp_id in exp_ids if exp_id in wrong or (exp_id in tracked and _is_alive(tracked[exp_id]))]
+        if not left:
+            return
         if time.monotonic() > until:
-            raise LaunchError(f"{', '.join(left)}: told to end, but still there after {GONE_SECONDS:g} s. Look again later.")
+            why = " ".join(dict.fromkeys(wrong.values()))
+            raise LaunchError(
+                f"{', '.join(left)}: told to end, but not known to be gone after {GONE_SECONDS:g} s. Look again later. {why}".strip()
+            )
         time.sleep(_POLL_SECONDS)
-    log.info("killed: %d", len(alive))
 
 
 def _is_alive(job: Tracked) -> bool:
-    return job.seen is not None and job.seen.state in _ALIVE
+    return job.seen is not None and job.seen.state in jobs.ALIVE
 
 
 def _by_launcher(alive: Mapping[str, Tracked]) -> list[tuple[registry.Part, list[str]]]:

@@ -17,6 +17,7 @@ from src.launch.job import Seen
 
 LOGS = "logs"
 STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "unknown")
+ALIVE = ("queued", "running")
 _SILENT_SECONDS = 10 * lease.STALE_SECONDS
 """A job that its scheduler has forgotten, with a holder on another machine, counts as running as long as it has beaten since."""
 State = Literal["never", "queued", "running", "done", "failed", "stopped", "lost", "unknown"]
@@ -84,17 +85,13 @@ def _clear_up(runs: Path) -> dict[str, str]:
 
 
 def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[str, str]]:
-    """Ask the schedulers for the jobs of these experiments, all jobs of a launcher at once: by experiment, the job, and what went wrong."""
-    wrong: dict[str, str] = {}
-    noted: dict[str, dict[str, str]] = {}
-    for exp_id in exp_ids:
-        try:
-            job = saved.read_job(runs / exp_id)
-        except UserError as error:
-            wrong[exp_id] = str(error)
-        else:
-            if job is not None:
-                noted[exp_id] = job
+    """Ask the schedulers for the jobs of these experiments, all jobs of a launcher at once: by experiment, the job, and what went wrong.
+
+    A job whose save directory was removed counts as long as it is queued or running.
+    """
+    noted, wrong = _noted(runs, exp_ids)
+    removed = submissions.noted(runs, [exp_id for exp_id in exp_ids if exp_id not in noted and exp_id not in wrong])
+    noted |= {exp_id: {"job_id": job_id, "submission": name} for exp_id, (job_id, name) in removed.items()}
     parts: dict[str, registry.Part | None] = {}
     refused: dict[str, str] = {}
     asked: dict[Any, list[str]] = defaultdict(list)
@@ -122,8 +119,23 @@ def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[
             wrong |= dict.fromkeys(ids, str(error))
         else:
             seen |= {exp_id: found[noted[exp_id]["job_id"]] for exp_id in ids if noted[exp_id]["job_id"] in found}
-    tracked = {i: Tracked(job["job_id"], job["submission"], parts.get(job["submission"]), seen.get(i)) for i, job in noted.items()}
-    return tracked, wrong
+    return {
+        exp_id: Tracked(job["job_id"], job["submission"], parts.get(job["submission"]), seen.get(exp_id))
+        for exp_id, job in noted.items()
+        if exp_id not in removed or (exp_id in seen and seen[exp_id].state in ALIVE)
+    }, wrong
+
+
+def _noted(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """What the save directories say of their jobs, and what is wrong with those that cannot be read."""
+    noted, wrong = {}, {}
+    for exp_id in exp_ids:
+        try:
+            if (job := saved.read_job(runs / exp_id)) is not None:
+                noted[exp_id] = job
+        except UserError as error:
+            wrong[exp_id] = str(error)
+    return noted, wrong
 
 
 def same_scheduler(one: registry.Part, other: registry.Part) -> bool:

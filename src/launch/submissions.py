@@ -8,7 +8,7 @@ import re
 import shlex
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,13 +17,15 @@ from typing import Any
 from src import registry
 from src.errors import ConfigError, LaunchError, RunError
 from src.experiments import saved
-from src.files import read_json, synced_once, write_json, writing
+from src.files import read_json, reading, synced_once, write_json, writing
 from src.launch import resources
 
 FOLDER = "submissions"
 INTENT = "submission.json"
 JOBS = "jobs.json"
 """{"jobs": {exp_id: job id}, "complete": bool}: what the launcher has noted, and whether it had come to its end."""
+NOTHING: tuple[dict[str, Any], bool] = ({}, False)
+"""What was noted where nothing was."""
 LOCK_SECONDS = 600.0
 """How long to wait for another submission to the same runs folder."""
 
@@ -99,7 +101,8 @@ def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: s
     Raises:
         RunError: the disk refuses; nothing may be submitted.
     """
-    name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}"
+    now = datetime.now(UTC)
+    name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond:05x}{uuid.uuid4().hex[:3]}"  # their order is that of their names
     folder = runs.resolve() / FOLDER / name
     shown = {exp_id: shlex.join(words) for exp_id, words in commands.items()}
     submission = Submission(folder, dict(launcher), job_config, snapshot, tuple(commands), shown)
@@ -111,7 +114,7 @@ def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: s
         "snapshot": snapshot,
         "experiments": list(submission.experiments),
         "commands": shown,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": now.isoformat(timespec="seconds"),
     }
     write_json(folder / INTENT, intent)
     return submission
@@ -146,7 +149,7 @@ def note(submission: Submission, jobs: Mapping[str, str], complete: bool = False
     Raises:
         RunError: the disk refuses.
     """
-    before = _noted(submission.folder)[0]
+    before = (_noted(submission.folder) or NOTHING)[0]
     write_json(submission.folder / JOBS, {"jobs": {**before, **jobs}, "complete": complete})
     _note_in_runs(submission, {exp_id: job_id for exp_id, job_id in jobs.items() if before.get(exp_id) != job_id})
 
@@ -159,13 +162,21 @@ def _note_in_runs(submission: Submission, jobs: Mapping[str, str]) -> None:
 
 
 def interrupted(runs: Path) -> list[str]:
-    """Names of the submissions of which it is not known what they queued."""
+    """Names of the submissions of which it is not known what they queued.
+
+    Raises:
+        RunError: the folder cannot be read.
+    """
+    return [name for name in _names(runs) if not (_noted(runs / FOLDER / name) or NOTHING)[1]]
+
+
+def _names(runs: Path) -> list[str]:
+    """All submissions, the oldest first."""
     try:
-        with os.scandir(runs / FOLDER) as entries:
-            names = sorted(entry.name for entry in entries if re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", entry.name))
+        with reading(runs / FOLDER), os.scandir(runs / FOLDER) as entries:
+            return sorted(entry.name for entry in entries if re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", entry.name))
     except FileNotFoundError:
         return []
-    return [name for name in names if not _noted(runs / FOLDER / name)[1]]
 
 
 def reconcile(runs: Path) -> None:
@@ -174,24 +185,60 @@ def reconcile(runs: Path) -> None:
     Raises:
         LaunchError: a launcher cannot be asked, or a submission is damaged: nothing may be submitted before that is clear.
     """
+    wrong: list[str] = []
     for name in interrupted(runs):
-        if not (runs / FOLDER / name / INTENT).exists():
+        folder = runs / FOLDER / name
+        if not (folder / INTENT).exists():
             continue  # ended before it was written down, so nothing was queued
-        submission = read(runs, name)
-        find = submission.part().function("find")
-        assert find is not None, f"{submission.launcher['launcher']}: a launcher without find"
-        found = find(submission.folder, list(submission.experiments))
-        log.info("%s: was interrupted; %d of its %d jobs are there", name, len(found), len(submission.experiments))
-        _note_in_runs(submission, found)
-        note(submission, found, complete=True)
+        try:
+            _clear(runs, name)
+        except LaunchError as error:
+            wrong.append(
+                f"{error}\n{folder}: was interrupted, and until it is known what it queued, nothing else is submitted. "
+                "Should that never be known, look for its jobs by hand, end them, and move the folder away."
+            )
+    if wrong:
+        raise LaunchError("\n".join(wrong))
 
 
-def _noted(folder: Path) -> tuple[dict[str, str], bool]:
-    """The job ids that were noted, and whether they are all. A damaged note is as good as none: the launcher is asked again."""
+def _clear(runs: Path, name: str) -> None:
+    submission = read(runs, name)
+    find = submission.part().function("find")
+    assert find is not None, f"{submission.launcher['launcher']}: a launcher without find"
+    found = find(submission.folder, list(submission.experiments))
+    log.info("%s: was interrupted; %d of its %d jobs are there", name, len(found), len(submission.experiments))
+    before = _noted(submission.folder)
+    if before is None:  # the note was damaged later: of an experiment that was submitted again since, the later job counts
+        found = {exp_id: job_id for exp_id, job_id in found.items() if _submission_of(runs / exp_id) <= name}
+    _note_in_runs(submission, found)
+    note(submission, found, complete=True)
+
+
+def _submission_of(run: Path) -> str:
+    with contextlib.suppress(RunError):
+        return (saved.read_job(run) or {"submission": ""})["submission"]
+    return ""
+
+
+def noted(runs: Path, exp_ids: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Of those of `exp_ids` that were ever submitted: the job id and the submission that were noted last.
+
+    Raises:
+        RunError: the folder cannot be read.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for name in _names(runs):
+        jobs = (_noted(runs / FOLDER / name) or NOTHING)[0]
+        found |= {exp_id: (jobs[exp_id], name) for exp_id in exp_ids if isinstance(jobs.get(exp_id), str)}
+    return found
+
+
+def _noted(folder: Path) -> tuple[dict[str, Any], bool] | None:
+    """The job ids that were noted, and whether they are all. None: the note is damaged, so that the launcher is asked again."""
     if not (folder / JOBS).exists():
-        return {}, False
+        return NOTHING
     try:
         found = read_json(folder / JOBS, RunError)
         return dict(found["jobs"]), found["complete"] is True
     except (RunError, KeyError, TypeError, ValueError):
-        return {}, False
+        return None

@@ -238,6 +238,45 @@ def test_an_interrupted_submission_is_cleared_up_first(world: World):
     assert sorted(world.started()) == sorted(item.exp_id for item in items)
 
 
+def test_an_old_note_that_is_damaged_hides_no_later_job(world: World):
+    item = planned("end", waits=True)
+    world.run([item])
+    wait_until(world.started)
+    actions.kill(world.runs, [item.exp_id])
+    (first,) = world.submissions()
+    world.run([item])
+    last = max(world.submissions())
+    assert last > first
+    (first / "jobs.json").write_text('{"jobs": {"torn')
+    wait_until(lambda: world.states([item]) == ["running"])
+    assert saved.read_job(world.runs / item.exp_id) == {**saved.read_job(world.runs / item.exp_id), "submission": last.name}  # type: ignore[dict-item]
+    world.run([item])
+    assert len(world.submissions()) == 2
+    world.go()
+    assert world.ended([item]) == ["done"]
+
+
+def test_what_is_damaged_keeps_nothing_else_from_being_killed(world: World):
+    items = [planned("end", str(n), waits=True) for n in range(4)]
+    world.run(items[:3])
+    wait_until(lambda: len(world.started()) == 3)
+    (world.runs / items[0].exp_id / "job_dict.json").write_text("[]")
+    (world.runs / items[3].exp_id).mkdir()
+    (world.runs / items[3].exp_id / "status.json").write_text("{")
+    torn = world.runs / "submissions" / "20260101-000000-00000000"
+    torn.mkdir()
+    (torn / "submission.json").write_text("{")
+    with pytest.raises(LaunchError, match=r"job_dict\.json"):
+        actions.kill(world.runs, [item.exp_id for item in items])
+    assert world.states(items[1:3]) == ["stopped", "stopped"]
+    with pytest.raises(LaunchError, match=r"(?s)submission\.json:1: not valid JSON.*look for its jobs by hand.*move the folder away"):
+        world.run(items[1:3])
+    torn.rename(world.runs / "put aside")
+    world.go()
+    world.run(items[1:3])
+    assert world.ended(items[1:3]) == ["done", "done"]
+
+
 def test_a_submission_that_queued_nothing_is_made_again(world: World):
     """The submitter died after it wrote what it wanted to submit."""
     item = planned("end")
@@ -342,9 +381,14 @@ def test_a_run_directory_removed_under_a_living_job(world: World):
     wait_until(world.started)
     run = world.runs / item.exp_id
     run.rename(world.runs / "elsewhere")
-    assert world.states([item]) == ["never"]
-    (world.runs / "elsewhere").rename(run)
     assert world.states([item]) == ["running"]
+    world.run([item])
+    assert len(world.submissions()) == 1
+    actions.kill(world.runs, [item.exp_id])
+    assert world.states([item]) == ["never"]
+    world.run([item])
+    world.go()
+    assert world.ended([item]) == ["done"]
 
 
 def seen(state: str, word: str = "", reason: str = "") -> Seen:
