@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from src import files, registry
-from src.errors import LaunchError, RunError, UserError
+from src.errors import LaunchError, RunError
 from src.experiments import references, rundir, saved
 from src.experiments.plan import Planned
 from src.launch import jobs, snapshot, submissions
@@ -70,7 +70,7 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
     """
     given.check_names(item.exp for item in request.planned)
     with submissions.locked(request.runs):
-        submissions.reconcile(request.runs)
+        submissions.refuse(submissions.reconcile(request.runs), [item.exp_id for item in request.planned])
         if option == "reset":
             _kill(request.runs, [item.exp_id for item in request.planned if item.exp_id in request.chosen])
         rows = {row.exp_id: row for row in jobs.table(request.runs, [item.exp_id for item in request.planned])}
@@ -200,14 +200,9 @@ def kill(runs: Path, exp_ids: Sequence[str]) -> None:
         LaunchError: a scheduler cannot be asked or refuses, or jobs do not end.
     """
     with submissions.locked(runs):
-        trouble = ""
-        try:
-            submissions.reconcile(runs)
-        except UserError as error:  # of another submission, perhaps: what is known can be ended all the same
-            trouble = str(error)
+        unclear = submissions.reconcile(runs)
         _kill(runs, exp_ids)
-    if trouble:
-        raise LaunchError(trouble)
+        submissions.refuse(unclear, exp_ids)
 
 
 def _kill(runs: Path, exp_ids: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,12 @@ from src.launch.toolkit_service import Doubtful, Gone, JobConfig, Listed, Spec, 
 
 PROGRAM = "eai"
 _UUID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", re.IGNORECASE)
+
+
+def found() -> None:
+    """Raises a LaunchError where the program is not on PATH."""
+    if shutil.which(PROGRAM) is None:
+        raise LaunchError(f"{PROGRAM}: no such program on PATH. Install the toolkit's command line, or choose via: 'haven'.")
 
 
 class Eai:
@@ -64,6 +71,7 @@ class Eai:
 
     def _call(self, words: Sequence[str]) -> str:
         """Standard output of `eai WORDS`."""
+        found()
         told = " ".join([PROGRAM, *words[:2]])
         try:
             process = subprocess.Popen(
@@ -75,8 +83,6 @@ class Eai:
                 errors="replace",
                 start_new_session=True,
             )
-        except FileNotFoundError:
-            raise LaunchError(f"{PROGRAM}: no such program on PATH. Install the toolkit's command line, or choose via: 'haven'.") from None
         except (OSError, ValueError) as error:
             raise LaunchError(f"{told}: cannot be started: {error}.") from None
         try:

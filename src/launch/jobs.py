@@ -72,15 +72,7 @@ def _clear_up(runs: Path) -> dict[str, str]:
         if not submissions.interrupted(runs):
             return {}
         with submissions.locked(runs, wait_seconds=0.0):
-            try:
-                submissions.reconcile(runs)
-            except UserError as error:
-                found: dict[str, str] = {}
-                for name in submissions.interrupted(runs):
-                    with contextlib.suppress(UserError):
-                        reason = f"submission {name} was interrupted, and what it queued is not known: {error}"
-                        found |= dict.fromkeys(submissions.read(runs, name).experiments, reason)
-                return found
+            return {exp_id: unclear.message for unclear in submissions.reconcile(runs) for exp_id in unclear.experiments}
     return {}
 
 

@@ -63,6 +63,21 @@ class Submission:
             raise LaunchError(str(error)) from None
 
 
+@dataclass(frozen=True)
+class Unclear:
+    """A submission that was interrupted, and whose launcher does not tell what it queued."""
+
+    folder: Path
+    experiments: tuple[str, ...]
+    """Empty: not known either."""
+    error: str
+
+    @property
+    def message(self) -> str:
+        """For people."""
+        return f"submission {self.folder.name} was interrupted, and what it queued is not known: {self.error}"
+
+
 @contextlib.contextmanager
 def locked(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Be the only one who submits to `runs`: from what is decided to what is noted.
@@ -179,37 +194,50 @@ def _names(runs: Path) -> list[str]:
         return []
 
 
-def reconcile(runs: Path) -> None:
-    """Ask the launchers of interrupted submissions what they have of them, and note it. Only under `locked`.
+def reconcile(runs: Path) -> list[Unclear]:
+    """Ask the launchers of interrupted submissions what they have of them, and note it; gives those that stay unclear. Only under `locked`.
 
     Raises:
-        LaunchError: a launcher cannot be asked, or a submission is damaged: nothing may be submitted before that is clear.
+        RunError: the disk refuses.
     """
-    wrong: list[str] = []
+    found: list[Unclear] = []
     for name in interrupted(runs):
         folder = runs / FOLDER / name
         if not (folder / INTENT).exists():
             continue  # ended before it was written down, so nothing was queued
+        experiments: tuple[str, ...] = ()
         try:
-            _clear(runs, name)
+            submission = read(runs, name)
+            experiments = submission.experiments
+            _clear(runs, submission)
         except LaunchError as error:
+            found.append(Unclear(folder, experiments, str(error)))
+    return found
+
+
+def refuse(unclear: Sequence[Unclear], exp_ids: Collection[str]) -> None:
+    """Raise a LaunchError for those of the `unclear` that may have queued one of `exp_ids`; only warn of the others."""
+    wrong = []
+    for one in unclear:
+        if one.experiments and not set(exp_ids).intersection(one.experiments):
+            log.warning("%s", one.message)
+        else:
             wrong.append(
-                f"{error}\n{folder}: was interrupted, and until it is known what it queued, nothing else is submitted. "
-                "Should that never be known, look for its jobs by hand, end them, and move the folder away."
+                f"{one.message}\n{one.folder}: nothing is submitted again before that is known. "
+                "Should it never be known, look for its jobs by hand, end them, and move the folder away."
             )
     if wrong:
         raise LaunchError("\n".join(wrong))
 
 
-def _clear(runs: Path, name: str) -> None:
-    submission = read(runs, name)
+def _clear(runs: Path, submission: Submission) -> None:
     find = submission.part().function("find")
     assert find is not None, f"{submission.launcher['launcher']}: a launcher without find"
     found = find(submission.folder, list(submission.experiments))
-    log.info("%s: was interrupted; %d of its %d jobs are there", name, len(found), len(submission.experiments))
+    log.info("%s: was interrupted; %d of its %d jobs are there", submission.name, len(found), len(submission.experiments))
     before = _noted(submission.folder)
     if before is None:  # the note was damaged later: of an experiment that was submitted again since, the later job counts
-        found = {exp_id: job_id for exp_id, job_id in found.items() if _submission_of(runs / exp_id) <= name}
+        found = {exp_id: job_id for exp_id, job_id in found.items() if _submission_of(runs / exp_id) <= submission.name}
     _note_in_runs(submission, found)
     note(submission, found, complete=True)
 

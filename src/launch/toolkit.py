@@ -13,12 +13,11 @@ from pydantic import Field, model_validator
 
 from src.errors import LaunchError, UserError
 from src.files import write_json, writing
+from src.launch import eai, toolkit_haven
 from src.launch.command import Processes
-from src.launch.eai import Eai
 from src.launch.job import Job, Note, Seen
 from src.launch.toolkit_calls import PAGE, create, ended, patiently
 from src.launch.toolkit_calls import seen as as_seen
-from src.launch.toolkit_haven import Haven
 from src.launch.toolkit_script import Times, awaited, script
 from src.launch.toolkit_service import EXPERIMENT, OWNER, SUBMISSION, SUITE, Doubtful, JobConfig, Listed, Service, Spec, Taken
 
@@ -184,6 +183,19 @@ def find(config: Config, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]
     return {exp_id: job.job_id for exp_id, job in found.items()}
 
 
+def check(config: Config) -> None:
+    """Look whether jobs could be queued from here, without asking the toolkit.
+
+    Raises:
+        LaunchError: the program `eai`, or haven's client, is not there, or the variable that names the account is not set.
+    """
+    config.account_id()
+    if config.via == "eai":
+        eai.found()
+    else:
+        toolkit_haven.packages()
+
+
 def scheduler(config: Config) -> tuple[str, str, bool]:
     """What two configs must share for their jobs to be asked for together."""
     return config.via, config.account, config.restartable
@@ -194,7 +206,7 @@ def _settings(config: Config, job: Job) -> Config:
 
 
 def _service(config: Config) -> Service:
-    return patiently(config, lambda: Eai(config) if config.via == "eai" else Haven(config))
+    return patiently(config, lambda: eai.Eai(config) if config.via == "eai" else toolkit_haven.Haven(config))
 
 
 def _spec(config: Config, job: Job, jobs: Sequence[Job], folder: Path) -> Spec:

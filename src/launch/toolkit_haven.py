@@ -24,7 +24,7 @@ class Haven:
 
     def __init__(self, config: JobConfig) -> None:
         self.account = config.account_id()
-        client, self.toolkit = _packages()
+        client, self.toolkit = packages()
         token = os.environ.get("EAI_TOKEN") or Eai(config).token()
         self.api = _told("log in", lambda: _api(client, token))
 
@@ -66,8 +66,12 @@ class Haven:
         _told("kill", lambda: self.api.v1_job_delete_by_id(job_id))
 
 
-def _packages() -> tuple[Any, Any]:
-    """The client, and haven's module that uses it."""
+def packages() -> tuple[Any, Any]:
+    """The client, and haven's module that uses it.
+
+    Raises:
+        LaunchError: one of them is not installed.
+    """
     try:
         import eai_toolkit_client  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -256,6 +256,23 @@ def test_an_old_note_that_is_damaged_hides_no_later_job(world: World):
     assert world.ended([item]) == ["done"]
 
 
+def test_an_unclear_submission_stands_in_the_way_of_its_own_experiments_alone(world: World, caplog: pytest.LogCaptureFixture):
+    one, other = planned("end", "one"), planned("end", "other")
+    toolkit = {"launcher": "toolkit", "account": "$NOT_SET_HERE", "image": "a:b", "max_run_seconds": 600}
+    world.run([])
+    submissions.create(world.runs, toolkit, "there", "x", {one.exp_id: ["trainval.py"]})
+    for _ in range(2):
+        with pytest.raises(LaunchError, match=r"(?s)NOT_SET_HERE is not set.*nothing is submitted again before that is known"):
+            world.run([one])
+    world.run([other])
+    assert "was interrupted, and what it queued is not known" in caplog.text
+    assert world.ended([other]) == ["done"]
+    assert world.states([one]) == ["unknown"]
+    with pytest.raises(LaunchError, match="NOT_SET_HERE is not set"):
+        actions.kill(world.runs, [one.exp_id])
+    actions.kill(world.runs, [other.exp_id])
+
+
 def test_what_is_damaged_keeps_nothing_else_from_being_killed(world: World):
     items = [planned("end", str(n), waits=True) for n in range(4)]
     world.run(items[:3])

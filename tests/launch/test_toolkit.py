@@ -21,7 +21,7 @@ from src.errors import ConfigError, LaunchError
 from src.launch import eai, resources
 from src.launch.command import Processes
 from src.launch.job import Job, Seen
-from src.launch.toolkit import LEFT, Config, find, kill, states, submit
+from src.launch.toolkit import LEFT, Config, check, find, kill, states, submit
 from src.launch.toolkit_service import Doubtful, Gone, Taken, Unreached
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,11 +215,21 @@ class TestSubmit:
         monkeypatch.delenv("EAI_ACCOUNT_ID")
         with pytest.raises(LaunchError, match=r"account is '\$EAI_ACCOUNT_ID', but EAI_ACCOUNT_ID is not set"):
             launched(tmp_path, [job(tmp_path, "a")])
+        with pytest.raises(LaunchError, match="EAI_ACCOUNT_ID is not set"):
+            check(configured(tmp_path))
 
     def test_the_program_is_not_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("PATH", "/usr/bin:/bin")
         with pytest.raises(LaunchError, match="eai: no such program on PATH"):
             launched(tmp_path, [job(tmp_path, "a")])
+        with pytest.raises(LaunchError, match="eai: no such program on PATH"):
+            check(configured(tmp_path))
+        with pytest.raises(LaunchError, match="needs the client eai_toolkit_client, which is not installed"):
+            check(configured(tmp_path, via="haven"))
+
+    def test_nothing_is_asked_before_it_is_submitted(self, tmp_path: Path, service: Path):
+        check(configured(tmp_path))
+        assert not list(service.iterdir())
 
     def test_a_refusal_leaves_nothing_queued(self, tmp_path: Path, service: Path):
         """The second job is refused: the message is passed on, and the first is cancelled."""
