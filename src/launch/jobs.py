@@ -252,12 +252,12 @@ def logs_of(runs: Path, exp_id: str) -> list[Path]:
     return [folder / f"{exp_id}.err.log", folder / f"{exp_id}.out.log", runs / exp_id / "logs" / "train.log"]
 
 
-def tail(log: Path, lines: int) -> str:
-    """The last `lines` lines of a file, however long it is; "" where there is none."""
+def tail(log: Path, lines: int, end: int | None = None) -> str:
+    """The last `lines` lines of a file, however long it is; "" where there is none. end: bytes after which it is not looked at."""
     piece = 64 * 1024
     try:
         with open(log, "rb") as file:
-            size = file.seek(0, 2)
+            size = min(file.seek(0, 2), end) if end is not None else file.seek(0, 2)
             while True:
                 file.seek(max(0, size - piece))
                 data = file.read(min(piece, size))

@@ -1,5 +1,6 @@
 """What jobs print, as they print it."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,9 +13,12 @@ STATES_SECONDS = 5.0
 """How often the schedulers are asked whether all have ended: they are shared with others."""
 _SHORT = 8
 
+log = logging.getLogger(__name__)
+
 
 def follow(runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callable[[float], None] = time.sleep) -> Iterator[str]:
     """The last `lines` lines of each log of the experiments, then every line as it is written, until none is queued or running any more.
+    At last the log tells of those that have printed nothing.
 
     Each line begins with the first characters of the experiment's id where there are several.
     """
@@ -23,19 +27,27 @@ def follow(runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callab
     for exp_id in exp_ids:
         for path in _printed(runs, exp_id):
             places[path] = _size(path)
-            yield from (heads[exp_id] + line for line in jobs.tail(path, lines).splitlines())
+            yield from (heads[exp_id] + line for line in jobs.tail(path, lines, places[path]).splitlines())
     asked = float("-inf")
+    rows: list[jobs.Row] = []
+    alive: set[str] = set()
     ended = False
     while True:
         if time.monotonic() - asked >= STATES_SECONDS:
-            ended = all(row.state not in ("queued", "running") for row in jobs.table(runs, exp_ids))
+            rows = jobs.table(runs, exp_ids)
+            # A scheduler that does not answer has ended nothing.
+            alive = {row.exp_id for row in rows if row.state in jobs.ALIVE or (row.state == "unknown" and row.exp_id in alive)}
+            ended = not alive
             asked = time.monotonic()
         for exp_id in exp_ids:
             for path in _printed(runs, exp_id):
                 yield from (heads[exp_id] + line for line in _new_lines(path, places, ended))
         if ended:
-            return
+            break
         sleep(POLL_SECONDS)
+    for row in rows:
+        if not any(map(_size, _printed(runs, row.exp_id))):
+            log.info("%s: has printed nothing; its state is %s%s", row.exp_id, row.state, f" ({row.reason})" if row.reason else "")
 
 
 def _printed(runs: Path, exp_id: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -463,7 +464,8 @@ def test_a_training_by_hand_is_seen_though_its_old_job_failed(tmp_path: Path):
     assert jobs._together(tmp_path, "running", {"state": "running"}, job, 1.0) == ("running", "")
 
 
-def test_logs_are_followed_to_the_end(world: World):
+def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
     items = [planned("end", waits=True), planned("end", "y", waits=True)]
     world.run(items)
     wait_until(lambda: len(world.started()) == 2)
@@ -475,7 +477,46 @@ def test_logs_are_followed_to_the_end(world: World):
             world.go()
     assert sorted(lines) == sorted(f"{item.exp_id[:8]} {word}" for item in items for word in ("begins", "ends"))
     assert list(logs.follow(world.runs, [items[0].exp_id])) == ["begins", "ends"]
+    assert "has printed nothing" not in caplog.text
     assert list(logs.follow(world.runs, ["0" * 32])) == []
+    assert f"{'0' * 32}: has printed nothing; its state is never" in caplog.text
+
+
+def test_a_line_written_while_the_last_ones_are_shown_is_shown_once(world: World):
+    item = planned("end", waits=True)
+    world.run([item])
+    wait_until(world.started)
+    log = world.runs / "logs" / f"{item.exp_id}.out.log"
+    wait_until(lambda: log.read_text() == "begins\n")
+    lines = logs.follow(world.runs, [item.exp_id], sleep=lambda seconds: time.sleep(0.05))
+    shown = [next(lines)]
+    with open(log, "a") as file:
+        file.write("in between\n")
+    world.go()
+    assert [*shown, *lines] == ["begins", "in between", "ends"]
+    assert jobs.tail(log, 2, end=len("begins\nin between\n")) == "begins\nin between"
+
+
+def test_logs_are_followed_while_the_scheduler_does_not_answer(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logs, "STATES_SECONDS", 0.0)
+    item = planned("end", waits=True)
+    world.run([item])
+    wait_until(lambda: world.states([item]) == ["running"])
+    queue = world.submissions()[0] / "queue.json"
+    content = queue.read_text()
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 1:
+            queue.write_text(json.dumps({**json.loads(content), "host": "elsewhere"}))
+        if len(looks) == 3:
+            assert world.states([item]) == ["unknown"]
+            queue.write_text(content)
+            world.go()
+        time.sleep(0.05)
+
+    assert list(logs.follow(world.runs, [item.exp_id], sleep=sleep)) == ["begins", "ends"]
 
 
 def test_the_tail_of_a_long_log(tmp_path: Path):
