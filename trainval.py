@@ -364,8 +364,11 @@ def carry_out(item: Any, run: Any) -> None:
                 run.dir.set_status(state, **facts)
 
     try:
-        distributed.heed()
-        item.recipe(run)
+        try:
+            distributed.heed()
+            item.recipe(run)
+        finally:
+            distributed.defer()  # no signal keeps the status from being written
     except KeyboardInterrupt:
         mark("stopped", reason="interrupted by the user")
         raise
@@ -377,6 +380,10 @@ def carry_out(item: Any, run: Any) -> None:
         mark("failed", reason=str(error))
         raise
     except Exception as error:
+        by = distributed.asked()
+        if by and distributed.world_size() > 1:  # another process left at the same signal while this one waited for it
+            mark("stopped", reason=f"{by}: stopped while it was starting; start it again to continue")
+            raise distributed.Stopped(by) from error
         mark("failed", reason=f"{type(error).__name__}: {error}")
         raise
     if distributed.is_main():

@@ -106,7 +106,7 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block a stop signal raises `Stopped`: at once or, after `defer`, where it is heeded. Main thread only."""
+    """Within the block a stop signal raises `Stopped`, once: immediately or, after `defer`, where it is heeded. Main thread only."""
     global _asked, _deferred
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -132,24 +132,26 @@ def heed() -> None:
     global _deferred  # noqa: PLW0603  see stoppable
     _deferred = False
     if _asked:
+        _deferred = True
         raise Stopped(_asked.name)
 
 
-def asked() -> bool:
-    """Whether this process has been asked to stop."""
-    return _asked is not None
+def asked() -> str | None:
+    """Name of the signal that asked this process to stop; None where none did."""
+    return _asked.name if _asked else None
 
 
 def stopped(step: int | None) -> Stopped:
     """What every process raises, once they agree that one of them was asked to stop. Collective."""
-    names = gathered([_asked.name] if _asked else [])
+    names = gathered([by] if (by := asked()) else [])
     return Stopped(names[0], everywhere=True, step=step)
 
 
 def _on_signal(number: int, _: FrameType | None) -> None:
-    global _asked  # noqa: PLW0603  see stoppable
+    global _asked, _deferred  # noqa: PLW0603  see stoppable
     _asked = _asked or signal.Signals(number)
     if not _deferred:
+        _deferred = True  # a second signal must not interrupt what the first one has begun
         raise Stopped(_asked.name)
 
 

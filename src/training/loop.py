@@ -145,7 +145,7 @@ class Loop:
     def learn(self, step: loader.Step) -> float:
         """One optimizer step on the mean loss over all tokens of the global batch, which it returns."""
         state, world_size = self.state, distributed.world_size()
-        tokens, asked = distributed.total([step.loss_tokens, distributed.asked()])
+        tokens, asked = distributed.total([step.loss_tokens, distributed.asked() is not None])
         self.stopping = asked > 0
         if not tokens:
             raise TrainingError(f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has a token to learn.")

@@ -1,0 +1,161 @@
+"""Stop signals, in one process: raised once, noted where they must wait, and never lost."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import trainval
+from src import distributed
+from src.errors import RunError
+from src.experiments.rundir import RunDir
+from tests import toy
+
+
+@pytest.fixture(autouse=True)
+def handlers_stay() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in distributed.STOP_SIGNALS]
+    yield
+    assert [signal.getsignal(number) for number in distributed.STOP_SIGNALS] == before
+    assert distributed.asked() is None
+
+
+def tell(number: signal.Signals = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", distributed.STOP_SIGNALS)
+def test_a_signal_is_raised_at_once(number: signal.Signals):
+    with pytest.raises(distributed.Stopped) as caught, distributed.stoppable():
+        tell(number)
+    assert (caught.value.by, caught.value.everywhere, caught.value.step) == (number.name, False, None)
+
+
+def test_what_is_deferred_is_raised_where_it_is_heeded():
+    with distributed.stoppable():
+        distributed.defer()
+        tell(signal.SIGUSR1)
+        tell(signal.SIGTERM)
+        assert distributed.asked() == "SIGUSR1", "the first counts"
+        with pytest.raises(distributed.Stopped, match="SIGUSR1"):
+            distributed.heed()
+
+
+def test_a_second_signal_interrupts_nothing_that_the_first_has_begun():
+    tidied = False
+    with distributed.stoppable():
+        try:
+            tell()
+        except distributed.Stopped:
+            tell()
+            tell(signal.SIGUSR1)
+            tidied = True
+    assert tidied
+
+
+def test_one_signal_stops_one_session_only():
+    with pytest.raises(distributed.Stopped), distributed.stoppable():
+        tell()
+    with distributed.stoppable():
+        distributed.heed()
+
+
+def test_all_agree_on_the_signal_and_the_step():
+    with distributed.stoppable():
+        distributed.defer()
+        tell()
+        stopped = distributed.stopped(7)
+    assert (stopped.by, stopped.everywhere, stopped.step) == ("SIGTERM", True, 7)
+
+
+def test_a_thread_leaves_the_handlers_alone():
+    found: list[Any] = []
+
+    def work() -> None:
+        with distributed.stoppable():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+def carried_out(folder: Path, work: Any) -> tuple[BaseException | None, dict[str, Any]]:
+    """What `carry_out` raises and leaves in status.json where `work` is the recipe."""
+    caught = None
+    with distributed.stoppable(), RunDir.open(folder, toy.BASE, {}) as opened:
+        distributed.defer()
+        try:
+            trainval.carry_out(SimpleNamespace(recipe=work), SimpleNamespace(dir=opened))
+        except BaseException as error:  # noqa: BLE001  whatever it is, it is what is looked at
+            caught = error
+        return caught, opened.status()
+
+
+def failing(error: BaseException) -> Any:
+    def work(_: Any) -> None:
+        raise error
+
+    return work
+
+
+class Interrupted(RunError):
+    """Its reason is asked for when the status is written, which a signal interrupts."""
+
+    def __str__(self) -> str:
+        tell()
+        return "the disk is full"
+
+
+def test_a_signal_does_not_keep_a_failure_from_being_written_down(tmp_path: Path):
+    caught, status = carried_out(tmp_path, failing(Interrupted()))
+    assert isinstance(caught, Interrupted)
+    assert (status["state"], status["reason"]) == ("failed", "the disk is full")
+
+
+def test_two_signals_leave_a_stopped_run(tmp_path: Path):
+    class Twice(distributed.Stopped):
+        @property
+        def step(self) -> None:
+            tell(signal.SIGUSR1)
+
+        @step.setter
+        def step(self, _: Any) -> None:
+            pass
+
+    caught, status = carried_out(tmp_path, failing(Twice("SIGTERM")))
+    assert isinstance(caught, Twice)
+    assert (status["state"], status["reason"]) == ("stopped", "SIGTERM: stopped while it was starting; start it again to continue")
+
+
+def test_a_signal_while_it_starts_leaves_a_stopped_run(tmp_path: Path):
+    caught, status = carried_out(tmp_path, lambda _: tell(signal.SIGUSR1))
+    assert isinstance(caught, distributed.Stopped)
+    assert (status["state"], status["reason"]) == ("stopped", "SIGUSR1: stopped while it was starting; start it again to continue")
+
+
+def test_a_connection_that_a_stopped_process_closed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Told to stop, one process leaves before the other, which learns of it first from the connection."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def work(_: Any) -> None:
+        distributed.defer()  # as a blocking call of a library does
+        tell()
+        raise RuntimeError("Connection closed by peer")
+
+    caught, status = carried_out(tmp_path, work)
+    assert isinstance(caught, distributed.Stopped)
+    assert status["state"] == "stopped"
+
+
+def test_an_interruption_by_the_user_says_so(tmp_path: Path):
+    caught, status = carried_out(tmp_path, failing(KeyboardInterrupt()))
+    assert isinstance(caught, KeyboardInterrupt)
+    assert (status["state"], status["reason"]) == ("stopped", "interrupted by the user")
