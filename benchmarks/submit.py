@@ -1,9 +1,12 @@
-"""How long it takes to submit a thousand experiments, and to ask after them. Whole processes, wall-clock, with a stand-in for Slurm.
+"""How long it takes to submit a thousand experiments, and to ask after them. Whole processes, with a stand-in for Slurm.
+
+Wall-clock, and the processor's time, which includes what the stand-in takes; the rest is waiting for the disk and for other processes.
 
 python -m benchmarks.submit
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,15 +30,16 @@ EXP_GROUPS = {"thousand": grid(BASE_TINY, {"loop.learning_rate": RATES, "seed": 
 JOB_CONFIGS = 'JOB_CONFIGS = {"slurm": {"launcher": "slurm"}}\n'
 
 
-def timed(words: list[str], folder: Path, cluster: Cluster) -> tuple[float, list[str]]:
-    """Seconds of one command line, and the commands of Slurm that it called."""
+def timed(words: list[str], folder: Path, cluster: Cluster) -> tuple[float, float, list[str]]:
+    """Seconds of one command line, those of the processor, and the commands of Slurm that it called."""
     cluster.forget_calls()
-    start = time.perf_counter()
+    start, before = time.perf_counter(), os.times()
     done = subprocess.run([sys.executable, "trainval.py", *words], cwd=folder, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - start
+    seconds, after = time.perf_counter() - start, os.times()
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
-    return seconds, [call[0] for call in cluster.calls()]
+    worked = after.children_user + after.children_system - before.children_user - before.children_system
+    return seconds, worked, [call[0] for call in cluster.calls()]
 
 
 def main() -> None:
@@ -46,7 +50,7 @@ def main() -> None:
         (project / "job_configs.py").write_text(JOB_CONFIGS, encoding="utf-8")
         cluster = Cluster(Path(folder, "slurm"), patch)
         group = ["-e", "thousand"]
-        print(f"{COUNT} experiments                seconds  calls of Slurm's commands")
+        print(f"{COUNT} experiments                seconds  processor  calls of Slurm's commands")
         for name, words in (
             ("check them (--dry-run)", [*group, "--dry-run"]),
             ("submit", [*group, "-j", "slurm"]),
@@ -55,8 +59,10 @@ def main() -> None:
             ("kill", [*group, "--job_option", "kill"]),
             ("submit once more", [*group, "-j", "slurm"]),
         ):
-            seconds, calls = timed(words, project, cluster)
-            print(f"{name:<32}  {seconds:5.2f}  {', '.join(f'{calls.count(c)} {c}' for c in dict.fromkeys(calls)) or 'none'}")
+            seconds, worked, calls = timed(words, project, cluster)
+            print(
+                f"{name:<32}  {seconds:7.2f}  {worked:9.2f}  {', '.join(f'{calls.count(c)} {c}' for c in dict.fromkeys(calls)) or 'none'}"
+            )
         runs = project / "results" / "runs"
         print(f"snapshots: {len(list((runs / 'snapshots').iterdir()))}; jobs: {len(cluster.alive())} alive, {COUNT} wanted")
         sizes = [path.stat().st_size for path in runs.rglob("submission.json")]

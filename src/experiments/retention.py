@@ -48,7 +48,7 @@ def needed(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
     """
     found: set[tuple[str, str]] = set()
     warnings = []
-    names = [entry.name for entry in runs.iterdir() if (entry / "exp_dict.json").exists()]
+    names = [entry.name for entry in runs.iterdir() if not entry.name.startswith(".") and (entry / "exp_dict.json").exists()]
     for name in sorted(names):
         try:
             found.update(references.named(read_exp_dict(runs / name)))

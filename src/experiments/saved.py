@@ -1,7 +1,12 @@
 """What a save directory says of itself, read without locking it."""
 
+import contextlib
+import errno
 import json
+import os
 import re
+import shutil
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -10,7 +15,7 @@ from src.config import join
 from src.errors import ConfigError, RunError
 from src.experiments.identity import check_values, exp_id
 from src.experiments.lease import guarded, holder_is_dead
-from src.files import read_json, reading, write_json
+from src.files import read_json, reading, write_json, writing
 
 EXP_DICT = "exp_dict.json"
 CONFIG = "config.json"
@@ -100,6 +105,34 @@ def read_groups(path: Path) -> list[str]:
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
+def prepare(path: Path, exp: Mapping[str, Any], groups: Iterable[str]) -> None:
+    """Write what a job finds in its save directory, as haven's jobs do: the dict, and the groups that asked for it. Needs no lease.
+
+    A new directory appears whole, at the cost of no other file: a thousand of them are written at once.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    if not path.exists():
+        beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+        with writing(path):
+            beside.mkdir(parents=True)
+            write_json(beside / EXP_DICT, exp)
+            if named := list(dict.fromkeys(groups)):
+                write_json(beside / GROUPS, named)
+            try:
+                os.rename(beside, path)
+                return
+            except OSError as error:
+                shutil.rmtree(beside, ignore_errors=True)
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else was faster
+                    raise
+    if not (path / EXP_DICT).exists():
+        with guarded(path):
+            write_json(path / EXP_DICT, exp)
+    join_groups(path, groups)
+
+
 def write_job(path: Path, job_id: str, command: str, submission: str = "") -> None:
     """Note the job that was submitted for the experiment in `path`, as haven's job manager does. Needs no lease.
 
@@ -108,8 +141,13 @@ def write_job(path: Path, job_id: str, command: str, submission: str = "") -> No
     Raises:
         RunError: the disk refuses.
     """
+    job = {"job_id": job_id, "command": command, "submission": submission}
+    if path.is_dir():
+        with contextlib.suppress(RunError):  # moved away just now, or refused; the next line tells
+            write_json(path / JOB, job)
+            return
     with guarded(path):
-        write_json(path / JOB, {"job_id": job_id, "command": command, "submission": submission})
+        write_json(path / JOB, job)
 
 
 def read_job(path: Path) -> dict[str, str] | None:

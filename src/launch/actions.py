@@ -106,7 +106,7 @@ def _jobs(request: Request, given: Resources, todo: Sequence[Planned], option: s
     runs = request.runs.resolve()
     with files.synced_once(runs):
         for item in todo:
-            _prepare(request, item, option)
+            _prepare(request, runs / item.exp_id, item, option)
     return [
         Job(
             item.exp_id,
@@ -123,16 +123,11 @@ def _jobs(request: Request, given: Resources, todo: Sequence[Planned], option: s
     ]
 
 
-def _prepare(request: Request, item: Planned, option: str) -> None:
+def _prepare(request: Request, place: Path, item: Planned, option: str) -> None:
     """Write what a job finds in its save directory, as haven's jobs do; put aside what lies there where it starts over."""
-    place = request.runs.resolve() / item.exp_id
-    if place.exists() and item.exp_id in request.chosen and (request.reset or option == "reset"):
+    if item.exp_id in request.chosen and (request.reset or option == "reset") and place.exists():
         rundir.start_over(place)
-    if not (place / saved.EXP_DICT).exists():
-        with files.writing(place):
-            place.mkdir(parents=True, exist_ok=True)
-        files.write_json(place / saved.EXP_DICT, item.exp)
-    saved.join_groups(place, item.groups)
+    saved.prepare(place, item.exp, item.groups)
 
 
 def _parents(request: Request, given: Resources, todo: Sequence[Planned]) -> dict[str, tuple[str, ...]]:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from src.config import Places
 from src.errors import ConfigError, UserError
 from src.experiments import saved
-from src.files import write_json, writing
 from src.launch.sweep_plan import Sweep, combinations, load
 from src.launch.sweep_trial import POLL_SECONDS, Ending, Training
 
@@ -112,11 +111,7 @@ def carry_out(sweep: Sweep, study: "Study", claimed: "Claimed") -> None:
         return
     log.info("trial %d: %s %s", number, item.exp_id, " ".join(f"{path}={value}" for path, value in claimed.values.items()))
     run = sweep.places.runs / item.exp_id
-    if not (run / saved.EXP_DICT).exists():  # the training finds its experiment there
-        with writing(run):
-            run.mkdir(parents=True, exist_ok=True)
-        write_json(run / saved.EXP_DICT, item.exp)
-    saved.join_groups(run, [sweep.group])
+    saved.prepare(run, item.exp, [sweep.group])  # the training finds its experiment there
     training = Training(run, sweep.command.argv(item.exp_id, sweep.places), sweep.metric)
     ending = training.follow(lambda values: study.report(claimed, values))
     study.end(claimed, ending)

@@ -17,7 +17,7 @@ from src.errors import ConfigError, RunError
 from src.experiments.identity import exp_id
 from src.experiments.lease import GUARD, this_process
 from src.experiments.rundir import RunDir, start_over
-from src.experiments.saved import join_groups, read_exp_dict, read_groups, read_job, state_of, write_job
+from src.experiments.saved import join_groups, prepare, read_exp_dict, read_groups, read_job, state_of, write_job
 
 ROOT = Path(__file__).resolve().parents[2]
 EXP = {"recipe": "toy", "seed": 0, "model": {"depth": 2}}
@@ -155,6 +155,37 @@ def test_what_is_noted_without_the_lease_waits_for_the_sweep(tmp_path: Path):
     for future in noted:
         future.result()
     assert sorted(read_groups(tmp_path / ID)) == sorted(f"g{number}" for number in range(40))
+
+
+def test_a_directory_is_prepared_whole_by_many_at_once(tmp_path: Path):
+    """Each is whole from its first moment, loses no group, and costs no more than its two files."""
+    prepare(tmp_path / "runs" / ID, EXP, ["g"])
+    assert sorted(entry.name for entry in (tmp_path / "runs" / ID).iterdir()) == ["exp_dict.json", "groups.json"]
+    for turn in range(10):
+        run = tmp_path / str(turn) / ID
+        with ThreadPoolExecutor(8) as pool:
+            for done in [pool.submit(prepare, run, EXP, [f"g{number}"]) for number in range(8)]:
+                done.result()
+        assert read_exp_dict(run) == EXP
+        assert sorted(read_groups(run)) == [f"g{number}" for number in range(8)]
+        assert [entry.name for entry in run.parent.iterdir()] == [ID]
+
+
+def test_a_directory_that_holds_something_is_prepared_too(tmp_path: Path):
+    (tmp_path / ID / "logs").mkdir(parents=True)
+    prepare(tmp_path / ID, EXP, ["g"])
+    prepare(tmp_path / ID, EXP, ["h"])
+    assert (read_exp_dict(tmp_path / ID), read_groups(tmp_path / ID)) == (EXP, ["g", "h"])
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="cannot write"):
+        prepare(tmp_path / "file" / ID, EXP, ["g"])
+
+
+def test_a_job_is_noted_though_its_directory_was_removed(tmp_path: Path):
+    write_job(tmp_path / "runs" / ID, "7", "x")
+    job = read_job(tmp_path / "runs" / ID)
+    assert job is not None
+    assert job["job_id"] == "7"
 
 
 def test_reset_of_nothing_makes_no_backup(tmp_path: Path):
