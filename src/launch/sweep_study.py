@@ -109,7 +109,7 @@ class Study:
         with guarded(self.folder):
             claimed.trial.set_user_attr(EXP_ID, exp_id)
             for other in self.trials():
-                if other.number < claimed.trial.number and other.user_attrs.get(EXP_ID) == exp_id:
+                if other.number != claimed.trial.number and other.user_attrs.get(EXP_ID) == exp_id and SAME_AS not in other.user_attrs:
                     claimed.trial.set_user_attr(SAME_AS, other.number)
                     claimed.lease.release()
                     return False
