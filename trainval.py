@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,13 @@ def placed(error: Exception, where: str) -> str:
 
 def act(args: argparse.Namespace) -> int:
     """List, check, submit or train."""
-    from src.config import Places
+    from src.config import Places, top_level
     from src.errors import ConfigError
     from src.experiments import plan, references
-    from src.launch import actions
+    from src.launch import actions, resources
 
     check_arguments(args)
-    groups = read("exp_configs", "EXP_GROUPS")
+    groups = top_level("exp_configs", "EXP_GROUPS")
     if args.list and not args.exp_group:
         for name, experiments in groups.items():
             print(f"{name}  {len(experiments)}")
@@ -124,7 +124,7 @@ def act(args: argparse.Namespace) -> int:
     chosen = {item.exp_id for item in selected}
     if args.job_option in ("status", "logs", "kill"):
         return look(args.job_option, [item.exp_id for item in planned], places)
-    given = find_launcher(args.job_scheduler, places) if args.job_scheduler else None
+    given = resources.named(args.job_scheduler, places.runs, [item.exp for item in planned]) if args.job_scheduler else None
     queued = actions.ahead(places.runs, planned) if given else ()
     lacks = plan.problems(planned, places, chosen if args.reset or args.job_option == "reset" else (), queued)
     if args.dry_run:
@@ -153,37 +153,14 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(
             "-j: each process that torchrun started would submit. Start trainval.py with python; put torchrun in --python_binary."
         )
+    if args.job_option != "run" and distributed.world_size() > 1:
+        raise ConfigError(f"--job_option {args.job_option}: each process that torchrun started would do it. Start trainval.py with python.")
     if args.wandb_entity_name and not args.wandb_project_name:
         raise ConfigError("--wandb_entity_name: without --wandb_project_name nothing would be sent. Give both, or neither to log to files.")
     if args.log_every is not None and args.log_every < 1:
         raise ConfigError(f"--log_every: expected a number of steps >= 1, got {args.log_every}.")
     if args.deepspeed:
         raise LaunchError("--deepspeed: this version trains with PyTorch's data parallelism alone. Leave the option out.")
-
-
-def read(module: str, name: str) -> dict[str, Any]:
-    """The dict called `name` of a top-level file.
-
-    Raises:
-        ConfigError: the file does not run (names the line), or has no such dict.
-    """
-    import traceback
-    from importlib import import_module
-
-    from src.errors import ConfigError
-
-    try:
-        found = getattr(import_module(module), name, None)
-    except ConfigError as error:
-        raise ConfigError(f"{module}.py: {error}") from None
-    except SyntaxError as error:
-        raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from None
-    except Exception as error:  # noqa: BLE001  the file is the user's: whatever it raises is reported with its line
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(f"{at.filename}:{at.lineno}: {type(error).__name__}: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{module}.py: expected a dict called {name}, got {type(found).__name__}.")
-    return found
 
 
 def select(args: argparse.Namespace, groups: Any) -> list[Any]:
@@ -215,19 +192,6 @@ def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> in
         complain("\n".join(messages))
     print(f"{len(planned)} experiments, {len(planned) - len(lacks)} ready to run.")
     return 1 if lacks else 0
-
-
-def find_launcher(name: str, places: Any) -> Any:
-    """The launcher and the resources that job_configs.py calls `name`."""
-    from src.config import unknown
-    from src.launch import resources
-
-    job_configs = read("job_configs", "JOB_CONFIGS")
-    if name not in job_configs:
-        raise unknown("job config", name, job_configs, "-j")
-    given = resources.load(name, job_configs[name], places.runs, resources.env_path())
-    given.launcher.ask("check")
-    return given
 
 
 def submit(given: Any, args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
@@ -303,7 +267,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
     from src.errors import ConfigError
     from src.experiments import references, saved
     from src.experiments.environment import describe
-    from src.experiments.run import Run
+    from src.experiments.run import Run, written_log
     from src.experiments.rundir import RunDir
     from src.registry import resolved
 
@@ -320,37 +284,12 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
     distributed.defer()  # until `carry_out` keeps the status true
     state = distributed.from_main(begin)
     run_dir = opened[0] if opened else RunDir.attach(places.runs / item.exp_id)
-    with run_dir, written_log(run_dir):
+    with run_dir, written_log(run_dir.logs, LOGGERS if distributed.is_main() else ()):
         if state == "done":
             log.info("%s %s: done already.", item.where, item.exp_id)
         else:
             log.info("%s %s", item.where, run_dir.path)
             carry_out(item, Run(run_dir, places, options))
-
-
-@contextlib.contextmanager
-def written_log(run_dir: Any) -> Iterator[None]:
-    """Append what rank 0 logs to logs/train.log of the save directory, as long as the disk takes it."""
-    from src import distributed
-    from src.files import writing
-
-    if not distributed.is_main():
-        yield
-        return
-    with writing(run_dir.logs):
-        run_dir.logs.mkdir(exist_ok=True)
-        handler = logging.FileHandler(run_dir.logs / "train.log", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    handler.handleError = lambda record: None
-    for name in LOGGERS:
-        logging.getLogger(name).addHandler(handler)
-    try:
-        yield
-    finally:
-        for name in LOGGERS:
-            logging.getLogger(name).removeHandler(handler)
-        with contextlib.suppress(OSError):
-            handler.close()
 
 
 def carry_out(item: Any, run: Any) -> None:

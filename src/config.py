@@ -2,9 +2,11 @@
 
 import inspect
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -152,3 +154,23 @@ def _expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
 def _got(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def top_level(module: str, name: str) -> dict[str, Any]:
+    """The dict called `name` of a top-level file of the project, such as EXP_GROUPS of exp_configs.
+
+    Raises:
+        ConfigError: the file does not run (names the line), or has no such dict.
+    """
+    try:
+        found = getattr(import_module(module), name, None)
+    except ConfigError as error:
+        raise ConfigError(f"{module}.py: {error}") from None
+    except SyntaxError as error:
+        raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from None
+    except Exception as error:  # noqa: BLE001  the file is the user's: whatever it raises is reported with its line
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(f"{at.filename}:{at.lineno}: {type(error).__name__}: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{module}.py: expected a dict called {name}, got {type(found).__name__}.")
+    return found

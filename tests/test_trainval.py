@@ -424,6 +424,14 @@ class TestBadInput:
     def test_a_mistake_on_the_command_line(self, folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
         assert message in fails(arguments, {"g": [SHORT]}, folder, capsys)
 
+    @pytest.mark.parametrize("option", ["status", "kill"])
+    def test_jobs_are_not_looked_after_by_every_rank(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str
+    ):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        message = f"--job_option {option}: each process that torchrun started would do it. Start trainval.py with python."
+        assert message in fails(["-e", "g", "--job_option", option], {"g": [SHORT]}, folder, capsys)
+
     def test_fp16_without_a_gpu(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         if torch.cuda.is_available():
             pytest.skip("there is a GPU")

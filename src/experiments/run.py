@@ -1,10 +1,14 @@
 """What a recipe is given to run one experiment: its save directory, where things are, how to report."""
 
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from src.config import Places
 from src.experiments.rundir import RunDir
+from src.files import writing
 
 
 @dataclass(frozen=True)
@@ -38,3 +42,30 @@ class Run:
     def path(self) -> Path:
         """The save directory."""
         return self.dir.path
+
+
+@contextlib.contextmanager
+def written_log(folder: Path, loggers: Iterable[str]) -> Iterator[None]:
+    """Append what `loggers` say to <folder>/train.log, as long as the disk takes it. None given: nothing is written.
+
+    Raises:
+        RunError: the file cannot be made.
+    """
+    names = list(loggers)
+    if not names:
+        yield
+        return
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        handler = logging.FileHandler(folder / "train.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.handleError = lambda record: None
+    for name in names:
+        logging.getLogger(name).addHandler(handler)
+    try:
+        yield
+    finally:
+        for name in names:
+            logging.getLogger(name).removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.close()

@@ -68,7 +68,6 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
     Raises:
         LaunchError: refused by the launcher; a parent that has failed, or whose job another launcher has; jobs that do not end.
     """
-    given.check_names(item.exp for item in request.planned)
     with submissions.locked(request.runs):
         submissions.refuse(submissions.reconcile(request.runs), [item.exp_id for item in request.planned])
         if option == "reset":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from src import registry
-from src.config import Config, join, unknown
+from src.config import Config, join, top_level, unknown
 from src.errors import ConfigError
 from src.experiments import query
 from src.experiments.saved import flat
@@ -85,6 +85,22 @@ def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resour
     if not isinstance(overrides, list):
         raise ConfigError(f"{where}.overrides: expected a list, got {overrides!r} ({type(overrides).__name__}).")
     return Resources(name, _bind(own, where), tuple(_override(own, o, f"{where}.overrides[{i}]") for i, o in enumerate(overrides)), own)
+
+
+def named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) -> Resources:
+    """The entry that job_configs.py calls `name`, checked for `experiments` and by its launcher: ready to submit.
+
+    Raises:
+        ConfigError: there is none, or a mistake in it.
+        LaunchError: from here no jobs could be queued.
+    """
+    entries = top_level("job_configs", "JOB_CONFIGS")
+    if name not in entries:
+        raise unknown("job config", name, entries, "-j")
+    found = load(name, entries[name], runs, env_path())
+    found.check_names(experiments)
+    found.launcher.ask("check")
+    return found
 
 
 def recorded(raw: Mapping[str, Any], where: str) -> registry.Part:

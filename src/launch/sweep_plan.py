@@ -1,13 +1,12 @@
 """A sweep whose every part has been checked, and the experiments that it would try."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from src.config import Places
+from src.config import Places, top_level
 from src.errors import ConfigError
 from src.experiments import plan
 from src.launch import sweep_command, sweep_space
@@ -83,7 +82,7 @@ def load(path: Path, places: Places) -> Sweep:
     if file.method == "grid":
         axes = sweep_space.listed(axes, f"{where}: parameters")
     command = sweep_command.parse(file.command, file.program, f"{where}: command")
-    source = sweep_command.source(command, _groups(), places.runs)
+    source = sweep_command.source(command, top_level("exp_configs", "EXP_GROUPS"), places.runs)
     places = Places(places.data, places.runs, {exp_id: item.exp for exp_id, item in source.known.items()})
     sweep = Sweep(file.name or path.stem, file, axes, command, source, places)
     item = check_values(sweep, f"{where}: parameters")
@@ -138,11 +137,3 @@ def drawn(axes: Sequence[Axis], draws: random.Random) -> dict[str, Any]:
 def combinations(sweep: Sweep) -> list[dict[str, Any]]:
     """Every combination of a grid: dotted path -> value."""
     return [{axis.path: axis.value(chosen[axis.path]) for axis in sweep.axes} for chosen in sweep_space.combinations(sweep.axes)]
-
-
-def _groups() -> Mapping[str, Any]:
-    """EXP_GROUPS of the project in this folder."""
-    try:
-        return import_module("exp_configs").EXP_GROUPS
-    except (ConfigError, ImportError, AttributeError) as error:
-        raise ConfigError(f"exp_configs.py: {error}") from None

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import job_configs
 from src import registry
 from src.config import Config
 from src.errors import ConfigError, LaunchError
@@ -566,11 +567,12 @@ def test_mistakes_in_a_job_config(world: World, raw: dict[str, Any], message: st
         world.given(**raw)
 
 
-def test_an_override_that_asks_for_a_name_that_no_experiment_has(world: World):
+def test_an_override_that_asks_for_a_name_that_no_experiment_has(world: World, monkeypatch: pytest.MonkeyPatch):
+    entry = {"launcher": "local", "overrides": [{"where": "loop.step > 4", "retries": 1}]}
+    monkeypatch.setattr(job_configs, "JOB_CONFIGS", {"here": entry})
     message = HERE + r"\.overrides\[0\]\.where: unknown name 'loop\.step'\. Did you mean 'loop\.steps'\?"
     with pytest.raises(ConfigError, match=message):
-        world.run([planned("end")], overrides=[{"where": "loop.step > 4", "retries": 1}])
-    assert not world.started()
+        resources.named("here", world.runs, [planned("end").exp])
 
 
 def test_the_environment_of_the_jobs_comes_from_env_path(world: World, tmp_path: Path):
