@@ -64,15 +64,15 @@ def read_status(path: Path) -> dict[str, Any]:
     return status
 
 
-def state_of(path: Path) -> str:
+def state_of(path: Path, status: Mapping[str, Any] | None = None) -> str:
     """State of the save directory `path`: new, running, done, failed, stopped; or lost, which is running with a dead holder.
 
-    A holder on another machine cannot be judged at a glance and counts as alive.
+    A holder on another machine cannot be judged at a glance and counts as alive. status: `read_status(path)`, where it was just read.
 
     Raises:
         RunError: status.json is damaged.
     """
-    state = read_status(path)["state"]
+    state = (read_status(path) if status is None else status)["state"]
     return "lost" if state == "running" and holder_is_dead(path) else state
 
 

@@ -148,7 +148,7 @@ def _row(runs: Path, exp_id: str, tracked: Tracked | None, trouble: str | None) 
     own = "new"
     try:
         status = saved.read_status(run)
-        own = saved.state_of(run)
+        own = saved.state_of(run, status)
     except UserError as error:
         trouble = trouble or str(error)
     beat = lease.heartbeat_seconds(run)
