@@ -1,7 +1,9 @@
 """The documents are true: links lead somewhere, commands are understood, groups and targets exist."""
 
+import inspect
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,32 @@ def test_commands_of_the_readme_are_understood(line: str):
     words = shlex.split(line)
     args = trainval.parse(words[words.index("trainval.py") + 1 :])
     assert set(args.exp_group) <= set(exp_configs.EXP_GROUPS)
+
+
+MODULES = [line for line in commands("README.md") if line.startswith("python -m ")]
+
+
+def test_modules_are_shown():
+    assert len(MODULES) >= 12
+
+
+@pytest.mark.parametrize("line", MODULES)
+def test_commands_of_modules_have_the_flags_shown(line: str, capsys: pytest.CaptureFixture[str]):
+    module, *words = shlex.split(line)[2:]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        import_module(module).main(["--help"])
+    known = set(re.findall(r"(?<![\w-])-{1,2}[a-z][\w-]*", capsys.readouterr().out))
+    assert {word for word in words if word.startswith("-")} <= known
+
+
+@pytest.mark.parametrize("launcher", ["local", "slurm", "toolkit"])
+def test_launchers_have_the_verbs_that_contributing_shows(launcher: str):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (row,) = re.findall(r"^\| launcher \|.*?`(submit\(.*?\))", text, re.MULTILINE)
+    shown = [row, *re.findall(r"`((?:states|kill|find)\(.*?\))`", text)]
+    module = import_module(f"src.launch.{launcher}")
+    found = {name: list(inspect.signature(getattr(module, name)).parameters) for name in ("submit", "states", "kill", "find")}
+    assert {name: words.split(", ") for name, words in (re.findall(r"(\w+)\((.*)\)", verb)[0] for verb in shown)} == found
 
 
 def test_the_make_targets_named_exist():
