@@ -1,9 +1,10 @@
 """Weights & Biases: one run per experiment whatever happens to it, and a key that is written nowhere."""
 
 import base64
+import hashlib
 import http.server
 import json
-import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,20 +15,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from src.config import Places
+from src.errors import RunError
+from src.experiments import run as runs
 from src.experiments.identity import exp_id
+from src.experiments.rundir import RunDir
 from tests import toy
 
 EXP: dict[str, Any] = {**toy.BASE, "loop": {**toy.BASE["loop"], "steps": 30, "eval_every": 10}}
-KEY = "3f9c1e7ab2d84056f1e0c97d5a6b38e2147f0dc9"
-"""Looks like one of theirs, and is none."""
+KEY, NETRC_KEY = (hashlib.sha1(name.encode()).hexdigest() for name in ("environment", "netrc"))
+"""Look like theirs, and are none; not in this file, of which diff.patch of a run may hold a part."""
 OFFLINE = ["-e", "g", "--log_every", "1", "--wandb_project_name", "p"]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    toy.write_data(tmp_path / "data")
-    return toy.project(tmp_path, f"EXP_GROUPS = {{'g': [{EXP!r}]}}\n")
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project beside data, runs and a home with a key in its .netrc."""
+    folder = tmp_path_factory.mktemp("wandb")
+    toy.write_data(folder / "data")
+    (folder / "home").mkdir()
+    (folder / "home" / ".netrc").write_text(f"machine 127.0.0.1\n  login user\n  password {NETRC_KEY}\n")
+    (folder / "home" / ".netrc").chmod(0o600)
+    return toy.project(folder, f"EXP_GROUPS = {{'g': [{EXP!r}]}}\n")
 
 
 def logged(run: Path) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -46,56 +57,40 @@ def logged(run: Path) -> list[tuple[str, list[dict[str, Any]]]]:
 
 def start(root: Path, arguments: list[str], **environment: str) -> subprocess.Popen[str]:
     env = {k: v for k, v in toy.environment().items() if not k.startswith("WANDB_")} | {"HOME": str(root.parent / "home"), **environment}
-    (root.parent / "home").mkdir(exist_ok=True)
     command = toy.command(root, arguments, root.parent)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=root)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_restart_continues_the_run_and_logs_no_step_twice(root: Path, number: signal.Signals):
-    """Also the rows that a killed process could not hand over any more are there."""
+@pytest.fixture(scope="module")
+def killed_and_stopped(root: Path) -> tuple[Path, str]:
+    """(save directory, all printed) of a run that was killed, then told to stop, and ended in its third start. It knows two keys."""
     run = root.parent / "runs" / exp_id(EXP)
-    first = start(root, OFFLINE)
-    end = time.monotonic() + 60
-    while not (run / "scores.jsonl").exists() or len((run / "scores.jsonl").read_text().splitlines()) < 7:
-        assert time.monotonic() < end
-        assert first.poll() is None, first.communicate()[1]
-        time.sleep(0.01)
-    first.send_signal(number)
-    first.communicate(timeout=60)
-    second = start(root, OFFLINE)
-    _, err = second.communicate(timeout=120)
-    assert second.returncode == 0, err
-    found = logged(run)
-    assert len(found) == 2
-    assert {identity for identity, _ in found} == {exp_id(EXP)}
+    printed = ""
+    for number, rows in ((signal.SIGKILL, 7), (signal.SIGTERM, 16), (None, 30)):
+        process = start(root, OFFLINE, WANDB_API_KEY=KEY)
+        end = time.monotonic() + 120
+        while number and (not (run / "scores.jsonl").exists() or len((run / "scores.jsonl").read_text().splitlines()) < rows):
+            assert time.monotonic() < end
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.01)
+        if number:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 75, None: 0}[number], err
+        printed += out + err
+    return run, printed
+
+
+def test_restarts_continue_the_run_and_log_no_step_twice(root: Path, killed_and_stopped: tuple[Path, str]):
+    """Also the rows that a killed process could not hand over any more are there."""
+    found = logged(killed_and_stopped[0])
+    assert [identity for identity, _ in found] == [exp_id(EXP)] * 3
+    assert found[1][1], "the one that was told to stop lost its rows"
     rows = [row for _, rows in found for row in rows]
     assert [row["_step"] for row in rows] == [*range(1, 31)]
     scores = toy.rows(root.parent, exp_id(EXP))
     assert [row["train_loss"] for row in rows] == [row["train_loss"] for row in scores]
-    assert found[0][1] or number == signal.SIGKILL
     assert "perf/tokens_per_second" in rows[-1]
-
-
-def test_starting_over_is_another_run(root: Path):
-    run = root.parent / "runs" / exp_id(EXP)
-    for reset in ("0", "1"):
-        process = start(root, [*OFFLINE, "--steps", "2", "-r", reset])
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-    run = next(path.parent for path in (root.parent / "runs").glob("*/wandb.json"))
-    ((identity, _),) = logged(run)
-    assert identity == f"{run.name}-1"
-
-
-def test_a_damaged_id_is_named(root: Path):
-    run = root.parent / "runs" / exp_id(EXP)
-    run.mkdir(parents=True)
-    (run / "wandb.json").write_text("[]")
-    process = start(root, OFFLINE)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert f'{run}/wandb.json: expected {{"id": ...}}. Delete it to begin another wandb run.' in err
 
 
 class Refusal(http.server.BaseHTTPRequestHandler):
@@ -131,27 +126,42 @@ def holders(folder: Path, secret: str) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize("place", ["environment", "netrc"])
-def test_the_key_is_written_nowhere(root: Path, refusing: str, place: str):
-    """Neither offline nor online: no save directory, log, snapshot, cache or home holds it, and nothing prints it."""
-    secret = {"WANDB_API_KEY": KEY} if place == "environment" else {}
-    if place == "netrc":
-        (root.parent / "home").mkdir()
-        (root.parent / "home" / ".netrc").write_text(f"machine 127.0.0.1\n  login user\n  password {KEY}\n")
-        (root.parent / "home" / ".netrc").chmod(0o600)
+def test_the_key_is_written_nowhere(root: Path, killed_and_stopped: tuple[Path, str], refusing: str):
+    """Neither offline nor online, from the environment or netrc: no save directory, log, cache or home holds it, and nothing prints it."""
     Refusal.keys.clear()
-    printed = ""
-    for arguments, code in (([*OFFLINE, "--steps", "2"], 0), ([*OFFLINE, "--steps", "3", "--wandb_entity_name", "e"], 1)):
-        process = start(root, arguments, WANDB_BASE_URL=refusing, **secret)
+    printed = killed_and_stopped[1]
+    for secret in ({"WANDB_API_KEY": KEY}, {}):
+        process = start(root, [*OFFLINE, "--steps", "3", "--wandb_entity_name", "e"], WANDB_BASE_URL=refusing, **secret)
         out, err = process.communicate(timeout=240)
-        assert process.returncode == code, err
+        assert process.returncode == 1, err
+        assert "error: g[0]: wandb: " in err
         printed += out + err
-    coded = base64.b64encode(f"{'api' if place == 'environment' else 'user'}:{KEY}".encode()).decode()
-    assert f"Basic {coded}" in Refusal.keys, "the key was never used, so nothing was shown"
-    assert "error: g[0]: wandb: " in printed
     assert "Traceback" not in printed
-    for text in (KEY, coded):
-        assert text not in printed
-        assert [path for path in holders(root.parent, text) if path.name != ".netrc"] == []
+    for user, key in (("api", KEY), ("user", NETRC_KEY)):
+        coded = base64.b64encode(f"{user}:{key}".encode()).decode()
+        assert f"Basic {coded}" in Refusal.keys, "the key was never used, so nothing was shown"
+        for text in (key, coded):
+            assert text not in printed
+            assert [path for path in holders(root.parent, text) if path.name != ".netrc"] == []
     assert any(path.suffix == ".wandb" for path in (root.parent / "runs").rglob("*"))
-    assert os.path.exists(root.parent / "home")
+
+
+def test_starting_over_is_another_run(root: Path, killed_and_stopped: tuple[Path, str]):
+    run = killed_and_stopped[0]
+    process = start(root, [*OFFLINE, "-r", "1"])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    ((identity, rows),) = logged(run)
+    assert identity == f"{run.name}-1"
+    assert [row["_step"] for row in rows] == [*range(1, 31)]
+
+
+def test_a_damaged_id_is_named(tmp_path: Path):
+    from src.training.callbacks.wandb import Wandb
+
+    with RunDir.open(tmp_path / "runs", EXP, {}) as opened:
+        (opened.path / "wandb.json").write_text("[]")
+        options = runs.Wandb(None, "p", None, False)
+        told = f'{opened.path}/wandb.json: expected {{"id": ...}}. Delete it to begin another wandb run.'
+        with pytest.raises(RunError, match=re.escape(told)):
+            Wandb(runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options(None, options)), options, nn.Linear(1, 1))
