@@ -1,10 +1,10 @@
 """Sweep files: what is refused before anything starts, what the distributions draw, and what wandb agent would run."""
 
+import os
+import queue
 import random
-import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -207,20 +207,26 @@ def test_a_dry_run_answers_quickly_and_touches_nothing(tmp_path: Path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_wandb_agent_runs_the_same_experiment(tmp_path: Path):
-    """Its own code makes the command of a trial out of the file; what that command trains has the id that the sweep expects."""
-    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+def test_wandb_agent_runs_the_same_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Its own code starts a trial, as it does when a server sends the values; the experiment has the id that the sweep expects."""
+    from wandb.wandb_agent import Agent
 
+    for name, value in {"WANDB_DIR": tmp_path, "WANDB_RUN_ID": "", "WANDB_SWEEP_PARAM_PATH": "", "WANDB_SWEEP_ID": "s"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # it starts what is called python
     values = {"loop.learning_rate": 1e-05, "loop.schedule": "linear", "loop.early_stopping": '{"patience": 3}', "loop.steps": 7}
-    path = written(tmp_path, parameters={name: {"value": value} for name, value in values.items()})
+    shown = [*FILE["command"][:5], "--list", *FILE["command"][5:]]
+    path = written(tmp_path, command=shown, parameters={name: {"value": value} for name, value in values.items()})
     sweep = load(path, places(tmp_path))
-    macros = create_sweep_command_args({"args": {name: {"value": value} for name, value in values.items()}})
-    macros |= {"env": ["/usr/bin/env"], "interpreter": [sys.executable], "program": ["trainval.py"]}
-    words = [
-        w for item in create_sweep_command(list(sweep.file.command)) for w in (macros[item[2:-1]] if item.startswith("${") else [item])
-    ]
-    done = subprocess.run([*words, "--list"], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[0] == sweep.source.trial(values, "").exp_id
-    assert shutil.which("env")
-    assert textwrap.dedent(done.stdout).count("early_stopping") == 1
+    agent = Agent(None, queue.Queue(), sweep_id="s")
+    agent._sweep_command = list(sweep.file.command)
+    agent._command_run({"run_id": "r", "program": "trainval.py", "args": {name: {"value": value} for name, value in values.items()}})
+    assert agent._run_processes["r"].wait() == 0
+    assert capfd.readouterr().out.split()[0] == sweep.source.trial(values, "").exp_id
+
+
+def test_what_a_server_needs_reaches_the_training(tmp_path: Path):
+    """Without these words trainval.py logs to files, and a server sees no score."""
+    words = ["--wandb_entity_name", "e", "--wandb_project_name", "p"]
+    sweep = load(written(tmp_path, command=[*FILE["command"][:5], *words, *FILE["command"][5:]]), places(tmp_path))
+    assert sweep.command.argv("ID", sweep.places)[-4:] == words
