@@ -161,9 +161,13 @@ def read_job(path: Path) -> dict[str, str] | None:
     with reading(path):
         if not (path / JOB).exists():
             return None
-    job = read_json(path / JOB, RunError)
+    hint = "Delete it once you know that its job has ended."
+    try:
+        job = read_json(path / JOB, RunError)
+    except RunError as error:
+        raise RunError(f"{error} {hint}") from None
     if not isinstance(job, dict) or not isinstance(job.get("job_id"), str):
-        raise RunError(f'{path / JOB}: expected a dict with "job_id" and "command". Delete it once you know that its job has ended.')
+        raise RunError(f'{path / JOB}: expected a dict with "job_id" and "command". {hint}')
     return {key: job[key] if isinstance(job.get(key), str) else "" for key in ("job_id", "command", "submission")}
 
 

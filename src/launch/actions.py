@@ -12,7 +12,7 @@ from src.errors import LaunchError, RunError
 from src.experiments import references, rundir, saved
 from src.experiments.plan import Planned
 from src.launch import jobs, snapshot, submissions
-from src.launch.job import Job
+from src.launch.job import Job, Seen
 from src.launch.jobs import Row, Tracked
 from src.launch.resources import Resources
 
@@ -206,12 +206,13 @@ def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
     for exp_id in exp_ids:
         if exp_id not in alive and exp_id not in wrong:
             log.info("%s: %s", exp_id, _without_job(runs / exp_id, tracked.get(exp_id)))
-    for part, ids in _by_launcher(alive):
+    launchers = _by_launcher(alive)
+    for part, ids in launchers:
         end = part.function("kill")
         assert end is not None, f"{part.name}: a launcher without kill"
         end(ids)
     if alive:
-        _wait_until_gone(runs, list(alive))
+        _wait_until_gone(launchers)
         log.info("killed: %d", len(alive))
     if wrong:
         raise LaunchError("\n".join(dict.fromkeys(wrong.values())))
@@ -227,19 +228,30 @@ def _without_job(run: Path, job: Tracked | None) -> str:
     return "has no job to kill"
 
 
-def _wait_until_gone(runs: Path, exp_ids: Sequence[str]) -> None:
+def _wait_until_gone(launchers: Sequence[tuple[registry.Part, list[str]]]) -> None:
     until = time.monotonic() + GONE_SECONDS
     while True:
-        tracked, wrong = jobs.track(runs, exp_ids)
-        left = [exp_id for exp_id in exp_ids if exp_id in wrong or (exp_id in tracked and _is_alive(tracked[exp_id]))]
+        left: list[str] = []
+        why = ""
+        for part, ids in launchers:
+            try:
+                seen = _states(part, ids)
+                left += [job_id for job_id in ids if job_id in seen and seen[job_id].state in jobs.ALIVE]
+            except LaunchError as error:
+                left += ids
+                why = f" {error}"
         if not left:
             return
         if time.monotonic() > until:
-            why = " ".join(dict.fromkeys(wrong.values()))
-            raise LaunchError(
-                f"{', '.join(left)}: told to end, but not known to be gone after {GONE_SECONDS:g} s. Look again later. {why}".strip()
-            )
+            told = f"{', '.join(left)}: told to end, but not known to be gone after {GONE_SECONDS:g} s."
+            raise LaunchError(f"{told} Look again later.{why}")
         time.sleep(_POLL_SECONDS)
+
+
+def _states(part: registry.Part, ids: Sequence[str]) -> Mapping[str, Seen]:
+    states = part.function("states")
+    assert states is not None, f"{part.name}: a launcher without states"
+    return states(ids)
 
 
 def _is_alive(job: Tracked) -> bool:

@@ -79,11 +79,12 @@ def _clear_up(runs: Path) -> dict[str, str]:
 def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[str, str]]:
     """Ask the schedulers for the jobs of these experiments, all jobs of a launcher at once: by experiment, the job, and what went wrong.
 
-    A job whose save directory was removed counts as long as it is queued or running.
+    A job whose save directory was removed, or no longer tells of it, counts as long as it is queued or running.
     """
-    noted, wrong = _noted(runs, exp_ids)
-    removed = submissions.noted(runs, [exp_id for exp_id in exp_ids if exp_id not in noted and exp_id not in wrong])
-    noted |= {exp_id: {"job_id": job_id, "submission": name} for exp_id, (job_id, name) in removed.items()}
+    noted, damaged = _noted(runs, exp_ids)
+    wrong = dict(damaged)
+    elsewhere = submissions.noted(runs, [exp_id for exp_id in exp_ids if exp_id not in noted])
+    noted |= {exp_id: {"job_id": job_id, "submission": name} for exp_id, (job_id, name) in elsewhere.items()}
     parts: dict[str, registry.Part | None] = {}
     refused: dict[str, str] = {}
     asked: dict[Any, list[str]] = defaultdict(list)
@@ -111,11 +112,13 @@ def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[
             wrong |= dict.fromkeys(ids, str(error))
         else:
             seen |= {exp_id: found[noted[exp_id]["job_id"]] for exp_id in ids if noted[exp_id]["job_id"] in found}
-    return {
+    alive = {exp_id for exp_id, what in seen.items() if what.state in ALIVE}
+    tracked = {
         exp_id: Tracked(job["job_id"], job["submission"], parts.get(job["submission"]), seen.get(exp_id))
         for exp_id, job in noted.items()
-        if exp_id not in removed or (exp_id in seen and seen[exp_id].state in ALIVE)
-    }, wrong
+        if exp_id not in elsewhere or exp_id in alive
+    }
+    return tracked, {exp_id: text for exp_id, text in wrong.items() if exp_id not in alive}
 
 
 def _noted(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:

@@ -279,15 +279,19 @@ def test_what_is_damaged_keeps_nothing_else_from_being_killed(world: World):
     items = [planned("end", str(n), waits=True) for n in range(4)]
     world.run(items[:3])
     wait_until(lambda: len(world.started()) == 3)
-    (world.runs / items[0].exp_id / "job_dict.json").write_text("[]")
+    (world.runs / items[0].exp_id / "job_dict.json").write_text("{")
     (world.runs / items[3].exp_id).mkdir()
     (world.runs / items[3].exp_id / "status.json").write_text("{")
+    (world.runs / items[3].exp_id / "job_dict.json").write_text("{")
     torn = world.runs / "submissions" / "20260101-000000-00000000"
     torn.mkdir()
     (torn / "submission.json").write_text("{")
-    with pytest.raises(LaunchError, match=r"job_dict\.json"):
+    with pytest.raises(LaunchError, match=rf"{items[3].exp_id}/job_dict\.json:1: not valid JSON.* Delete it once"):
         actions.kill(world.runs, [item.exp_id for item in items])
     assert world.states(items[1:3]) == ["stopped", "stopped"]
+    assert world.states([items[0]]) == ["unknown"], "its job has ended, too"
+    (world.runs / items[0].exp_id / "job_dict.json").unlink()
+    assert world.states([items[0]]) == ["stopped"]
     with pytest.raises(LaunchError, match=r"(?s)submission\.json:1: not valid JSON.*look for its jobs by hand.*move the folder away"):
         world.run(items[1:3])
     torn.rename(world.runs / "put aside")
@@ -382,8 +386,8 @@ def test_damaged_files_are_named_and_hurt_nobody_else(world: World):
     for path in sorted(runs[4].rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     runs[4].rmdir()
+    wait_until(lambda: world.states(items) == ["unknown", "unknown", "done", "unknown", "never", "done"])  # the processes are gone, too
     rows = world.rows(items)
-    assert [row.state for row in rows] == ["unknown", "unknown", "done", "unknown", "never", "done"]
     for row, name in zip(rows, ("status.json", "job_dict.json", "scores.jsonl", "exp_dict.json"), strict=False):
         assert f"{row.exp_id}/{name}" in row.reason
     lines = jobs.show(rows)
