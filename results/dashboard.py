@@ -57,8 +57,8 @@ class Dashboard:
         self.log_file = select(label="Log file", width=200)
         self.head, self.time, self.problem, self.warnings, self.curve_note = (panes.page() for _ in range(5))
         self.details = [panes.page() for _ in range(4)]
-        self.results = panes.table("results", page_size=10)
-        self.jobs = panes.table("jobs", page_size=8, selectable=1, formatters={"state": {"type": "html"}})
+        self.results = panes.Table("results", page_size=10)
+        self.jobs = panes.Table("jobs", 8, self._select, selectable=1, formatters={"state": {"type": "html"}})
         self.plot = chart.Plot()
         self.tabs = self._tabs()
         self.ticking = pn.state.add_periodic_callback(
@@ -84,12 +84,12 @@ class Dashboard:
             box(box(self.group, self.states, self.where, self.text, kind="bar", row=True), self.problem),
             self.warnings,
             box(
-                box(title("Results"), results_bar, self.results, kind="card wide"),
+                box(title("Results"), results_bar, self.results.pane, kind="card wide"),
                 box(title("Learning curves"), curves_bar, self.plot.pane, self.curve_note),
                 kind="split",
                 row=True,
             ),
-            box(title("Jobs"), self.jobs),
+            box(title("Jobs"), self.jobs.pane),
             box(self.experiment, self.tabs),
             kind="page",
         )
@@ -131,7 +131,7 @@ class Dashboard:
 
     def show_results(self) -> None:
         """The table of results, best first by the chosen metric."""
-        panes.fill(self.results, *overview.tabulated(self.shown, self.by.value, self.scores.value, self.metric.value, self.spread.value))
+        self.results.fill(*overview.tabulated(self.shown, self.by.value, self.scores.value, self.metric.value, self.spread.value))
 
     def show_curves(self) -> None:
         """The learning curves, where a row or a choice has changed."""
@@ -152,7 +152,7 @@ class Dashboard:
         self._ids = [job.exp_id for job in ordered]
         cells = [overview.job_cells(job, told.get(job.exp_id, "")) for job in ordered]
         state = overview.JOB_HEADINGS.index("state")
-        panes.fill(self.jobs, overview.JOB_HEADINGS, [[*c[:state], markup.chip(c[state], c[state]), *c[state + 1 :]] for c in cells])
+        self.jobs.fill(overview.JOB_HEADINGS, [[*c[:state], markup.chip(c[state], c[state]), *c[state + 1 :]] for c in cells])
         names = {f"{name[:8]}  {told.get(name, '')}".strip(): name for name in self._ids}
         names = names if len(names) == len(self._ids) else {name: name for name in self._ids}
         _offer(self.experiment, names)
@@ -162,8 +162,8 @@ class Dashboard:
     def show_detail(self) -> None:
         """What the open tab says of the chosen experiment."""
         name = self.experiment.value
-        if name in self._ids and self.jobs.selection != [self._ids.index(name)]:
-            self.jobs.selection = [self._ids.index(name)]
+        if name in self._ids and self.jobs.widget.selection != [self._ids.index(name)]:
+            self.jobs.widget.selection = [self._ids.index(name)]
         tab = self.tabs.active
         show = (self._log, self._config, self._differences, self._lineage)[tab]
         panes.put(self.details[tab], show(name) if name else markup.note("No experiment is chosen."))
@@ -232,7 +232,6 @@ class Dashboard:
         on(self.show_curves, self.metric, self.x, self.logarithmic, self.spread)
         on(self.show_detail, self.experiment, self.other, self.log_file)
         self.tabs.param.watch(lambda _: self.show_detail(), "active")
-        self.jobs.param.watch(lambda event: self._select(event.new), "selection")
         self.live.param.watch(lambda event: self.ticking.start() if event.new else self.ticking.stop(), "value")
         self.seconds.param.watch(lambda event: setattr(self.ticking, "period", 1000 * event.new), "value")
 

@@ -1,6 +1,7 @@
 """The parts that the dashboard is put together from: boxes, panes of HTML, and tables that can be sorted."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -9,6 +10,8 @@ import panel as pn
 from results import markup, overview
 
 CSS = markup.CSS + markup.style("dashboard")
+BUILDING_SECONDS = 1.5
+"""Less than the time between two looks at the folder, and long enough for most browsers to build a table."""
 
 
 def box(*children: Any, kind: str = "card", row: bool = False) -> pn.layout.ListPanel:
@@ -28,30 +31,54 @@ def put(pane: pn.pane.HTML, text: str) -> None:
         pane.param.update(object=text, visible=bool(text))
 
 
-def table(name: str, page_size: int, **settings: Any) -> pn.widgets.Tabulator:
-    """An empty table that only shows; `name` is its CSS class."""
-    return pn.widgets.Tabulator(
-        pd.DataFrame(),
-        css_classes=[name],
-        show_index=False,
-        disabled=True,
-        theme="simple",
-        layout="fit_data_stretch",
-        pagination="local",
-        page_size=page_size,
-        stylesheets=[CSS],
-        sizing_mode="stretch_width",
-        margin=(0, 0, 0, 5),
-        **settings,
-    )
+class Table:
+    """A table that only shows, in `pane`.
 
+    Tabulator is told new data of columns that it has. Other columns are another widget: it throws where they change while it is still
+    being built, which takes a browser a moment, and drops the data that comes in this moment, so that a new widget is made then, too.
+    """
 
-def fill(widget: pn.widgets.Tabulator, headings: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
-    """Show these cells; nothing is sent where they stand there already."""
-    frame = pd.DataFrame(list(map(list, lines)), columns=pd.Index(unique(headings)), dtype=object)
-    if list(widget.value.columns) != list(frame.columns) or not widget.value.equals(frame):
-        titles = {name: markup.escaped(name) for name in frame.columns}  # titles are taken for HTML, cells are not
-        widget.param.update(value=frame, titles=titles)
+    def __init__(self, name: str, page_size: int, on_selection: Callable[[list[int]], None] | None = None, **settings: Any) -> None:
+        """name: its CSS class. on_selection: told the numbers of the lines that a reader, or the program, has selected."""
+        self._settings = {"css_classes": [name], "page_size": page_size, **settings}
+        self._on_selection = on_selection
+        self.pane = pn.Column(sizing_mode="stretch_width", margin=(0, 0, 0, 5))
+        self._make(pd.DataFrame())
+
+    @property
+    def value(self) -> pd.DataFrame:
+        """What is shown."""
+        return self.widget.value
+
+    def fill(self, headings: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
+        """Show these cells; nothing is sent where they stand there already."""
+        frame = pd.DataFrame(list(map(list, lines)), columns=pd.Index(unique(headings)), dtype=object)
+        same_columns = list(self.value.columns) == list(frame.columns)
+        if same_columns and self.value.equals(frame):
+            return
+        if same_columns and time.monotonic() - self._made > BUILDING_SECONDS:
+            self.widget.value = frame
+        else:
+            self._make(frame)
+
+    def _make(self, frame: pd.DataFrame) -> None:
+        self.widget = pn.widgets.Tabulator(
+            frame,
+            titles={name: markup.escaped(name) for name in frame.columns},  # titles are taken for HTML, cells are not
+            show_index=False,
+            disabled=True,
+            theme="simple",
+            layout="fit_data_stretch",
+            pagination="local",
+            stylesheets=[CSS],
+            sizing_mode="stretch_width",
+            margin=0,
+            **self._settings,
+        )
+        if (told := self._on_selection) is not None:
+            self.widget.param.watch(lambda event: told(event.new), "selection")
+        self.pane.objects = [self.widget]
+        self._made = time.monotonic()
 
 
 def unique(names: Sequence[str]) -> list[str]:

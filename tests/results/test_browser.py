@@ -203,6 +203,19 @@ def test_an_experiment_is_chosen_and_its_log_config_differences_and_ancestry_are
     expect(page.locator("pre").filter(has_text=other[:8])).to_be_visible()
 
 
+def test_columns_may_change_again_before_the_table_is_drawn(page: Page):
+    for _ in range(6):
+        for expression in ("model.stride == 2", ""):  # without a stride that varies there is no column of it
+            type_into(page, "Expression", expression)
+            page.wait_for_timeout(40)
+    type_into(page, "Expression", "model.stride == 1 or model.stride == 3")
+    expect(rows(page, "jobs")).to_have_count(3, timeout=SLOW)
+    expect(rows(page, "results")).to_have_count(2)
+    type_into(page, "Expression", "model.stride == 2")
+    expect(rows(page, "results")).to_have_count(1)
+    expect(page.locator(".results .tabulator-col-title").get_by_text("stride", exact=True)).to_have_count(0)
+
+
 def test_the_curves_are_of_the_chosen_metric(page: Page):
     axes = "[...Bokeh.documents[0].all_models].filter(model => model.type === 'LinearAxis')"
     drawn = f"() => {axes}.map(axis => axis.axis_label)"

@@ -79,8 +79,10 @@ def test_new_points_are_sent_into_the_picture_that_is_there(page: Dashboard):
 
 def test_nothing_is_sent_where_nothing_changed(page: Dashboard):
     sent: list[str] = []
-    for widget in (page.results, page.jobs):
+    for widget in (page.results.widget, page.jobs.widget):
         widget.param.watch(lambda event: sent.append(event.name), ["value", "selection", "titles"])
+    for table in (page.results, page.jobs):
+        table.pane.param.watch(lambda event: sent.append(event.name), "objects")
     for widget in (page.metric, page.experiment, page.states, page.group):
         widget.param.watch(lambda event: sent.append(event.name), ["options", "value"])
     page.plot.pane.param.watch(lambda event: sent.append(event.name), "object")
@@ -127,17 +129,17 @@ def test_what_wants_attention_stands_first_and_is_chosen(page: Dashboard):
     page = Dashboard(page.runs)
     assert cells(page.jobs.value, "experiment")[0] == exp_id[:8]
     assert page.experiment.value == exp_id
-    page.jobs.selection = [1]
+    page.jobs.widget.selection = [1]
     assert page.experiment.value == page._ids[1]
 
 
 def test_the_choice_of_an_experiment_survives_a_new_run_above_it(page: Dashboard):
-    page.jobs.selection = [2]
+    page.jobs.widget.selection = [2]
     chosen = page.experiment.value
     fail(page.runs)
     page.reload()
     assert page.experiment.value == chosen
-    assert page._ids[page.jobs.selection[0]] == chosen
+    assert page._ids[page.jobs.widget.selection[0]] == chosen
 
 
 def test_details(page: Dashboard, runs: Path):
