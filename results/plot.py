@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLOTS = Path("results/plots")
-Curve = list[tuple[int, float, float | None]]
-"""(step, mean, sample standard deviation or None) in the order of steps."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,6 +69,7 @@ def drawn(
         ConfigError: a metric that no run has.
         DataError: no run has an `x`.
     """
+    import numpy
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -94,22 +92,12 @@ def drawn(
         axes = figure.add_subplot(1, len(chosen), place, xlabel=x, ylabel=metric)
         axes.grid(alpha=0.3)
         for group, band in zip(groups, bands, strict=True):
-            _draw_line(axes, band, interval, label(group, keys))
+            half = numpy.nan_to_num(band.half(interval))
+            draw_line(axes, band.x, band.mean, band.mean - half, band.mean + half, label(group, keys))
         if keys:
             axes.legend(fontsize="small")
+    write_plainly(figure)
     return figure, warnings
-
-
-def curve(histories: Sequence[Sequence[dict[str, Any]]], metric: str) -> Curve:
-    """Mean and deviation of `metric` over the runs that have it, at each step."""
-    name = metric.removeprefix("score.")
-    values: dict[int, list[float]] = {}
-    for history in histories:
-        for index, row in enumerate(history):
-            value = row.get(metric, row.get(name))
-            if isinstance(value, (int, float)) and value - value == 0:
-                values.setdefault(row.get("step", index), []).append(value)
-    return [(step, statistics.fmean(at), statistics.stdev(at) if len(at) > 1 else None) for step, at in sorted(values.items())]
 
 
 def label(group: Sequence[results.Row], keys: Sequence[str]) -> str:
@@ -119,13 +107,19 @@ def label(group: Sequence[results.Row], keys: Sequence[str]) -> str:
     return f"{told} ({len(group)})" if len(group) > 1 else told
 
 
-def _draw_line(axes: Any, band: curves.Band, interval: str, text: str) -> None:
-    import numpy
+def draw_line(axes: Any, x: Any, mean: Any, low: Any, high: Any, text: str) -> None:
+    """One line with its band, in the next colour. Without runs to deviate from each other, `low` and `high` are `mean`."""
+    # A space in front, as names that begin with _ are left out of legends.
+    (line,) = axes.plot(x, mean, label=f" {text}", marker="o" if len(x) < 20 else None, markersize=3)
+    axes.fill_between(x, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
 
-    (line,) = axes.plot(band.x, band.mean, label=text, marker="o" if len(band.x) < 20 else None, markersize=3)
-    if (band.count > 1).any():
-        half = numpy.nan_to_num(band.half(interval))
-        axes.fill_between(band.x, band.mean - half, band.mean + half, alpha=0.2, color=line.get_color(), linewidth=0)
+
+def write_plainly(figure: Any) -> None:
+    """No text of a run is read as mathematics: $ is a dollar, also where it would be a mistake."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from results import markup, overview
 from results.lineage import tree
-from results.plot import PLOTS
+from results.plot import PLOTS, draw_line, write_plainly
 from results.table import RUNS
 from src.config import unknown
 from src.errors import DataError, UserError
@@ -129,7 +129,7 @@ def _curves(found: overview.Overview, metrics: Sequence[str]) -> str:
 
 
 def _picture(lines: Sequence[overview.Line], metric: str) -> str:
-    """An SVG in base64. No text of a run is read as mathematics."""
+    """An SVG in base64."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -138,14 +138,12 @@ def _picture(lines: Sequence[overview.Line], metric: str) -> str:
     axes = figure.add_subplot()
     axes.grid(alpha=0.3)
     axes.set_xlabel("step")
-    axes.set_ylabel(metric, parse_math=False)
+    axes.set_ylabel(metric)
     for line in lines:
-        (drawn,) = axes.plot(line.x, line.mean, marker="o" if len(line.x) < 20 else None, markersize=3)
-        axes.fill_between(line.x, line.low, line.high, alpha=0.2, color=drawn.get_color(), linewidth=0)
+        draw_line(axes, line.x, line.mean, line.low, line.high, line.label)
     if any(line.label for line in lines):
-        legend = figure.legend(axes.lines, [f" {line.label}" for line in lines], loc="outside right upper", fontsize="small", frameon=False)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        figure.legend(loc="outside right upper", fontsize="small", frameon=False)
+    write_plainly(figure)
     written = io.BytesIO()
     with rc_context({"svg.hashsalt": metric}):  # the same picture each time
         FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})

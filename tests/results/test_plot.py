@@ -19,9 +19,9 @@ def test_one_line_and_one_band_for_each_configuration(runs: Path):
     rows, _ = results.load_rows(runs)
     (axes,) = plot.draw(runs, rows).axes
     assert axes.get_ylabel() == "val_loss"
-    assert sorted(line.get_label() for line in axes.lines) == ["stride=1 (3)", "stride=2 (3)"]
+    assert sorted(line.get_label() for line in axes.lines) == [" stride=1 (3)", " stride=2 (3)"]
     for line in axes.lines:
-        stride = int(line.get_label()[7])
+        stride = int(line.get_label()[8])
         values = [[stride / step + 0.1 * seed + 1 / 3 for seed in range(3)] for step in range(1, 5)]
         assert list(line.get_xdata()) == [1, 2, 3, 4]
         assert list(line.get_ydata()) == [statistics.fmean(v) for v in values]
@@ -34,10 +34,27 @@ def test_a_panel_for_each_metric(runs: Path):
     assert [axes.get_ylabel() for axes in plot.draw(runs, rows, ["em", "train_loss"]).axes] == ["em", "train_loss"]
 
 
-def test_a_curve_skips_what_is_missing_and_not_finite():
-    histories = [[{"step": 1, "a": 1.0}, {"step": 2, "a": None}], [{"step": 1, "a": 3.0}, {"step": 3, "a": 5.0}, {"step": 4, "b": 1.0}]]
-    assert plot.curve(histories, "a") == [(1, 2.0, statistics.stdev([1.0, 3.0])), (3, 5.0, None)]
-    assert plot.curve([[{"a": 1.0}, {"a": 2.0}]], "score.a") == [(0, 1.0, None), (1, 2.0, None)]
+def test_a_curve_skips_what_is_missing_and_not_finite(tmp_path: Path):
+    for seed, lines in enumerate((['{"step": 1, "a": 1.0}', '{"step": 2, "a": null}'], ['{"step": 1, "a": 3.0}', '{"step": 3, "a": 5.0}'])):
+        exp = {"recipe": "toy", "seed": seed}
+        with RunDir.open(tmp_path, exp, exp) as run:
+            run.scores.path.write_text("".join(f"{line}\n" for line in lines))
+            run.set_status("done")
+    (((band,),), _) = curves.bands(tmp_path, [results.load_rows(tmp_path)[0]], ["a"])
+    assert (list(band.x), list(band.mean), list(band.count)) == ([1, 3], [2.0, 5.0], [2, 1])
+    assert band.std[0] == statistics.stdev([1.0, 3.0])
+
+
+def test_no_text_of_a_run_is_read_as_mathematics_or_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for note in ("$x_{", "$$ \\frac", "_hidden"):
+        exp = {"recipe": "toy", "_note": note}
+        with RunDir.open(tmp_path, exp, exp) as run:
+            run.scores.append({"step": 1, "$loss_{": 1.0})
+            run.set_status("done")
+    output = tmp_path / "a.svg"
+    assert plot.main([str(tmp_path), "--output", str(output)]) == 0, capsys.readouterr().err
+    (axes,) = plot.draw(tmp_path, results.load_rows(tmp_path)[0]).axes
+    assert sorted(text.get_text() for text in axes.get_legend().get_texts()) == [" _note=$$ \\frac", " _note=$x_{", " _note=_hidden"]
 
 
 def test_the_picture_is_written_whole(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -96,7 +113,7 @@ def test_another_axis(runs: Path):
     (axes,) = plot.drawn(runs, rows, x="seconds")[0].axes
     places = {row["exp_id"]: 1.0 + number for number, row in enumerate(sorted(rows, key=lambda row: row["exp_id"]))}
     for line in axes.lines:
-        took = statistics.fmean(places[row["exp_id"]] for row in rows if row["model.stride"] == int(line.get_label()[7]))
+        took = statistics.fmean(places[row["exp_id"]] for row in rows if row["model.stride"] == int(line.get_label()[8]))
         assert list(line.get_xdata()) == pytest.approx([took * step for step in range(1, 5)], rel=1e-12)
 
 
@@ -125,10 +142,6 @@ def test_curves_are_numpys_to_the_last_digits(tmp_path: Path, seed: int):
     np.testing.assert_allclose(band.mean, [np.mean(values) for values in at.values()], rtol=1e-12)
     np.testing.assert_allclose(band.std, [np.std(v, ddof=1) if len(v) > 1 else np.nan for v in at.values()], rtol=1e-12)
     assert list(band.count) == [len(values) for values in at.values()]
-    assert plot.curve(list(histories.values()), "loss") == [
-        (step, pytest.approx(mean, rel=1e-12), None if np.isnan(std) else pytest.approx(std, rel=1e-12))
-        for step, mean, std in zip(band.x, band.mean, band.std, strict=True)
-    ]
 
 
 def test_the_runs_that_answer_a_question(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
