@@ -81,7 +81,8 @@ class Config(configs.Config):
     signal_seconds: int = Field(default=120, ge=0, le=65535)
     """How long before the time limit the job writes a checkpoint and is queued again. Slurm may be up to a minute early. 0: never."""
     requeue: bool = True
-    """Whether a job is queued again near its time limit, after a preemption and when its node fails."""
+    """Whether a job is queued again near its time limit, after a preemption and when its node fails.
+    Near its time limit not when two starts in a row came to no new checkpoint."""
     options: Annotated[dict[str, str | int | StrictBool], AfterValidator(_check_options)] = {}
     """More long options of sbatch: {"exclude": "node7", "exclusive": true}."""
     setup: list[Annotated[str, Field(pattern=r"^[^\x00]*$")]] = []

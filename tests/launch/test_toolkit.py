@@ -496,9 +496,9 @@ class TestEndings:
 
     def test_the_clock_ends_with_the_job(self, tmp_path: Path):
         item = job(tmp_path, "a")
-        config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=98_765, stop_before_seconds=11)
+        config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=os.getpid() * 100 + 99, stop_before_seconds=1)
         wait_for(config, job_id)
-        sleeping = subprocess.run(["pgrep", "-f", "sleep 9875"], capture_output=True, text=True, check=False).stdout
+        sleeping = subprocess.run(["pgrep", "-f", f"sleep {os.getpid()}[0-9][0-9]$"], capture_output=True, text=True, check=False).stdout
         assert sleeping == ""
 
     def test_a_node_that_is_not_the_first_has_logs_of_its_own(self, tmp_path: Path):
