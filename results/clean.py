@@ -33,6 +33,8 @@ class Found:
     plans: list[retention.Plan] = field(default_factory=list)
     snapshots: list[Path] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    needed: retention.Needed = frozenset()
+    """By other experiments, when this was decided."""
 
     @property
     def paths(self) -> list[Path]:
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with submissions.locked(options.runs) if options.apply and options.runs.is_dir() else contextlib.nullcontext():
             found = look(options.runs, rule, options.group, options.where)
             sizes = {path: retention.size(path) for path in found.paths}
-            failed = _delete(found) if options.apply else []
+            failed = delete(options.runs, found) if options.apply else []
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
@@ -69,7 +71,7 @@ def look(runs: Path, rule: retention.Rule, group: str | None = None, question: s
     """
     rows, warnings = results.select(runs, group, question)
     by_others, unread = retention.needed(runs)
-    found = Found(warnings=warnings + unread)
+    found = Found(warnings=warnings + unread, needed=by_others)
     now = time.time()
     for row in rows:
         try:
@@ -110,10 +112,15 @@ def _may_run(run: Path, submission: str) -> bool:
         return True
 
 
-def _delete(found: Found) -> list[str]:
-    """Delete all that was found; a message for each that could not be."""
+def delete(runs: Path, found: Found) -> list[str]:
+    """Delete what `look` found, but nothing of what an experiment starts from since; a message for each that was not."""
     failed = []
+    now, _ = retention.needed(runs)
+    parents = {name for name, _ in now - found.needed}
     for plan in found.plans:
+        if plan.doomed and plan.run.name in parents:
+            failed.append(f"{plan.run}: another experiment starts from it since a moment ago, so nothing of it was deleted. Look again.")
+            continue
         try:
             retention.remove(plan)
         except UserError as error:

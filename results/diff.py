@@ -98,19 +98,20 @@ def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> Difference:
 
 
 def _config(run: Path) -> Values:
-    return flat(read_json(run / CONFIG, RunError)) if (run / CONFIG).exists() else {}
+    return flat(_dict(run / CONFIG))
 
 
-def _env(run: Path) -> Values:
-    env = read_json(run / ENV, RunError) if (run / ENV).exists() else {}
-    if not isinstance(env, dict):
-        raise RunError(f"{run / ENV}: expected a dict, got {type(env).__name__}.")
-    return env
+def _dict(path: Path) -> Values:
+    """What a file of a run holds; empty where there is none."""
+    found = read_json(path, RunError) if path.exists() else {}
+    if not isinstance(found, dict):
+        raise RunError(f"{path}: expected a dict, got {type(found).__name__}.")
+    return found
 
 
 def _code(run: Path) -> Values:
     """Commit, and the lines of the uncommitted changes at the last start."""
-    values = {key: value for key, value in _env(run).items() if key in _CODE}
+    values = {key: value for key, value in _dict(run / ENV).items() if key in _CODE}
     patch = run / "attempts" / f"{attempts(run):03d}" / DIFF
     try:
         values[DIFF] = patch.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -122,7 +123,7 @@ def _code(run: Path) -> Values:
 
 
 def _environment(run: Path) -> Values:
-    return flat({key: value for key, value in _env(run).items() if key not in _IGNORED})
+    return flat({key: value for key, value in _dict(run / ENV).items() if key not in _IGNORED})
 
 
 def _data(run: Path) -> Values:

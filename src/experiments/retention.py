@@ -10,7 +10,7 @@ from pathlib import Path
 from src.errors import CheckpointError, RunError, UserError
 from src.experiments import checkpoints, references
 from src.experiments.lease import guarded, holder_is_dead
-from src.experiments.saved import STATUS, read_exp_dict, read_status
+from src.experiments.saved import EXP_DICT, JOB, STATUS, read_exp_dict, read_status
 from src.files import defect, read_json, writing
 
 _LEFT = ("damaged-step-", ".step-", ".damaged-step-")
@@ -48,7 +48,7 @@ def needed(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
     """
     found: set[tuple[str, str]] = set()
     warnings = []
-    names = [entry.name for entry in runs.iterdir() if not entry.name.startswith(".") and (entry / "exp_dict.json").exists()]
+    names = [entry.name for entry in runs.iterdir() if not entry.name.startswith(".") and _says_something(entry)]
     for name in sorted(names):
         try:
             found.update(references.named(read_exp_dict(runs / name)))
@@ -117,6 +117,11 @@ def remove(decided: Plan) -> None:
 def size(path: Path) -> int:
     """Bytes of the files below a folder."""
     return sum(entry.lstat().st_size for entry in path.rglob("*") if not entry.is_dir())
+
+
+def _says_something(run: Path) -> bool:
+    """Whether it is the save directory of an experiment: one whose dict was lost can be started again all the same."""
+    return any((run / name).exists() for name in (EXP_DICT, STATUS, JOB))
 
 
 def _best_step(run: Path) -> int | None:

@@ -96,6 +96,15 @@ def test_where_a_dict_cannot_be_read_anything_may_be_a_parent(tmp_path: Path):
     assert (run.name, "best") in found
 
 
+def test_where_a_dict_is_lost_anything_may_be_a_parent(tmp_path: Path):
+    run = make(tmp_path, experiment(0), best=1)
+    (tmp_path / ("ab" * 16)).mkdir()  # of nobody
+    assert retention.needed(tmp_path)[1] == []
+    (make(tmp_path, child(1, experiment(0), "best")) / "exp_dict.json").unlink()
+    assert "exp_dict.json: no such file" in retention.needed(tmp_path)[1][0]
+    assert clean(tmp_path, run) == [1, 3]
+
+
 def test_what_was_left_behind_goes(tmp_path: Path):
     run = make(tmp_path, experiment(0), 1)
     for name in ("damaged-step-00000009", ".step-00000007.12345678", "mine"):

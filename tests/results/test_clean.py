@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from results import clean
-from src.experiments import checkpoints
+from src.experiments import checkpoints, retention
 from src.experiments.rundir import RunDir
 from src.experiments.saved import write_job
 from src.files import new_directory, write_json
@@ -51,6 +51,16 @@ def test_apply_deletes_by_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [steps(run) for run in (one, other, failed)] == [[], [], [1, 3]]
     assert clean.main([str(tmp_path)]) == 0
     assert "Nothing would go." in capsys.readouterr().out
+
+
+def test_what_a_child_starts_from_since_the_look_stays(tmp_path: Path):
+    parent, other = make(tmp_path, 0), make(tmp_path, 1)
+    found = clean.look(tmp_path, retention.Rule(keep_last=0, keep_best=False))
+    exp = {"recipe": "toy", "seed": 2, "model": {"name": "experiment", "exp_id": parent.name, "checkpoint": "best"}}
+    with RunDir.open(tmp_path, exp, exp):
+        (message,) = clean.delete(tmp_path, found)
+    assert message.startswith(f"{parent}: another experiment starts from it")
+    assert (steps(parent), steps(other)) == ([1, 2, 3], [])
 
 
 def test_a_live_run_and_a_damaged_one_are_named_and_the_others_cleaned(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

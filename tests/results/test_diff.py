@@ -92,12 +92,14 @@ def test_nothing_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_what_cannot_be_read_is_named_and_the_rest_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one, other = make(tmp_path, experiment(0)), make(tmp_path, experiment(1))
     (other / "env.json").write_text("{")
+    (one / "config.json").write_text("3")
     (one / "scores.jsonl").write_text("oops\n")
     (checkpoints.folder(other, 1) / "state.json").unlink()
     assert diff.main([one.name, other.name, "--runs", str(tmp_path), "--format", "json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["experiment"] == {"seed": {"a": 0, "b": 1}}
     for message in (
+        "config.json: expected a dict, got int.",
         "code not compared: ",
         "env.json:1: not valid JSON",
         "scores not compared: ",
