@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from results import diff, plot, table
-from src.errors import ConfigError, RunError, UserError
+from src.errors import RunError, UserError
 from src.experiments import curves as banded
-from src.experiments import query, results, saved
+from src.experiments import results, saved
 from src.files import read_json
 from src.launch import jobs as launched
 
@@ -101,12 +101,7 @@ def select(found: Overview, states: Sequence[str] = (), where: str = "", text: s
     if states:
         listed = [job for job in listed if job.state in states]
     if where.strip():
-        try:
-            if not rows:
-                query.compile(where, "--where")  # there are no names to know
-            holds = {row["exp_id"] for row in results.where(rows, where)} if rows else set()
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("--where", "expression", 1)) from None
+        holds = {row["exp_id"] for row in results.where(rows, where, "expression")}
         listed = [job for job in listed if job.exp_id in holds]
     if text.strip():
         said = {row["exp_id"]: _words(row) for row in rows}

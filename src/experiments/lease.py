@@ -12,7 +12,6 @@ import fcntl
 import json
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
+from src.experiments.processes import process_start, this_process
 from src.files import reading, write_atomic, writing
 
 STALE_SECONDS = 30.0
@@ -186,17 +186,6 @@ def holder_host(path: Path) -> str:
         return ""
 
 
-def this_process() -> dict[str, Any]:
-    """What tells this process from every other: host, boot, pid namespace, pid, and when it started (clock ticks since boot)."""
-    return {
-        "host": socket.gethostname(),
-        "boot_id": _boot_id(),
-        "pid_namespace": _pid_namespace(),
-        "pid": os.getpid(),
-        "started": process_start(os.getpid()),
-    }
-
-
 @contextlib.contextmanager
 def guarded(path: Path, create: bool = True) -> Iterator[None]:
     """Hold the guard of the save directory `path`; makes both where they are missing, if `create`. Not twice in one process: it waits.
@@ -284,27 +273,6 @@ def _alive(facts: dict[str, Any]) -> bool | None:
         return None
     started = process_start(facts["pid"])
     return started is not None and started == facts.get("started")
-
-
-def process_start(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None when it is gone, or dead and not yet waited for."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-def _boot_id() -> str | None:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return None
-
-
-def _pid_namespace() -> str | None:
-    with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return None
 
 
 def _holder(content: bytes) -> str:

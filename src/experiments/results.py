@@ -178,16 +178,20 @@ def select(runs: Path, group: str | None = None, question: str | None = None) ->
     return chosen, warnings
 
 
-def where(rows: Sequence[Row], text: str) -> list[Row]:
+def where(rows: Sequence[Row], text: str, place: str = "--where") -> list[Row]:
     """The rows for which the question `text` holds: see `query`. "status" is the same as "state", unless an experiment says "status".
+
+    Without rows no name is known: then any will do. place: where the question was asked, for messages.
 
     Raises:
         ConfigError: it cannot be understood, or asks for what no row has.
     """
-    asked = query.compile(text, "--where")
+    asked = query.compile(text, place)
+    if not rows:
+        return []
     known = {key for row in rows for key in row}
     renamed = "status" in asked.names and "status" not in known
-    _check_known("name", sorted(asked.names - {"status"} if renamed else asked.names), known, "--where")
+    _check_known("name", sorted(asked.names - {"status"} if renamed else asked.names), known, place)
     return [row for row in rows if asked.matches({**row, "status": row["state"]} if renamed else row)]
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import LaunchError, RunError
-from src.experiments.lease import process_start, this_process
+from src.experiments.processes import process_start, this_process
 from src.files import read_json, write_json
 from src.launch.command import STOPPED
 from src.launch.job import Seen

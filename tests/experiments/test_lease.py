@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from src.errors import RunError
-from src.experiments.lease import GUARD, LEASE, Lease, guarded, holder_is_dead, this_process
+from src.experiments.lease import GUARD, LEASE, Lease, guarded, holder_is_dead
+from src.experiments.processes import this_process
 
 ROOT = Path(__file__).resolve().parents[2]
 STALE = 0.4

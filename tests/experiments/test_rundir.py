@@ -15,7 +15,8 @@ import pytest
 
 from src.errors import ConfigError, RunError
 from src.experiments.identity import exp_id
-from src.experiments.lease import GUARD, this_process
+from src.experiments.lease import GUARD
+from src.experiments.processes import this_process
 from src.experiments.rundir import RunDir, start_over
 from src.experiments.saved import join_groups, prepare, read_exp_dict, read_groups, read_job, state_of, write_job
 
