@@ -26,8 +26,10 @@ _KEYS = re.compile(
     -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----[^-]*(?:-----END\ [A-Z ]*PRIVATE\ KEY-----)?
     | \b(?: sk-[\w-]{20,} | hf_[A-Za-z0-9]{20,} | gh[pousr]_[A-Za-z0-9]{20,} | github_pat_\w{20,} | glpat-[\w-]{20,}
         | xox[abprs]-[\w-]{10,} | AKIA[0-9A-Z]{16} | AIza[\w-]{35} | wandb_v\d_\w{20,} | eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,} )
-    | (?P<name> (?i: api_?-?key | access_?-?key | secret | password | passwd | (?<![a-z_])token | _token | -token )
+    | (?P<name> (?i: api_?-?key | access_?-?key | wandb_?-?key | secret | password | passwd | (?<![a-z_])token | _token | -token
+        | authorization ["']? \s* [:=] \s* ["']? (?: basic | bearer | token ) )
         ["']? \s* (?: [:=] \s* | \s ) ["']? ) (?! -?[0-9.]+(?:e[+-]?[0-9]+)?(?![\w+/=.-]) ) (?=[\w+/=.-]*[0-9]) [\w+/=.-]{20,}
+    | (?P<word> (?i: password | passwd ) ["']? \s* [:=] \s* ["']? ) [^\s"',;(){}[\]]{8,}
     | (?P<scheme> \w+:// ) [^/\s@"']+ @
     """,
     re.VERBOSE,
@@ -134,7 +136,7 @@ def _scrubbed(path: Path, warnings: list[str]) -> bytes | None:
 
 
 def _hidden(match: re.Match[bytes]) -> bytes:
-    return match["scheme"] + b"***@" if match["scheme"] else (match["name"] or b"") + b"***"
+    return match["scheme"] + b"***@" if match["scheme"] else (match["name"] or match["word"] or b"") + b"***"
 
 
 def _add(zipped: zipfile.ZipFile, name: str, content: bytes) -> None:

@@ -20,6 +20,9 @@ KEYS = {
     "named": "WANDB_API_KEY=" + "0123456789abcdef" * 2 + "01234567",
     "in json": '"api_key": "' + "0123456789abcdef" * 2 + '"',
     "as a flag": "--auth-token " + "0123456789abcdef" * 2,
+    "of wandb, as a flag": "--wandb_key " + "0123456789abcdef" * 2 + "01234567",
+    "in a header": "'Authorization': 'Bearer " + "0123456789abcdef" * 2 + "'",
+    "a password of words": 'password = "a1B2c3D-and-$more"',
     "in an address": "https://me:pass@example.org/x.git",
     "private": "-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----",
 }
@@ -27,6 +30,7 @@ NO_KEYS = [
     '{"loss_per_token": 0.00012345678901234567, "token_secret": 1.2345678901234567e-05}\n',
     '"commit": "0123456789abcdef0123456789abcdef01234567"',
     "https://example.org/a@b see me@example.org",
+    "password: null, password=getpass(), the password is a word that is not shown",
     "the token is a word that is not followed by one",
     '"eos_token": "<|endoftext|>", "tokenizer": "bigcode/starcoderbase-1b-with-a-long-name-1234"',
 ]
@@ -90,7 +94,7 @@ def test_keys_are_hidden(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "***" in text
-    for part in ("0123456789abcdef", "a1B2c3D", "ABCDEFGH", "pass", "abc"):
+    for part in ("0123456789abcdef", "a1B2c3D", "ABCDEFGH", "me:pass", "abc", "more"):
         assert part not in text
     assert f"hidden: 1 times what looks like a key in {run / 'logs' / 'main.log'}" in capsys.readouterr().err
 
