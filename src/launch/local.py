@@ -1,6 +1,5 @@
 """Runs jobs on this machine: a scheduler process starts as many at a time as there are slots, and outlives the terminal."""
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -9,13 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -24,6 +21,7 @@ from src.errors import LaunchError
 from src.files import writing
 from src.launch import local_state
 from src.launch.command import Environment, Processes, outside_torchrun, shell_line
+from src.launch.interruption import signals_raise
 from src.launch.job import Job, Note, Seen
 from src.launch.local_state import Queue
 
@@ -242,7 +240,7 @@ def wait(config: Config, job_ids: Sequence[str]) -> None:
     if not config.wait:
         return
     said: dict[str, str] = {}
-    with _signals_raise():
+    with signals_raise():
         try:
             while True:
                 seen = states(config, job_ids)
@@ -268,22 +266,3 @@ def _tell(config: Config, seen: dict[str, Seen], said: dict[str, str]) -> None:
 def _name(config: Config, job_id: str) -> str:
     found = local_state.load(Path(config.submissions), job_id)
     return found[0].content["jobs"][found[1]]["exp_id"] if found else job_id
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt. A signal that is ignored (nohup) stays ignored."""
-
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGHUP)}
-    here = threading.current_thread() is threading.main_thread()
-    replaced = {s: old for s, old in before.items() if here and old is not signal.SIG_IGN}
-    for number in replaced:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, old in replaced.items():
-            signal.signal(number, old)

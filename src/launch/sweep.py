@@ -5,21 +5,19 @@ python -m src.launch.sweep resources/sweeps/base_tiny_bayes.yaml --dry-run
 """
 
 import argparse
-import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from src.config import Places
 from src.errors import ConfigError, UserError
 from src.experiments import saved
+from src.launch.interruption import signals_raise
 from src.launch.sweep_plan import Sweep, combinations, load
 from src.launch.sweep_trial import POLL_SECONDS, Ending, Training
 
@@ -74,7 +72,7 @@ def act(args: argparse.Namespace) -> int:
     from src.launch.sweep_study import Study
 
     study = Study(sweep.places.runs, sweep.name, sweep.file, sweep.axes, sweep.asked())
-    with _interruptible():
+    with signals_raise():
         if args.workers > 1:
             _employ(args, total)
         work(sweep, study, total)
@@ -172,24 +170,6 @@ def _employ(args: argparse.Namespace, total: int) -> None:
         for child in children:
             child.wait()
         raise
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt, so that the training is stopped in order."""
-
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    replaced = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
-    for number in replaced:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, old in replaced.items():
-            signal.signal(number, old)
 
 
 if __name__ == "__main__":
