@@ -15,7 +15,7 @@ from src.experiments import checkpoints
 from src.experiments.saved import CONFIG, DIFF, ENV, attempts, flat, read_exp_dict, read_status, state_of
 from src.experiments.scores import SCORES
 from src.experiments.summary import summarized
-from src.files import read_json
+from src.files import read_json, reading
 
 MOST_LINES = 40
 """Lines of the difference between two patches that are shown as text."""
@@ -47,13 +47,16 @@ def resolve(runs: Path, given: str) -> str:
 
     Raises:
         DataError: no such folder.
+        RunError: it cannot be read.
         ConfigError: no run's id begins so, or several do; names them.
     """
     if not runs.is_dir():
         raise DataError(f"{runs}: no such folder of runs.")
     if not re.fullmatch(r"[0-9a-f]{1,32}", given):
         raise ConfigError(f"{given!r} is no id: expected up to 32 of the digits 0-9 and a-f.")
-    fitting = sorted(entry.name for entry in runs.iterdir() if re.fullmatch(r"[0-9a-f]{32}", entry.name) and entry.name.startswith(given))
+    with reading(runs):
+        names = sorted(entry.name for entry in runs.iterdir() if re.fullmatch(r"[0-9a-f]{32}", entry.name))
+    fitting = [name for name in names if name.startswith(given)]
     if len(fitting) != 1:
         found = f"{len(fitting)} runs begin so: {', '.join(fitting[:5])}{', …' * (len(fitting) > 5)}" if fitting else "no run begins so"
         raise ConfigError(f"{runs}: {given!r}: {found}.")
@@ -76,7 +79,8 @@ def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str
         both = []
         for run in (one, other):
             try:
-                both.append(values(run))
+                with reading(run):
+                    both.append(values(run))
             except UserError as error:
                 warnings.append(f"{name} not compared: {error}")
         if len(both) == 2 and (changed := _changed(*both)):

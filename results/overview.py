@@ -12,7 +12,7 @@ from results import diff, plot, table
 from src.errors import RunError, UserError
 from src.experiments import curves as banded
 from src.experiments import results, saved
-from src.files import read_json
+from src.files import read_json, reading
 from src.launch import jobs as launched
 
 LINES = 12
@@ -68,11 +68,13 @@ class Curves:
 
 def load(runs: Path, group: str | None = None) -> Overview:
     """Everything in `runs`, of `group` only if one is given. What cannot be read is told in the warnings; never raises for it."""
+    ids: list[str] = []
     try:
+        with reading(runs):
+            ids = sorted(path.name for path in runs.iterdir() if _ID.fullmatch(path.name)) if runs.is_dir() else []
         everything, warnings = results.load_rows(runs)
     except UserError as error:
         everything, warnings = [], [str(error)]
-    ids = sorted(path.name for path in runs.iterdir() if _ID.fullmatch(path.name)) if runs.is_dir() else []
     table_of_jobs = launched.table(runs, ids)
     groups = sorted({name for item in (*everything, *map(vars, table_of_jobs)) if (name := item["group"])})
     rows = everything

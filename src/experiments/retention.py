@@ -121,7 +121,10 @@ def size(path: Path) -> int:
 
 def _says_something(run: Path) -> bool:
     """Whether it is the save directory of an experiment: one whose dict was lost can be started again all the same."""
-    return any((run / name).exists() for name in (EXP_DICT, STATUS, JOB))
+    try:
+        return any((run / name).exists() for name in (EXP_DICT, STATUS, JOB))
+    except PermissionError:
+        return True
 
 
 def _best_step(run: Path) -> int | None:

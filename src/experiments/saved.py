@@ -77,8 +77,13 @@ def state_of(path: Path, status: Mapping[str, Any] | None = None) -> str:
 
 
 def attempts(path: Path) -> int:
-    """How often the experiment in `path` was started."""
-    names = [entry.name for entry in (path / "attempts").glob("*") if re.fullmatch(r"\d{3,}", entry.name)]
+    """How often the experiment in `path` was started.
+
+    Raises:
+        RunError: the directory cannot be read.
+    """
+    with reading(path):
+        names = [entry.name for entry in (path / "attempts").glob("*") if re.fullmatch(r"\d{3,}", entry.name)]
     return max(map(int, names), default=0)
 
 

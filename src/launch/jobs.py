@@ -1,9 +1,10 @@
 """The state of each experiment: what its scheduler says and what its save directory says, put together."""
 
 import contextlib
+import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -157,7 +158,7 @@ def _row(runs: Path, exp_id: str, tracked: Tracked | None, trouble: str | None) 
     beat = lease.heartbeat_seconds(run)
     state, reason = ("unknown", trouble) if trouble else _together(run, own, status, tracked, beat)
     exp, complaint = _experiment(run)
-    last, more = _last(run)
+    last, more = _tried(lambda: scores.last_row(run / scores.SCORES) or {}, {})
     seen = tracked.seen if tracked else None
     if state in ("failed", "stopped", "lost", "queued") and (parent := _parent(runs, exp)) and parent not in reason:
         reason = f"{reason}; {parent}" if reason else parent
@@ -171,13 +172,13 @@ def _row(runs: Path, exp_id: str, tracked: Tracked | None, trouble: str | None) 
         "; ".join(dict.fromkeys(notes)),
         (seen.node if seen else "") or (lease.holder_host(run) if state == "running" else ""),
         seen.seconds if seen and seen.seconds is not None else _seconds(status, state),
-        saved.attempts(run),
+        _tried(lambda: saved.attempts(run), 0)[0],
         last.get("step"),
         loop.get("steps") if isinstance(loop, dict) and type(loop.get("steps")) is int else None,
         next((last[name] for name in ("train_loss", "loss") if isinstance(last.get(name), int | float)), None),
         beat,
         tracked.job_id if tracked else None,
-        next((path for path in logs_of(runs, exp_id) if path.exists()), None),
+        next((path for path in logs_of(runs, exp_id) if os.path.exists(path)), None),
     )
 
 
@@ -217,17 +218,19 @@ def _experiment(run: Path) -> tuple[dict[str, Any], str]:
     try:
         exp = saved.read_exp_dict(run)
     except UserError as error:
-        if not (run / saved.EXP_DICT).exists():
-            return {}, ""
+        with contextlib.suppress(PermissionError):  # of a directory that one may not look into
+            if not (run / saved.EXP_DICT).exists():
+                return {}, ""
         return {}, str(error)
     return exp, ""
 
 
-def _last(run: Path) -> tuple[dict[str, Any], str]:
+def _tried(read: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
+    """What `read` gives, and what is wrong with it."""
     try:
-        return scores.last_row(run / scores.SCORES) or {}, ""
+        return read(), ""
     except UserError as error:
-        return {}, str(error)
+        return otherwise, str(error)
 
 
 def _parent(runs: Path, exp: Mapping[str, Any]) -> str:

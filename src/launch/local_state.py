@@ -34,6 +34,7 @@ LOCK = "scheduler.lock"
 MARK = "LOCAL_JOB"
 """Environment variable that every process of a job has: its job id."""
 _MARK = f"{MARK}=".encode()
+_EXEC_SECONDS = 0.1
 JOB_ID = re.compile(r"(?P<submission>[\w-]+)\.(?P<index>\d+)")
 
 
@@ -168,9 +169,18 @@ def processes(job_ids: Collection[str]) -> list[int]:
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
-                marks = [word for word in Path(entry.path, "environ").read_bytes().split(b"\0") if word.startswith(_MARK)]
+                marks = [word for word in _environ(entry.path).split(b"\0") if word.startswith(_MARK)]
                 if marks and marks[0].removeprefix(_MARK).decode() in job_ids and process_start(int(entry.name)) is not None:
                     found.append(int(entry.name))
+    return found
+
+
+def _environ(process: str) -> bytes:
+    """The environment of a process. One that is about to become another program (execve) has none for a moment, which is waited for."""
+    end = time.monotonic() + _EXEC_SECONDS
+    while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < end:
+        os.readlink(Path(process, "exe"))  # raises FileNotFoundError for a thread of the kernel, and for what has ended
+        time.sleep(0.0005)
     return found
 
 

@@ -11,13 +11,14 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from src.config import load
 from src.errors import ConfigError, LaunchError, RunError
-from src.launch import local
+from src.launch import local, local_state
 from src.launch.command import STOPPED, Processes
 from src.launch.job import Job, Seen
 from src.launch.local_state import Queue
@@ -291,6 +292,18 @@ def test_what_a_job_leaves_behind_ends_with_it(world: World):
     code = HOLD.replace("time.sleep(300)", "")
     assert states(world.run(world.config(), [world.job("a", code)])) == {"a": "completed"}
     assert gone(pids(world, "a")[1])
+
+
+def test_a_process_that_has_only_just_become_another_program_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(local_state.MARK, "one.0")
+    for _ in range(200):
+        with subprocess.Popen(["sleep", "300"]) as process:
+            with monkeypatch.context() as at_once:  # the others would take longer to look at than execve takes
+                entry = SimpleNamespace(name=str(process.pid), path=f"/proc/{process.pid}")
+                at_once.setattr(os, "scandir", lambda _, entry=entry: [entry])
+                found = local_state.processes({"one.0"})
+            process.kill()
+        assert found == [process.pid]
 
 
 def test_a_scheduler_that_is_killed_leaves_no_orphans(world: World):
