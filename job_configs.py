@@ -2,4 +2,5 @@
 
 JOB_CONFIGS = {
     "local": {"launcher": "local", "slots": 1},
+    "slurm": {"launcher": "slurm", "max_running": 32},  # the cluster's default partition and limits
 }

@@ -75,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         generate(folder, options.experiments, options.steps)
         took = time.perf_counter() - began
         print(f"{options.experiments} runs x {options.steps} rows x {len(SCORES)} scores, written in {took:.0f} s", flush=True)
+        os.sync()  # finished runs are on the disk long since
         time.sleep(2.5)  # the index keeps no row whose files are younger
         _compare(folder, options.bands)
     finally:
