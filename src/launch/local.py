@@ -206,7 +206,17 @@ def kill(config: Config, job_ids: Sequence[str]) -> None:
         raise
     if left and (left := _until_ended(config, job_ids, _KILL_SECONDS, told, hard=True)):
         raise LaunchError(f"{', '.join(left)}: killed, but still there after {_KILL_SECONDS:g} s.")
-    local_state.signal_all(local_state.processes(set(job_ids)), signal.SIGKILL)  # what they left behind, where no scheduler does it
+    _kill_left_behind(job_ids)
+
+
+def _kill_left_behind(job_ids: Sequence[str]) -> None:
+    """End what ended jobs have left behind, where their scheduler no longer does it."""
+    until = time.monotonic() + _KILL_SECONDS
+    while left := local_state.processes(set(job_ids)):
+        if time.monotonic() > until:
+            raise LaunchError(f"Processes {', '.join(map(str, left))}: killed, but still there after {_KILL_SECONDS:g} s.")
+        local_state.signal_all(left, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
 
 
 def _until_ended(config: Config, job_ids: Sequence[str], seconds: float, told: set[int], hard: bool) -> list[str]:

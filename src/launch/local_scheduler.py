@@ -22,12 +22,14 @@ _LEFT_SECONDS = 10.0
 _CONTINUES = 100
 """How often a job that was stopped in order is started again: one that stops at once must not be started for ever."""
 # $1 file for the process, $2 file for the exit code, $3 the job, $4 descriptors whose locks are this shell's and not the job's.
-# The stop signals reach the job by themselves, as they are sent to the group; this shell only has to outlive them.
+# The stop signals reach the job by themselves, as they are sent to the group; this shell only has to outlive them, and does not start
+# the job after one.
 _WRAPPER = r"""
-trap : TERM USR1 HUP INT
+TOLD=
+trap TOLD=1 TERM USR1 HUP INT
 read -r -a STAT < /proc/$$/stat
 echo "$$ ${STAT[21]} $(< /proc/sys/kernel/random/boot_id)" > "$1.new" && mv "$1.new" "$1" || exit 1
-( for DESCRIPTOR in $4; do eval "exec $DESCRIPTOR>&-"; done; exec bash -c "$3" )
+( [ -z "$TOLD" ] || exit 143; for DESCRIPTOR in $4; do eval "exec $DESCRIPTOR>&-"; done; exec bash -c "$3" )
 CODE=$?
 echo $CODE > "$2.new" && mv "$2.new" "$2"
 exit $CODE

@@ -153,9 +153,10 @@ class Queue:
             return Seen(end["state"], end["state"].upper(), end["reason"], **facts)
         if attempt.alive:
             return Seen("running", "RUNNING", **facts)
-        if lives and attempt.number and attempt.code != 0:
-            return Seen("running", "ENDING", "its scheduler decides whether it is started again", **facts)
-        if lives and attempt.number == 0:
+        if lives and attempt.number:
+            fate = "what it has left behind is ended" if attempt.code == 0 else "its scheduler decides whether it is started again"
+            return Seen("running", "ENDING", fate, **facts)
+        if lives:
             return Seen("queued", "PENDING", "waits for its turn", **facts)
         if attempt.number == 0:
             return Seen("cancelled", "CANCELLED", "its scheduler on this machine has ended; it was never started", **facts)

@@ -251,7 +251,8 @@ HOLD = """
     helper = subprocess.Popen(["sleep", "300"], start_new_session=True)  # as torchrun starts its ranks
     Path(sys.argv[1] + ".tmp").write_text(f"{os.getpid()} {helper.pid}")
     Path(sys.argv[1] + ".tmp").rename(sys.argv[1] + ".pids")
-    time.sleep(300)
+    while True:
+        time.sleep(0.05)  # a signal that comes just before a long sleep would be heard after it
 """
 DEAF = HOLD.replace("raise SystemExit(143)", "")
 
@@ -289,7 +290,7 @@ def test_a_deaf_job_is_killed_after_the_grace(world: World):
 
 
 def test_what_a_job_leaves_behind_ends_with_it(world: World):
-    code = HOLD.replace("time.sleep(300)", "")
+    code = HOLD.replace("while True:", "if False:")
     assert states(world.run(world.config(), [world.job("a", code)])) == {"a": "completed"}
     assert gone(pids(world, "a")[1])
 

@@ -448,7 +448,8 @@ TRAINING = """
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGUSR1, stop)
     print("training", flush=True)
-    time.sleep(300)
+    while True:
+        time.sleep(0.05)
 """
 
 

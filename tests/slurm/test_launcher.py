@@ -151,7 +151,8 @@ def stop(*_):
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
 print('up', node, flush=True)
-time.sleep(300)
+while True:
+    time.sleep(0.05)
 """
 
 
