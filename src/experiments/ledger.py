@@ -1,0 +1,110 @@
+"""What was done to a run, when, by whom and why: ledger.jsonl in its save directory. Lines are appended and never changed.
+
+Each event is one synced line. What a killed writer left of a line stays, on a line of its own, and readers pass over it.
+"""
+
+import errno
+import fcntl
+import functools
+import getpass
+import json
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from src.experiments import environment
+from src.files import reading, sync_directory, writing
+
+FILE = "ledger.jsonl"
+_ROOT = Path(__file__).resolve().parents[2]
+
+log = logging.getLogger(__name__)
+
+
+def event(name: str, **facts: Any) -> dict[str, Any]:
+    """An event called `name` that happens now: with "when" (UTC), "who" (user@host) and `facts`, JSON values only."""
+    return {"event": name, "when": datetime.now(UTC).isoformat(timespec="seconds"), "who": who(), **facts}
+
+
+def append(run: Path, what: Mapping[str, Any]) -> None:
+    """Add what `event` gave to the ledger of the save directory `run`; it is on the disk when this returns. Needs no lease.
+
+    Of one with an "id" that the ledger holds already, nothing is added: a step that is done again after a crash says so once.
+
+    Raises:
+        RunError: the disk refuses. The ledger holds what it held before.
+    """
+    line = json.dumps(dict(what), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    path = run / FILE
+    with writing(path):
+        new = not path.exists()
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if what.get("id") is not None and any(known.get("id") == what["id"] for known in read(run)):
+                return
+            _append(descriptor, line)
+        finally:
+            os.close(descriptor)
+        if new:
+            sync_directory(run)
+
+
+def _append(descriptor: int, line: bytes) -> None:
+    """One write, after the newline that a torn line lacks; what a full disk took of it is given back."""
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        line = b"\n" + line
+    if os.write(descriptor, line) < len(line):
+        os.ftruncate(descriptor, size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(descriptor)
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """Every event of the save directory `run`, the oldest first. A line that is none, as a killed writer leaves it, is passed over.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    path = run / FILE
+    try:
+        with reading(path):
+            lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    events, torn = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        if isinstance(found, dict) and isinstance(found.get("event"), str):
+            events.append(found)
+        else:
+            torn.append(number)
+    if torn:
+        log.info("%s: passed over what killed writers left, in line %s.", path, ", ".join(map(str, torn)))
+    return events
+
+
+def who() -> str:
+    """user@host of this process."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # no name for this number, as in many containers
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
+
+
+@functools.cache
+def commit() -> str | None:
+    """The git commit of this code, with "+" where it has uncommitted changes; None where that cannot be known. Asked once."""
+    facts = environment.code(_ROOT)
+    return facts["commit"] and facts["commit"] + ("+" if facts["dirty"] else "")
