@@ -1,0 +1,184 @@
+"""The divergence detector at its defaults: what it says of real training curves, how often it is wrong on noise, and what a step costs.
+
+    TRAINVAL_DATA=FOLDER python -m benchmarks.divergence [--plots FOLDER] [--seeds 200]
+
+Reads every curve of FOLDER/logs, in the format in which its project wrote it. What a log calls "nan" at a step where every metric is
+"nan" was not recorded, and is left out. A line that stands for several steps is replayed as so many: first those that were skipped,
+then the others, each with the line's mean loss.
+"""
+
+import argparse
+import csv
+import json
+import math
+import os
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from src.training.divergence import Config, Detector, Finding
+
+LINE = re.compile(r"iteration +(\d+)/.*number of skipped iterations: +(\d+)")
+LOSS, NORM = re.compile(r"lm[ -]loss: ([-+.\dEe]+|nan|inf)"), re.compile(r"grad norm: ([-+.\dEe]+|nan|inf)")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One observation."""
+
+    step: int
+    loss: float | None
+    grad_norm: float | None = None
+    skipped: bool = False
+
+
+def golden(path: Path) -> Iterator[Step]:
+    """Megatron-LM's golden values: {"metric": {"values": {"step": number or "nan"}}}."""
+    metrics = {name: part["values"] for name, part in json.loads(path.read_text()).items()}
+    for step, loss in metrics["lm loss"].items():
+        if all(values.get(step) == "nan" for values in metrics.values()):
+            continue
+        yield Step(int(step), float(loss))
+
+
+def nanogpt(path: Path) -> Iterator[Step]:
+    """modded-nanogpt's metrics as csv; a cell is empty where nothing was measured."""
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            if row["train_loss"]:
+                yield Step(int(row["step"]), float(row["train_loss"]), _number(row.get("grad_norm")))
+
+
+def bigscience_csv(path: Path) -> Iterator[Step]:
+    """Iteration lines of Megatron-DeepSpeed as csv."""
+    with open(path, newline="") as file:
+        rows = [(int(r["iteration"]), _number(r["lm_loss"]), _number(r["grad_norm"]), int(r["skipped"])) for r in csv.DictReader(file)]
+    return _steps(rows)
+
+
+def bigscience_out(path: Path) -> Iterator[Step]:
+    """The same lines within the whole output of a Slurm job; pipeline stages may print a line several times."""
+    rows = {}
+    for line in path.read_text(errors="replace").splitlines():
+        if found := LINE.search(line):
+            loss, norm = LOSS.search(line), NORM.search(line)
+            rows[int(found[1])] = (int(found[1]), _number(loss and loss[1]), _number(norm and norm[1]), int(found[2]))
+    return _steps(sorted(rows.values()))
+
+
+def _steps(rows: Sequence[tuple[int, float | None, float | None, int]]) -> Iterator[Step]:
+    last = 0
+    for iteration, loss, norm, skipped in rows:
+        for step in range(last + 1, iteration + 1):
+            moved = step - last > skipped
+            yield Step(step, loss if moved else None, norm if moved else None, not moved)
+        last = iteration
+
+
+def _number(text: str | None) -> float | None:
+    return float(text) if text else None
+
+
+READERS: dict[str, Callable[[Path], Iterator[Step]]] = {
+    "megatron_golden/*.json": golden,
+    "nanogpt/*.csv": nanogpt,
+    "bigscience_slurm_out/*.csv": bigscience_csv,
+    "bigscience_slurm_out/*.out": bigscience_out,
+}
+
+
+def curves(logs: Path) -> dict[str, list[Step]]:
+    """Every curve of the folder by file name."""
+    return {path.name: list(read(path)) for pattern, read in READERS.items() for path in sorted(logs.glob(pattern))}
+
+
+def judged(steps: Sequence[Step], config: Config | None = None) -> list[Finding]:
+    """All findings of a detector that sees the steps in turn."""
+    detector = Detector(config or Config())
+    return [found for s in steps for found in detector.observe(s.step, s.loss, s.grad_norm, s.skipped)]
+
+
+def noisy(seed: int, steps: int, noise: float, persistence: float, tails: float) -> list[Step]:
+    """A healthy curve: a power law from 10 down to about 3, times noise that is correlated from step to step and now and then large.
+
+    noise: standard deviation relative to the loss. persistence: share of the noise that the next step keeps. tails: share of steps
+    whose noise is four times as large, upwards.
+    """
+    draw = random.Random(seed)
+    made, wave = [], 0.0
+    for step in range(1, steps + 1):
+        wave = persistence * wave + math.sqrt(1 - persistence**2) * draw.gauss(0, 1)
+        jump = abs(draw.gauss(0, 4)) if draw.random() < tails else 0.0
+        made.append(Step(step, (2.5 + 7.5 * (1 + step / 20) ** -0.5) * math.exp(noise * (wave + jump)), math.exp(0.3 * draw.gauss(0, 1))))
+    return made
+
+
+def seconds_per_step(steps: Sequence[Step]) -> tuple[float, float]:
+    """Median and 99th percentile."""
+    detector, taken = Detector(Config()), []
+    for s in steps:
+        began = time.perf_counter()
+        detector.observe(s.step, s.loss, s.grad_norm, s.skipped)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken), statistics.quantiles(taken, n=100)[-1]
+
+
+def plot(name: str, steps: Sequence[Step], found: Sequence[Finding], folder: Path) -> None:
+    """The curve with a line at each finding, whole and without its first twentieth, as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 5), layout="constrained")
+    for axes, part in zip(figure.subplots(1, 2), (steps, steps[len(steps) // 20 :]), strict=True):
+        shown = [s for s in part if s.loss is not None]
+        axes.plot([s.step for s in shown], [s.loss for s in shown], linewidth=0.6)
+        for f in found:
+            if f.step >= shown[0].step:
+                axes.axvline(f.step, color="red", linewidth=0.5, alpha=0.6)
+    figure.suptitle(f"{name}: {len(found)} findings")
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / f"{name}.png", dpi=80)
+
+
+def print_curves(by_name: dict[str, list[Step]], plots: Path | None) -> None:
+    """The table of real curves."""
+    print(f"{'curve':<46} {'steps':>6}  fired when, or quiet")
+    for name, steps in by_name.items():
+        found = judged(steps)
+        if plots:
+            plot(name, steps, found, plots)
+        text = ", ".join(f"{f.kind} {f.first_step}-{f.step}" for f in found[:8]) or "quiet"
+        print(f"{name:<46} {len(steps):>6}  {text}{f', and {len(found) - 8} more' if len(found) > 8 else ''}")
+
+
+def print_false_alarms(seeds: int, steps: int = 2000) -> None:
+    """The table of healthy synthetic curves."""
+    print(f"\n{seeds} healthy curves of {steps} steps each    curves with a finding   findings per 1000 steps")
+    for noise, persistence, tails in ((0.01, 0, 0), (0.05, 0, 0), (0.2, 0, 0), (0.05, 0, 0.02), (0.05, 0.3, 0), (0.05, 0.6, 0)):
+        found = [judged(noisy(seed, steps, noise, persistence, tails)) for seed in range(seeds)]
+        name = f"noise {noise:.2f}, persistence {persistence:.1f}, large {tails:.2f}"
+        print(
+            f"{name:<46} {sum(map(bool, found)):>12} ({sum(map(bool, found)) / seeds:.1%}) {sum(map(len, found)) / seeds / steps * 1000:>20.3f}"
+        )
+
+
+def main() -> None:
+    """Print the three tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--plots", type=Path, help="write each curve with its findings there")
+    args = parser.parse_args()
+    if "TRAINVAL_DATA" in os.environ:
+        print_curves(curves(Path(os.environ["TRAINVAL_DATA"]) / "logs"), args.plots)
+    else:
+        print("TRAINVAL_DATA is not set, so no real curve is read.")
+    middle, high = seconds_per_step(noisy(0, 5000, 0.05, 0.3, 0.02))
+    print(f"\none step: median {middle * 1e6:.0f} us, 99th percentile {high * 1e6:.0f} us (target: less than 50)")
+    print_false_alarms(args.seeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Does the training diverge? Judged step by step on the loss, the gradient norm and the skipped steps.
+
+All is relative to the recent past of the same run, in robust terms, so that nothing needs to be known of the model or the task:
+
+- level: median of the last quarter of a window of losses. On a falling curve it lies above the present loss, so a fall hides no rise
+  of its own making.
+- noise: 1.4826 MAD of the window about its own trend, which for a normal distribution is the standard deviation (Rousseeuw and Croux,
+  Alternatives to the median absolute deviation, 1993). The trend is the line through the medians of the window's two halves.
+- a short past is trusted less: every limit is wider by 1 + 20 / n after n values.
+
+`Detector` draws nothing and reads no clock: on ranks that pass the same values, and after `restore`, it decides alike.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from src import config
+from src.errors import CheckpointError
+
+Action = Literal["warn", "save_batch", "skip_batch", "stop", "rewind"]
+Kind = Literal["non_finite", "loss_spike", "loss_drift", "grad_norm", "skipped"]
+
+SEVERITY: tuple[Action, ...] = ("warn", "save_batch", "skip_batch", "rewind", "stop")
+"""Of several actions at one step the last of these is done. It includes to warn, and all but "warn" save the batch."""
+LEAST = 2
+"""Values before the first judgement."""
+DISTRUST = 20
+"""Of a short past: see the top of this file."""
+NORMAL = 1.4826
+"""Standard deviations in one MAD of a normal distribution."""
+
+
+class Config(config.Config):
+    """When a training counts as diverging, and what is then done. The defaults are tuned by benchmarks/divergence.py on real curves."""
+
+    window: int = Field(default=100, ge=16)
+    """Steps of the past that a step is compared with."""
+    noise_floor: float = Field(default=0.005, gt=0)
+    """Least noise, as a share of the level, or of 1 where the level is less."""
+    loss_deviations: float = Field(default=3.0, gt=0)
+    loss_steps: int = Field(default=3, gt=0)
+    """A spike: so many steps in a row so many times the noise above the level."""
+    drift_deviations: float = Field(default=2.0, gt=0)
+    """A drift: the median of the window is so many times the noise above the lowest that it has been."""
+    grad_norm_ratio: float = Field(default=5.0, gt=1)
+    grad_norm_steps: int = Field(default=3, gt=0)
+    """An explosion: so many steps in a row above this multiple of the median norm, or one step above its square."""
+    skipped_steps: int = Field(default=25, gt=0)
+    """A plateau: so many steps without an update among the last `2 * skipped_steps`. A float16 loss scale may need 18 to settle."""
+    on_non_finite: Literal["skip_batch", "stop", "rewind"] = "stop"
+    """Never less: the weights would not be finite either."""
+    on_loss_spike: Action = "warn"
+    on_loss_drift: Literal["warn", "stop", "rewind"] = "warn"
+    """Of all the steps since the lowest point; no single batch is to blame."""
+    on_grad_norm: Action = "warn"
+    on_skipped: Literal["warn", "save_batch", "stop", "rewind"] = "stop"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        for name in ("loss_steps", "grad_norm_steps"):
+            if getattr(self, name) > self.window // 4:
+                raise ValueError(f"{name} = {getattr(self, name)} is more than a quarter of window = {self.window}: shorten it.")
+        return self
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong with a step."""
+
+    kind: Kind
+    step: int
+    message: str
+    """A sentence that begins with the step."""
+    action: Action
+    first_step: int
+    """Where it began: the first step of the rise, or the step of the lowest point that the loss has drifted from."""
+
+
+def severest(findings: Sequence[Finding]) -> Action | None:
+    """What is to be done about them all; None where there are none."""
+    actions = {finding.action for finding in findings}
+    return next((action for action in reversed(SEVERITY) if action in actions), None)
+
+
+class Watch:
+    """A window of values, and the rise above it that goes on, if one does. `steps` in a row make a rise.
+
+    Values of a rise enter the window when it is over or reported, so it does not raise the limit that it is measured by.
+    """
+
+    def __init__(self, window: int, steps: int, every: bool) -> None:
+        self.window, self.steps = window, steps
+        self.every = every  # True: each step of a rise is reported once the rise is, as each of its batches is to be skipped
+        self.values: list[float] = []
+        self.rising: list[float] = []
+        self.first_step = 0
+        self.reported = False
+        self.calm_steps = 0  # since the last step of a reported rise
+
+    def rose(self, step: int, value: float, limit: float, at_once: float = math.inf) -> bool:
+        """Take in `value`; True where a rise is to be reported now."""
+        if value <= limit:
+            self._take([*self.rising, value])
+            self.calm_steps += 1
+            if self.calm_steps >= self.steps:
+                self.reported = False
+            return False
+        if not self.rising and not self.reported:
+            self.first_step = step
+        self.rising.append(value)
+        if self.reported:
+            self._take(self.rising)
+            return self.every
+        if len(self.rising) < self.steps and value <= at_once:
+            return False
+        self._take(self.rising)
+        self.reported = True
+        return True
+
+    def _take(self, values: list[float]) -> None:
+        self.values = (self.values + values)[-self.window :]
+        if self.rising:
+            self.calm_steps = 0
+        self.rising = []
+
+    def state(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "values": list(self.values),
+            "rising": list(self.rising),
+            "first_step": self.first_step,
+            "reported": self.reported,
+            "calm_steps": self.calm_steps,
+        }
+
+
+class Detector:
+    """Judges one step after the other. Its whole state is `state()`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.losses = Watch(config.window, config.loss_steps, config.on_loss_spike == "skip_batch")
+        self.norms = Watch(config.window, config.grad_norm_steps, config.on_grad_norm == "skip_batch")
+        self.lowest: float | None = None  # median of the window, where it was lowest
+        self.lowest_step = 0
+        self.skips: list[int] = []  # of the last steps, 1 where the weights did not move
+        self.on_plateau = False
+
+    def observe(self, step: int, loss: float | None, grad_norm: float | None = None, skipped: bool = False) -> list[Finding]:
+        """Judge step number `step` (counted from 1), before its update. Values must be the same on every rank.
+
+        loss: mean over the step's loss tokens; None where it is not known.
+        grad_norm: of the global gradient before clipping; None where it is not known, 0 where there is none.
+        skipped: True where the float16 loss scaler leaves the step out; then its gradient norm is not looked at.
+        """
+        found = []
+        norm = None if skipped else grad_norm
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if value is not None and not math.isfinite(value):
+                found.append(self._finding("non_finite", step, f"the {name} is {value}", step))
+        if loss is not None and math.isfinite(loss):
+            found += [*self._spike(step, loss), *self._drift(step)]
+        if norm is not None and math.isfinite(norm):
+            found += self._explosion(step, norm)
+        return found + self._plateau(step, skipped or severest(found) == "skip_batch")
+
+    def _spike(self, step: int, loss: float) -> list[Finding]:
+        watch, config = self.losses, self.config
+        if len(watch.values) < LEAST:
+            watch.rose(step, loss, math.inf)
+            return []
+        level = _median(watch.values[-(config.window // 4) :])
+        limit = level + config.loss_deviations * self._floor(level)
+        noise = 0.0
+        if loss > limit:  # else the noise cannot matter
+            noise = self._noise(level)
+            limit = level + config.loss_deviations * noise
+        if not watch.rose(step, loss, limit):
+            return []
+        text = f"the loss is {loss:.4g}, above {limit:.4g} since step {watch.first_step} (level {level:.4g}, noise {noise:.2g})"
+        return [self._finding("loss_spike", step, text, watch.first_step)]
+
+    def _drift(self, step: int) -> list[Finding]:
+        values, config = self.losses.values, self.config
+        if len(values) < config.window:
+            return []
+        level = _median(values)
+        if self.lowest is None or level < self.lowest:
+            self.lowest, self.lowest_step = level, step
+            return []
+        rise = level - self.lowest
+        if rise <= config.drift_deviations * self._floor(level) or rise <= config.drift_deviations * self._noise(level):
+            return []
+        text = f"the median of {config.window} losses has risen to {level:.4g} from {self.lowest:.4g} at step {self.lowest_step}"
+        found = self._finding("loss_drift", step, text, self.lowest_step)
+        self.lowest, self.lowest_step = level, step  # the next one must rise as far again
+        return [found]
+
+    def _explosion(self, step: int, norm: float) -> list[Finding]:
+        watch, ratio = self.norms, self.config.grad_norm_ratio
+        middle = _median(watch.values) if len(watch.values) >= LEAST else 0.0
+        unit = middle * (1 + DISTRUST / len(watch.values)) if middle > 0 else math.inf  # 0: nobody measures it
+        if not watch.rose(step, norm, ratio * unit, ratio**2 * unit):
+            return []
+        text = f"the gradient norm is {norm:.4g}, {norm / middle:.0f} times the median of the steps before ({middle:.4g})"
+        return [self._finding("grad_norm", step, text, watch.first_step)]
+
+    def _plateau(self, step: int, skipped: bool) -> list[Finding]:
+        most = self.config.skipped_steps
+        self.skips = [*self.skips, int(skipped)][-2 * most :]
+        count = sum(self.skips)
+        if count < most:
+            self.on_plateau = self.on_plateau and count > most // 2
+            return []
+        if self.on_plateau:
+            return []
+        self.on_plateau = True
+        first = step - len(self.skips) + 1 + self.skips.index(1)
+        return [self._finding("skipped", step, f"{count} of the last {len(self.skips)} steps did not move the weights", first)]
+
+    def _finding(self, kind: Kind, step: int, text: str, first_step: int) -> Finding:
+        return Finding(kind, step, f"step {step}: {text}.", getattr(self.config, f"on_{kind}"), first_step)
+
+    def _floor(self, level: float) -> float:
+        """The least that `_noise` can be."""
+        return self.config.noise_floor * max(abs(level), 1.0) * (1 + DISTRUST / len(self.losses.values))
+
+    def _noise(self, level: float) -> float:
+        values = self.losses.values
+        return max(self._floor(level), NORMAL * _mad_about_trend(values) * (1 + DISTRUST / len(values)))
+
+    def state(self) -> dict[str, Any]:
+        """JSON values; floats survive JSON exactly."""
+        return {
+            "losses": self.losses.state(),
+            "norms": self.norms.state(),
+            "lowest": self.lowest,
+            "lowest_step": self.lowest_step,
+            "skips": list(self.skips),
+            "on_plateau": self.on_plateau,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state()` of a detector with the same config; an empty one begins anew.
+
+        Raises:
+            CheckpointError: another version of this code wrote it.
+        """
+        fresh = Detector(self.config)
+        if state:
+            parts = {"losses": fresh.losses, "norms": fresh.norms}
+            same = state.keys() == fresh.state().keys() and all(state[name].keys() == part.state().keys() for name, part in parts.items())
+            if not same:
+                raise CheckpointError("the state of the divergence detector was written by another version of this code. Start over.")
+            for name, part in parts.items():
+                vars(part).update({key: _copy(value) for key, value in state[name].items()})
+            vars(fresh).update({key: _copy(value) for key, value in state.items() if key not in parts})
+        vars(self).update(vars(fresh))
+
+
+def _copy(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
+
+
+def _median(values: Sequence[float]) -> float:
+    """statistics.median, several times as fast."""
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def _mad_about_trend(values: Sequence[float]) -> float:
+    """Median absolute deviation from the line through the medians of both halves; from the median, of fewer than eight."""
+    half = len(values) // 2
+    slope = (_median(values[half:]) - _median(values[:half])) / (len(values) - half) if len(values) >= 8 else 0.0
+    flat = [value - slope * i for i, value in enumerate(values)]
+    middle = _median(flat)
+    return _median([abs(value - middle) for value in flat])
