@@ -49,7 +49,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     where.add_argument("--job_option", choices=OPTIONS, default="run", help="what to do with the jobs (default: run, with -j)")
     where.add_argument("--python_binary", metavar="COMMAND", help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there')
-    where.add_argument("--deepspeed", type=Path, metavar="JSON", help="DeepSpeed configuration")
+    where.add_argument("--deepspeed", type=Path, metavar="JSON", help="share the model between processes by DeepSpeed ZeRO")
+    where.add_argument("--fsdp", action="store_true", help="share the model between processes by FSDP2")
     logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")
     logs.add_argument("--wandb_entity_name", metavar="NAME")
     logs.add_argument("--wandb_project_name", metavar="NAME")
@@ -137,7 +138,7 @@ def act(args: argparse.Namespace) -> int:
 def check_arguments(args: argparse.Namespace) -> None:
     """Refuse what would be ignored."""
     from src import distributed
-    from src.errors import ConfigError, LaunchError
+    from src.errors import ConfigError
 
     if args.job_scheduler in ("None", "0"):
         args.job_scheduler = None
@@ -159,8 +160,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("--wandb_entity_name: without --wandb_project_name nothing would be sent. Give both, or neither to log to files.")
     if args.log_every is not None and args.log_every < 1:
         raise ConfigError(f"--log_every: expected a number of steps >= 1, got {args.log_every}.")
-    if args.deepspeed:
-        raise LaunchError("--deepspeed: this version trains with PyTorch's data parallelism alone. Leave the option out.")
+    if args.deepspeed and args.fsdp:
+        raise ConfigError("--deepspeed and --fsdp: give one of them.")
 
 
 def select(args: argparse.Namespace, groups: Any) -> list[Any]:
@@ -227,7 +228,9 @@ def child_arguments(args: argparse.Namespace, exp_id: str) -> list[str]:
     for name in ("log_every", "wandb_entity_name", "wandb_project_name", "wandb_run_name"):
         if getattr(args, name) is not None:
             child += [f"--{name}", str(getattr(args, name))]
-    return [*child, "--wandb_log_gradients"] if args.wandb_log_gradients else child
+    if args.deepspeed:
+        child += ["--deepspeed", str(args.deepspeed.resolve())]
+    return [*child, *(["--fsdp"] if args.fsdp else []), *(["--wandb_log_gradients"] if args.wandb_log_gradients else [])]
 
 
 def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
@@ -241,7 +244,7 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
 
     wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
     wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
-    options = Options(args.log_every, wandb)
+    options = Options(args.log_every, wandb, args.deepspeed, args.fsdp)
     failed = 0
     with distributed.stoppable(), distributed.session():
         for item in planned:

@@ -28,6 +28,10 @@ class Options:
     log_every: int | None = None
     """Optimizer steps between score rows and between checkpoints; None: at each evaluation."""
     wandb: Wandb | None = None
+    deepspeed: Path | None = None
+    """Settings of DeepSpeed ZeRO; None: every process has the whole model."""
+    fsdp: bool = False
+    """Whether the processes share the model (FSDP2)."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from src import registry
 from src.errors import LaunchError, UserError
 from src.experiments import lease, references, saved, scores
-from src.launch import submissions
+from src.launch import events, submissions
 from src.launch.job import Seen
 
 LOGS = "logs"
@@ -162,7 +162,9 @@ def _row(runs: Path, exp_id: str, tracked: Tracked | None, trouble: str | None) 
     seen = tracked.seen if tracked else None
     if state in ("failed", "stopped", "lost", "queued") and (parent := _parent(runs, exp)) and parent not in reason:
         reason = f"{reason}; {parent}" if reason else parent
-    notes = [text for text in (reason, complaint, more) if text]
+    starts = _tried(lambda: saved.attempts(run), 0)[0]
+    event, damaged = _tried(lambda: events.latest(run, starts), None) if state not in ("done", "never") else (None, "")
+    notes = [text for text in (reason, events.shown(event) if event else "", complaint, more, damaged) if text]
     loop = exp.get("loop") if isinstance(exp.get("loop"), dict) else {}
     groups = saved.read_groups(run)
     return Row(
@@ -172,7 +174,7 @@ def _row(runs: Path, exp_id: str, tracked: Tracked | None, trouble: str | None) 
         "; ".join(dict.fromkeys(notes)),
         (seen.node if seen else "") or (lease.holder_host(run) if state == "running" else ""),
         seen.seconds if seen and seen.seconds is not None else _seconds(status, state),
-        _tried(lambda: saved.attempts(run), 0)[0],
+        starts,
         last.get("step"),
         loop.get("steps") if isinstance(loop, dict) and type(loop.get("steps")) is int else None,
         next((last[name] for name in ("train_loss", "loss") if isinstance(last.get(name), int | float)), None),

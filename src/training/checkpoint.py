@@ -4,6 +4,8 @@ A folder holds model.safetensors (trained weights only), optimizer.safetensors, 
 experiment, defaults written out), tokenizer/ and manifest.json with the hash of every file. Nothing is pickled.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ from torch import Tensor, nn
 from src import files
 from src.errors import CheckpointError, RunError
 from src.experiments import checkpoints
-from src.weights import load_trained, trained_weights
+from src.weights import load_trained
 
+OPTIMIZER = "optimizer.safetensors"
 _SEPARATOR = "::"
 
 
-def save(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], about: "About") -> Path:
-    """Write the checkpoint of `step`, whole or not at all.
+@contextlib.contextmanager
+def begun(run: Path, step: int) -> Iterator[Path]:
+    """The folder that becomes the checkpoint of `step` once the block is left well: whole or not at all.
 
     Raises:
         RunError: the disk refuses. Earlier checkpoints are untouched.
@@ -29,14 +33,19 @@ def save(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimize
     final = checkpoints.folder(run, step)
     try:
         with files.new_directory(final) as folder:
-            save_file(trained_weights(model), folder / "model.safetensors")
-            save_file(optimizer_tensors(model, optimizer), folder / "optimizer.safetensors")
-            files.write_json(folder / "state.json", state)
-            files.write_json(folder / "model.json", about.model)
-            _save_tokenizer(about.tokenizer, folder / "tokenizer")
+            yield folder
     except SafetensorError as error:
         raise RunError(f"{final}: cannot write: {error}. Nothing complete was lost; make room or choose another folder.") from None
-    return final
+
+
+def write(folder: Path, weights: dict[str, Tensor], moments: dict[str, Tensor] | None, state: dict[str, Any], about: "About") -> None:
+    """Write what stands in every checkpoint. moments: None where the optimizer's state is written elsewhere."""
+    save_file(weights, folder / "model.safetensors")
+    if moments is not None:
+        save_file(moments, folder / OPTIMIZER)
+    files.write_json(folder / "state.json", state)
+    files.write_json(folder / "model.json", about.model)
+    _save_tokenizer(about.tokenizer, folder / "tokenizer")
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -48,14 +57,13 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
         raise
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Put the checkpoint in `folder` into `model` and `optimizer` (both mutated); returns its state.
+def load_weights(folder: Path, model: nn.Module) -> dict[str, Any]:
+    """Put the weights of the checkpoint in `folder` into `model`, before processes share it; returns the checkpoint's state.
 
     Raises:
-        CheckpointError: it is a checkpoint of another model or optimizer.
+        CheckpointError: it is a checkpoint of another model.
     """
     load_trained(model, folder / "model.safetensors")
-    _load_optimizer(folder / "optimizer.safetensors", model, optimizer)
     return files.read_json(folder / "state.json", CheckpointError)
 
 
@@ -77,14 +85,38 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
-def _load_optimizer(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    parameters = dict(model.named_parameters())
+def load_optimizer(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, fitted: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> None:
+    """Put the optimizer's state of the checkpoint in `folder` into `optimizer`. fitted: what becomes of an entry of a parameter.
+
+    Raises:
+        CheckpointError: it is of another model, or only the processes that wrote it can read it.
+    """
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for key, value in load_file(file).items():
-        name, entry = key.rsplit(_SEPARATOR, 1)
-        parameter = parameters.get(name)
-        if parameter is None or id(parameter) not in owned:
-            raise CheckpointError(f"{file}: has state for {name!r}, which this model does not train.")
+    for parameter, entry, value in optimizer_entries(folder, model):
+        if id(parameter) not in owned:
+            raise CheckpointError(f"{folder / OPTIMIZER}: has state for a parameter that this model does not train.")
         # AdamW keeps its step count on the CPU, everything shaped like the parameter beside it.
         device = parameter.device if value.shape == parameter.shape and value.ndim else value.device
-        optimizer.state[parameter][entry] = value.to(device)
+        optimizer.state[parameter][entry] = fitted(parameter, value) if fitted else value.to(device)
+
+
+def optimizer_entries(folder: Path, model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
+    """(parameter, "exp_avg", tensor), … of the checkpoint in `folder`."""
+    if not (folder / OPTIMIZER).exists():
+        raise cut_otherwise(folder, "this start")
+    parameters = dict(model.named_parameters())
+    for key, value in load_file(folder / OPTIMIZER).items():
+        name, entry = key.rsplit(_SEPARATOR, 1)
+        if name not in parameters:
+            raise CheckpointError(f"{folder / OPTIMIZER}: has state for {name!r}, which this model does not train.")
+        yield parameters[name], entry, value
+
+
+def cut_otherwise(folder: Path, now: str) -> CheckpointError:
+    """The optimizer's state is in parts that only the processes that wrote them can read."""
+    return CheckpointError(
+        f"{folder}: its optimizer state is in DeepSpeed's shards, which do not fit {now}. "
+        f"Put them together first: python -m src.training.consolidate {folder}"
+    )

@@ -20,20 +20,28 @@ def mean_loss(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, devic
         TrainingError: the data set scores no token.
     """
     loss_sum, tokens = 0.0, 0
-    for indices in share(len(dataset), batch_size):
+    for indices, counts in share(len(dataset), batch_size):
         batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
-        loss_sum += float(loss(model, batch))
-        tokens += int(batch["loss_mask"].sum())
+        value = float(loss(model, batch))
+        if counts:
+            loss_sum += value
+            tokens += int(batch["loss_mask"].sum())
     loss_sum, tokens = distributed.total([loss_sum, tokens])
     if not tokens:
         raise TrainingError("the evaluation data score no token: nothing to take a mean loss of.")
     return loss_sum / tokens
 
 
-def share(num_samples: int, batch_size: int) -> list[range]:
-    """The batches of indices that this process evaluates; over all processes each index comes once."""
+def share(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:
+    """The batches of indices that this process evaluates, and whether each counts; over all processes each index counts once.
+
+    Every process has as many: where the model is shared, a forward pass needs all of them. What is there to make up the number
+    does not count.
+    """
     batches = [range(i, min(i + batch_size, num_samples)) for i in range(0, num_samples, batch_size)]
-    return batches[distributed.rank() :: distributed.world_size()]
+    world_size = distributed.world_size()
+    found = [(batch, True) for batch in batches[distributed.rank() :: world_size]]
+    return found + [(batches[0], False)] * (-(-len(batches) // world_size) - len(found))
 
 
 def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

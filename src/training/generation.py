@@ -16,7 +16,7 @@ def answer(model: Any, dataset: Any, tokenizer: Any, num_questions: int, max_new
     """
     batch_size, device = at
     mine: list[tuple[int, str]] = []
-    for indices in share(num_questions, batch_size):
+    for indices, counts in share(num_questions, batch_size):
         batch = to_device(dataset.collate_prompts([dataset.prompt(i) for i in indices]), device)
         batch.pop("loss_mask")
         width = batch["input_ids"].shape[1]
@@ -26,7 +26,9 @@ def answer(model: Any, dataset: Any, tokenizer: Any, num_questions: int, max_new
             max_new_tokens=max_new_tokens,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.eos_token_id,
+            synced_gpus=distributed.world_size() > 1,  # where the model is shared, all must make as many passes
         )
         texts = tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
-        mine += zip(indices, (text.strip() for text in texts), strict=True)
+        if counts:
+            mine += zip(indices, (text.strip() for text in texts), strict=True)
     return [text for _, text in sorted(distributed.gathered(mine))]

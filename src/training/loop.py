@@ -11,24 +11,26 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 from src import distributed
-from src.errors import CheckpointError, ConfigError, RunError, TrainingError
+from src.errors import CheckpointError, ConfigError, RunError, TrainingError, UserError
 from src.experiments import checkpoints
-from src.experiments.run import Run
+from src.experiments.run import Options, Run
 from src.training import checkpoint, loader, optim, order
 from src.training.config import LoopConfig
+from src.training.engine import Engine, Replicated
 from src.training.evaluation import Loss
 from src.training.meter import Meter
 from src.training.reporting import Reporter
 from src.training.selection import Selection
+from src.training.writer import Writer
 
 MOST_SKIPPED = 100
 """Overflowed float16 steps in a row after which the loss scale has nothing left to give."""
@@ -102,12 +104,12 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
             optimizer moves.
     """
     with distributed.together():
-        accelerator = start(config)
+        accelerator = start(config, run.options)
     loop = Loop(task, run, config, seed, accelerator)
     loop.restore()
     with distributed.together():
         reporter = Reporter(run, config, task.model, loop.state.step)
-    with contextlib.closing(reporter), memory_advice():
+    with contextlib.closing(reporter), memory_advice(), loop.writing():
         distributed.defer()
         steps = loader.steps(task.train, config, seed, loop.state.step, loop.accelerator.device)
         loop.meter.restart()
@@ -127,9 +129,8 @@ class Loop:
 
     def __init__(self, task: Task, run: Run, config: LoopConfig, seed: int, accelerator: Accelerator) -> None:
         self.task, self.run, self.config, self.seed, self.accelerator = task, run, config, seed, accelerator
-        self.model, self.optimizer = self.accelerator.prepare(task.model, optim.adamw(task.model, config))
-        if isinstance(self.model, DistributedDataParallel):
-            self.model.forward_sync_buffers = False  # they are constants: masks and frequencies
+        self.engine: Engine  # made by `restore`, when the weights are there
+        self.writer = Writer()
         self.learning_rate = optim.learning_rate(config)
         self.selection = Selection(config)
         self.state = State(inputs=dict(task.inputs))
@@ -149,16 +150,17 @@ class Loop:
         self.stopping = asked > 0
         if not tokens:
             raise TrainingError(f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has a token to learn.")
-        for group in self.optimizer.param_groups:
+        for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate(state.step)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for a, batch in enumerate(step.batches):
             torch.manual_seed(order.noise_seed(self.seed, state.step, a * world_size + distributed.rank()))
             last = a == len(step.batches) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss = self.task.loss(self.model, batch)
-                # DDP takes the mean over ranks; the factor makes it a sum.
-                self.accelerator.backward(loss * (world_size / tokens))
+            with self.engine.accumulating(last):
+                with self.accelerator.autocast():
+                    loss = self.task.loss(self.engine.model, batch)
+                # The engine takes the mean over ranks; the factor makes it a sum.
+                self.engine.backward(loss * (world_size / tokens), last)
             loss_sum += loss.detach()
         (total,) = distributed.total([float(loss_sum)])
         self.move(total, int(tokens))
@@ -168,18 +170,18 @@ class Loop:
     def move(self, loss_sum: float, tokens: int) -> None:
         """Clip, check and step. The values are the same on every rank, so all decide alike."""
         state, since = self.state, self.state.since_row
-        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm) or 0.0)
+        norm = self.engine.norm()
         check_finite(state.step + 1, "loss", loss_sum)
         if self.config.precision != "float16":  # there the scaler skips the step and lowers its scale
             check_finite(state.step + 1, "gradient norm", norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        clipped = self.engine.clip(norm, self.config.max_grad_norm)
+        moved = self.engine.step()
         state.step += 1
         state.tokens += tokens
         since.steps += 1
         since.tokens += tokens
         since.loss += loss_sum
-        if self.optimizer.step_was_skipped:
+        if not moved:
             since.skipped += 1
             state.skipped_in_a_row += 1
             if state.skipped_in_a_row == MOST_SKIPPED:
@@ -187,12 +189,12 @@ class Loop:
         else:
             state.skipped_in_a_row = 0
             since.grad_norm += norm
-            since.clipped += norm > self.config.max_grad_norm
+            since.clipped += clipped
 
     def evaluate(self) -> dict[str, float]:
         """Score the model as it stands, and note whether it is the best."""
         self.task.model.eval()
-        with self.meter.apart():
+        with self.meter.apart(), self.accelerator.autocast():
             scores = dict(self.task.evaluate(self.accelerator))
         self.task.model.train()
         self.selection.update(self.state.step, scores)
@@ -208,34 +210,78 @@ class Loop:
         self.meter.restart()
 
     def save(self) -> None:
-        """Write a checkpoint, whole or not at all, name the best and drop the old ones."""
+        """Write a checkpoint, whole or not at all, name the best and drop the old ones. The training goes on meanwhile where it can."""
         scaler = self.accelerator.scaler
         self.state.selection, self.state.scaler = self.selection.state(), scaler.state_dict() if scaler else {}
         with self.meter.apart():
-            distributed.from_main(self._write)
+            self.written()
+            weights, moments = self.engine.weights(), self.engine.moments()
+            kept = Kept(self.state.step, self.selection.best_step, asdict(self.state))
+            if moments is None:
+                self._save_shards(kept, weights)
+            elif distributed.is_main():
+                self.writer.start(lambda: self._write(kept, weights, moments))
         self.saved_step = self.state.step
+
+    def written(self) -> None:
+        """Wait for the checkpoint that is being written; what went wrong is raised on every rank. Collective."""
+        distributed.from_main(self.writer.wait)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Leaves nothing half written, however the block ends."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(UserError):  # what ended the training is more worth telling
+                self.writer.wait()
+            raise
+        self.written()
 
     def stop_if_asked(self) -> None:
         """Leave the training where it stands, to be continued, if any process was asked to stop before the last step began."""
         if self.stopping:
             if self.saved_step != self.state.step:
                 self.save()
+            self.written()
             raise distributed.stopped(self.state.step)
 
-    def _write(self) -> None:
+    def _write(self, kept: "Kept", weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
         self.run.dir.confirm()
-        step, best = self.state.step, self.selection.best_step
-        checkpoint.save(self.run.path, step, self.task.model, self.optimizer.optimizer, asdict(self.state), self.task.about)
-        if best == step:
-            checkpoints.mark_best(self.run.path, step)
-        checkpoints.rotate(self.run.path, best)
+        with checkpoint.begun(self.run.path, kept.step) as folder:
+            checkpoint.write(folder, weights, moments, kept.state, self.task.about)
+        self._settle(kept)
+
+    def _save_shards(self, kept: "Kept", weights: dict[str, Tensor]) -> None:
+        """Every process writes its part into the one folder."""
+        with contextlib.ExitStack() as stack:
+
+            def begin() -> Path:
+                self.run.dir.confirm()
+                folder = stack.enter_context(checkpoint.begun(self.run.path, kept.step))
+                checkpoint.write(folder, weights, None, kept.state, self.task.about)
+                return folder
+
+            self.engine.save_shards(distributed.from_main(begin))
+            distributed.from_main(stack.close)
+        distributed.from_main(lambda: self._settle(kept))
+
+    def _settle(self, kept: "Kept") -> None:
+        if kept.best_step == kept.step:
+            checkpoints.mark_best(self.run.path, kept.step)
+        checkpoints.rotate(self.run.path, kept.best_step)
 
     def restore(self) -> None:
         """Continue from the newest whole checkpoint, if there is one; scores past it are dropped, to be made again."""
         folder = distributed.from_main(lambda: checkpoints.newest_whole(self.run.path))
+        with distributed.together():
+            if folder is not None:
+                self._take(checkpoint.load_weights(folder, self.task.model))
+        self.engine = engine(self.accelerator, self.task.model, self.config, self.run.options)
         if folder is not None:
-            with distributed.together():
-                self._take(checkpoint.load(folder, self.task.model, self.optimizer.optimizer))
+            self.engine.load_optimizer(folder)
+            if self.accelerator.scaler and self.state.scaler:
+                self.accelerator.scaler.load_state_dict(self.state.scaler)
             log.info("%s: continues from step %d.", self.run.path, self.state.step)
         distributed.from_main(self._align)
         self.task.model.train()
@@ -252,8 +298,6 @@ class Loop:
             )
         self.state = State(**{**saved, "since_row": SinceRow(**saved["since_row"])})
         self.selection.restore(saved["selection"])
-        if self.accelerator.scaler and saved["scaler"]:
-            self.accelerator.scaler.load_state_dict(saved["scaler"])
 
     def _align(self) -> None:
         """Bring scores, checkpoints, status and the best pointer back to the restored step."""
@@ -266,15 +310,43 @@ class Loop:
             checkpoints.mark_best(self.run.path, self.selection.best_step)
 
 
-def start(config: LoopConfig) -> Accelerator:
+@dataclass(frozen=True)
+class Kept:
+    """What a checkpoint says of the loop at its step."""
+
+    step: int
+    best_step: int | None
+    state: dict[str, Any]
+
+
+def engine(accelerator: Accelerator, model: nn.Module, config: LoopConfig, options: Options) -> Engine:
+    """How the processes share the model, as the command line says. Collective."""
+    if options.deepspeed:
+        from src.training.zero import ZeroEngine
+
+        return ZeroEngine(accelerator, model, config, options.deepspeed)
+    if options.fsdp:
+        from src.training.fsdp import FullyShardedEngine
+
+        return FullyShardedEngine(accelerator, model, config)
+    return Replicated(accelerator, model, config)
+
+
+def start(config: LoopConfig, options: Options) -> Accelerator:
     """Accelerate for this process, with the precision of `config`.
 
     Raises:
-        ConfigError: float16 without a GPU.
+        ConfigError: float16 without a GPU, or with a shared model; the DeepSpeed json says otherwise than the experiment.
     """
     gpu = torch.cuda.is_available()
     if config.precision == "float16" and not gpu:
         raise ConfigError("loop.precision: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
+    if config.precision == "float16" and (options.deepspeed or options.fsdp):
+        raise ConfigError("loop.precision: 'float16' trains whole models only. Use 'bfloat16', or leave out --deepspeed and --fsdp.")
+    if options.deepspeed:
+        from src.training.zero import filled
+
+        filled(options.deepspeed, config)
     AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
     # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a restarted
     # run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.

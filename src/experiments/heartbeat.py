@@ -1,0 +1,73 @@
+"""The last step of a training, for those who watch it: <run>/heartbeat.json, written every few seconds. The lease beats even when a step hangs."""
+
+import contextlib
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from src.errors import RunError, UserError
+from src.files import read_json, write_atomic
+
+HEARTBEAT = "heartbeat.json"
+EVERY_SECONDS = 5.0
+_WINDOW = 101
+
+
+class Heartbeat:
+    """A callback of the loop on rank 0. Costs a small file every `EVERY_SECONDS`; a disk that refuses it stops nothing."""
+
+    def __init__(self, run: Path, attempt: int, every_seconds: float = EVERY_SECONDS) -> None:
+        self.path = run / HEARTBEAT
+        self._attempt = attempt
+        self._every = every_seconds
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
+        self._last_step: float | None = None
+        self._written = float("-inf")
+
+    def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """`step` optimizer steps are finished."""
+        now = time.monotonic()
+        if self._last_step is not None:
+            self._seconds.append(now - self._last_step)
+        self._last_step = now
+        if now - self._written >= self._every:
+            self._written = now
+            facts = {"attempt": self._attempt, "step": step, "step_seconds": statistics.median(self._seconds) if self._seconds else None}
+            with contextlib.suppress(UserError, OSError):
+                write_atomic(self.path, json.dumps(facts) + "\n")
+
+    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
+        """Nothing more is known."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The last step that was written down."""
+
+    attempt: int
+    step: int
+    step_seconds: float | None
+    """Median time from the end of one step to the end of the next; None after the first."""
+    age_seconds: float
+
+
+def read(run: Path) -> Beat | None:
+    """The heartbeat in the save directory `run`; None where there is none, or it cannot be read. The clock of the disk is compared with ours."""
+    path = run / HEARTBEAT
+    try:
+        written = path.stat().st_mtime
+        facts = read_json(path, RunError)
+    except (OSError, UserError):
+        return None
+    if not isinstance(facts, dict) or type(facts.get("attempt")) is not int or type(facts.get("step")) is not int:
+        return None
+    seconds = facts.get("step_seconds")
+    return Beat(facts["attempt"], facts["step"], seconds if isinstance(seconds, int | float) else None, max(0.0, time.time() - written))

@@ -1,0 +1,92 @@
+"""Fully sharded data parallelism (FSDP2): each process keeps a part of every weight, gradient and optimizer state."""
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from src import distributed
+from src.training import checkpoint, optim
+from src.training.config import LoopConfig
+from src.training.engine import Engine
+from src.weights import trained_weights
+
+
+class FullyShardedEngine(Engine):
+    """Layers are gathered as the pass comes to them. The checkpoint is that of `Replicated`, whatever the number of processes."""
+
+    name = "fsdp"
+    sharded = True
+    cut = True
+
+    def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
+        super().__init__(accelerator, module, config)
+        mesh = init_device_mesh(accelerator.device.type, (distributed.world_size(),))
+        for layer in _layers(module):
+            fully_shard(layer, mesh=mesh)
+        root = fully_shard(module, mesh=mesh)
+        assert isinstance(root, FSDPModule)
+        self.model, self.root = module, root
+        self.optimizer = optim.adamw(module, config)
+
+    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Only the last pass sums over processes."""
+        self.root.set_requires_gradient_sync(last)
+        return self.accelerator.autocast()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of `loss`."""
+        loss.backward()
+
+    def gradients(self) -> Iterable[Tensor]:
+        """This process's parts."""
+        return [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
+
+    def step(self) -> bool:
+        """AdamW's step on this process's parts."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return True
+
+    def weights(self) -> dict[str, Tensor]:
+        """Gathered one by one."""
+        return _whole(trained_weights(self.module))
+
+    def moments(self) -> dict[str, Tensor] | None:
+        """Gathered one by one."""
+        return _whole(checkpoint.optimizer_tensors(self.module, self.optimizer))
+
+    def load_optimizer(self, folder: Path) -> None:
+        """From optimizer.safetensors, of which each process keeps its parts."""
+        checkpoint.load_optimizer(folder, self.module, self.optimizer, _cut_like)
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The entries of the lists of layers, which are gathered one at a time."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    return [layer for part in lists for layer in part if any(True for _ in layer.parameters())]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if distributed.is_main():
+            found[name] = whole.to("cpu", copy=True)
+    return found
+
+
+def _cut_like(parameter: Tensor, value: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape and value.ndim:
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return value

@@ -1,0 +1,178 @@
+"""Eleven numbers that describe a tensor, from sums that can be joined over pieces of it and over processes.
+
+The numbers and their names are those of HuggingFaceM4's trainer. A piece is read once, in float64, by few kernels; nothing waits for the
+device until `rows`. Shapes: P = len(PARTS) sums, K tensors, R pieces.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+NAMES = (
+    "var_min",
+    "var_max",
+    "var_mean",
+    "var_std",
+    "abs_var_min",
+    "abs_var_max",
+    "abs_var_mean",
+    "abs_var_std",
+    "var_norm_2",
+    "var_norm_1",
+    "nonzero",
+)
+"""`std` is that of a sample (divisor n - 1); the norms are divided by the number of elements; `nonzero` is a count."""
+PARTS = ("numel", "min", "max", "abs_min", "mean", "squares", "abs_sum", "nonzero", "nonfinite")
+"""What `sums` gives. `squares`: of the distances to the mean."""
+_DIGITS = 7
+_CHUNK = {"cpu": 2**16}
+"""Elements that are turned into float64 at a time: on a CPU what stays in its cache."""
+_CHUNK_ELSEWHERE = 2**23
+
+
+def describe(tensor: Tensor) -> dict[str, float | int | None]:
+    """The eleven numbers of one tensor, as `rows` gives them."""
+    return rows(sums(tensor)[None])[0]
+
+
+def sums(tensor: Tensor) -> Tensor:
+    """(P,) float64 on the device of `tensor`, which has any shape, also an empty one, and any type of real numbers."""
+    return sums_of(chunks(tensor), tensor.device)
+
+
+def sums_of(pieces: Iterable[Tensor], device: torch.device) -> Tensor:
+    """As `sums`, of the tensor that the flat `pieces` on `device` make together."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        found = [_piece(piece) for piece in pieces if piece.numel()]
+        return joined(torch.stack(found)) if found else empty(device)
+
+
+def empty(device: torch.device) -> Tensor:
+    """The sums of a tensor without elements: joined to others they change nothing."""
+    return torch.tensor([0, math.inf, -math.inf, math.inf, 0, 0, 0, 0, 0], dtype=torch.float64, device=device)
+
+
+def chunks(*tensors: Tensor) -> Iterator:
+    """Flat pieces that are small enough to be copied; of several tensors of one shape, tuples of pieces."""
+    size = _CHUNK.get(tensors[0].device.type, _CHUNK_ELSEWHERE)
+    pieces = [tensor.detach().reshape(-1).split(size) for tensor in tensors]
+    return iter(pieces[0]) if len(pieces) == 1 else zip(*pieces, strict=True)
+
+
+def joined(parts: Tensor) -> Tensor:
+    """(R, …, P) -> (…, P): the sums of R pieces as those of the whole.
+
+    Means and squared distances by Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances"
+    (1979), which lose no digits where the spread is small beside the mean.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    numel, low, high, abs_low, mean, squares, abs_sum, nonzero, nonfinite = parts.unbind(-1)
+    total = numel.sum(0)
+    middle = (numel * mean).sum(0) / total.clamp(min=1)
+    spread = torch.where(numel > 0, numel * (mean - middle) ** 2, 0)
+    return torch.stack(
+        [
+            total,
+            low.amin(0),
+            high.amax(0),
+            abs_low.amin(0),
+            middle,
+            (squares + spread).sum(0),
+            abs_sum.sum(0),
+            nonzero.sum(0),
+            nonfinite.sum(0),
+        ],
+        dim=-1,
+    )
+
+
+def scaled(parts: Tensor, factor: float) -> Tensor:
+    """(…, P): the sums of the tensors times `factor` > 0, such as gradients whose loss was scaled."""
+    powers = torch.tensor([1, factor, factor, factor, factor, factor**2, factor, 1, 1], dtype=parts.dtype, device=parts.device)
+    return parts * powers
+
+
+def finished(parts: Tensor) -> Tensor:
+    """(K, P) -> (K, 11) in the order of NAMES. What is not defined, as the mean of no element, is NaN."""
+    numel, low, high, abs_low, mean, squares, abs_sum, nonzero, _ = parts.unbind(-1)
+    some = torch.where(numel > 0, numel, torch.nan)
+    abs_mean = abs_sum / some
+    square_sum = squares + numel * mean**2
+    one_sign = (low >= 0) | (high <= 0)
+    abs_squares = torch.where(one_sign, squares, (square_sum - numel * abs_mean**2).clamp(min=0))
+    free = torch.where(numel > 1, numel - 1, torch.nan)
+    return torch.stack(
+        [
+            torch.where(numel > 0, low, torch.nan),
+            torch.where(numel > 0, high, torch.nan),
+            torch.where(numel > 0, mean, torch.nan),
+            (squares / free).sqrt(),
+            torch.where(numel > 0, abs_low, torch.nan),
+            torch.where(numel > 0, torch.maximum(low.abs(), high.abs()), torch.nan),
+            abs_mean,
+            (abs_squares / free).sqrt(),
+            square_sum.sqrt() / some,
+            abs_mean,
+            nonzero,
+        ],
+        dim=-1,
+    )
+
+
+def rows(parts: Tensor) -> list[dict[str, float | int | None]]:
+    """(K, P) -> a dict of NAMES for each tensor, to seven digits; waits for the device once.
+
+    A number that is undefined, or not finite, is None, as JSON has neither; a tensor with such elements has "nonfinite", their count,
+    besides.
+    """
+    parts = parts.cpu()
+    described = []
+    for numbers, nonfinite in zip(finished(parts).tolist(), parts[:, -1].tolist(), strict=True):
+        row: dict[str, float | int | None] = {name: _rounded(number) for name, number in zip(NAMES[:-1], numbers, strict=False)}
+        row["nonzero"] = int(numbers[-1])
+        described.append({**row, "nonfinite": int(nonfinite)} if nonfinite else row)
+    return described
+
+
+def norms(parts: Tensor) -> Sequence[float | None]:
+    """(K, P) -> the L2 norm of each tensor, not divided; None where it is not finite."""
+    parts = parts.cpu()
+    square_sums = parts[:, PARTS.index("squares")] + parts[:, 0] * parts[:, PARTS.index("mean")] ** 2
+    return [norm if math.isfinite(norm) else None for norm in square_sums.sqrt().tolist()]
+
+
+def _rounded(number: float) -> float | None:
+    return float(f"{number:.{_DIGITS}g}") if math.isfinite(number) else None
+
+
+def _piece(piece: Tensor) -> Tensor:
+    """(P,): the sums of a flat piece with elements. Two passes over a copy, so that no digits are lost."""
+    numbers, absolute = _room(piece)
+    numbers.copy_(piece)
+    torch.abs(numbers, out=absolute)
+    low, high = numbers.aminmax()
+    mean = numbers.mean()
+    abs_low, abs_sum = absolute.amin(), absolute.sum()
+    numel = torch.full_like(mean, piece.numel())
+    # Counting costs as much as all the rest together. On a CPU, where looking at a value waits for nothing, it is done where needed.
+    look = piece.device.type == "cpu"
+    nonzero = numel if look and abs_low > 0 else absolute.count_nonzero().double()
+    finite = torch.zeros_like(mean) if look and abs_sum.isfinite() else numel - absolute.isfinite().count_nonzero()
+    numbers.sub_(mean)
+    return torch.stack([numel, low, high, abs_low, mean, torch.dot(numbers, numbers), abs_sum, nonzero, finite])
+
+
+def _room(piece: Tensor) -> tuple[Tensor, Tensor]:
+    """Two places for a copy. On a CPU always the same ones: new memory costs several times what the sums cost."""
+    if piece.device.type == "cpu" and piece.numel() <= _CHUNK["cpu"]:
+        return _cpu_room()[0, : piece.numel()], _cpu_room()[1, : piece.numel()]
+    return torch.empty_like(piece, dtype=torch.float64), torch.empty_like(piece, dtype=torch.float64)
+
+
+@cache
+def _cpu_room() -> Tensor:
+    return torch.empty(2, _CHUNK["cpu"], dtype=torch.float64)

@@ -1,0 +1,221 @@
+"""Tensors that stay on disk: where their bytes lie, and safetensors files written from them piece by piece.
+
+Nothing here holds more than CHUNK_BYTES of a tensor at a time, whatever its size.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from src import files
+from src.errors import CheckpointError
+
+CHUNK_BYTES = 2**24
+_MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+# In the order in which the safetensors library sorts a file, so that ours has the same bytes as its `save_file` would write.
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements that lie one after the other in a file."""
+
+    file: Path
+    offset: int
+    """Of the first element, in bytes."""
+    count: int
+    """Elements."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor on disk: its elements in row-major order are those of its pieces, one after the other."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...] | bytes
+    """bytes: the elements themselves, of a tensor that lies in no file."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def chunks(self, dtype: torch.dtype | None = None) -> Iterator[bytes]:
+        """The elements as bytes, at most CHUNK_BYTES read at a time; those with a point as `dtype`, rounded to nearest, where one is given.
+
+        Raises:
+            CheckpointError: a file is gone, cannot be read or is shorter than it was.
+        """
+        target = target_dtype(self.dtype, dtype)
+        for chunk in [self.pieces] if isinstance(self.pieces, bytes) else self._read(self.pieces):
+            if target == self.dtype:
+                yield chunk
+            else:
+                values = torch.frombuffer(bytearray(chunk), dtype=self.dtype).to(target)
+                yield values.view(torch.uint8).numpy().tobytes()
+
+    def _read(self, pieces: Iterable[Piece]) -> Iterator[bytes]:
+        for piece in pieces:
+            left = piece.count * self.dtype.itemsize
+            with opened(piece.file) as file:
+                file.seek(piece.offset)
+                while left:
+                    chunk = file.read(min(left, CHUNK_BYTES))
+                    if len(chunk) < min(left, CHUNK_BYTES):
+                        raise CheckpointError(f"{piece.file}: ends in the middle of a tensor: it is damaged, or has changed since it was opened.")
+                    left -= len(chunk)
+                    yield chunk
+
+    def digest(self, dtype: torch.dtype | None = None) -> str:
+        """Hex sha256 of `chunks`."""
+        found = hashlib.sha256()
+        for chunk in self.chunks(dtype):
+            found.update(chunk)
+        return found.hexdigest()
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """`path`, open to be read in bytes.
+
+    Raises:
+        CheckpointError: it is missing, or it or the disk cannot be read.
+    """
+    try:
+        with files.reading(path, CheckpointError), open(path, "rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file.") from None
+
+
+def target_dtype(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """What a tensor is written as: only numbers with a point are converted."""
+    return asked if asked is not None and stored.is_floating_point else stored
+
+
+def size_bytes(tensor: Stored, dtype: torch.dtype | None = None) -> int:
+    """What a tensor takes in a file."""
+    return tensor.numel * target_dtype(tensor.dtype, dtype).itemsize
+
+
+def write(
+    path: Path, tensors: Mapping[str, Stored], dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Write `tensors` as safetensors, the header first and then one after the other; returns the sha256 of each by name.
+
+    The file has the bytes that `safetensors.torch.save_file` would write. It is not synced: `files.new_directory` does that.
+    Format: https://github.com/huggingface/safetensors#format
+
+    Raises:
+        CheckpointError: a source is damaged, or of a type that safetensors cannot hold.
+    """
+    rank = {torch_dtype: place for place, torch_dtype in enumerate(_NAMES)}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in rank:
+            raise CheckpointError(f"{path}: {name} is {tensor.dtype}, expected one of {', '.join(map(str, _NAMES))}.")
+    kinds = {name: target_dtype(tensor.dtype, dtype) for name, tensor in tensors.items()}
+    ordered = sorted(tensors, key=lambda name: (-rank[kinds[name]], name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name in ordered:
+        end = start + size_bytes(tensors[name], dtype)
+        header[name] = {"dtype": _NAMES[kinds[name]], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    digests = {}
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in ordered:
+            found = hashlib.sha256()
+            for chunk in tensors[name].chunks(dtype):
+                file.write(chunk)
+                found.update(chunk)
+            digests[name] = found.hexdigest()
+    return digests
+
+
+def read(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, where they lie.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    with opened(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= _MOST_HEADER_BYTES else b""
+        size = file.seek(0, 2)
+    damaged = CheckpointError(f"{path}: damaged, not readable as safetensors.")
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        found = {name: _entry(path, entry, 8 + length) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise damaged from None
+    if size != 8 + length + sum(size_bytes(tensor) for tensor in found.values()):
+        raise damaged
+    return found
+
+
+def _entry(path: Path, entry: Mapping[str, Any], base: int) -> Stored:
+    start, end = entry["data_offsets"]
+    shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError
+    return Stored(shape, dtype, (Piece(path, base + start, math.prod(shape)),))
+
+
+def split(tensors: Mapping[str, Stored], most_bytes: int, dtype: torch.dtype | None = None) -> list[dict[str, Stored]]:
+    """Shares of at most `most_bytes` in the order of `tensors`; a tensor larger than that has a share of its own."""
+    shares: list[dict[str, Stored]] = []
+    held = 0
+    for name, tensor in tensors.items():
+        wanted = size_bytes(tensor, dtype)
+        if not shares or held + wanted > most_bytes:
+            shares.append({})
+            held = 0
+        shares[-1][name] = tensor
+        held += wanted
+    return shares or [{}]
+
+
+def difference(expected: Mapping[str, Stored], found: Mapping[str, Stored], dtype: torch.dtype | None = None) -> str | None:
+    """How two sets of tensors differ, in a few words; None: they are the same bits.
+
+    dtype: what `expected` is rounded to before it is compared.
+    """
+    for kind, names in (("missing", expected.keys() - found.keys()), ("unexpected", found.keys() - expected.keys())):
+        if names:
+            return f"{kind}: {some(names)}"
+    for name, tensor in expected.items():
+        target = target_dtype(tensor.dtype, dtype)
+        if (tensor.shape, target) != (found[name].shape, found[name].dtype):
+            return f"{name} is {list(found[name].shape)} of {found[name].dtype}, expected {list(tensor.shape)} of {target}"
+    unequal = [name for name, tensor in expected.items() if tensor.digest(dtype) != found[name].digest()]
+    return f"other numbers in {some(unequal)}" if unequal else None
+
+
+def some(names: Iterable[str]) -> str:
+    """At most three names and how many more."""
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -1,0 +1,164 @@
+"""DeepSpeed ZeRO (Rajbhandari et al. 2020): processes share optimizer states (stage 1), gradients (2) and weights (3).
+
+The json that is given to --deepspeed may say how, not what: batch sizes, clipping, precision and learning rate are the experiment's.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from src import distributed
+from src.errors import CheckpointError, ConfigError
+from src.files import read_json
+from src.training import checkpoint, optim
+from src.training.config import LoopConfig
+from src.training.engine import Engine
+from src.weights import trained_weights
+
+SHARDS = "zero"
+_TOPOLOGY = "topology.json"
+_OTHERWISE = {"optimizer": "loop.learning_rate, loop.weight_decay and loop.adam_…", "scheduler": "loop.schedule and loop.warmup_rate"}
+
+
+def filled(path: Path, config: LoopConfig) -> dict[str, Any]:
+    """The json in `path` with all that the experiment decides. "auto" may stand for what is filled in.
+
+    Raises:
+        ConfigError: it is no json with a ZeRO stage, or it says otherwise than the experiment; names each such key.
+    """
+    given = read_json(path, ConfigError)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(given).__name__}.")
+    stage = given.get("zero_optimization", {}).get("stage") if isinstance(given.get("zero_optimization"), dict) else None
+    if stage not in (1, 2, 3):
+        raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, got {json.dumps(stage)}.")
+    count = config.sequences_per_step // config.micro_batch // distributed.world_size()
+    wanted: dict[str, Any] = {
+        "train_batch_size": config.sequences_per_step,
+        "train_micro_batch_size_per_gpu": config.micro_batch,
+        "gradient_accumulation_steps": count,
+        "gradient_clipping": config.max_grad_norm,
+        "bf16.enabled": False,
+        "fp16.enabled": False,
+    }
+    flat = _flat(given)
+    wrong = [
+        f"{key}: {json.dumps(flat[key])}, but the experiment makes it {json.dumps(value)}"
+        for key, value in wanted.items()
+        if flat.get(key, "auto") not in ("auto", value)
+    ]
+    wrong += [f"{key}: the experiment says it, in {where}" for key, where in _OTHERWISE.items() if key in given]
+    if wrong:
+        raise ConfigError("\n".join(f'{path}: {text}. Leave it out, or write "auto".' for text in wrong))
+    # The loop clips, so that every mode clips alike; weights are float32 and precision is autocast's, as in every mode.
+    return {
+        **_without_auto({key: value for key, value in given.items() if key not in ("bf16", "fp16")}),
+        **{key: value for key, value in wanted.items() if "." not in key},
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**62,
+    }
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in nested.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _without_auto(nested: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in nested.items() if value != "auto"}
+
+
+class ZeroEngine(Engine):
+    """Its optimizer states are saved in DeepSpeed's own shards, which the same number of processes reads again."""
+
+    cut = True
+
+    def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig, path: Path) -> None:
+        super().__init__(accelerator, module, config)
+        import deepspeed
+
+        settings = filled(path, config)
+        self.stage = settings["zero_optimization"]["stage"]
+        self.name, self.sharded = f"zero{self.stage}", self.stage == 3
+        deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optim.adamw(module, config), config=settings)
+        self.model = self.engine
+
+    def accumulating(self, last: bool) -> Any:
+        """Stage 2 and 3 sum over processes after every pass, stage 1 after the last."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary=last)
+        return self.accelerator.autocast()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of `loss`."""
+        self.engine.backward(loss, scale_wrt_gas=False)
+        if not last:
+            self.engine.step()  # counts the pass, moves nothing
+
+    def gradients(self) -> Iterable[Tensor]:
+        """This process's parts, where DeepSpeed keeps them between the last backward pass and its step."""
+        if self.stage == 3 and self.optimizer.offload_optimizer:
+            return [part.grad for part in self.optimizer.fp32_partitioned_groups_flat if part.grad is not None]
+        if self.stage < 3 and self.optimizer.cpu_offload:
+            return [part.grad for part in self.optimizer.single_partition_of_fp32_groups if part.grad is not None]
+        return [part for parts in self.optimizer.averaged_gradients.values() for part in parts]
+
+    def step(self) -> bool:
+        """DeepSpeed's step."""
+        self.engine.step()
+        return True
+
+    def weights(self) -> dict[str, Tensor]:
+        """Gathered one by one in stage 3."""
+        if self.stage < 3:
+            return super().weights()
+        import deepspeed
+
+        parameters, found = dict(self.module.named_parameters()), {}
+        for name, tensor in trained_weights(self.module).items():
+            parameter = parameters.get(name)
+            with deepspeed.zero.GatheredParameters([parameter] if parameter is not None else []):
+                if distributed.is_main():
+                    found[name] = (tensor if parameter is None else parameter.detach()).to("cpu", copy=True)
+        return found
+
+    def moments(self) -> None:
+        """They are in the shards."""
+
+    def save_shards(self, folder: Path) -> None:
+        """DeepSpeed's files below zero/, and which processes they are of."""
+        self.engine.save_checkpoint(str(folder), tag=SHARDS, save_latest=False, exclude_frozen_parameters=True)
+        if distributed.is_main():
+            (folder / SHARDS / _TOPOLOGY).write_text(json.dumps({"stage": self.stage, "world_size": distributed.world_size()}))
+
+    def load_optimizer(self, folder: Path) -> None:
+        """From the shards of as many processes and the same stage, or from optimizer.safetensors."""
+        topology = folder / SHARDS / _TOPOLOGY
+        now = {"stage": self.stage, "world_size": distributed.world_size()}
+        if topology.exists() and read_json(topology, CheckpointError) == now:
+            self.engine.load_checkpoint(str(folder), tag=SHARDS)
+        elif (folder / "optimizer.safetensors").exists():
+            self._distribute(folder)
+        else:
+            raise checkpoint.cut_otherwise(folder, f"{now['world_size']} processes with ZeRO-{self.stage}")
+
+    def _distribute(self, folder: Path) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        steps = set()
+        for parameter, entry, value in checkpoint.optimizer_entries(folder, self.module):
+            if entry == "step":
+                steps.add(float(value))
+            else:
+                safe_set_full_optimizer_state(parameter, value.to(parameter.device), entry)
+        for state in self.optimizer.optimizer.state.values():
+            state["step"] = torch.tensor(max(steps, default=0.0))
