@@ -1,4 +1,7 @@
-"""The last step of a training, for those who watch it: <run>/heartbeat.json, written every few seconds. The lease beats even when a step hangs."""
+"""The last step of a training, for those who watch it: <run>/heartbeat.json, written every few seconds.
+
+The lease cannot tell: it beats even while a step hangs.
+"""
 
 import contextlib
 import json
@@ -60,7 +63,10 @@ class Beat:
 
 
 def read(run: Path) -> Beat | None:
-    """The heartbeat in the save directory `run`; None where there is none, or it cannot be read. The clock of the disk is compared with ours."""
+    """The heartbeat in the save directory `run`; None where there is none, or it cannot be read.
+
+    The clock of the disk is compared with ours.
+    """
     path = run / HEARTBEAT
     try:
         written = path.stat().st_mtime

@@ -16,7 +16,7 @@ from typing import Any
 
 from src.errors import RunError
 from src.files import read_json, write_json
-from src.launch import journal, log_rules
+from src.launch import log_rules, records
 
 EVENTS = "events.jsonl"
 CURSORS = "events.cursors.json"
@@ -50,7 +50,7 @@ def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False)
     if not any(path.is_file() for path in logs):
         return []
     new: list[Event] = []
-    with journal.opened(run / EVENTS) as notes:
+    with records.opened(run / EVENTS) as notes:
         cursors = _read_cursors(run)
         known = {_identity(event) for event in notes.rows()}
 
@@ -72,7 +72,7 @@ def note_once(run: Path, event: Mapping[str, Any]) -> bool:
         RunError: the disk refuses.
         DataError: events.jsonl holds a line that is no event.
     """
-    with journal.opened(run / EVENTS) as notes:
+    with records.opened(run / EVENTS) as notes:
         if any(old.get("incident") == event["incident"] for old in notes.rows()):
             return False
         notes.append({"time": now(), **event})
@@ -86,7 +86,7 @@ def latest(run: Path, attempt: int) -> Event | None:
         DataError, RunError: events.jsonl is damaged, or cannot be read.
     """
     last = None
-    for event in journal.rows(run / EVENTS):
+    for event in records.rows(run / EVENTS):
         if event.get("attempt") != attempt:
             continue
         if event.get("rule") == "recovered":
@@ -222,4 +222,4 @@ def _read_cursors(run: Path) -> dict[str, Any]:
 
 def _next_generation(run: Path, name: str) -> int:
     """For a log without cursor: that of its last event, which may be of these same bytes."""
-    return max((event.get("generation", 1) for event in journal.rows(run / EVENTS) if event.get("log") == name), default=1)
+    return max((event.get("generation", 1) for event in records.rows(run / EVENTS) if event.get("log") == name), default=1)

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -90,7 +91,7 @@ def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
         if seconds > 0 and rate > 0:
             steps.append(1 / rate)
             rows.append((at, seconds))
-    for (before, _), (after, seconds) in zip(rows, rows[1:], strict=False):
+    for (before, _), (after, seconds) in pairwise(rows):
         if after > before:
             apart.append(max(0.0, seconds - (after - before) * median(steps)))
     step = beat.step_seconds if beat and beat.step_seconds else median(steps) if steps else None
@@ -121,12 +122,12 @@ def _running(run: Path, row: jobs.Row, status: dict[str, Any], beat: heartbeat.B
         return "dead", f"no sign of life from {lease.holder_host(run)} for {_told(silent)}", row.step
     if status["state"] != "running" or dead:
         # A job whose process has not come yet, or not again: torchrun starts it anew, modules are loaded.
-        waits = row.seconds if status["state"] == "new" or row.seconds is not None else _age(run / saved.STATUS)
-        if waits is not None and waits > limits.start_seconds and _age(run / saved.STATUS, waits) > limits.start_seconds:
-            return "hung", f"its job runs for {_told(waits)}, and no process of it trains", row.step
+        waits = min((seconds for seconds in (row.seconds, _age(run / saved.STATUS)) if seconds is not None), default=0.0)
+        if waits > limits.start_seconds:
+            return "hung", f"its job runs, and no process of it has trained for {_told(waits)}", row.step
         return "running", "", row.step
     known = pace(run, beat)
-    step, age = status.get("step"), _age(run / saved.STATUS)
+    step, age = status.get("step"), _age(run / saved.STATUS) or 0.0
     if beat is not None and (beat.age_seconds <= age or type(step) is not int or beat.step >= step):
         step, age = beat.step, min(age, beat.age_seconds)
     elif status.get("updated") == status.get("started"):
@@ -142,17 +143,17 @@ def _running(run: Path, row: jobs.Row, status: dict[str, Any], beat: heartbeat.B
 
 
 def _stopped(silent: float | None) -> str:
-    return (
-        ". Its lease does not beat either: is the process stopped (SIGSTOP), or its disk?" if silent and silent > SILENT_SECONDS / 5 else ""
-    )
+    if silent is None or silent <= SILENT_SECONDS / 5:
+        return ""
+    return ". Its lease does not beat either: is the process stopped (SIGSTOP), or its disk full?"
 
 
-def _age(path: Path, otherwise: float = 0.0) -> float:
-    """Seconds since the file was written; `otherwise` where there is none."""
+def _age(path: Path) -> float | None:
+    """Seconds since the file was written; None where there is none."""
     try:
         return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
-        return otherwise
+        return None
 
 
 def _told(seconds: float) -> str:
