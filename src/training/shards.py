@@ -6,12 +6,11 @@ parameter into one part per process, padded to equal size, and lays a process's 
 """
 
 import math
-import pickle
 import re
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,11 @@ import torch
 
 from src.errors import CheckpointError
 from src.files import reading
+from src.training.shard_files import ModelShard, OptimizerShard, stored
 from src.training.tensor_files import Piece, Stored, difference
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-
-
-class _Unread:
-    """Stands for an object of DeepSpeed's in a shard that nothing here looks at."""
-
-
-_ALLOWED = [
-    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    (_Unread, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (_Unread, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (_Unread, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-]
 
 
 @dataclass(frozen=True)
@@ -84,38 +72,65 @@ def read(folder: Path) -> Shards:
     Raises:
         CheckpointError: a shard is missing, too many, damaged, of another step or number of processes, or of a kind that is not known.
     """
-    optimizers = {rank: _Optimizer(file) for rank, file in _ranked(folder, _OPTIMIZER, "zero_pp_rank_{}_mp_rank_00_optim_states.pt").items()}
-    stage, world = _agreed(optimizers, "stage", "ZeRO stage"), _agreed(optimizers, "world_size", "number of processes")
+    pattern = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    optimizers = {rank: OptimizerShard(file) for rank, file in _ranked(folder, _OPTIMIZER, pattern).items()}
+    stage = _agreed(optimizers, "stage", "of ZeRO stage {}")
     if stage not in {1, 2, 3}:
-        raise CheckpointError(f"{optimizers[0].file}: ZeRO stage {stage}, expected 1, 2 or 3.")
-    _complete(folder, optimizers, world, "zero_pp_rank_{}_mp_rank_00_optim_states.pt")
-    name = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
-    models = {rank: _Model(file) for rank, file in _ranked(folder, _MODEL, name).items()}
-    _complete(folder, models, world if stage == 3 else 1, name)
-    step = _agreed(models, "step", "step")
-    for rank, model in models.items():
-        if model.world_size != world:
+        raise CheckpointError(f"{folder}: written by ZeRO stage {stage}, expected 1, 2 or 3.")
+    world = _agreed(optimizers, "world_size", "of a training of {} processes")
+    _check_ranks(folder, optimizers, world, pattern)
+    _agreed(optimizers, "steps", "whose optimizer has made {} steps")
+    pattern = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+    models = {rank: ModelShard(file) for rank, file in _ranked(folder, _MODEL, pattern).items()}
+    _check_ranks(folder, models, world if stage == 3 else 1, pattern)
+    step = _agreed(models, "step", "of step {}")
+    _agreed(models, "shapes", "of another model")
+    if _agreed(models, "world_size", "of a training of {} processes") != world:
+        raise CheckpointError(f"{models[0].file}: of a training of {models[0].world_size} processes, {optimizers[0].file.name} of {world}.")
+    return _assemble(folder, step, [optimizers[rank] for rank in range(world)], [models[rank] for rank in sorted(models)])
+
+
+def _ranked(folder: Path, pattern: re.Pattern[str], example: str) -> dict[int, Path]:
+    """The shards of one kind by rank."""
+    found = {}
+    for file in sorted(folder.glob("*_states.pt")):
+        if match := pattern.fullmatch(file.name):
+            if int(match[2]):
+                raise CheckpointError(f"{file}: a part of a model that is cut over processes (tensor parallel), which is not known here.")
+            found[int(match[1] or 0)] = file
+    if 0 not in found:
+        raise CheckpointError(f"{folder / example.format(0)}: no such file.")
+    return found
+
+
+def _check_ranks(folder: Path, shards: Mapping[int, Any], count: int, pattern: str) -> None:
+    """Raises CheckpointError where a rank below `count` has no shard, or one above has."""
+    for kind, ranks in (("missing", set(range(count)) - shards.keys()), ("too many", shards.keys() - set(range(count)))):
+        if ranks:
+            names = ", ".join(pattern.format(rank) for rank in sorted(ranks)[:3])
+            raise CheckpointError(f"{folder}: {kind}: {names}; expected the shards of {count} processes.")
+
+
+def _agreed(shards: Mapping[int, Any], name: str, text: str) -> Any:
+    """The value that `name` has in every shard; CheckpointError where one has another."""
+    expected = getattr(shards[0], name)
+    for shard in shards.values():
+        found = getattr(shard, name)
+        if found != expected:
             raise CheckpointError(
-                f"{model.file}: of a training of {model.world_size} processes, expected {world} as in {optimizers[0].file.name}."
+                f"{shard.file}: {text.format(found)}; {shards[0].file.name}: {text.format(expected)}. Shards of one save go together."
             )
-        if model.shapes != models[0].shapes:
-            raise CheckpointError(f"{model.file}: of another model than rank 0's: its parameters or their shapes are others.")
-        _agree_on_steps(optimizers[0], optimizers[rank if stage == 3 else 0])
-    for optimizer in optimizers.values():
-        _agree_on_steps(optimizers[0], optimizer)
-    return _assemble(folder, stage, step, [optimizers[r] for r in range(world)], [models[r] for r in sorted(models)])
+    return expected
 
 
-def _assemble(folder: Path, stage: int, step: int, optimizers: "list[_Optimizer]", models: "list[_Model]") -> Shards:
-    first, places = models[0], (_places_whole if stage < 3 else _places_cut)(models[0], optimizers)
-    trained, moments = {}, {}
-    for place in places:
-        trained[place.name] = place.of([shard.weights for shard in optimizers])
-        entries = optimizers[0].entries(place.group)
-        moments[place.name] = {
-            key: _scalar(value) if _is_scalar(value) else place.of([shard.vectors(key) for shard in optimizers])
-            for key, value in entries.items()
-        }
+def _assemble(folder: Path, step: int, optimizers: list[OptimizerShard], models: list[ModelShard]) -> Shards:
+    first, stage = models[0], optimizers[0].stage
+    trained: dict[str, Stored] = {}
+    moments: dict[str, dict[str, Stored]] = {}
+    for name, shape, place in _places(stage, first, optimizers):
+        trained[name] = place.tensor(shape, optimizers, None)
+        entries = optimizers[0].states[place.group]
+        moments[name] = {key: value if value.shape == () else place.tensor(shape, optimizers, key) for key, value in entries.items()}
     order = {name: number for number, name in enumerate(first.module)}
     trained = dict(sorted(trained.items(), key=lambda item: order.get(item[0], len(order))))
     found = Shards(folder, stage, len(optimizers), step, trained, _frozen(stage, models), first.buffers, first.tied, moments)
@@ -124,42 +139,93 @@ def _assemble(folder: Path, stage: int, step: int, optimizers: "list[_Optimizer]
     return found
 
 
-def _agree_on_weights(model: "_Model", shards: Shards) -> None:
-    """Stages 1 and 2 keep the weights twice: in the model's file and in the optimizer's shards."""
-    twice = {name: _stored(model.file, model.module[name]) for name in shards.trained if name in model.module}
-    twice = {name: tensor for name, tensor in twice.items() if tensor.dtype == torch.float32}
-    if problem := difference({name: shards.trained[name] for name in twice}, twice):
-        raise CheckpointError(f"{model.file}: is not of the same step as the optimizer's shards beside it ({problem}).")
-
-
-def _frozen(stage: int, models: "list[_Model]") -> dict[str, Stored]:
-    first = models[0]
-    if stage == 3:
-        return {
-            name: Stored(shape, first.fragments[name].dtype, _cut([_stored(m.file, m.fragments[name]) for m in models], math.prod(shape)))
-            for name, shape in first.frozen_shapes.items()
-        }
-    if first.fragments:
-        return {name: _stored(first.file, tensor) for name, tensor in first.fragments.items()}
-    known = first.shapes.keys() | first.buffers.keys() | first.tied.keys()
-    return {name: _stored(first.file, tensor) for name, tensor in first.module.items() if name not in known}
-
-
 @dataclass(frozen=True)
 class _Place:
-    """Where one parameter lies in the vectors of the processes."""
+    """Where one parameter lies in the vectors."""
 
-    name: str
-    shape: tuple[int, ...]
+    stage: int
     group: int
-    """Of the optimizer's state that it belongs to."""
-    spans: Mapping[int, tuple[int, int]]
-    """Process -> first element, and how many, counted over all vectors of the process (stage 3) or of its group (stages 1, 2)."""
-    vectors: slice
-    """Of a process that are meant."""
+    """Index of the vector that it begins in."""
+    offset: int
+    """Of its first element: over the group's vectors of all processes (stages 1, 2), or over all vectors of each process (stage 3)."""
 
-    def of(self, processes: "Sequence[Sequence[Stored]]") -> Stored:
-        """The parameter's share of the vectors of each process."""
-        found = [_narrow(processes[rank][self.vectors], *span) for rank, span in self.spans.items()]
-        dtype = processes[0][self.vectors][0].dtype
-        return Stored(self.shape, dtype, tuple(chain.from_iterable(found)))
+    def tensor(self, shape: tuple[int, ...], shards: Sequence[OptimizerShard], key: str | None) -> Stored:
+        """The parameter's part of the weights (key None) or of an entry of the optimizer."""
+        count = math.prod(shape)
+        if self.stage < 3:
+            vectors = [vector for shard in shards for vector in shard.vectors(key, self.group)]
+            return Stored(shape, vectors[0].dtype, _cut(vectors, self.offset, count))
+        share = -(-count // len(shards))
+        parts = [_cut(shard.vectors(key, None), self.offset, share) for shard in shards]
+        dtype = shards[0].vectors(key, None)[0].dtype
+        return Stored(shape, dtype, _cut([Stored((share,), dtype, part) for part in parts], 0, count))
+
+
+def _places(stage: int, model: ModelShard, shards: list[OptimizerShard]) -> Iterator[tuple[str, tuple[int, ...], _Place]]:
+    """Name, shape and place of each trained parameter.
+
+    Raises:
+        CheckpointError: parameters and vectors are not of the same size.
+    """
+    first, world = shards[0], len(shards)
+    if stage == 3:
+        offset, ends = 0, list(accumulate(vector.numel for vector in first.weights))
+        for name, shape in chain.from_iterable(group.items() for group in model.shapes):
+            yield name, shape, _Place(stage, bisect_right(ends, offset) if offset < ends[-1] else len(ends) - 1, offset)
+            offset += -(-math.prod(shape) // world)
+        _check_size(model, offset, ends[-1], 1)
+        return
+    if len(model.shapes) != len(first.weights):
+        raise CheckpointError(f"{model.file}: {len(model.shapes)} groups of parameters, {first.file.name} has {len(first.weights)}.")
+    for group, shapes in enumerate(model.shapes):
+        offset = 0
+        for number, (name, shape) in enumerate(shapes.items()):
+            yield name, shape, _Place(stage, group, offset)
+            offset += math.prod(shape) + (first.paddings[group][number] if first.paddings else 0)
+        _check_size(model, offset, sum(shard.weights[group].numel for shard in shards), 2 * world)
+
+
+def _check_size(model: ModelShard, wanted: int, found: int, alignment: int) -> None:
+    """Stages 1 and 2 pad a group to a multiple of twice the number of processes, and leave some of the padding out of the shards."""
+    if -(-wanted // alignment) != -(-found // alignment) or found < wanted:
+        raise CheckpointError(f"{model.file}: its parameters need {wanted} elements, the optimizer's shards beside it hold {found}.")
+
+
+def _cut(vectors: Sequence[Stored], start: int, count: int) -> tuple[Piece, ...]:
+    """`count` elements from `start` on of vectors laid end to end.
+
+    Raises:
+        CheckpointError: they hold fewer.
+    """
+    pieces = []
+    for piece, size in ((piece, vector.dtype.itemsize) for vector in vectors for piece in vector.pieces if isinstance(piece, Piece)):
+        taken = max(0, min(piece.count - start, count))
+        if taken:
+            pieces.append(Piece(piece.file, piece.offset + start * size, taken))
+            count -= taken
+        start = max(0, start - piece.count)
+    if count:
+        raise CheckpointError(f"{pieces[-1].file if pieces else vectors[0]}: holds {count} elements too few.")
+    return tuple(pieces)
+
+
+def _frozen(stage: int, models: list[ModelShard]) -> dict[str, Stored]:
+    first = models[0]
+    if stage == 3:
+        parts = {name: [stored(model.file, model.fragments[name]) for model in models] for name in first.frozen_shapes}
+        return {
+            name: Stored(shape, parts[name][0].dtype, _cut(parts[name], 0, math.prod(shape))) for name, shape in first.frozen_shapes.items()
+        }
+    if first.fragments:
+        return {name: stored(first.file, tensor) for name, tensor in first.fragments.items()}
+    # Stage 1 does not list them: they are what is left of the model.
+    known = first.buffers.keys() | first.tied.keys() | {name for group in first.shapes for name in group}
+    return {name: stored(first.file, tensor) for name, tensor in first.module.items() if name not in known}
+
+
+def _agree_on_weights(model: ModelShard, shards: Shards) -> None:
+    """Stages 1 and 2 keep float32 weights twice: in the model's shard and in the optimizer's."""
+    twice = {name: stored(model.file, model.module[name]) for name in shards.trained if name in model.module}
+    twice = {name: tensor for name, tensor in twice.items() if tensor.dtype == torch.float32}
+    if problem := difference({name: shards.trained[name] for name in twice}, twice):
+        raise CheckpointError(f"{model.file}: not of the same step as the optimizer's shards beside it ({problem}).")

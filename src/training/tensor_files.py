@@ -82,7 +82,9 @@ class Stored:
                 while left:
                     chunk = file.read(min(left, CHUNK_BYTES))
                     if len(chunk) < min(left, CHUNK_BYTES):
-                        raise CheckpointError(f"{piece.file}: ends in the middle of a tensor: it is damaged, or has changed since it was opened.")
+                        raise CheckpointError(
+                            f"{piece.file}: ends in the middle of a tensor: it is damaged, or has changed since it was opened."
+                        )
                     left -= len(chunk)
                     yield chunk
 
