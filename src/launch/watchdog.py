@@ -6,7 +6,8 @@ python -m src.launch.watchdog results/runs -e base_tiny --every 60 --notify 'mai
 A run is hung when its process lives and its last step is older than FACTOR times its median step, besides the time that an evaluation
 and the way to the next sign of life take; it is dead when its process is gone without having said so. A command of --notify gets
 each new event as JSON, on its standard input.
-With --once the exit code is 0 where nothing is wrong, 3 for a new incident, 4 where all are known from before, 1 for a wrong command.
+With --once the exit code is 0 where nothing is wrong, 3 for a new incident or a run that cannot be read, 4 where all are
+known from before, 1 for a wrong command.
 """
 
 import argparse
