@@ -1,0 +1,46 @@
+"""What a GPU has consumed, by NVIDIA's management library, where nvidia-ml-py and the driver are there."""
+
+import logging
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class Energy:
+    """The energy counter of this process's GPU. Absent, said once in the log, where it cannot be read."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._handle: Any = None
+        if torch.cuda.is_available():
+            try:
+                self._open()
+            except ImportError:
+                log.info("nvidia-ml-py is not installed, so no watts are reported.")
+
+    def _open(self) -> None:
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+            # By its name, as CUDA_VISIBLE_DEVICES counts anew.
+            uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+        except pynvml.NVMLError as error:
+            log.info("NVML: %s, so no watts are reported.", error)
+            return
+        self._nvml = pynvml
+
+    def joules(self) -> float | None:
+        """Consumed since the driver was loaded; None where nothing can be read."""
+        if self._nvml is None:
+            return None
+        try:
+            return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000
+        except self._nvml.NVMLError as error:
+            log.info("NVML: %s, so no more watts are reported.", error)
+            self._nvml = None
+            return None
