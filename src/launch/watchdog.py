@@ -166,6 +166,8 @@ def look(runs: Path, exp_ids: Sequence[str], limits: Limits) -> tuple[list[Verdi
     verdicts, new, trouble = [], [], []
     for row in jobs.table(runs, exp_ids):
         run = runs / row.exp_id
+        if row.state == "unknown":
+            trouble.append(f"{run}: {row.reason}")
         try:
             verdict = judge(run, row, limits)
             verdicts.append(verdict)
