@@ -36,7 +36,6 @@ class Plan:
     event: dict[str, Any]
     told: tuple[str, ...]
     """What people should know, a line each."""
-    warnings: tuple[str, ...] = ()
 
     def carry_out(self) -> None:
         """Do it. The caller holds the lease of the run.
@@ -67,13 +66,10 @@ class Draft:
     def do(self, what: str, to: str, **facts: Any) -> None:
         self.steps.append({"do": what, "to": to, **facts})
 
-    def keep(self, name: str) -> bool:
-        """Copy a file of the run before it is changed; False where there is none."""
-        if not (self.run / name).is_file():
-            return False
+    def keep(self, name: str) -> None:
+        """Copy a file of the run before it is changed."""
         self.files[name] = hashlib.sha256((self.run / name).read_bytes()).hexdigest()
         self.do("keep", f"{self.folder}/before/{name}", **{"from": name})
-        return True
 
     def cut(self, name: str, step: int) -> None:
         """Move the rows after `step` out of a file that was kept."""

@@ -9,6 +9,7 @@ from src.experiments import abandoned, branches, checkpoints, journal, ledger, r
 from src.experiments.abandoned import BEST, WANDB, Draft, Plan, next_number
 from src.experiments.branches import Branch
 from src.experiments.saved import STATUS, read_status
+from src.experiments.scores import SCORES, Scores
 from src.files import defect, read_json
 
 EVALUATIONS = "evaluations*.jsonl"
@@ -19,11 +20,12 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
-        RunError: a file of the run is damaged.
+        RunError, DataError: a file of the run is damaged.
     """
     step = branch.from_step
     target = _whole(run, step)
     status = read_status(run)
+    Scores(run / SCORES, read_only=True).rows()  # what cannot be read then could not be cut half way through
     before = branches.read(run)
     if new_wandb:
         branch = branch.model_copy(update={"wandb": f"{run.name}-branch-{branch.number}"})

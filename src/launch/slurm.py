@@ -161,6 +161,24 @@ def kill(config: Config, job_ids: Sequence[str]) -> None:
                 raise
 
 
+def hold(config: Config, job_ids: Sequence[str]) -> None:
+    """Let `job_ids` not start, or not start again, until `release`. What runs of them goes on.
+
+    Raises:
+        LaunchError: Slurm does not answer, or refuses, as with jobs that have ended.
+    """
+    ask(["scontrol", "hold", ",".join(job_ids)], config.patience_seconds)
+
+
+def release(config: Config, job_ids: Sequence[str]) -> None:
+    """End what `hold` began.
+
+    Raises:
+        LaunchError: as for `hold`.
+    """
+    ask(["scontrol", "release", ",".join(job_ids)], config.patience_seconds)
+
+
 def find(config: Config, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
     """Job ids of those of `exp_ids` that Slurm was given from the submission in `folder`, whether or not that was noted.
 
