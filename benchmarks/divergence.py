@@ -158,11 +158,9 @@ def print_false_alarms(seeds: int, steps: int = 2000) -> None:
     """The table of healthy synthetic curves."""
     print(f"\n{seeds} healthy curves of {steps} steps each    curves with a finding   findings per 1000 steps")
     for noise, persistence, tails in ((0.01, 0, 0), (0.05, 0, 0), (0.2, 0, 0), (0.05, 0, 0.02), (0.05, 0.3, 0), (0.05, 0.6, 0)):
-        found = [judged(noisy(seed, steps, noise, persistence, tails)) for seed in range(seeds)]
-        name = f"noise {noise:.2f}, persistence {persistence:.1f}, large {tails:.2f}"
-        print(
-            f"{name:<46} {sum(map(bool, found)):>12} ({sum(map(bool, found)) / seeds:.1%}) {sum(map(len, found)) / seeds / steps * 1000:>20.3f}"
-        )
+        found = [len(judged(noisy(seed, steps, noise, persistence, tails))) for seed in range(seeds)]
+        wrong, name = sum(map(bool, found)), f"noise {noise:.2f}, persistence {persistence:.1f}, large {tails:.2f}"
+        print(f"{name:<46} {wrong:>12} ({wrong / seeds:.1%}) {sum(found) / seeds / steps * 1000:>20.3f}")
 
 
 def main() -> None:

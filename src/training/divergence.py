@@ -6,7 +6,7 @@ All is relative to the recent past of the same run, in robust terms, so that not
   of its own making.
 - noise: 1.4826 MAD of the window about its own trend, which for a normal distribution is the standard deviation (Rousseeuw and Croux,
   Alternatives to the median absolute deviation, 1993). The trend is the line through the medians of the window's two halves.
-- a short past is trusted less: every limit is wider by 1 + 20 / n after n values.
+- a short past is trusted less: after n values every limit is (1 + 10 / n)^2 times as wide.
 
 `Detector` draws nothing and reads no clock: on ranks that pass the same values, and after `restore`, it decides alike.
 """
@@ -26,10 +26,9 @@ Kind = Literal["non_finite", "loss_spike", "loss_drift", "grad_norm", "skipped"]
 
 SEVERITY: tuple[Action, ...] = ("warn", "save_batch", "skip_batch", "rewind", "stop")
 """Of several actions at one step the last of these is done. It includes to warn, and all but "warn" save the batch."""
+MOST_SUSPECTS = 8
 LEAST = 2
 """Values before the first judgement."""
-DISTRUST = 20
-"""Of a short past: see the top of this file."""
 NORMAL = 1.4826
 """Standard deviations in one MAD of a normal distribution."""
 
@@ -78,6 +77,12 @@ class Finding:
     action: Action
     first_step: int
     """Where it began: the first step of the rise, or the step of the lowest point that the loss has drifted from."""
+
+    @property
+    def suspects(self) -> range:
+        """The steps whose batches are worth a look, at most the last 8."""
+        one_batch = self.kind in {"loss_drift", "skipped"}  # these come of many steps, of which the last is as good as any
+        return range(self.step if one_batch else max(self.first_step, self.step - MOST_SUSPECTS + 1), self.step + 1)
 
 
 def severest(findings: Sequence[Finding]) -> Action | None:
@@ -203,7 +208,7 @@ class Detector:
     def _explosion(self, step: int, norm: float) -> list[Finding]:
         watch, ratio = self.norms, self.config.grad_norm_ratio
         middle = _median(watch.values) if len(watch.values) >= LEAST else 0.0
-        unit = middle * (1 + DISTRUST / len(watch.values)) if middle > 0 else math.inf  # 0: nobody measures it
+        unit = middle * _distrust(len(watch.values)) if middle > 0 else math.inf  # 0: nobody measures it
         if not watch.rose(step, norm, ratio * unit, ratio**2 * unit):
             return []
         text = f"the gradient norm is {norm:.4g}, {norm / middle:.0f} times the median of the steps before ({middle:.4g})"
@@ -227,11 +232,11 @@ class Detector:
 
     def _floor(self, level: float) -> float:
         """The least that `_noise` can be."""
-        return self.config.noise_floor * max(abs(level), 1.0) * (1 + DISTRUST / len(self.losses.values))
+        return self.config.noise_floor * max(abs(level), 1.0) * _distrust(len(self.losses.values))
 
     def _noise(self, level: float) -> float:
         values = self.losses.values
-        return max(self._floor(level), NORMAL * _mad_about_trend(values) * (1 + DISTRUST / len(values)))
+        return max(self._floor(level), NORMAL * _mad_about_trend(values) * _distrust(len(values)))
 
     def state(self) -> dict[str, Any]:
         """JSON values; floats survive JSON exactly."""
@@ -260,6 +265,11 @@ class Detector:
                 vars(part).update({key: _copy(value) for key, value in state[name].items()})
             vars(fresh).update({key: _copy(value) for key, value in state.items() if key not in parts})
         vars(self).update(vars(fresh))
+
+
+def _distrust(count: int) -> float:
+    """How much wider a limit is that rests on `count` values than one that rests on many."""
+    return (1 + 10 / count) ** 2
 
 
 def _copy(value: Any) -> Any:
