@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from src import distributed
@@ -60,11 +61,11 @@ class Monitor:
 
     @contextlib.contextmanager
     def forward(self, batch: Mapping[str, Tensor], last: bool) -> Iterator[None]:
-        """Around a forward pass over `batch`; not around its backward pass. last: of the step. Watches the last of a due step, on rank 0."""
+        """Around a forward pass over `batch`, without its backward pass. Watches the `last` of a due step, on rank 0."""
         hooked = self.due and last and not self.compiled and distributed.is_main()
-        with self.sources.watched(self.model, batch):
-            with activations.watched(self.model, self._activations) if hooked else contextlib.nullcontext():
-                yield
+        looking = activations.watched(self.model, self._activations) if hooked else contextlib.nullcontext()
+        with self.sources.watched(self.model, batch), looking:
+            yield
 
     def after_backward(self) -> None:
         """The gradients are whole, without a float16 loss scale, and not clipped yet. Collective where processes share the model."""
@@ -90,8 +91,6 @@ class Monitor:
 
     def _write(self, found: Sequence[Measured], learning_rate: float) -> None:
         """One record for each tensor."""
-        import torch
-
         rates = weight_statistics.update_rates(list(found), learning_rate)
         heads: list[dict[str, Any]] = [{"step": self.step, "name": item.name, "context": item.context} for item in found]
         heads += [{"step": self.step, "name": a.name, "type": a.type, "context": a.context} for a in self._activations]

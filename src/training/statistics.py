@@ -90,12 +90,6 @@ def joined(parts: Tensor) -> Tensor:
     )
 
 
-def scaled(parts: Tensor, factor: float) -> Tensor:
-    """(…, P): the sums of the tensors times `factor` > 0, such as gradients whose loss was scaled."""
-    powers = torch.tensor([1, factor, factor, factor, factor, factor**2, factor, 1, 1], dtype=parts.dtype, device=parts.device)
-    return parts * powers
-
-
 def finished(parts: Tensor) -> Tensor:
     """(K, P) -> (K, 11) in the order of NAMES. What is not defined, as the mean of no element, is NaN."""
     numel, low, high, abs_low, mean, squares, abs_sum, nonzero, _ = parts.unbind(-1)

@@ -65,10 +65,10 @@ def gathered(found: list[Measured], model: nn.Module) -> list[Measured]:
 
 def update_rates(found: list[Measured], learning_rate: float) -> dict[str, float | None]:
     """By parameter: the length of its last update, learning rate times `effective_update`, over the length of the parameter."""
-    norms = {
-        context: {item.name: statistics.norms(item.sums[None])[0] for item in found if item.context == context}
-        for context in (WEIGHT, UPDATE)
-    }
+    norms: dict[str, dict[str, float | None]] = {WEIGHT: {}, UPDATE: {}}
+    if found:
+        for item, norm in zip(found, statistics.norms(torch.stack([item.sums for item in found])), strict=True):
+            norms.setdefault(item.context, {})[item.name] = norm
     rates: dict[str, float | None] = {}
     for name, update in norms[UPDATE].items():
         weight = norms[WEIGHT][name]
@@ -159,4 +159,5 @@ def _adam(optimizer: Any, parameter: nn.Parameter) -> _Adam | None:
     steps = next((float(state["step"]) for state in states if "step" in state), 0.0)
     if not steps or not groups or "betas" not in groups[0]:
         return None
-    return _Adam(*groups[0]["betas"], groups[0]["eps"], steps)
+    beta1, beta2 = groups[0]["betas"]
+    return _Adam(beta1, beta2, groups[0]["eps"], steps)
