@@ -21,12 +21,14 @@ from src.experiments import ledger
 from src.experiments.saved import STATUS
 from src.experiments.scores import SCORES, Scores
 from src.experiments.summary import SUMMARY, summarized
-from src.files import read_json, sync_directory, write_atomic, write_json, writing
+from src.files import read_json, reading, sync_directory, write_atomic, write_json, writing
 
 FILE = "intervention.json"
 Step = dict[str, Any]
 """{"do": one of `_STEPS`, "to": path, …}"""
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
+"""As `files.write_atomic` names what it has not finished."""
 _IN_PATH = re.compile(r"(?:^|/)(?:opt_step|step|checkpoint)-0*(\d+)(?:/|$)")
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ def finish(run: Path) -> dict[str, Any] | None:
         ) from None
     for do, step in steps:
         do(run, step)
+    _sweep(run)
     ledger.append(run, event)
     with writing(path):
         path.unlink()
@@ -113,9 +116,17 @@ def step_of(line: bytes) -> int | None:
 
 def manifest_hash(checkpoint: Path) -> str | None:
     """sha256 of the manifest, which holds the hash of every file; None where there is none."""
-    with contextlib.suppress(FileNotFoundError), writing(checkpoint):
+    with contextlib.suppress(FileNotFoundError), reading(checkpoint):
         return hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
     return None
+
+
+def _sweep(run: Path) -> None:
+    """Delete what a killed process left half written below the run's folders; in the run itself the next start does."""
+    with writing(run):
+        for path in run.glob("*/**/.*"):
+            if _TEMPORARY.fullmatch(path.name) and path.is_file():
+                path.unlink()
 
 
 def _move(run: Path, step: Step) -> None:

@@ -93,7 +93,8 @@ def plan_undo(run: Path, why: str = "") -> Plan:
     every = [path.name for path in checkpoints.every(run)]
     touched = sorted(files) if listed is None else sorted({*files, *abandoned.changeable(run)})
     for name in touched:
-        draft.keep(name)
+        if (run / name).is_file():
+            draft.keep(name)
     if listed is not None:
         _restore_checkpoints(draft, old, listed, every)
     for name in touched:
