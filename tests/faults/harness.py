@@ -1,0 +1,224 @@
+"""Does a training survive? Kill it again and again, and compare what it ends with to what the undisturbed one ended with.
+
+    python -m tests.faults.harness -e GROUP [--processes 2] [--faults 50] [--seed 0] -- [arguments of trainval.py]
+
+Each fault is SIGKILL, SIGTERM or a stop and continuation (SIGSTOP, SIGCONT) of a random process at a random moment: while it starts,
+between two steps, inside a checkpoint. Whatever ends is started again with the same command. Linux only.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+FAULTS = ("SIGKILL", "SIGTERM", "SIGSTOP")
+_DEADLINE = 300.0
+"""Seconds without progress after which a training is taken to hang."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One experiment, as a command line that starts and continues it."""
+
+    command: Sequence[str]
+    run: Path
+    """Its save directory."""
+    environment: dict[str, str]
+    cwd: Path | None = None
+
+    def start(self, log: Path) -> subprocess.Popen[bytes]:
+        """Start or continue it."""
+        with open(log, "ab") as out:
+            return subprocess.Popen(list(self.command), env=self.environment, cwd=self.cwd, stdout=out, stderr=out, start_new_session=True)
+
+    def rows(self) -> int:
+        """Score rows so far: how progress is seen from outside."""
+        path = self.run / "scores.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def state(self) -> str:
+        """What status.json says, "new" where there is none."""
+        path = self.run / "status.json"
+        return json.loads(path.read_text())["state"] if path.exists() else "new"
+
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of what must come out the same: the scores, and the tensors and the state of the last checkpoint."""
+        last = max((self.run / "checkpoints").glob("step-*"))
+        names = [path.relative_to(last) for path in (*last.glob("*.safetensors"), last / "state.json")]
+        found = {str(name): _sha256(last / name) for name in sorted(names)}
+        return {**found, "last": last.name, "scores.jsonl": _sha256(self.run / "scores.jsonl")}
+
+
+@dataclass
+class Report:
+    """What was done to a training."""
+
+    faults: list[str] = field(default_factory=list)
+    starts: int = 0
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def processes(torchrun: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes that train, by rank; fewer while they start or end."""
+    found = {}
+    try:
+        for child in psutil.Process(torchrun.pid).children():
+            try:
+                found[int(child.environ()["RANK"])] = child
+            except (psutil.Error, KeyError):
+                continue
+    except psutil.NoSuchProcess:
+        return []
+    return [found[rank] for rank in sorted(found)]
+
+
+def undisturbed(training: Training, log: Path) -> dict[str, str]:
+    """Run it to its end; its fingerprints. The save directory is deleted."""
+    code = training.start(log).wait()
+    if code != 0:
+        raise RuntimeError(f"the undisturbed training ended with exit code {code}:\n{log.read_text()[-3000:]}")
+    found = training.fingerprints()
+    shutil.rmtree(training.run)
+    return found
+
+
+def disturb(training: Training, faults: int, draw: random.Random, log: Path, world_size: int) -> Report:
+    """Train with `faults` faults on the way, several times over if that is more than one training has time for.
+
+    Raises:
+        AssertionError: it ended otherwise than the undisturbed training.
+        RuntimeError: it failed, or hangs.
+    """
+    wanted = undisturbed(training, log)
+    report = Report()
+    while len(report.faults) < faults:
+        _train(training, faults, draw, log, world_size, report)
+        found = training.fingerprints()
+        assert found == wanted, (
+            f"{training.run}: {report.faults}: differs in {[name for name in wanted if found.get(name) != wanted[name]]}"
+        )
+        shutil.rmtree(training.run)
+    return report
+
+
+def _train(training: Training, faults: int, draw: random.Random, log: Path, world_size: int, report: Report) -> None:
+    while training.state() != "done":
+        process = training.start(log)
+        report.starts += 1
+        before = len(report.faults)
+        try:
+            for _ in _moments(training, process, draw, faults - len(report.faults), world_size):
+                if not strike(process, draw, report):
+                    break
+            _wait(process, training)
+        finally:
+            _end(process)
+        if training.state() == "failed" and len(report.faults) == before:  # who has lost a peer to SIGKILL says so, and may
+            raise RuntimeError(f"{training.run}: {(training.run / 'status.json').read_text()}\n{log.read_text()[-3000:]}")
+
+
+def _moments(training: Training, process: subprocess.Popen[bytes], draw: random.Random, left: int, world_size: int) -> Iterator[None]:
+    """Random moments of one start: some rows from now, or while it starts, and some milliseconds."""
+    for _ in range(left):
+        rows, starting = training.rows() + draw.choice((0, 1, 1, 2, 2)), draw.random() * 3
+        now = training.rows()
+        while process.poll() is None and (training.rows() < rows or len(processes(process)) < world_size):
+            time.sleep(0.001)
+        time.sleep(starting if rows == now else draw.random() * draw.choice((0.005, 0.05)))
+        if process.poll() is not None:
+            return
+        yield
+
+
+def strike(process: subprocess.Popen[bytes], draw: random.Random, report: Report) -> bool:
+    """One fault on one process; False where it ends the training."""
+    everyone = processes(process)
+    if not everyone:
+        return False
+    name, victim = draw.choice(FAULTS), draw.choice(everyone)
+    try:
+        if name == "SIGSTOP":
+            victim.suspend()
+            time.sleep(draw.random() * 0.5)
+            victim.resume()
+        else:
+            victim.send_signal(signal.Signals[name])
+    except psutil.NoSuchProcess:
+        return False
+    report.faults.append(name)
+    return name == "SIGSTOP"
+
+
+def _wait(process: subprocess.Popen[bytes], training: Training) -> None:
+    """Until the launcher has ended."""
+    rows, since = training.rows(), time.monotonic()
+    while process.poll() is None:
+        if training.rows() != rows:
+            rows, since = training.rows(), time.monotonic()
+        if time.monotonic() - since > _DEADLINE:
+            raise RuntimeError(f"{training.run}: no progress for {_DEADLINE:g} s.")
+        time.sleep(0.01)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Nothing of this start lives on."""
+    everyone = processes(process)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    psutil.wait_procs(everyone, timeout=60)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Disturb every experiment of a group; exit code 1 where one did not end as it should."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.harness", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("-e", "--exp_group", required=True)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--faults", type=int, default=50, help="in all, shared between the experiments")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("rest", nargs="*", help="after --: arguments of trainval.py, such as --fsdp")
+    options = parser.parse_args(arguments)
+    from src.config import top_level
+    from src.experiments import plan
+
+    items = plan.load_groups(top_level("exp_configs", "EXP_GROUPS"), [options.exp_group], [])
+    draw, bad = random.Random(options.seed), 0
+    with tempfile.TemporaryDirectory() as folder:
+        for item in items:
+            training = trained(item.exp_id, Path(folder, "runs"), options.processes, options.rest)
+            log = Path(folder, "log")
+            try:
+                report = disturb(training, -(-options.faults // len(items)), draw, log, options.processes)
+            except (AssertionError, RuntimeError) as error:
+                bad += 1
+                print(f"{item.exp_id}  {error}", file=sys.stderr)
+            else:
+                print(f"{item.exp_id}  {len(report.faults)} faults, {report.starts} starts: the same every time", flush=True)
+    return 1 if bad else 0
+
+
+def trained(exp_id: str, runs: Path, count: int, rest: Sequence[str]) -> Training:
+    """The command of an experiment of exp_configs.py under torchrun."""
+    import os
+
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(count), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    words = ["trainval.py", "--exp_id", exp_id, "-sb", str(runs), "--with-parents", *rest]
+    return Training([sys.executable, *launcher, *words], runs / exp_id, dict(os.environ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

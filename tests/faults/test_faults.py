@@ -1,0 +1,41 @@
+"""Random kills of random processes at random moments change nothing, however the processes share the model."""
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.experiments.identity import exp_id
+from tests import toy
+from tests.faults import harness
+
+EXP: dict[str, Any] = copy.deepcopy(toy.BASE)
+EXP["loop"] |= {"steps": 120, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 20, "max_grad_norm": 0.5}
+FAULTS = {"replicated": 13, "zero1": 13, "zero2": 12, "zero3": 12}
+SEEDS = {mode: number for number, mode in enumerate(FAULTS)}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(project, folder with data)."""
+    folder = tmp_path_factory.mktemp("faults")
+    toy.write_data(folder / "data")
+    for stage in (1, 2, 3):
+        (folder / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    return toy.project(folder, f"EXP_GROUPS = {{'toy': [{EXP!r}]}}\n"), folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", FAULTS)
+def test_random_kills_change_nothing(world: tuple[Path, Path], mode: str, tmp_path: Path):
+    root, folder = world
+    words = ["-e", "toy", "--log_every", "4", *(["--deepspeed", str(folder / f"{mode}.json")] if mode.startswith("zero") else [])]
+    if mode.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="needs deepspeed")
+    command = [*toy.command(root, words, folder, processes=2)[:-1], str(tmp_path / "runs")]
+    training = harness.Training(command, tmp_path / "runs" / exp_id(EXP), toy.environment())
+    report = harness.disturb(training, FAULTS[mode], random.Random(SEEDS[mode]), tmp_path / "log", 2)
+    assert len(report.faults) == FAULTS[mode]
