@@ -23,8 +23,8 @@ FOLDER = "abandoned"
 RECORD = "record.json"
 WANDB = "wandb.json"
 BEST = "checkpoints/best.json"
-_HISTORIES = {ledger.FILE, "events.jsonl"}
-"""What happened stays true."""
+_HISTORIES = {ledger.FILE, "events.jsonl", "checkpoint_jobs.jsonl"}
+"""What happened stays true; the last tells steps of one branch from those of another."""
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ decided is finished by whoever opens the run next. Nothing is deleted but what s
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,9 @@ def finish(run: Path) -> dict[str, Any] | None:
         raise RunError(
             f"{path}: not a list of steps that this version knows. Finish with the version that began: {event_of(found)}"
         ) from None
-    for do, step in steps:
-        do(run, step)
+    with _rows_locked(run, found["steps"]):
+        for do, step in steps:
+            do(run, step)
     _sweep(run)
     ledger.append(run, event)
     with writing(path):
@@ -121,6 +123,18 @@ def manifest_hash(checkpoint: Path) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def _rows_locked(run: Path, steps: Sequence[Step]) -> Iterator[None]:
+    """Nobody adds a row to the files that are changed: those who evaluate checkpoints need no lease for it, but this lock."""
+    names = {step["to"] for step in steps if step["do"] in ("cut", "put") and step["to"].endswith(".jsonl")}
+    with contextlib.ExitStack() as stack:
+        for path in (run / name for name in sorted(names) if (run / name).exists()):
+            with writing(path):
+                file = stack.enter_context(open(path, "rb"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _sweep(run: Path) -> None:
     """Delete what a killed process left half written below the run's folders; in the run itself the next start does."""
     with writing(run):
@@ -132,7 +146,7 @@ def _sweep(run: Path) -> None:
 def _move(run: Path, step: Step) -> None:
     """Rename a folder. It is never put over another: what lies at "to" was moved there by this journal."""
     source, target = run / step["from"], run / step["to"]
-    if target.exists():
+    if target.exists() or _gone(source):
         return
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +158,7 @@ def _move(run: Path, step: Step) -> None:
 def _link(run: Path, step: Step) -> None:
     """Let the files of a folder have a second name, so that who deletes one leaves the other; copies where there are no links."""
     source, target = run / step["from"], run / step["to"]
-    if target.exists():
+    if target.exists() or _gone(source):
         return
     beside = target.with_name(f".{target.name}.linking")
     with writing(target):
@@ -155,6 +169,14 @@ def _link(run: Path, step: Step) -> None:
             sync_directory(folder)
         os.rename(beside, target)
         sync_directory(target.parent)
+
+
+def _gone(source: Path) -> bool:
+    """Whether a folder was deleted since it was looked at, as retention may: the rest is done all the same."""
+    if not source.is_dir():
+        log.warning("%s: gone in the meantime, so it stays gone.", source)
+        return True
+    return False
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -186,11 +208,14 @@ def _put(run: Path, step: Step) -> None:
 
 
 def _cut(run: Path, step: Step) -> None:
-    """Write the lines of "from" up to the step to "to", and those of later ones to "rest"."""
-    with writing(run / step["to"]):
-        kept, later = rows_after((run / step["from"]).read_bytes(), step["step"])
-    write_atomic(run / step["rest"], later)
-    write_atomic(run / step["to"], kept)
+    """Move the lines of later steps than "step" from "to" to "rest". It is done where "to" does not begin as its copy "from" any more."""
+    target = run / step["to"]
+    with writing(target):
+        before, content = (run / step["from"]).read_bytes(), target.read_bytes()
+    if content.startswith(before[: before.rfind(b"\n") + 1]):
+        kept, later = rows_after(content, step["step"])
+        write_atomic(run / step["rest"], later)
+        write_atomic(target, kept)
 
 
 def _write(run: Path, step: Step) -> None:

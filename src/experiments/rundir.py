@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self, get_args
 
 from src.errors import ConfigError, RunError, UserError
+from src.experiments import journal
 from src.experiments import lease as leases
 from src.experiments.identity import check_values, exp_id
 from src.experiments.lease import Lease
@@ -85,6 +86,7 @@ class RunDir:
         lease = Lease.acquire(path)
         try:
             _sweep(path)
+            journal.finish(path)
             if reset and _used(path):
                 backup = _backup(runs / DELETED, identity)
                 lease.move_directory(backup)

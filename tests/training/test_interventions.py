@@ -483,3 +483,34 @@ def test_a_lease_that_a_dead_process_left_is_taken_over(run: Path):
     os.waitpid(child, 0)
     assert (run / "lease").exists()
     assert tell(run, "rewind", "--to", "30") == 0
+
+
+def test_the_next_start_of_the_run_finishes_what_was_interrupted(run: Path):
+    assert killed(lambda: tell(run, "rewind", "--to", "30"), run, 30)
+    with RunDir.open(run.parent, EXP, EXP) as directory:
+        assert not (run / journal.FILE).exists()
+        assert steps(run / "checkpoints") == [10, 20, 30]
+        assert (directory.status()["state"], directory.status()["step"]) == ("running", 30)
+
+
+def test_a_row_that_others_add_while_a_rewind_waits_to_be_finished_is_not_lost(run: Path):
+    """Who evaluates checkpoints holds no lease."""
+    moment = 30
+    while not (run / "abandoned/branch-1/before/evaluations.jsonl").exists() or (run / "abandoned/branch-1/evaluations.jsonl").exists():
+        shutil.rmtree(run)
+        train(run, 0, 50)
+        assert killed(lambda at=moment: tell(run, "rewind", "--to", "30"), run, moment)
+        moment += 1
+    with open(run / "evaluations.jsonl", "ab") as file:
+        file.write(b'{"step": 20, "task": "late"}\n{"step": 40, "task": "late"}\n')
+    assert tell(run, "rewind", "--to", "30") == 0
+    assert rows(run / "evaluations.jsonl") == [10, 20, 30, 20]
+    assert rows(run / "abandoned/branch-1/evaluations.jsonl") == [40, 50, 40]
+
+
+def test_a_checkpoint_that_retention_deletes_meanwhile_stops_nothing(run: Path):
+    assert killed(lambda: tell(run, "rewind", "--to", "30"), run, 20)
+    shutil.rmtree(checkpoints.folder(run, 50))
+    shutil.rmtree(checkpoints.folder(run, 20))
+    assert tell(run, "rewind", "--to", "30") == 0
+    assert steps(run / "checkpoints") == [10, 30]
