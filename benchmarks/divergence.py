@@ -17,7 +17,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from src.training.divergence import Config, Detector, Finding
@@ -154,6 +154,26 @@ def print_curves(by_name: dict[str, list[Step]], plots: Path | None) -> None:
         print(f"{name:<46} {len(steps):>6}  {text}{f', and {len(found) - 8} more' if len(found) > 8 else ''}")
 
 
+def least_spike(steps: Sequence[Step], at: int) -> float:
+    """The least factor, to 1 %, by which a spike of three steps from the `at`-th on must multiply the losses to be found within ten."""
+    for percent in range(1, 301):
+        part = list(steps[at - 400 : at + 10])
+        for i in range(400, 403):
+            part[i] = replace(part[i], loss=(part[i].loss or math.nan) * (1 + percent / 100))
+        if any(f.kind == "loss_spike" and f.step >= part[400].step for f in judged(part)):
+            return 1 + percent / 100
+    return math.inf
+
+
+def print_sensitivity(by_name: dict[str, list[Step]]) -> None:
+    """The table of planted spikes."""
+    print(f"\n{'least spike of 3 steps that fires, at 3 places':<46} {'early':>8} {'middle':>8} {'end':>8}")
+    for name, steps in by_name.items():
+        if len(steps) > 1000:
+            least = (least_spike(steps, at) for at in (500, len(steps) // 2, len(steps) - 20))
+            print(f"{name:<46} " + " ".join(f"{factor:>8.2f}" for factor in least))
+
+
 def print_false_alarms(seeds: int, steps: int = 2000) -> None:
     """The table of healthy synthetic curves."""
     print(f"\n{seeds} healthy curves of {steps} steps each    curves with a finding   findings per 1000 steps")
@@ -164,13 +184,15 @@ def print_false_alarms(seeds: int, steps: int = 2000) -> None:
 
 
 def main() -> None:
-    """Print the three tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--plots", type=Path, help="write each curve with its findings there")
     args = parser.parse_args()
     if "TRAINVAL_DATA" in os.environ:
-        print_curves(curves(Path(os.environ["TRAINVAL_DATA"]) / "logs"), args.plots)
+        by_name = curves(Path(os.environ["TRAINVAL_DATA"]) / "logs")
+        print_curves(by_name, args.plots)
+        print_sensitivity(by_name)
     else:
         print("TRAINVAL_DATA is not set, so no real curve is read.")
     middle, high = seconds_per_step(noisy(0, 5000, 0.05, 0.3, 0.02))

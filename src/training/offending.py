@@ -95,8 +95,7 @@ def _texts(batch: Mapping[str, "Tensor"], row: int, tokenizer: "PreTrainedTokeni
             continue  # a chunk that this sample does not have
         context, shorter = _decoded(tokenizer, ids[mask.bool()], left)
         cut, left = cut or shorter, left - len(context)
-        if context:
-            contexts.append(context)
+        contexts.append(context)
     return {"text": text, "contexts": contexts, "cut": cut}
 
 

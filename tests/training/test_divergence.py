@@ -82,6 +82,25 @@ def test_a_rise_that_lasts_is_reported_once_and_another_after_a_calm_again():
     assert seen(losses) == [("loss_spike", 201, 203), ("loss_spike", 309, 311)]
 
 
+def test_a_calm_step_within_a_rise_does_not_make_two_of_it():
+    losses = [*wavy(200), 5.0, 5.0, 5.0, 3.0, 5.0, 5.0, 5.0, *wavy(100, seed=1)]
+    assert seen(losses) == [("loss_spike", 201, 203)]
+
+
+def test_outliers_that_make_no_rise_are_part_of_the_past_too():
+    detector = Detector(config())
+    for step, loss in enumerate(losses := [*wavy(200), 9.0, 9.0, 3.0], 1):
+        assert detector.observe(step, loss) == []
+    assert detector.state()["losses"]["values"] == losses[-100:]
+
+
+def test_on_a_falling_curve_a_spike_is_measured_from_where_the_curve_is_now():
+    """0.01 down a step, so the median of the whole window lies 0.5 above the loss, and that of its last quarter 0.12."""
+    losses = [10 - 0.01 * i + noise for i, noise in enumerate(wavy(400, level=0.0, noise=0.02))]
+    losses[300:303] = [loss + 0.5 for loss in losses[300:303]]
+    assert seen(losses) == [("loss_spike", 301, 303)]
+
+
 def test_with_skip_batch_each_further_step_of_the_rise_is_reported_as_each_batch_is_to_be_skipped():
     losses = [*wavy(200), *wavy(6, level=5.0), *wavy(100, seed=1)]
     assert seen(losses, on_loss_spike="skip_batch") == [("loss_spike", 201, step) for step in (203, 204, 205, 206)]
@@ -134,6 +153,8 @@ def test_a_plateau_of_skipped_steps_fires_once_but_a_loss_scale_that_settles_doe
     assert skips(*[True] * 18, *[False] * 200) == []
     assert skips(*[False] * 100, *[True] * 100) == [("skipped", 101, 125)]
     assert skips(*[False, True, True] * 30) == [("skipped", 2, 38)], "the 25th is the second of the 13th pair"
+    assert skips(*[True] * 30, *[False, True] * 40, *[False] * 3, *[True] * 4) == [("skipped", 1, 25)], "it hovers about 25"
+    assert skips(*[True] * 30, *[False] * 40, *[True] * 30) == [("skipped", 1, 25), ("skipped", 71, 95)]
     assert skips(*[True] * 30, *[False] * 60, *[True] * 30) == [("skipped", 1, 25), ("skipped", 91, 115)]
 
 
