@@ -15,8 +15,8 @@ from src.files import reading, sync_directory, writing
 Line = dict[str, Any]
 
 
-class Journal:
-    """An open, locked journal: nobody else writes until it is closed."""
+class Records:
+    """An open, locked file of lines: nobody else writes until it is closed."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -45,26 +45,18 @@ class Journal:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[Journal]:
-    """Lock the journal `path`, made where it is missing; its folder must exist. A line that a killed writer left half written goes.
+def opened(path: Path) -> Iterator[Records]:
+    """Lock the file `path`, made where it is missing; its folder must exist. A line that a killed writer left half written goes.
 
     Not twice in one process: it waits.
 
     Raises:
         RunError: no such folder, no locks on this file system, or the disk refuses.
     """
-    with writing(path):
-        new = not path.exists()
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        if new:
-            sync_directory(path.parent)
+    descriptor = _locked(path)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            raise RunError(f"{path}: this file system offers no locks (flock: {error.strerror}). Choose another folder.") from error
         _mend(path, descriptor)
-        yield Journal(path, descriptor)
+        yield Records(path, descriptor)
     finally:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -93,6 +85,25 @@ def rows(path: Path) -> list[Line]:
             raise DataError(f"{path}:{number}: expected a JSON object, got {line[:60].decode(errors='replace')!r}. Remove this line.")
         found.append(row)
     return found
+
+
+def _locked(path: Path) -> int:
+    while True:
+        with writing(path):
+            new = not path.exists()
+            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            if new:
+                sync_directory(path.parent)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except FileNotFoundError:
+            pass  # replaced by another, as a rewind does, while we waited
+        except OSError as error:
+            os.close(descriptor)
+            raise RunError(f"{path}: this file system offers no locks (flock: {error.strerror}). Choose another folder.") from error
+        os.close(descriptor)
 
 
 def _mend(path: Path, descriptor: int) -> None:
