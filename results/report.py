@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from results import markup, overview
 from results.lineage import tree
@@ -17,6 +18,9 @@ from src.config import unknown
 from src.errors import DataError, UserError
 from src.experiments import lineage, results
 from src.files import write_atomic, writing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PANELS = 3
 """Most scores whose curves are drawn where none is named."""
@@ -58,15 +62,20 @@ def render(found: overview.Overview, group: str | None = None, metrics: Sequence
     body = "".join(
         [
             _header(found, title),
-            _section("", markup.warnings(found.warnings), "warned"),
-            _section("Results", _results(found)),
-            _section("Learning curves", _curves(found, drawn)),
-            _section("Experiments", _experiments(found)),
-            _section("Configuration", _configuration(found)),
-            _section("Lineage", _lineage(found)),
-            _section("Environment", _environment(found)),
+            section("", markup.warnings(found.warnings), "warned"),
+            section("Results", _results(found)),
+            section("Learning curves", _curves(found, drawn)),
+            section("Experiments", _experiments(found)),
+            section("Configuration", _configuration(found)),
+            section("Lineage", _lineage(found)),
+            section("Environment", _environment(found)),
         ]
     )
+    return page(title, body)
+
+
+def page(title: str, body: str) -> str:
+    """One file of HTML that loads nothing."""
     style = markup.CSS + markup.style("report")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -75,7 +84,8 @@ def render(found: overview.Overview, group: str | None = None, metrics: Sequence
     )
 
 
-def _section(title: str, content: str, kind: str = "") -> str:
+def section(title: str, content: str, kind: str = "") -> str:
+    """A box with a heading; empty where it would have nothing in it."""
     heading = f"<h2>{markup.escaped(title)}</h2>" if title else ""
     return f'<section class="{kind}">{heading}{content}</section>\n' if content else ""
 
@@ -130,8 +140,6 @@ def _curves(found: overview.Overview, metrics: Sequence[str]) -> str:
 
 def _picture(lines: Sequence[overview.Line], metric: str) -> str:
     """An SVG in base64."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -143,9 +151,17 @@ def _picture(lines: Sequence[overview.Line], metric: str) -> str:
         draw_line(axes, line.x, line.mean, line.low, line.high, line.label)
     if any(line.label for line in lines):
         figure.legend(loc="outside right upper", fontsize="small", frameon=False)
+    return encoded(figure, metric)
+
+
+def encoded(figure: "Figure", salt: str) -> str:
+    """The figure as an SVG in base64, the same each time for one `salt`."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     write_plainly(figure)
     written = io.BytesIO()
-    with rc_context({"svg.hashsalt": metric}):  # the same picture each time
+    with rc_context({"svg.hashsalt": salt}):
         FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})
     return base64.b64encode(written.getvalue()).decode("ascii")
 

@@ -1,0 +1,135 @@
+"""Statistics by layer over the steps of one run, from its statistics.jsonl, as heat maps."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.files import reading
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FILE = "statistics.jsonl"
+MOST_COLUMNS = 400
+"""Steps that are drawn; of more, every n-th."""
+_LABELS = 64
+"""Most rows that are each named."""
+_NONFINITE = "#b42318"
+_ZERO = "#e3e6ea"
+
+
+@dataclass
+class Layers:
+    """One number for each layer and step: None where it is not finite."""
+
+    title: str
+    values: dict[str, dict[int, float | None]] = field(default_factory=dict)
+    """By layer, in the order of the model, and by step."""
+
+    def add(self, name: str, step: int, value: float | None) -> None:
+        """A later number for the same step replaces the earlier one."""
+        self.values.setdefault(name, {})[step] = value
+
+    def steps(self) -> list[int]:
+        """All steps, or every n-th and the last."""
+        steps = sorted({step for of_layer in self.values.values() for step in of_layer})
+        every = math.ceil(len(steps) / MOST_COLUMNS)
+        return steps[::-every][::-1] if every > 1 else steps
+
+
+def read(run: Path) -> tuple[list[Layers], list[str]]:
+    """What the save directory `run` noted of its layers, and warnings for lines that are no records.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    kinds = {title: Layers(title) for title, _, _ in _KINDS}
+    wrong = 0
+    try:
+        with reading(run / FILE), open(run / FILE, "rb") as file:
+            for line in file:
+                record = _record(line)
+                if record is None:
+                    wrong += line.endswith(b"\n")  # a last line without it is being written
+                    continue
+                for title, fits, number in _KINDS:
+                    if fits(record):
+                        kinds[title].add(record["name"] or "model", record["step"], record.get(number))
+    except FileNotFoundError:
+        pass
+    warnings = [f"{run / FILE}: {wrong} of its lines are no records of statistics and are left out."] if wrong else []
+    return [layers for layers in kinds.values() if layers.values], warnings
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    fits = isinstance(record, dict) and type(record.get("step")) is int and isinstance(record.get("name"), str)
+    numbers = (None if not fits else record.get(name) for name in ("abs_var_mean", "update_rate"))
+    return record if fits and all(number is None or isinstance(number, int | float) for number in numbers) else None
+
+
+def _of(context: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda record: record.get("context") == context and "type" not in record
+
+
+_KINDS = (
+    ("Gradients: mean |g|", _of("hp_grad"), "abs_var_mean"),
+    ("Weights: mean |w|", _of("hp"), "abs_var_mean"),
+    ("Update ratio: |update| / |w|", _of("effective_update"), "update_rate"),
+    ("Adam: mean of exp_avg_sq", _of("exp_avg_sq"), "abs_var_mean"),
+    ("Activations: mean |output|", lambda record: "type" in record and record.get("context") in ("output", "output[0]"), "abs_var_mean"),
+)
+
+
+def drawn(layers: Layers) -> "Figure":
+    """A heat map: a row for each layer, a column for each step, colours by magnitude; zero is grey, what is not finite is red."""
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    steps, names = layers.steps(), list(layers.values)
+    table = np.array([[_number(of_layer.get(step, 0.0)) for step in steps] for of_layer in layers.values.values()])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log10(np.abs(table))
+    usual = logs[np.isfinite(logs)]
+    low, high = (float(usual.min()), float(usual.max())) if usual.size else (0.0, 0.0)
+    logs[np.isneginf(logs)] = low - 1  # imshow takes infinity for a number that is missing
+    figure = Figure(figsize=(10, min(9.0, 1.4 + 0.12 * len(names))), layout="constrained")
+    axes = figure.add_subplot()
+    colours = colormaps["viridis"].with_extremes(bad=_NONFINITE, under=_ZERO)
+    image = axes.imshow(logs, aspect="auto", interpolation="nearest", cmap=colours, vmin=low, vmax=max(high, low + 1e-6))
+    every = math.ceil(len(names) / _LABELS)
+    axes.set_yticks(range(0, len(names), every), [_short(name) for name in names[::every]], fontsize=5)
+    places = sorted({round(place) for place in np.linspace(0, len(steps) - 1, min(8, len(steps)))})
+    axes.set_xticks(places, [str(steps[place]) for place in places], fontsize=7)
+    axes.set_xlabel("step", fontsize=8)
+    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01)
+    bar.set_label("power of ten", fontsize=7)
+    bar.ax.tick_params(labelsize=6)
+    return figure
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _short(name: str, most: int = 48) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def notable(kinds: Iterable[Layers], most: int = 3) -> list[tuple[str, str, str]]:
+    """(what, layer, number at the last step) of the layers with the largest numbers, those that are not finite first."""
+    rows = []
+    for layers in kinds:
+        last = layers.steps()[-1]
+        at_last = [(name, of_layer[last]) for name, of_layer in layers.values.items() if last in of_layer]
+        at_last.sort(key=lambda entry: math.inf if entry[1] is None else entry[1], reverse=True)
+        what = f"{layers.title}, step {last}"
+        rows += [(what, name, "not finite" if value is None else f"{value:.3g}") for name, value in at_last[:most]]
+    return rows

@@ -1,0 +1,210 @@
+"""One run as one HTML file that opens offline: curves, speed, layers and events: `python -m results.run_page RUN [-o FILE]`."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from results import layers, markup, overview, report
+from results.diff import resolve
+from results.plot import PLOTS
+from results.table import RUNS
+from src.errors import UserError
+from src.experiments import ledger
+from src.experiments.saved import flat, read_exp_dict, read_status, state_of
+from src.experiments.scores import SCORES, Scores
+from src.files import reading, write_atomic, writing
+
+PERF = "perf.jsonl"
+MOST_EVENTS = 200
+_OF_EVENT = ("event", "when", "who", "id")
+_NAMED = {
+    "grad_norm": "gradient norm before clipping",
+    "clip_rate": "share of clipped steps",
+    "learning_rate": "learning rate",
+    "skipped_steps": "skipped steps",
+    "tokens_per_second": "tokens per second",
+    "mfu": "MFU",
+    "model_flops_per_second": "model FLOP per second",
+    "data_wait_rate": "share of time waiting for data",
+    "data_wait_seconds": "seconds waiting for data",
+    "peak_memory_bytes": "peak GPU memory, bytes",
+    "peak_host_memory_bytes": "peak host memory, bytes",
+    "watts": "watts",
+}
+"""Panels with one line, in their order, and what stands above them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page and print its path. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        run = Path(options.run) if Path(options.run).is_dir() else options.runs / resolve(options.runs, options.run)
+        output = options.output or PLOTS / f"{run.resolve().name}.html"
+        written = render(run)
+        with writing(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(output, written)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(output)
+    return 0
+
+
+def render(run: Path) -> str:
+    """The page of the save directory `run`.
+
+    Raises:
+        UserError: it is no save directory, or what must be read of it cannot be.
+    """
+    exp, status = read_exp_dict(run), read_status(run)
+    rows = Scores(run / SCORES, read_only=True).rows()
+    perf, warnings = read_perf(run)
+    kinds, wrong = layers.read(run)
+    body = "".join(
+        [
+            _header(run, status, rows),
+            report.section("", markup.warnings(warnings + wrong), "warned"),
+            report.section("Losses", _panels({"loss": _named(rows, _is_loss)}, size=(10, 3.6)) if rows else ""),
+            report.section("Training", _grid(rows, perf)),
+            report.section("Loss by source", _panels({"by source": _named(perf, lambda name: name.startswith("loss/"))}, size=(10, 3.2))),
+            report.section("Other scores", _grid_of({name: _named(rows, name.__eq__) for name in _others(rows)})),
+            report.section("Layers", _layers(kinds)),
+            report.section("Events", _events(run)),
+            report.section("Experiment", markup.plain_table(("key", "value"), [(k, overview.spelled(v)) for k, v in flat(exp).items()])),
+        ]
+    )
+    return report.page(f"Run {run.resolve().name[:8]}", body)
+
+
+def read_perf(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of perf.jsonl in the order of their steps, and a warning where lines are none. Of a step made twice the later row counts.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    path, by_step, wrong = run / PERF, {}, 0
+    try:
+        with reading(path):
+            lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return [], []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            by_step[row["step"]] = row
+        else:
+            wrong += 1
+    return [by_step[step] for step in sorted(by_step)], [f"{path}: {wrong} of its lines are no rows and are left out."] if wrong else []
+
+
+Line = tuple[list[int], list[float]]
+
+
+def _named(rows: Sequence[Mapping[str, Any]], fits: Any) -> dict[str, Line]:
+    """Steps and values of each column whose name fits; a value that is no number is left out of its line."""
+    lines: dict[str, Line] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step" and fits(name) and isinstance(value, int | float) and math.isfinite(value):
+                steps, values = lines.setdefault(name, ([], []))
+                steps.append(row["step"])
+                values.append(value)
+    return lines
+
+
+def _is_loss(name: str) -> bool:
+    return name.endswith("loss")
+
+
+def _others(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in names if name not in ("step", "tokens", *_NAMED) and not _is_loss(name)]
+
+
+def _grid(rows: Sequence[Mapping[str, Any]], perf: Sequence[Mapping[str, Any]]) -> str:
+    return _grid_of({told: _named(rows, name.__eq__) or _named(perf, name.__eq__) for name, told in _NAMED.items()})
+
+
+def _grid_of(panels: Mapping[str, Mapping[str, Line]]) -> str:
+    found = _panels(panels, size=(5, 2.3))
+    return f'<div class="panels">{found}</div>' if found else ""
+
+
+def _panels(panels: Mapping[str, Mapping[str, Line]], size: tuple[float, float]) -> str:
+    """A picture for each panel that has a line."""
+    return "".join(_figure(title, _curves(title, lines, size)) for title, lines in panels.items() if lines)
+
+
+def _figure(title: str, picture: str) -> str:
+    return (
+        f'<figure><figcaption>{markup.escaped(title)}</figcaption><img alt="{markup.escaped(title)} over steps" '
+        f'src="data:image/svg+xml;base64,{picture}"></figure>'
+    )
+
+
+def _curves(title: str, lines: Mapping[str, Line], size: tuple[float, float]) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("step", fontsize=8)
+    axes.tick_params(labelsize=7)
+    for name, (steps, values) in lines.items():
+        axes.plot(steps, values, label=f" {name}", linewidth=1.3, marker="o" if len(steps) < 20 else None, markersize=3)
+    if len(lines) > 1:
+        figure.legend(loc="outside right upper", fontsize="small", frameon=False)
+    return report.encoded(figure, title)
+
+
+def _layers(kinds: Sequence[layers.Layers]) -> str:
+    if not kinds:
+        return ""
+    pictures = [_figure(kind.title, report.encoded(layers.drawn(kind), kind.title)) for kind in kinds]
+    note = markup.note("Largest first; grey is zero, red is not finite.")
+    return note + markup.plain_table(("what", "layer", "number"), layers.notable(kinds)) + "".join(pictures)
+
+
+def _events(run: Path) -> str:
+    events = ledger.read(run)
+    told = [(event.get("when", ""), event.get("event", ""), event.get("who", ""), _facts(event)) for event in events[-MOST_EVENTS:]]
+    more = f"The first {len(events) - MOST_EVENTS} events are left out." if len(events) > MOST_EVENTS else ""
+    return markup.note(more) + markup.plain_table(("when", "event", "who", "what"), told) if told else ""
+
+
+def _facts(event: Mapping[str, Any]) -> str:
+    return "\n".join(f"{key}: {overview.spelled(value)}" for key, value in event.items() if key not in _OF_EVENT)
+
+
+def _header(run: Path, status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    state = state_of(run, status)
+    step, steps = rows[-1]["step"] if rows else status.get("step"), status.get("steps")
+    place = f"step {step} of {steps}" if step is not None and steps is not None else f"step {step}" if step is not None else "no steps yet"
+    reason = status.get("reason")
+    return (
+        f"<header><h1>Run {markup.escaped(run.resolve().name)}</h1>"
+        f'<div class="where">{markup.escaped(run)} · {markup.escaped(place)} · written {now}</div>'
+        f'<div class="chips">{markup.chip(state, state)}</div>{f"<p>{markup.escaped(reason)}</p>" if reason else ""}</header>\n'
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m results.run_page", description=__doc__)
+    parser.add_argument("run", help="save directory, or the beginning of an id")
+    parser.add_argument("--runs", type=Path, default=RUNS, help=f"folder in which the id is looked for (default: {RUNS})")
+    parser.add_argument("-o", "--output", type=Path, help=f"the file (default: {PLOTS}/ID.html)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
