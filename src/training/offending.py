@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from src.experiments.branches import Branch
 from src.files import write_atomic, writing
 from src.training import order
 
@@ -32,13 +33,15 @@ Key = tuple[int, int]
 """(epoch, index): what `sample` of the data set is asked for."""
 
 
-def read(dataset: Any, seed: int, share: order.Share, position: int) -> tuple[list[Mapping[str, "Tensor"]], list[list[Key]]]:
-    """The micro-batches of this process in the step after `position` steps of data, read again, and their keys.
+def read(
+    dataset: Any, seed: int, share: order.Share, step: int, branches: Sequence[Branch] = ()
+) -> tuple[list[Mapping[str, "Tensor"]], list[list[Key]]]:
+    """The micro-batches of this process in optimizer step number `step` (counted from 1), read again, and their keys.
 
     `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`.
     """
     count = share.per_step // share.micro_batch // share.world_size
-    keys = list(islice(order.micro_batches(seed, len(dataset), position, share), count))
+    keys = list(islice(order.micro_batches(seed, len(dataset), step - 1, share, branches), count))
     return [dataset.collate([dataset.sample(*key) for key in micro_batch]) for micro_batch in keys], keys
 
 

@@ -12,6 +12,7 @@ import torch
 from src.data import tokenizers
 from src.data.collate import pad_chunks, pad_tokens
 from src.errors import RunError
+from src.experiments.branches import Branch
 from src.training import loader, offending, order
 from src.training.config import LoopConfig
 from tests import toy
@@ -62,16 +63,21 @@ def test_documents_and_their_text(tmp_path: Path, tokenizer: Any):
 
 
 def test_the_batch_read_again_is_the_one_that_the_step_was_given(tokenizer: Any):
-    """Over two processes, from a step in the second epoch."""
+    """By one process and by two, in the fourth step, which is in the second epoch."""
     config = LoopConfig(steps=9, sequences_per_step=8, micro_batch=2, learning_rate=1.0, eval_every=9)
     documents = Documents(tokenizer)
     given = next(loader.steps(documents, config, 5, 3, torch.device("cpu"))).batches
-    again, keys = offending.read(documents, 5, order.Share(8, 2, 0, 1), 3)
+    again, keys = offending.read(documents, 5, order.Share(8, 2, 0, 1), 4)
     assert len(given) == len(again) == len(keys) == 4
     assert all(torch.equal(a[name], b[name]) for a, b in zip(given, again, strict=True) for name in b)
-    halves = [offending.read(documents, 5, order.Share(8, 2, rank, 2), 3)[1] for rank in (0, 1)]
+    halves = [offending.read(documents, 5, order.Share(8, 2, rank, 2), 4)[1] for rank in (0, 1)]
     assert halves == [keys[0::2], keys[1::2]]
     assert [key for rows in keys for key in rows] == list(islice(order.samples(5, 16, 24), 8))
+    passed_over = [Branch(number=1, from_step=2, data="skip:3")]
+    assert (
+        offending.read(documents, 5, order.Share(8, 2, 0, 1), 7)[1]
+        == offending.read(documents, 5, order.Share(8, 2, 0, 1), 4, passed_over)[1]
+    )
 
 
 def test_contexts_stand_beside_the_text_and_missing_chunks_are_left_out(tmp_path: Path, tokenizer: Any):
