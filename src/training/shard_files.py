@@ -49,7 +49,7 @@ class OptimizerShard:
                 order = [number for group in state["param_groups"] for number in group["params"]]
                 entries = [state["state"].get(number, {}) for number in order]
             self.states = [{key: _entry(file, value) for key, value in entry.items()} for entry in entries]
-            self.steps = [_number(entry["step"]) for entry in self.states if "step" in entry]
+            self.steps = ", ".join(sorted({f"{_number(entry['step']):g}" for entry in self.states if "step" in entry})) or "no"
             if len(self.states) != len(self.weights):
                 raise CheckpointError(f"{file}: {len(self.weights)} vectors of weights, {len(self.states)} of the optimizer.")
 

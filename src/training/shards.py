@@ -127,7 +127,7 @@ def _assemble(folder: Path, step: int, optimizers: list[OptimizerShard], models:
     first, stage = models[0], optimizers[0].stage
     trained: dict[str, Stored] = {}
     moments: dict[str, dict[str, Stored]] = {}
-    for name, shape, place in _places(stage, first, optimizers):
+    for name, shape, place in list(_places(stage, first, optimizers)):
         trained[name] = place.tensor(shape, optimizers, None)
         entries = optimizers[0].states[place.group]
         moments[name] = {key: value if value.shape == () else place.tensor(shape, optimizers, key) for key, value in entries.items()}
