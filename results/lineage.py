@@ -41,7 +41,7 @@ def table(found: Lineage) -> str:
     rows = [("experiment", "group", "recipe", "state", "step", "score", "parents")]
     for node in _ancestors_first(found):
         parents = ", ".join(f"{_short(e.parent)} {e.checkpoint} ({found.nodes[e.parent].state})" for e in found.parents(node.exp_id))
-        step = "-" if node.step is None else str(node.step)
+        step = " ".join(text for text in ("-" if node.step is None else str(node.step), _branch(node)) if text)
         rows.append((_short(node.exp_id), node.group or "-", node.recipe or "-", node.state, step, _score(node) or "-", parents or "-"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows)
@@ -132,7 +132,13 @@ def _score(node: Node) -> str:
 
 
 def _label(node: Node) -> list[str]:
-    return [text for text in (_short(node.exp_id), node.group, f"{node.recipe} {node.state}".strip(), _score(node)) if text]
+    told = (_short(node.exp_id), node.group, f"{node.recipe} {node.state}".strip(), _branch(node), _score(node))
+    return [text for text in told if text]
+
+
+def _branch(node: Node) -> str:
+    """Where a run that was rewound left what it had been: its parent is itself, up to that step."""
+    return f"(branch {node.branches[-1][0]} from step {node.branches[-1][1]})" if node.branches else ""
 
 
 def _line(node: Node) -> str:

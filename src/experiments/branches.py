@@ -146,10 +146,12 @@ def learning_rate(base: Callable[[int], float], branches: Sequence[Branch]) -> C
             rate = _scaled(rate, first, change.factor)
         elif change.value is not None:
             if rate(first) == 0:
-                raise ConfigError(
+                error = ConfigError(
                     f"branch {branch.number}: the schedule's learning rate is 0 after step {first}, so none can be derived from "
-                    f"--lr ={change.value:g}. Go back to another step, or change it with --lr xFACTOR."
+                    f"--lr ={change.value:g}. Undo the rewind, and go back to another step or use --lr xFACTOR."
                 )
+                error.everywhere = True  # the branches are the same on every rank
+                raise error
             rate = _valued(rate, first, change.value)
     if not holds:
         return rate

@@ -8,7 +8,7 @@ from typing import Any
 
 from src.config import Places
 from src.errors import ConfigError, DataError, UserError
-from src.experiments import references, results
+from src.experiments import branches, references, results
 from src.experiments.plan import Planned
 from src.experiments.saved import read_exp_dict, read_status
 
@@ -27,6 +27,8 @@ class Node:
     """The last value of each headline score; None: it was never finite."""
     reason: str = ""
     """Why it is failed, stopped, missing or damaged, as far as that is noted."""
+    branches: tuple[tuple[int, int], ...] = ()
+    """(number, step) of each point where it went on otherwise than it had begun, after a rewind; the oldest first."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def _node(runs: Path, row: results.Row) -> Node:
     recipe = row.get("recipe", "")
     scores = {name: row[name] for name in results.headline(row.scores)}
     reason = "" if row["state"] in ("done", "haven") else str(read_status(runs / row["exp_id"]).get("reason", ""))
-    return Node(row["exp_id"], row["state"], row["group"], str(recipe), row["step"], scores, reason)
+    begun = tuple((branch.number, branch.from_step) for branch in branches.read(runs / row["exp_id"]))
+    return Node(row["exp_id"], row["state"], row["group"], str(recipe), row["step"], scores, reason, begun)
 
 
 def _absent(runs: Path, parent: str, warnings: Iterable[str]) -> Node:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from results import lineage
 from src.experiments import branches, checkpoints, journal, ledger
 from src.experiments.identity import exp_id
 from src.experiments.lease import Lease
@@ -514,3 +515,13 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_stops_nothing(run: Path):
     shutil.rmtree(checkpoints.folder(run, 20))
     assert tell(run, "rewind", "--to", "30") == 0
     assert steps(run / "checkpoints") == [10, 30]
+
+
+def test_lineage_shows_where_a_rewound_run_comes_from(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert tell(run, "rewind", "--to", "30") == 0
+    capsys.readouterr()
+    for form in ("table", "tree", "mermaid", "dot"):
+        assert lineage.main([str(run.parent), "--format", form]) == 0
+        assert "(branch 1 from step 30)" in capsys.readouterr().out
+    assert lineage.main([str(run.parent), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nodes"][0]["branches"] == [[1, 30]]
