@@ -27,8 +27,6 @@ Kind = Literal["non_finite", "loss_spike", "loss_drift", "grad_norm", "skipped"]
 SEVERITY: tuple[Action, ...] = ("warn", "save_batch", "skip_batch", "rewind", "stop")
 """Of several actions at one step the last of these is done. It includes to warn, and all but "warn" save the batch."""
 MOST_SUSPECTS = 8
-LEAST = 2
-"""Values before the first judgement."""
 NORMAL = 1.4826
 """Standard deviations in one MAD of a normal distribution."""
 
@@ -175,7 +173,7 @@ class Detector:
 
     def _spike(self, step: int, loss: float) -> list[Finding]:
         watch, config = self.losses, self.config
-        if len(watch.values) < LEAST:
+        if not watch.values:
             watch.rose(step, loss, math.inf)
             return []
         level = _median(watch.values[-(config.window // 4) :])
@@ -207,7 +205,7 @@ class Detector:
 
     def _explosion(self, step: int, norm: float) -> list[Finding]:
         watch, ratio = self.norms, self.config.grad_norm_ratio
-        middle = _median(watch.values) if len(watch.values) >= LEAST else 0.0
+        middle = _median(watch.values) if watch.values else 0.0
         unit = middle * _distrust(len(watch.values)) if middle > 0 else math.inf  # 0: nobody measures it
         if not watch.rose(step, norm, ratio * unit, ratio**2 * unit):
             return []

@@ -116,6 +116,12 @@ def test_a_jump_in_the_third_step_of_a_training_fires():
     assert seen([12.44, 12.45, 41.03, 43.06, 38.14, 33.69, 31.23, 25.64]) == [("loss_spike", 3, 5)]
 
 
+def test_a_training_that_diverges_in_its_second_step_fires_though_there_is_but_one_value_to_judge_by():
+    """As a tiny model does with learning rate 5. A first batch that happens to be easy is no divergence."""
+    assert seen([3.656, 345.3, 685.0, 1185.3, 1279.1, 1214.9, 1385.1]) == [("loss_spike", 2, 4)]
+    assert seen([1.0, 2.0, 2.1, 1.9, 2.0, 2.2, 2.0, 1.8, 2.1, 2.0]) == []
+
+
 @pytest.mark.parametrize("noise", [0.01, 0.05, 0.2])
 def test_a_slow_divergence_fires(noise: float):
     """0.1 % a step: no step stands out from those before it."""
