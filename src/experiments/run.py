@@ -32,6 +32,8 @@ class Options:
     """Settings of DeepSpeed ZeRO; None: every process has the whole model."""
     fsdp: bool = False
     """Whether the processes share the model (FSDP2)."""
+    statistics_every: int = 50
+    """Optimizer steps between the records of statistics.jsonl; 0: there are none."""
 
 
 @dataclass(frozen=True)

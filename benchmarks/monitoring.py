@@ -1,0 +1,85 @@
+"""What monitoring costs: tokens/s of `fit` with the statistics of the default interval against none, in one process.
+
+    python -m benchmarks.monitoring [--rounds 5] [--every 50] [--hidden_size 256]
+
+Each training makes twice `every` steps; the second half, with one step whose statistics are due, is measured. Rounds alternate, so that
+a slow moment of the machine falls on both; the median ratio counts. Both must end with the same weights, bit for bit. Seconds of the
+processor are told besides, which other programs on the machine disturb less.
+"""
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import exp_configs
+from src.config import Places
+from src.data import tokenizers
+from src.experiments.grid import set_path
+from src.experiments.run import Options, Run
+from src.experiments.rundir import RunDir
+from src.registry import load_experiment, resolved
+from src.training.checkpoint import About
+from src.training.loop import Task, fit
+from src.training.loss import causal_lm_loss
+from src.training.monitor import DEFAULT_EVERY
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def trained(exp: dict[str, Any], data: Path, every: int, rows: int) -> tuple[torch.nn.Module, float, float]:
+    """The model, tokens/s of the steps since the last row but one, and seconds of the processor for all."""
+    recipe = load_experiment(exp, "benchmark")
+    config: Any = recipe.config
+    with tempfile.TemporaryDirectory() as folder:
+        places = Places(data, Path(folder))
+        torch.manual_seed(0)
+        model = config.model(places)
+        tokenizer = tokenizers.load(model.name_or_path)
+        train = config.data(places, tokenizer, "train", config.seed)
+        with RunDir.open(places.runs, exp, resolved(recipe, key="recipe")) as run_dir:
+            run = Run(run_dir, places, Options(log_every=rows, statistics_every=every))
+            task = Task(model, About({}, tokenizer), train, {}, causal_lm_loss, lambda _: {"val_loss": 0.0})
+            began = time.process_time()
+            fit(task, run, config.loop, config.seed)
+            seconds = time.process_time() - began
+            assert (run.path / "statistics.jsonl").exists() == bool(every)
+            return model, json.loads((run_dir.path / "perf.jsonl").read_text().splitlines()[-1])["tokens_per_second"], seconds
+
+
+def main() -> None:
+    """Print one line per round and the median ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--every", type=int, default=DEFAULT_EVERY)
+    parser.add_argument("--hidden_size", type=int, default=256)
+    parser.add_argument("--data_path", type=Path, default=ROOT / "results" / "data")
+    args = parser.parse_args()
+    logging.disable(logging.INFO)
+    torch.set_num_threads(1)
+    exp = exp_configs.BASE_TINY
+    changes = {"loop.steps": 2 * args.every, "loop.eval_every": 2 * args.every, "model.hidden_size": args.hidden_size}
+    for path, value in changes.items():
+        exp = set_path(exp, path, value, True)
+    ratios, seconds = [], []
+    print("round   without tokens/s   with tokens/s   ratio   ratio of processor seconds")
+    for i in range(args.rounds):
+        found: dict[int, Any] = {}
+        for every in (0, args.every) if i % 2 else (args.every, 0):
+            found[every] = trained(exp, args.data_path, every, args.every)
+        same = all(torch.equal(a, b) for a, b in zip(found[0][0].parameters(), found[args.every][0].parameters(), strict=True))
+        assert same, "monitoring must change no bit"
+        ratios.append(found[args.every][1] / found[0][1])
+        seconds.append(found[0][2] / found[args.every][2])
+        print(f"{i:>5}   {found[0][1]:>16,.0f}   {found[args.every][1]:>13,.0f}   {ratios[-1]:.3f}   {seconds[-1]:.3f}", flush=True)
+    print(f"median ratio {statistics.median(ratios):.3f}, of processor seconds {statistics.median(seconds):.3f} (target: at least 0.98)")
+
+
+if __name__ == "__main__":
+    main()
