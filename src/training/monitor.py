@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from src import distributed
+from src.experiments.run import Options
 from src.training import activations, statistics, weight_statistics
 from src.training.activations import Activation
 from src.training.callbacks import statistics as file
 from src.training.per_source import PerSource
 from src.training.weight_statistics import Measured
 
-DEFAULT_EVERY = 50
+DEFAULT_EVERY = Options().statistics_every
 log = logging.getLogger(__name__)
 
 

@@ -76,9 +76,7 @@ def main() -> None:
         assert [(item.name, item.context) for item in shared] == [(item.name, item.context) for item in whole]
         assert len(whole) == 4 * 5
         for one, other in zip(shared, whole, strict=True):
-            torch.testing.assert_close(
-                one.sums, other.sums, rtol=1e-9, atol=0, msg=lambda text, one=one: f"{one.name} {one.context}: {text}"
-            )
+            assert torch.allclose(one.sums, other.sums, rtol=1e-9, atol=0), f"{one.name} {one.context}: {one.sums} {other.sums}"
 
 
 if __name__ == "__main__":
