@@ -130,7 +130,8 @@ def work(unit: Unit, siblings: Sequence[Unit], retry: bool = False, stale_second
         if now.state != "ready":
             return now
         _record(unit, lease, Attempt(unit.folder, begun + 1), adopted=False)
-        return standing(unit, siblings, ours=True)
+        now = standing(unit, siblings, ours=True)
+        return Standing("later", "at the next look") if now.state == "ready" else now  # it failed, and may be tried again at once
     finally:
         lease.release()
 

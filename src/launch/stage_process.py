@@ -8,8 +8,9 @@ import fcntl
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,20 +58,21 @@ def run(attempt: Attempt, command: str, timeout_seconds: float, check: Callable[
     with writing(attempt.folder):
         lock = os.open(attempt.file("lock"), os.O_RDWR | os.O_CREAT, 0o666)
     began = time.monotonic()
-    try:
+    with contextlib.ExitStack() as late:
+        late.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with writing(attempt.folder), open(attempt.file("log"), "ab") as log:
+        with writing(attempt.folder), open(attempt.file("log"), "ab") as log, _signals_wait() as pending:
             process = subprocess.Popen(
                 ["/bin/sh", "-c", _SCRIPT, "stage", command, str(attempt.file("exit")), str(attempt.file("pid"))],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=(lock,),
+                pass_fds=(lock,),  # it has its own hold on the lock
             )
-    finally:
-        os.close(lock)  # the process has its own hold on it
     try:
+        for number in pending:
+            os.kill(os.getpid(), number)
         while process.poll() is None:
             check()
             if time.monotonic() - began > timeout_seconds:
@@ -85,6 +87,25 @@ def run(attempt: Attempt, command: str, timeout_seconds: float, check: Callable[
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return End(process.returncode, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[list[int]]:
+    """Signals that would end this process are collected within the block: none may come between a start and the note of its pid."""
+    pending: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield pending
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if callable(handler):
+            signal.signal(number, lambda number, _: pending.append(number))
+    try:
+        yield pending
+    finally:
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, handler)
 
 
 def adopt(attempt: Attempt, timeout_seconds: float, check: Callable[[], object]) -> End:
