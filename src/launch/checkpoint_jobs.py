@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -149,7 +149,7 @@ def _record(unit: Unit, lease: Lease, attempt: Attempt, adopted: bool) -> None:
             end = stage_process.adopt(attempt, unit.trials.timeout_seconds, lease.confirm)
             end = checkpoint_stages.conclude(unit, end) if end.exit_code == 0 else end
         else:
-            end = checkpoint_stages.act(unit, attempt, lease.confirm)
+            end = replace(checkpoint_stages.act(unit, attempt, lease.confirm), seconds=time.monotonic() - began)
         result = "ok" if end.exit_code == 0 else "interrupted" if end.exit_code is None and adopted else "failed"
     except UserError as error:
         lease.confirm()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -265,9 +264,10 @@ SCANNER = """
 import sys
 from pathlib import Path
 from src.launch import events
+events.scan(Path(sys.argv[1]), [Path(sys.argv[2])])
+print("looked", flush=True)
 while True:
     events.scan(Path(sys.argv[1]), [Path(sys.argv[2])])
-    print("looked", flush=True)
 """
 
 
@@ -276,22 +276,29 @@ def test_scanners_at_once_and_killed_at_any_moment_note_each_event_once(world: W
     far = "step\n" * (events.SAME_INCIDENT // 5 + 1)
     command = [sys.executable, "-c", SCANNER, str(world.run), str(world.log)]
     world.write("begins\n")
-    scanners = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(2)]
+
+    def started() -> subprocess.Popen[bytes]:
+        scanner = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert scanner.stdout is not None
+        assert scanner.stdout.readline() == b"looked\n"
+        return scanner
+
+    scanners = [started() for _ in range(2)]
     try:
-        for i in range(30):
+        for i in range(60):
             world.write(far + f"{NODE} {i}\n")
-            time.sleep(0.02)
-            if i % 5 == 4:
+            time.sleep(0.01)
+            if i % 10 == 9:
                 victim = scanners.pop(0)
-                victim.send_signal(signal.SIGKILL)
-                victim.wait()
-                scanners.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+                victim.kill()
+                victim.communicate()
+                scanners.append(started())
     finally:
         for scanner in scanners:
             scanner.kill()
-            scanner.wait()
+            scanner.communicate()
     world.scan()
-    assert [event["line"] for event in world.noted()] == [f"{NODE} {i}" for i in range(30)]
+    assert [event["line"] for event in world.noted()] == [f"{NODE} {i}" for i in range(60)]
 
 
 def test_nothing_is_written_where_there_is_no_log(world: World):
