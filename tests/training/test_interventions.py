@@ -525,3 +525,19 @@ def test_lineage_shows_where_a_rewound_run_comes_from(run: Path, capsys: pytest.
         assert "(branch 1 from step 30)" in capsys.readouterr().out
     assert lineage.main([str(run.parent), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["nodes"][0]["branches"] == [[1, 30]]
+
+
+def test_undo_brings_back_the_checkpoint_that_a_stop_before_the_first_step_replaced(run: Path):
+    before = state(run)
+    assert tell(run, "rewind", "--to", "30", "--reset-optimizer") == 0
+    save(run, 30, "without moments", best=20)
+    assert tell(run, "undo") == 0
+    assert state(run) == before
+    assert (run / "abandoned/branch-2/checkpoints/step-00000030/model.safetensors").read_text() == "without moments at 30"
+
+
+def test_a_number_is_not_given_again_when_what_was_left_is_deleted_by_hand(run: Path):
+    assert tell(run, "rewind", "--to", "30", "--data", "reshuffle") == 0
+    shutil.rmtree(run / "abandoned")
+    assert tell(run, "rewind", "--to", "30", "--data", "reshuffle") == 0
+    assert [branch.number for branch in branches.read(run)] == [2]
