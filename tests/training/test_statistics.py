@@ -254,6 +254,17 @@ def test_due_steps_have_every_tensor_once(places: Places, tmp_path: Path):
     assert {"", "transformer.h.2.attn", "lm_head"} <= modules
 
 
+def test_only_the_last_pass_of_a_due_step_is_hooked(tmp_path: Path):
+    layer = nn.Linear(2, 2)
+    watching = Monitor(tmp_path, layer, 2)
+    hooked = []
+    for step, last in ((1, True), (2, False), (2, True), (3, True)):
+        watching.before_step(step)
+        with watching.forward({}, last):
+            hooked.append(bool(layer._forward_hooks))
+    assert hooked == [False, False, True, False]
+
+
 def test_none_are_written_where_none_are_due(places: Places, tmp_path: Path):
     for every in (0, 5):
         list(train(places, Monitor(tmp_path, nn.Identity(), every)))
