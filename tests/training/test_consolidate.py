@@ -148,6 +148,14 @@ def test_any_sizes_on_any_number_of_processes(tmp_path: Path, stage: int, world:
     assert facts["tensors"] == digests
 
 
+def test_parameters_may_lie_apart(tmp_path: Path):
+    weights = numbers(*SMALL)
+    state = shard_sets.write(tmp_path / "in", 2, 3, weights, gap=3)
+    consolidate(tmp_path / "in", Export(tmp_path / "out"))
+    same(load_file(tmp_path / "out" / "model.safetensors"), weights)
+    same(load_file(tmp_path / "out" / "optimizer.safetensors"), state)
+
+
 def test_bfloat16_is_rounded_as_torch_rounds(tmp_path: Path):
     weights = numbers((64, 33))
     shard_sets.write(tmp_path / "in", 3, 2, weights)
