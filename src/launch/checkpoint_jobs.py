@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from src.errors import ConfigError, RunError, UserError
-from src.experiments import checkpoints
+from src.experiments import branches, checkpoints
 from src.experiments.lease import BEAT_SECONDS, STALE_SECONDS, Lease, holder_is_dead
 from src.experiments.processes import this_process
 from src.experiments.saved import read_status
@@ -57,12 +57,17 @@ def units(run: Path, plan: Plan) -> list[list[Unit]]:
         step = checkpoints.step_of(checkpoint)
         meant = (rules.every and step % rules.every == 0) or (rules.best and step == best) or (rules.last and step == last)
         if meant and defect(checkpoint, hashes=False) is None:
-            chosen.append((checkpoint, checkpoint_stages.branch_of(run, step)))
+            chosen.append((checkpoint, _branch(run, step)))
     tasks = {stage: [None] if stage != "evaluate" or plan.evaluate is None else list(plan.evaluate.tasks) for stage in plan.stages}
     return [
         [Unit(run, checkpoint, branch, stage, task, plan) for stage in plan.stages for task in tasks[stage]]
         for checkpoint, branch in chosen
     ]
+
+
+def _branch(run: Path, step: int) -> int:
+    """Number of the last branch that step `step` was made under; 0 where there is none."""
+    return max(branches.passed(branches.read(run), step), default=0)
 
 
 def standing(unit: Unit, siblings: Sequence[Unit], retry: bool = False, ours: bool = False) -> Standing:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
-from src.experiments import branches, checkpoints
+from src.experiments import checkpoints
 from src.experiments.lease import guarded
 from src.experiments.saved import read_status
 from src.files import defect, new_directory, read_json, sha256, write_json, writing
@@ -94,15 +94,6 @@ class Unit:
         return template.format(**{name: shlex.quote(str(value)) for name, value in values.items()})
 
 
-def branch_of(run: Path, step: int) -> int:
-    """Number of the last branch that step `step` was made under; 0 where there is none.
-
-    Raises:
-        RunError: branch.json is damaged.
-    """
-    return max(branches.passed(branches.read(run), step), default=0)
-
-
 def command(unit: Unit) -> str:
     """What the stage runs, for people to read."""
     if unit.stage == "upload" and unit.plan.upload is not None and unit.plan.upload.to is not None:
@@ -127,7 +118,8 @@ def scores_of(unit: Unit) -> dict[str, Any] | None:
 def result_holds(unit: Unit) -> bool:
     """Whether what the stage made is still there, as far as the later ones need it."""
     if unit.stage == "convert":
-        return defect(unit.converted, hashes=False) is None
+        # A clean-up that was cut short has deleted it first, and verified that it lies elsewhere.
+        return defect(unit.converted, hashes=False) is None or stage_process.last_begun(unit.folder.parent / "clean_up") > 0
     return unit.task is None or scores_of(unit) is not None
 
 

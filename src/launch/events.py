@@ -80,7 +80,7 @@ def note_once(run: Path, event: Mapping[str, Any]) -> bool:
 
 
 def latest(run: Path, attempt: int) -> Event | None:
-    """The last warning or error of the start `attempt` that is not over; None where there is none.
+    """The last warning or error of the start `attempt` that is not over; None where there is none. A cause goes before what it entails.
 
     Raises:
         DataError, RunError: events.jsonl is damaged, or cannot be read.
@@ -91,7 +91,9 @@ def latest(run: Path, attempt: int) -> Event | None:
             continue
         if event.get("rule") == "recovered":
             last = None if last and last.get("rule") == "hung" else last
-        elif event.get("severity") in ("warning", "error") and event.get("rule") not in ("failed", "dead"):
+        elif event.get("severity") not in ("warning", "error") or event.get("rule") in ("failed", "dead"):
+            continue
+        elif last is None or last.get("rule") in log_rules.AFTERMATH or event.get("rule") not in log_rules.AFTERMATH:
             last = event
     return last
 

@@ -257,9 +257,8 @@ RULES = (
 )
 
 
-def named(name: str) -> Rule | None:
-    """The rule called `name`; None where there is none."""
-    return next((rule for rule in RULES if rule.name == name), None)
+AFTERMATH = frozenset({"collective_timeout", "peer_lost", "killed", "crashed", "process_failed", "cancelled"})
+"""What the other ranks, and what started them, say when one has failed for another reason."""
 
 
 def matches(text: bytes) -> Iterator[tuple[int, int, Rule]]:

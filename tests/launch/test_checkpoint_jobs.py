@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -310,6 +311,34 @@ def test_evaluations_that_were_rolled_back_are_made_again(world: World):
     assert world.done()["evaluate 20"] == 1
     assert world.done()["evaluate 40"] == 2
     assert [row["step"] for row in records.rows(world.run / EVALUATIONS)] == [10, 20, 30, 40]
+
+
+def test_what_was_done_and_not_written_down_is_taken_over(world: World):
+    """As if every scheduler had been killed between the end of a stage and its line."""
+    world.raw = {key: world.raw[key] for key in ("checkpoints", "convert", "evaluate", "upload")}
+    assert world.once() == 0
+    before, sent = world.done(), world.uploaded(10, "converted", "weights").stat().st_mtime_ns
+    (world.run / JOBS).unlink()
+    assert world.once() == 0
+    assert world.done() == before
+    assert world.uploaded(10, "converted", "weights").stat().st_mtime_ns == sent  # it was there already
+    assert len(records.rows(world.run / EVALUATIONS)) == 4
+    assert [line["result"] for line in world.lines("convert")] == ["ok"] * 4
+
+
+def test_a_clean_up_that_was_cut_short_goes_on_where_it_was(world: World):
+    """As if killed between the deletions of the converted folder and of the checkpoint."""
+    kept = world.raw.pop("clean_up")
+    assert world.once() == 0
+    before = world.done()
+    place = world.run / "checkpoint_jobs" / "branch-0-step-00000010" / "clean_up"
+    place.mkdir()
+    (place / "attempt-1.lock").touch()
+    shutil.rmtree(world.run / "converted" / "branch-0-step-00000010")
+    world.raw["clean_up"] = kept
+    assert world.once() == 0
+    assert world.steps() == [40]
+    assert world.done() == before
 
 
 def test_the_same_step_of_another_branch_is_another_checkpoint(world: World):

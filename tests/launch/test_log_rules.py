@@ -301,6 +301,21 @@ def test_scanners_at_once_and_killed_at_any_moment_note_each_event_once(world: W
     assert [event["line"] for event in world.noted()] == [f"{NODE} {i}" for i in range(60)]
 
 
+def test_the_table_shows_the_cause_not_what_it_entails(world: World):
+    def shown() -> str | None:
+        event = events.latest(world.run, 0)
+        return event["rule"] if event else None
+
+    assert shown() is None
+    peer, memory, failed = LINES["peer_lost"][0], LINES["device_out_of_memory"][0], LINES["process_failed"][0]
+    for line, expected in ((peer, "peer_lost"), (memory, "device_out_of_memory"), (failed, "device_out_of_memory"), (FULL, "disk_full")):
+        world.write(f"{line}\n")
+        world.scan()
+        assert shown() == expected
+    assert events.latest(world.run, 1) is None
+    assert LINES.keys() > log_rules.AFTERMATH
+
+
 def test_nothing_is_written_where_there_is_no_log(world: World):
     assert world.scan() == []
     assert os.listdir(world.run) == []
