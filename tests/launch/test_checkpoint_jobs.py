@@ -1,5 +1,6 @@
 """Convert, evaluate, upload, clean up: each stage once, whoever is killed when; nothing deleted that was not read back."""
 
+import fcntl
 import json
 import os
 import random
@@ -405,14 +406,19 @@ def test_a_command_that_died_with_its_scheduler_is_started_again(world: World):
     assert [(line["attempt"], line["result"]) for line in world.lines()] == [(1, "interrupted"), (2, "ok")]
 
 
-def test_an_interrupted_scheduler_ends_its_command(world: World):
+@pytest.mark.parametrize("seconds", [0.0, 0.001, 0.002, 0.005, 0.2])
+def test_an_interrupted_scheduler_ends_its_command(world: World, seconds: float):
+    """Also where the signal comes while the command is being started."""
     world.raw = {"checkpoints": {"last": True}, "evaluate": {"tasks": {"t": {"command": "sleep 100; touch {scores}"}}}}
     first = world.start("--once")
-    pid = world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t" / "attempt-1.pid"
-    poll(lambda: pid.exists() and pid.read_text().strip())
+    lock = world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t" / "attempt-1.lock"
+    while not lock.exists():
+        assert first.poll() is None
+    time.sleep(seconds)
     first.send_signal(signal.SIGTERM)
     assert first.wait(30) == 128 + signal.SIGTERM
-    poll(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists())
+    with open(lock, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it
     assert [line["result"] for line in world.lines()] == ["interrupted"]
 
 
