@@ -148,6 +148,22 @@ def test_any_sizes_on_any_number_of_processes(tmp_path: Path, stage: int, world:
     assert facts["tensors"] == digests
 
 
+def test_weights_are_cut_into_files_of_at_most_the_size_asked(tmp_path: Path):
+    weights = numbers((4,), (6,), (50,), (5,))  # 16, 24, 200 and 20 bytes
+    shard_sets.write(tmp_path / "in", 3, 2, weights)
+    assert main([str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--shard-size", "40"]) == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    places = [["layer0.weight", "layer1.weight"], ["layer2.weight"], ["layer3.weight"]]
+    parts = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert index == {
+        "metadata": {"total_size": 260},
+        "weight_map": {name: part for part, names in zip(parts, places, strict=True) for name in names},
+    }
+    for part, names in zip(parts, places, strict=True):
+        same(load_file(tmp_path / "out" / part), {name: weights[name] for name in names})
+    assert len(verify(tmp_path / "in", tmp_path / "out")) == 4 * len(weights)
+
+
 def test_parameters_may_lie_apart(tmp_path: Path):
     weights = numbers(*SMALL)
     state = shard_sets.write(tmp_path / "in", 2, 3, weights, gap=3)
