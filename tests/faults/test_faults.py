@@ -3,6 +3,8 @@
 import copy
 import json
 import random
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +41,33 @@ def test_random_kills_change_nothing(world: tuple[Path, Path], mode: str, tmp_pa
     training = harness.Training(command, tmp_path / "runs" / exp_id(EXP), toy.environment())
     report = harness.disturb(training, FAULTS[mode], random.Random(SEEDS[mode]), tmp_path / "log", 2)
     assert len(report.faults) == FAULTS[mode]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_killed_processes_again(world: tuple[Path, Path], tmp_path: Path):
+    """Twenty times in one start, with the variable that the command builder sets."""
+    root, folder = world
+    exp = copy.deepcopy(EXP)
+    exp["loop"]["steps"] = 400
+    (root / "exp_configs.py").write_text(f"EXP_GROUPS = {{'toy': [{EXP!r}], 'long': [{exp!r}]}}\n")
+    command = toy.command(root, ["-e", "long", "--log_every", "4"], folder, processes=2)
+    at = command.index("--nproc-per-node")
+    command = [*command[:at], "--max-restarts", "30", *command[at:-1], str(tmp_path / "runs")]
+    environment = {**toy.environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    training = harness.Training(command, tmp_path / "runs" / exp_id(exp), environment)
+    wanted = harness.undisturbed(training, tmp_path / "log")
+    process, draw, kills = training.start(tmp_path / "log"), random.Random(5), 0
+    try:
+        while kills < 20:
+            rows = training.rows()
+            until = time.monotonic() + 120
+            while training.rows() < rows + 2 or len(harness.processes(process)) < 2:
+                assert process.poll() is None
+                assert time.monotonic() < until, f"no progress after {kills} kills"
+                time.sleep(0.005)
+            draw.choice(harness.processes(process)).send_signal(signal.SIGKILL)
+            kills += 1
+        assert process.wait(timeout=120) == 0
+    finally:
+        process.kill()
+    assert training.fingerprints() == wanted
