@@ -49,6 +49,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     where.add_argument("--job_option", choices=OPTIONS, default="run", help="what to do with the jobs (default: run, with -j)")
     where.add_argument("--python_binary", metavar="COMMAND", help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there')
+    where.add_argument("--statistics_every", type=int, metavar="N", default=50, help="steps between statistics; 0: none (default: 50)")
     where.add_argument("--deepspeed", type=Path, metavar="JSON", help="share the model between processes by DeepSpeed ZeRO")
     where.add_argument("--fsdp", action="store_true", help="share the model between processes by FSDP2")
     logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")
@@ -160,6 +161,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("--wandb_entity_name: without --wandb_project_name nothing would be sent. Give both, or neither to log to files.")
     if args.log_every is not None and args.log_every < 1:
         raise ConfigError(f"--log_every: expected a number of steps >= 1, got {args.log_every}.")
+    if args.statistics_every < 0:
+        raise ConfigError(f"--statistics_every: expected a number of steps, or 0 for none, got {args.statistics_every}.")
     if args.deepspeed and args.fsdp:
         raise ConfigError("--deepspeed and --fsdp: give one of them.")
 
@@ -225,7 +228,7 @@ def look(option: str, exp_ids: Sequence[str], places: Any) -> int:
 def child_arguments(args: argparse.Namespace, exp_id: str) -> list[str]:
     """The command line of one launched experiment."""
     child = ["--exp_id", exp_id, "-sb", str(args.savedir_base.resolve()), "--data_path", str(args.data_path.resolve())]
-    for name in ("log_every", "wandb_entity_name", "wandb_project_name", "wandb_run_name"):
+    for name in ("log_every", "statistics_every", "wandb_entity_name", "wandb_project_name", "wandb_run_name"):
         if getattr(args, name) is not None:
             child += [f"--{name}", str(getattr(args, name))]
     if args.deepspeed:
@@ -244,7 +247,7 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
 
     wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
     wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
-    options = Options(args.log_every, wandb, args.deepspeed, args.fsdp)
+    options = Options(args.log_every, wandb, args.deepspeed, args.fsdp, args.statistics_every)
     failed = 0
     with distributed.stoppable(), distributed.session():
         for item in planned:

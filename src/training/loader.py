@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from src import distributed
+from src.experiments.branches import Branch
 from src.training import order
 from src.training.config import LoopConfig
 from src.training.evaluation import to_device
@@ -46,7 +47,9 @@ class _Plan(Sampler):
         return self.micro_batches
 
 
-def steps(dataset: Any, config: LoopConfig, seed: int, first_step: int, device: torch.device) -> Iterator[Step]:
+def steps(
+    dataset: Any, config: LoopConfig, seed: int, first_step: int, device: torch.device, branches: Sequence[Branch] = ()
+) -> Iterator[Step]:
     """Yield the micro-batches of this process, on `device`, for each optimizer step from `first_step` on. Endless.
 
     `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`.
@@ -56,7 +59,7 @@ def steps(dataset: Any, config: LoopConfig, seed: int, first_step: int, device: 
     gpu = device.type == "cuda"
     batches = DataLoader(
         _Samples(dataset),
-        batch_sampler=_Plan(order.micro_batches(seed, len(dataset), first_step, share)),
+        batch_sampler=_Plan(order.micro_batches(seed, len(dataset), first_step, share, branches)),
         collate_fn=dataset.collate,
         num_workers=2 if gpu else 0,  # samples are pure functions, so workers change no number; on a CPU they take the cores that train
         pin_memory=gpu,

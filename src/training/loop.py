@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from src import distributed
 from src.errors import CheckpointError, ConfigError, RunError, TrainingError, UserError
-from src.experiments import checkpoints
+from src.experiments import branches, checkpoints
 from src.experiments.run import Options, Run
 from src.training import checkpoint, loader, optim, order
 from src.training.config import LoopConfig
 from src.training.engine import Engine, Replicated
 from src.training.evaluation import Loss
 from src.training.meter import Meter
+from src.training.monitor import Monitor
 from src.training.reporting import Reporter
 from src.training.selection import Selection
 from src.training.writer import Writer
@@ -111,7 +112,7 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
         reporter = Reporter(run, config, task.model, loop.state.step)
     with contextlib.closing(reporter), memory_advice(), loop.writing():
         distributed.defer()
-        steps = loader.steps(task.train, config, seed, loop.state.step, loop.accelerator.device)
+        steps = loader.steps(task.train, config, seed, loop.state.step, loop.accelerator.device, loop.branches)
         loop.meter.restart()
         while loop.state.step < config.steps and not loop.selection.stop():
             loop.stop_if_asked()
@@ -131,11 +132,13 @@ class Loop:
         self.task, self.run, self.config, self.seed, self.accelerator = task, run, config, seed, accelerator
         self.engine: Engine  # made by `restore`, when the weights are there
         self.writer = Writer()
-        self.learning_rate = optim.learning_rate(config)
+        self.branches = distributed.from_main(lambda: branches.read(run.path))
+        self.learning_rate = branches.learning_rate(optim.learning_rate(config), self.branches)
         self.selection = Selection(config)
         self.state = State(inputs=dict(task.inputs))
         self.row_every = run.options.log_every or config.eval_every
-        self.meter = Meter()
+        self.meter = Meter(task.model, config.precision)
+        self.monitor = Monitor(run.path, task.model, run.options.statistics_every)
         self.saved_step = 0
         self.stopping = False  # True once any process was asked to stop; the same on every rank
 
@@ -150,6 +153,7 @@ class Loop:
         self.stopping = asked > 0
         if not tokens:
             raise TrainingError(f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has a token to learn.")
+        self.monitor.before_step(state.step + 1)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate(state.step)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
@@ -157,7 +161,7 @@ class Loop:
             torch.manual_seed(order.noise_seed(self.seed, state.step, a * world_size + distributed.rank()))
             last = a == len(step.batches) - 1
             with self.engine.accumulating(last):
-                with self.accelerator.autocast():
+                with self.accelerator.autocast(), self.monitor.forward(batch, last):
                     loss = self.task.loss(self.engine.model, batch)
                 # The engine takes the mean over ranks; the factor makes it a sum.
                 self.engine.backward(loss * (world_size / tokens), last)
@@ -174,8 +178,10 @@ class Loop:
         check_finite(state.step + 1, "loss", loss_sum)
         if self.config.precision != "float16":  # there the scaler skips the step and lowers its scale
             check_finite(state.step + 1, "gradient norm", norm)
+        self.monitor.after_backward()
         clipped = self.engine.clip(norm, self.config.max_grad_norm)
         moved = self.engine.step()
+        self.monitor.after_step(self.engine.optimizer)
         state.step += 1
         state.tokens += tokens
         since.steps += 1
@@ -204,7 +210,7 @@ class Loop:
         """Write one score row and one row of timings, and begin new sums."""
         step, since = self.state.step, self.state.since_row
         row = {"step": step, **since.scores(), "learning_rate": self.learning_rate(step - 1), "tokens": self.state.tokens, **scores}
-        perf = self.meter.row()
+        perf = {**self.meter.row(), **self.monitor.row()}
         distributed.from_main(lambda: reporter.report(row, perf))
         self.state.since_row = SinceRow()
         self.meter.restart()
@@ -279,7 +285,10 @@ class Loop:
                 self._take(checkpoint.load_weights(folder, self.task.model))
         self.engine = engine(self.accelerator, self.task.model, self.config, self.run.options)
         if folder is not None:
-            self.engine.load_optimizer(folder)
+            if branches.reset_optimizer(self.branches, self.state.step):
+                log.info("%s: the optimizer's moments begin anew, as branch.json says.", self.run.path)
+            else:
+                self.engine.load_optimizer(folder)
             if self.accelerator.scaler and self.state.scaler:
                 self.accelerator.scaler.load_state_dict(self.state.scaler)
             log.info("%s: continues from step %d.", self.run.path, self.state.step)
@@ -303,11 +312,13 @@ class Loop:
         """Bring scores, checkpoints, status and the best pointer back to the restored step."""
         self.run.dir.set_status("running", step=self.state.step, steps=self.config.steps)
         self.run.dir.scores.truncate(self.state.step)
+        self.monitor.truncate(self.state.step)
         checkpoints.set_aside_newer(self.run.path, self.state.step)
-        if self.selection.best_step is None:
+        best = self.selection.best_step
+        if best is None or not checkpoints.folder(self.run.path, best).is_dir():  # a rewind may lead before what retention has left
             checkpoints.forget_best(self.run.path)
         else:
-            checkpoints.mark_best(self.run.path, self.selection.best_step)
+            checkpoints.mark_best(self.run.path, best)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from src import distributed
+from src.experiments.heartbeat import Heartbeat
 from src.experiments.run import Run
 from src.files import writing
 from src.training.callbacks.progress import Progress
@@ -34,6 +35,7 @@ class Reporter:
         self.callbacks: list[Callback] = []
         if distributed.is_main():
             self.callbacks.append(Progress(config.steps, finished))
+            self.callbacks.append(Heartbeat(run.path, run.dir.attempt))
             if run.options.wandb:
                 from src.training.callbacks.wandb import Wandb
 

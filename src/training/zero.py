@@ -152,13 +152,18 @@ class ZeroEngine(Engine):
             raise checkpoint.cut_otherwise(folder, f"{now['world_size']} processes with ZeRO-{self.stage}")
 
     def _distribute(self, folder: Path) -> None:
+        """Give each process its part of the moments by parameter name."""
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        steps = set()
-        for parameter, entry, value in checkpoint.optimizer_entries(folder, self.module):
-            if entry == "step":
-                steps.add(float(value))
-            else:
-                safe_set_full_optimizer_state(parameter, value.to(parameter.device), entry)
-        for state in self.optimizer.optimizer.state.values():
-            state["step"] = torch.tensor(max(steps, default=0.0))
+        entries = [(p, key, value) for p, key, value in checkpoint.optimizer_entries(folder, self.module)]
+        step = max((float(value) for _, key, value in entries if key == "step"), default=0.0)
+        own = self.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else self.optimizer.single_partition_of_fp32_groups
+        for part in own:  # torch's AdamW makes them at its first step only
+            moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.optimizer.state[part] = {"step": torch.tensor(step), **moments}
+        if self.stage < 3:  # DeepSpeed looks for them once, after the first group's step, where those of other groups are not there yet
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+        for parameter, key, value in entries:
+            if key != "step":
+                safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
