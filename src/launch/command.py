@@ -22,8 +22,6 @@ _COUNT_GPUS = (
     ' [ "$GPUS_HERE" -gt 0 ] || GPUS_HERE=1;'
 )
 # Processes of DeepSpeed on a machine without a GPU must be told so.
-# With --max-restarts, torch 2.13 would give the addresses of dead processes to those that are started again, which then wait in vain.
-_OWN_STORE = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1;"
 _WITHOUT_GPU = '[ -n "${DS_ACCELERATOR+set}${CUDA_VISIBLE_DEVICES:+set}" ] || nvidia-smi -L > /dev/null 2>&1 || export DS_ACCELERATOR=cpu;'
 _WORLD_INFO = (
     "import base64, json, sys; nodes, each = map(int, sys.argv[1:]);"
@@ -149,7 +147,6 @@ def _start(processes: Processes) -> tuple[list[str], str]:
         start = shlex.quote(f"{folder}/{processes.starter}") if folder else f"{python} -m {_MODULES[processes.starter]}"
         several = processes.nodes > 1
         if processes.starter == "torchrun":
-            before.append(_OWN_STORE)
             found = '--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
             flags = f"{found if several else '--standalone'} --nproc-per-node {each}"
         elif processes.starter == "accelerate":

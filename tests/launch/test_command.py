@@ -161,27 +161,34 @@ def run(job: Job, processes: Processes, environment: dict[str, str] | None = Non
         ("torchrun", "gpus", "3"),
         ("accelerate", 1, None),
         ("accelerate", 2, "2"),
+        ("deepspeed", 1, "1"),
+        ("deepspeed", 2, "2"),
     ],
 )
 def test_each_starter_starts_its_processes(tmp_path: Path, starter, per_node, world: str | None):
     """For real. With one process accelerate starts plain python."""
     job = job_of(("print it.py", *NASTY), tmp_path)
-    got = run(job, Processes(starter=starter, per_node=per_node), {"NAMED": "it's $HOME\n漢"}, CUDA_VISIBLE_DEVICES="0,1,2")
+    devices = "" if starter == "deepspeed" else "0,1,2"  # it looks whether they are there
+    got = run(job, Processes(starter=starter, per_node=per_node), {"NAMED": "it's $HOME\n漢"}, CUDA_VISIBLE_DEVICES=devices)
     assert [words for _, words in got] == [NASTY] * int(world or 1)
     assert [facts["RANK"] for facts, _ in got] == ([str(rank) for rank in range(int(world))] if world else [None])
     assert {facts["WORLD_SIZE"] for facts, _ in got} == {world}
     assert {facts["NAMED"] for facts, _ in got} == {"it's $HOME\n漢"}
 
 
-def test_two_nodes_meet(tmp_path: Path):
+@pytest.mark.parametrize("starter", ["torchrun", "deepspeed"])
+def test_two_nodes_meet(tmp_path: Path, starter):
     """Each node runs the same line, with what the launcher exports there; both at once, as each waits for the other."""
     (tmp_path / "print it.py").write_text(PRINT)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    line = argv(job_of(("print it.py", "a b"), tmp_path), Processes(starter="torchrun", per_node=2, nodes=2))
-    common = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "NNODES": "2"}
-    nodes = [subprocess.Popen(line, cwd=tmp_path, env={**common, "NODE_RANK": str(n)}, stderr=subprocess.DEVNULL) for n in range(2)]
+    line = argv(job_of(("print it.py", "a b"), tmp_path), Processes(starter=starter, per_node=2, nodes=2))
+    common = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "NNODES": "2"}
+    nodes = [
+        subprocess.Popen(line, cwd=tmp_path, env={**common, "NODE_RANK": str(n)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for n in range(2)
+    ]
     try:
         assert [node.wait(timeout=120) for node in nodes] == [0, 0]
     finally:
@@ -195,6 +202,11 @@ def test_two_nodes_meet(tmp_path: Path):
         ("2", "0", "4", ["a b"]),
         ("3", "1", "4", ["a b"]),
     ]
+
+
+def told_nothing(**more: str) -> dict[str, str]:
+    """The environment without a choice of DeepSpeed's device, which whoever runs the tests may have made."""
+    return {name: value for name, value in {**os.environ, **more}.items() if name != "DS_ACCELERATOR"}
 
 
 def programs(folder: Path, *names: str) -> Path:
@@ -233,7 +245,7 @@ def test_the_starter_comes_from_the_environment_of_the_job(tmp_path: Path, proce
     environment = programs(tmp_path / "my env", "python", "torchrun", "accelerate")
     job = job_of(("trainval.py", "a b"), tmp_path)
     line = argv(job, Processes(env_path=f"{environment}/", **processes))
-    env = {**os.environ, **MANY, "CUDA_VISIBLE_DEVICES": "0,1"}
+    env = told_nothing(**MANY, CUDA_VISIBLE_DEVICES="0,1")
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert json.loads(done.stdout) == [*words, "trainval.py", "a b"], done.stderr
 
@@ -244,7 +256,7 @@ def test_deepspeed_starts_without_a_gpu_and_gives_no_local_rank_to_the_script(tm
     (environment / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     (environment / "bin" / "python").symlink_to(sys.executable)
     line = argv(job_of(("trainval.py",), tmp_path), Processes(starter="deepspeed", per_node=2, env_path=str(environment)))
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": devices}
+    env = told_nothing(CUDA_VISIBLE_DEVICES=devices)
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
     name, told, *words = json.loads(done.stdout)
     assert (name, told, words[:3], words[4:]) == (
@@ -256,11 +268,18 @@ def test_deepspeed_starts_without_a_gpu_and_gives_no_local_rank_to_the_script(tm
 
 
 def test_deepspeed_on_nodes_is_told_of_the_world_without_ssh(tmp_path: Path):
-    (tmp_path / "deepspeed" / "launcher").mkdir(parents=True)
-    (tmp_path / "deepspeed" / "launcher" / "launch.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
-    line = argv(job_of(("trainval.py",), tmp_path), Processes(starter="deepspeed", per_node=2, nodes=2))
+    """By a stand-in for Python itself, so that no installed DeepSpeed answers."""
+    environment = tmp_path / "env"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").write_text(f"""#!/bin/sh
+[ "$1" = -c ] && exec {sys.executable} "$@"
+exec {sys.executable} -c '{ECHO}' "$@"
+""")
+    (environment / "bin" / "python").chmod(0o755)
+    line = argv(job_of(("trainval.py",), tmp_path), Processes(starter="deepspeed", per_node=2, nodes=2, env_path=str(environment)))
     done = subprocess.run(line, cwd=tmp_path, env={**os.environ, **MANY}, capture_output=True, text=True, timeout=60, check=False)
-    world, *words = json.loads(done.stdout)
+    start, module, world, *words = json.loads(done.stdout)
+    assert (start, module) == ("-m", "deepspeed.launcher.launch")
     assert json.loads(base64.urlsafe_b64decode(world.removeprefix("--world_info="))) == {"node0": [0, 1], "node1": [0, 1]}
     assert words == ["--node_rank=1", "--master_addr=n 1", "--master_port=7", "--no_local_rank", "trainval.py"]
 
