@@ -1,14 +1,18 @@
-"""Which checkpoints may go, by rule: none of a run that is alive, none that a run resumes from or another experiment starts from."""
+"""Which checkpoints of runs that rest may go, by rule: none that a run resumes from, another experiment starts from or somebody works on.
+
+What a training deletes while it goes on is `rotation`'s.
+"""
 
 import os
 import shutil
 import uuid
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
 from src.errors import CheckpointError, RunError, UserError
-from src.experiments import checkpoints, references
+from src.experiments import checkpoints, pins, references
 from src.experiments.lease import guarded, holder_is_dead
 from src.experiments.saved import EXP_DICT, JOB, STATUS, read_exp_dict, read_status
 from src.files import defect, read_json, writing
@@ -65,7 +69,7 @@ def plan(run: Path, rule: Rule, by_others: Needed, now: float) -> Plan:
     Copies that were set aside as damaged, and what killed writers left, may go as well.
 
     Raises:
-        RunError, CheckpointError: status.json or best.json is damaged.
+        RunError, CheckpointError: status.json, best.json or a pin is damaged.
     """
     if holder_is_dead(run) is not True:
         return Plan(run, spared="it is running, or its holder on another machine may be")
@@ -86,7 +90,10 @@ def plan(run: Path, rule: Rule, by_others: Needed, now: float) -> Plan:
     if state["state"] != "done" and set(old) & set(whole):
         newest = checkpoints.newest_whole(run)  # reads every byte, as a resume does
         old = [path for path in old if path != newest]
-    return Plan(run, tuple(old), seen=seen)
+    pinned = _pinned(run, old)
+    if old and len(pinned) == len(old):
+        return Plan(run, spared=f"what could go is worked on: see {next(iter(pinned.values()))}")
+    return Plan(run, tuple(path for path in old if path not in pinned), seen=seen)
 
 
 def remove(decided: Plan) -> None:
@@ -102,11 +109,15 @@ def remove(decided: Plan) -> None:
     with guarded(run, create=False), writing(run):  # nobody can start the run in here, so it must not last
         if holder_is_dead(run) is not True or _seen(run) != decided.seen:
             raise RunError(f"{run}: has changed meanwhile, so nothing of it was deleted. Look again.")
+        if pinned := _pinned(run, decided.doomed):
+            raise RunError(
+                f"{run}: somebody works on {next(iter(pinned))} now, so nothing of it was deleted. See {next(iter(pinned.values()))}."
+            )
         best = _best_step(run)
         if best is not None and checkpoints.folder(run, best) in decided.doomed:
             checkpoints.forget_best(run)
         for path in decided.doomed:
-            # Renamed first, as `checkpoints.rotate` does: a half deleted folder must not look like a checkpoint.
+            # Renamed first: a half deleted folder must not look like a checkpoint.
             hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
             renamed.append(path.rename(hidden))
     for path in renamed:
@@ -117,6 +128,11 @@ def remove(decided: Plan) -> None:
 def size(path: Path) -> int:
     """Bytes of the files below a folder."""
     return sum(entry.lstat().st_size for entry in path.rglob("*") if not entry.is_dir())
+
+
+def _pinned(run: Path, among: Sequence[Path]) -> dict[Path, str]:
+    """Those that somebody works on, who may be on another machine; copies that were set aside are nobody's."""
+    return pins.held(run, [path for path in among if not path.name.startswith(_LEFT)], pins.Silence())
 
 
 def _says_something(run: Path) -> bool:
