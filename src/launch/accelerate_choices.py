@@ -1,0 +1,132 @@
+"""What `accelerate launch` tells a training, in the words of our own command line.
+
+Its options arrive as environment variables (accelerate/utils/launch.py, version 1.15). How processes share the model is a choice of
+the command line here too, so `take` gives it; what an experiment decides is checked against it; what we do not do is refused.
+"""
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from src.errors import ConfigError
+
+RESOURCES = Path(__file__).resolve().parents[2] / "resources"
+_STAGES = {
+    ("1", "none", "none"): "ds_config_zero1.json",
+    ("2", "none", "none"): "ds_config_zero2.json",
+    ("3", "none", "none"): "ds_config_zero3.json",
+    ("3", "cpu", "cpu"): "ds_config_zero3_offload.json",
+}
+_ZERO = "ACCELERATE_DEEPSPEED_"
+_SHAPE = {_ZERO + "ZERO_STAGE": "2", _ZERO + "OFFLOAD_OPTIMIZER_DEVICE": "none", _ZERO + "OFFLOAD_PARAM_DEVICE": "none"}
+"""Variables that choose a stage where there is no json, with accelerate's defaults."""
+_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
+_ONLY = {
+    "ACCELERATE_USE_MEGATRON_LM": ("--use_megatron_lm", "false", "Share the model with --use_fsdp --fsdp_version 2 or --use_deepspeed."),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", "false", "All processes share all data."),
+    "ACCELERATE_DYNAMO_BACKEND": ("--dynamo_backend", "no", "Whether to compile is the experiment's to say."),
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ("--deepspeed_moe_layer_cls_names", "", "Leave it out."),
+}
+_ONLY_OF_FSDP = {
+    "FSDP_VERSION": ("--fsdp_version", "2", "Write --fsdp_version 2."),
+    "FSDP_OFFLOAD_PARAMS": ("--fsdp_offload_params", "false", "To keep weights off the GPU use resources/ds_config_zero3_offload.json."),
+    "FSDP_RESHARD_AFTER_FORWARD": ("--fsdp_reshard_after_forward", "true", "Leave it out."),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("--fsdp_activation_checkpointing", "false", "Checkpointing is the experiment's to say."),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("--fsdp_activation_checkpointing_offload", "false", "Offload is the experiment's to say."),
+    "FSDP_IGNORED_MODULES": ("--fsdp_ignored_modules", "", "Leave it out."),
+}
+"""Variable -> the option behind it, the one value of it that says what we do, and what to write instead."""
+_HARMLESS = ("ACCELERATE_DEBUG_MODE", "ACCELERATE_CPU_AFFINITY")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the launcher was told."""
+
+    deepspeed: Path | None = None
+    """As --deepspeed."""
+    fsdp: bool = False
+    """As --fsdp."""
+    told: dict[str, str | float] = field(default_factory=dict)
+    """What the experiment decides, by name: precision, gradient_accumulation_steps and max_grad_norm, where something was said."""
+
+
+def take(environment: MutableMapping[str, str], processes: int, deepspeed: Path | None = None, fsdp: bool = False) -> Choices:
+    """The choices of `accelerate launch` and of our own options `deepspeed` and `fsdp`, for one of `processes` processes.
+
+    Accelerate's variables leave `environment`, so that neither it nor transformers acts on them; `--cpu` hides the GPUs.
+
+    Raises:
+        ConfigError: an option asks for what we do not do, or contradicts another; says which, and what to write instead.
+    """
+    zero, sharded = _on(environment, "ACCELERATE_USE_DEEPSPEED"), _on(environment, "ACCELERATE_USE_FSDP")
+    if mistakes := _refused(environment, _ONLY | (_ONLY_OF_FSDP if sharded else {})):
+        raise ConfigError("\n".join(mistakes))
+    if (zero or sharded) and (deepspeed or fsdp):
+        ours, theirs = "--deepspeed" if deepspeed else "--fsdp", "--use_deepspeed" if zero else "--use_fsdp"
+        raise ConfigError(f"accelerate launch {theirs} and trainval.py {ours}: give one of them.")
+    if processes == 1:
+        _started(environment)
+    path, told = _json(environment) if zero else None, _told(environment)
+    if _on(environment, "ACCELERATE_USE_CPU"):
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    for name in list(environment):
+        if (name.startswith("ACCELERATE_") and name not in _HARMLESS) or (sharded and name.startswith("FSDP_")):
+            del environment[name]
+    return Choices(path or deepspeed, sharded or fsdp, told)
+
+
+def _on(environment: MutableMapping[str, str], name: str) -> bool:
+    return environment.get(name, "").lower() in ("true", "1", "yes")
+
+
+def _refused(environment: MutableMapping[str, str], only: dict[str, tuple[str, str, str]]) -> list[str]:
+    found = []
+    for name, (option, possible, instead) in only.items():
+        value = environment.get(name, "").lower()
+        if value not in ("", possible) and not (name == "FSDP_RESHARD_AFTER_FORWARD" and value == "full_shard"):
+            expected = f"expected {possible}, got {value}" if possible else f"got {value}, which nothing here obeys"
+            found.append(f"accelerate launch {option}: {expected}. {instead}")
+    return found
+
+
+def _json(environment: MutableMapping[str, str]) -> Path:
+    given = environment.get(_ZERO + "CONFIG_FILE", "none")
+    said = {name: environment[name] for name in _SHAPE if environment.get(name, "none") != "none"}
+    if given != "none":
+        if said:
+            names = " and ".join("--" + name.removeprefix(_ZERO).lower() for name in said)
+            raise ConfigError(f"accelerate launch --deepspeed_config_file {given}: {names} belong into that file. Leave them out.")
+        return Path(given)
+    stage, optimizer, weights = (environment.get(name, default) for name, default in _SHAPE.items())
+    if (stage, optimizer, weights) not in _STAGES:
+        raise ConfigError(
+            f"accelerate launch --zero_stage {stage} --offload_optimizer_device {optimizer} --offload_param_device {weights}: "
+            f"known are {', '.join(' '.join(known) for known in _STAGES)}. For others give a json with --deepspeed_config_file."
+        )
+    return RESOURCES / _STAGES[stage, optimizer, weights]
+
+
+def _started(environment: MutableMapping[str, str]) -> None:
+    """With --cpu accelerate sets an address for several processes to meet at, and then starts one."""
+    if _on(environment, "ACCELERATE_USE_CPU") and environment.get("MASTER_ADDR") == "127.0.0.1" and "MASTER_PORT" in environment:
+        raise ConfigError(
+            "accelerate launch --cpu starts one process whatever --num_processes says. Write --multi_gpu in place of --cpu, which "
+            "starts them without a GPU too, or --num_processes 1 with MASTER_ADDR unset."
+        )
+
+
+def _told(environment: MutableMapping[str, str]) -> dict[str, str | float]:
+    """accelerate says "no" also where nobody chose a precision."""
+    told: dict[str, str | float] = {}
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision != "no":
+        told["precision"] = _PRECISIONS.get(precision, precision)
+    for name, variable in (("gradient_accumulation_steps", "GRADIENT_ACCUMULATION_STEPS"), ("max_grad_norm", "GRADIENT_CLIPPING")):
+        value = environment.get("ACCELERATE_" + variable, "auto").lower()
+        if value not in ("auto", "none", ""):
+            try:
+                told[name] = float(value)
+            except ValueError:
+                raise ConfigError(f"accelerate launch --{variable.lower()}: expected a number or auto, got {value!r}.") from None
+    return told
