@@ -38,6 +38,7 @@ MODELS = Table(
         "experiment": "src.models.experiment",
         "gpt_bigcode": "src.models.gpt_bigcode",
         "hf": "src.models.hf",
+        "lora": "src.models.lora",
     },
 )
 DATASETS = Table(

@@ -6,7 +6,7 @@ The method is "XC-Cache: Cross-Attending to Cached Context for Efficient LLM Inf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 import src.config
 from src.config import Places, unknown_text
@@ -74,6 +74,15 @@ class Config(src.config.Config):
     context_dropout_rate: float = Field(default=0.0, ge=0, lt=1)
     """Share of the context positions that each block cannot read at a training step."""
 
+    @model_validator(mode="after")
+    def _base_has_nothing_to_learn(self) -> "Config":
+        if self.base.name == "lora":
+            raise ValueError(
+                "base: it is frozen, so new adapters in it would be ignored. Put 'lora' around 'cross_attention', "
+                "or take the 'experiment' that trained the adapters as base."
+            )
+        return self
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -119,6 +128,12 @@ def architecture(config: Config, places: Places) -> Architecture | None:
 def fingerprint(config: Config, places: Places) -> str | None:
     """The base's: of pretrained weights, None where it loads none."""
     return config.base.ask("fingerprint", places)
+
+
+def reads_contexts(config: Config) -> bool:
+    """It does, whatever the base."""
+    del config
+    return True
 
 
 def placement(num_decoder_layers: int, num_layers: int, stride: int) -> list[int]:

@@ -37,7 +37,7 @@ class Config(configs.Config):
 
     @model_validator(mode="after")
     def _reads_contexts(self) -> "Config":
-        if self.model.name != "cross_attention":
+        if not self.model.ask("reads_contexts"):
             raise ValueError(f"the model of this recipe is 'cross_attention' around a base model, got {self.model.name!r}.")
         if self.data.name != "qa":
             raise ValueError(f"the data of this recipe are 'qa', questions on contexts, got {self.data.name!r}.")

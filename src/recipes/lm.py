@@ -23,7 +23,7 @@ class Config(configs.Config):
 
     @model_validator(mode="after")
     def _reads_text_alone(self) -> "Config":
-        if self.model.name == "cross_attention":
+        if self.model.ask("reads_contexts"):
             raise ValueError("the model of this recipe reads no contexts; recipe 'crossattn' trains a 'cross_attention' model.")
         if self.data.name == "qa":
             raise ValueError("this recipe would leave the contexts of 'qa' data unread; recipe 'crossattn' reads them.")

@@ -1,0 +1,160 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) in a frozen model: the config, and how they go in and are merged.
+
+A matrix W of the base becomes W + alpha / rank * B A, where only A and B are trained and saved. B begins at zero, so that the first
+step begins from the base's own output.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+import src.config
+from src.config import Places, unknown_text
+from src.errors import ConfigError
+from src.models.architecture import Architecture
+from src.registry import Model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_GPT = ("c_attn", "c_fc", "c_proj")
+_LLAMA = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+MATRICES = {
+    "gpt2": _GPT,
+    "gpt_bigcode": _GPT,
+    "gpt_neox": ("dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+}
+"""Names of the matrices in the layers of a family, by `model_type`: what can be checked before a model is loaded."""
+
+
+class Config(src.config.Config):
+    """Which matrices get an adapter, and how large it is."""
+
+    rank: int = Field(gt=0)
+    """Rows of A and columns of B."""
+    alpha: float = Field(gt=0)
+    """What the adapters add is multiplied by alpha / rank."""
+    target_modules: list[str] = Field(min_length=1)
+    """Names of the matrices, such as "q_proj": all the layers' that are called so."""
+    base: Model
+    """The model that is frozen. Around a cross-attention model the decoder inside gets the adapters; its blocks are trained as ever."""
+    dropout_rate: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that are zero at a training step."""
+
+    @model_validator(mode="after")
+    def _each_adapter_once(self) -> "Config":
+        if self.base.name == "lora":
+            raise ValueError(
+                "base: a new adapter around a new adapter is one of a higher rank. Write one, with all target_modules."
+            )
+        if self.dropout_rate and reads_contexts(self):
+            raise ValueError(
+                "dropout_rate: the decoder of a cross-attention model drops nothing, so it would be ignored. Remove it."
+            )
+        return self
+
+
+def build(config: Config, places: Places) -> "nn.Module":
+    """The base, frozen, with adapters in it. A is drawn from torch's global generator, after the base's weights; B is zero.
+
+    Adapters that the base was trained with are merged into its weights first.
+
+    Raises:
+        ConfigError: no matrix has a name of `target_modules`.
+        UserError: whatever is wrong with the base.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
+
+    model = config.base(places)
+    merge(model)
+    decoder = _decoder(model).requires_grad_(False)
+    found = dict(_matrices(decoder))
+    _require(config.target_modules, {name.rpartition(".")[2] for name in found})
+    chosen = {name: matrix for name, matrix in found.items() if name.rpartition(".")[2] in config.target_modules}
+    transposed = isinstance(next(iter(chosen.values())), Conv1D)  # all of a model's are, or none
+    settings = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  declared int, used as a factor
+        lora_dropout=config.dropout_rate,
+        target_modules=sorted(chosen),
+        fan_in_fan_out=transposed,
+    )
+    inject_adapter_in_model(settings, decoder)
+    for parameter in decoder.parameters():
+        if parameter.requires_grad:  # in float32 whatever the base's type: small steps would be lost in the rounding
+            parameter.data = parameter.data.float()
+    return model
+
+
+def check(config: Config, places: Places) -> None:
+    """Check the base and, of the families that we know, the names of the matrices.
+
+    Raises:
+        ConfigError: no matrix has a name of `target_modules`; says which there are.
+        UserError: whatever is wrong with the base.
+    """
+    config.base.ask("check", places)
+    known = architecture(config, places)
+    if known and known.model_type in MATRICES:
+        _require(config.target_modules, MATRICES[known.model_type])
+
+
+def architecture(config: Config, places: Places) -> Architecture | None:
+    """The base's."""
+    return config.base.ask("architecture", places)
+
+
+def fingerprint(config: Config, places: Places) -> str | None:
+    """The base's: of pretrained weights, None where it loads none."""
+    return config.base.ask("fingerprint", places)
+
+
+def reads_contexts(config: Config) -> bool:
+    """Whether the base does."""
+    return bool(config.base.ask("reads_contexts"))
+
+
+def merge(model: "nn.Module") -> int:
+    """Add the adapters in `model` to the matrices that they adapt, and take them out. `model` is changed in place; returns how many."""
+    import torch
+    from peft.tuners.lora import LoraLayer
+
+    adapted = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
+    with torch.no_grad():
+        for name, layer in adapted:
+            layer.merge(safe_merge=True)  # type: ignore[operator]  every kind of layer has it, their common class has not
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, layer.get_base_layer())
+    if adapted:
+        del _decoder(model).peft_config
+    return len(adapted)
+
+
+def _decoder(model: "nn.Module") -> Any:
+    """The transformers model: `model` itself, or the one inside a cross-attention model."""
+    from src.models.cross_attention_layers import CrossAttentionLM
+
+    return model.base if isinstance(model, CrossAttentionLM) else model
+
+
+def _matrices(decoder: Any) -> Iterator[tuple[str, "nn.Module"]]:
+    """(dotted name, module) of what can be adapted: every matrix but the one that makes logits, which may be the embedding's too."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    head = decoder.get_output_embeddings()
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and module is not head:
+            yield name, module
+
+
+def _require(wanted: Iterable[str], there: Iterable[str]) -> None:
+    there = set(there)
+    for name in wanted:
+        if name not in there:
+            raise ConfigError(f"lora.target_modules: {unknown_text('matrix of the base', name, there)}")
