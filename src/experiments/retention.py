@@ -109,10 +109,8 @@ def remove(decided: Plan) -> None:
     with guarded(run, create=False), writing(run):  # nobody can start the run in here, so it must not last
         if holder_is_dead(run) is not True or _seen(run) != decided.seen:
             raise RunError(f"{run}: has changed meanwhile, so nothing of it was deleted. Look again.")
-        if pinned := _pinned(run, decided.doomed):
-            raise RunError(
-                f"{run}: somebody works on {next(iter(pinned))} now, so nothing of it was deleted. See {next(iter(pinned.values()))}."
-            )
+        for path, pin in _pinned(run, decided.doomed).items():
+            raise RunError(f"{path}: somebody works on it since a moment ago (see {pin}), so nothing of {run} was deleted. Look again.")
         best = _best_step(run)
         if best is not None and checkpoints.folder(run, best) in decided.doomed:
             checkpoints.forget_best(run)
