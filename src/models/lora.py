@@ -48,13 +48,9 @@ class Config(src.config.Config):
     @model_validator(mode="after")
     def _each_adapter_once(self) -> "Config":
         if self.base.name == "lora":
-            raise ValueError(
-                "base: a new adapter around a new adapter is one of a higher rank. Write one, with all target_modules."
-            )
+            raise ValueError("base: a new adapter around a new adapter is one of a higher rank. Write one, with all target_modules.")
         if self.dropout_rate and reads_contexts(self):
-            raise ValueError(
-                "dropout_rate: the decoder of a cross-attention model drops nothing, so it would be ignored. Remove it."
-            )
+            raise ValueError("dropout_rate: the decoder of a cross-attention model drops nothing, so it would be ignored. Remove it.")
         return self
 
 
