@@ -4,6 +4,7 @@ The json that is given to --deepspeed may say how, not what: batch sizes, clippi
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from src import distributed
+from src import distributed, files
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json
 from src.training import checkpoint, optim
@@ -86,12 +87,17 @@ class ZeroEngine(Engine):
         super().__init__(accelerator, module, config)
         import deepspeed
 
+        from src.training.shard_writer import ShardWriter
+
         settings = filled(path, config)
         self.stage = settings["zero_optimization"]["stage"]
         self.name, self.sharded = f"zero{self.stage}", self.stage == 3
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optim.adamw(module, config), config=settings)
         self.model = self.engine
+        self.writer = self.engine.checkpoint_engine = ShardWriter()
+        # It would copy scripts into each checkpoint that src/training/consolidate.py makes needless, and a full disk would stop it there.
+        self.engine._copy_recovery_script = lambda save_path: None
 
     def accumulating(self, last: bool) -> Any:
         """Stage 2 and 3 sum over processes after every pass, stage 1 after the last."""
@@ -117,6 +123,17 @@ class ZeroEngine(Engine):
         self.engine.step()
         return True
 
+    def drop(self) -> None:
+        """DeepSpeed's way with a gradient that has overflowed, which it knows by its norm."""
+        name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        overflowed = torch.tensor(math.nan)
+        setattr(self.optimizer, name, lambda: [overflowed] if self.stage == 3 else overflowed)
+        try:
+            self.engine.step()
+        finally:
+            delattr(self.optimizer, name)
+        assert self.optimizer.overflow, "the weights have moved on a batch that was to be left out"
+
     def weights(self) -> dict[str, Tensor]:
         """Gathered one by one in stage 3."""
         if self.stage < 3:
@@ -137,8 +154,9 @@ class ZeroEngine(Engine):
     def save_shards(self, folder: Path) -> None:
         """DeepSpeed's files below zero/, and which processes they are of."""
         self.engine.save_checkpoint(str(folder), tag=SHARDS, save_latest=False, exclude_frozen_parameters=True)
-        if distributed.is_main():
-            (folder / SHARDS / _TOPOLOGY).write_text(json.dumps({"stage": self.stage, "world_size": distributed.world_size()}))
+        self.writer.check()
+        topology = {"stage": self.stage, "world_size": distributed.world_size()}
+        distributed.from_main(lambda: files.write_json(folder / SHARDS / _TOPOLOGY, topology))
 
     def load_optimizer(self, folder: Path) -> None:
         """From the shards of as many processes and the same stage, or from optimizer.safetensors."""

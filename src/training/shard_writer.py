@@ -1,0 +1,65 @@
+"""How DeepSpeed's shards come to disk: one process that cannot write must not leave the others waiting for it. Imports DeepSpeed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from src import distributed
+from src.errors import RunError
+
+
+class ShardWriter(TorchCheckpointEngine):
+    """Writes as DeepSpeed does, but keeps what the disk refuses until all processes are at the same point, in `check`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: dict[str, int] = {}
+        self._refused: RunError | None = None
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one shard, or note that it cannot be written."""
+        try:
+            with open(path, "wb") as file:
+                torch.save(state_dict, file)
+        except (OSError, RuntimeError) as error:
+            reason = next((e for e in _causes(error) if isinstance(e, OSError)), None)
+            if reason is None:
+                raise
+            self._refused = _refusal(path, reason)
+        else:
+            self._written[path] = Path(path).stat().st_size
+
+    def check(self) -> None:
+        """Return where every process has written all its shards and rank 0 sees them whole. Collective.
+
+        Raises:
+            RunError: the disk refuses one of them, or processes see different disks; on every rank.
+        """
+        written, refused = self._written, self._refused
+        self._written, self._refused = {}, None
+        with distributed.together():
+            if refused:
+                raise refused
+        everyone = distributed.gathered([(distributed.rank(), *item) for item in written.items()])
+        with distributed.together():
+            for rank, path, size in everyone if distributed.is_main() else ():
+                if not Path(path).is_file() or Path(path).stat().st_size != size:
+                    raise RunError(
+                        f"{path}: process {rank} has written it, and process 0 does not see it whole. "
+                        "Give -sb a folder on a disk that all machines share."
+                    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """`error` and what it came from: torch says that its archive is torn, and before that what the disk said."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _refusal(path: str, error: OSError) -> RunError:
+    reason = error.strerror or str(error)
+    return RunError(f"{path}: cannot write: {reason}. Nothing complete was lost; make room or choose another folder.")

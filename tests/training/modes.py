@@ -1,0 +1,92 @@
+"""A project with small experiments, run to the end, stopped or continued in every mode of sharing a model."""
+
+import copy
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.experiments.identity import exp_id
+from tests import toy, warm
+
+EXP: dict[str, Any] = copy.deepcopy(toy.BASE)
+EXP["loop"] |= {"steps": 6, "sequences_per_step": 8, "micro_batch": 4, "eval_every": 3, "max_grad_norm": 0.5}
+TWICE = copy.deepcopy(EXP)
+TWICE["loop"]["micro_batch"] = 2
+EXPERIMENTS = {"once": EXP, "twice": TWICE}
+"""They differ in accumulation."""
+FIRST, LAST = "step-00000003", "step-00000006"
+MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]
+
+
+class Modes:
+    """The project, and its runs by mode."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        toy.write_data(folder / "data")
+        self.root = toy.project(folder, f"EXP_GROUPS = { ({name: [exp] for name, exp in EXPERIMENTS.items()})!r}\n")
+        for stage in (1, 2, 3):
+            self.settings(f"zero{stage}", {"stage": stage})
+        self.settings("offload", {"stage": 2, "offload_optimizer": {"device": "cpu"}})
+
+    def settings(self, name: str, zero: dict[str, Any]) -> None:
+        """The DeepSpeed json of a mode."""
+        (self.folder / f"{name}.json").write_text(json.dumps({"zero_optimization": zero, "train_batch_size": "auto"}))
+
+    def command(self, mode: str, group: str = "once", processes: int = 2, more: Sequence[str] = ()) -> list[str]:
+        """What starts or continues it."""
+        if mode not in ("replicated", "fsdp"):
+            pytest.importorskip("deepspeed", reason="needs deepspeed")
+        words = {"replicated": [], "fsdp": ["--fsdp"]}.get(mode, ["--deepspeed", str(self.folder / f"{mode}.json")])
+        return toy.command(self.root, ["-e", group, *words, *more], self.folder, processes=processes)
+
+    def begin(self, mode: str, group: str = "once", processes: int = 2, more: Sequence[str] = ()) -> warm.Process:
+        """Start or continue it; what it prints goes to `log`."""
+        self.log.unlink(missing_ok=True)
+        return warm.Process(self.command(mode, group, processes, more), toy.environment(), None, self.log)
+
+    @property
+    def log(self) -> Path:
+        """What the last start has printed."""
+        return self.folder / "log"
+
+    def start(self, mode: str, group: str = "once", processes: int = 2, more: Sequence[str] = ()) -> str:
+        """Run it to the end; what it printed, "" where all went well."""
+        process = self.begin(mode, group, processes, more)
+        try:
+            code = process.wait(timeout=150)
+        finally:
+            process.kill()
+        return self.log.read_text() if code else ""
+
+    def run(self, group: str = "once") -> Path:
+        """The save directory."""
+        return self.folder / "runs" / exp_id(EXPERIMENTS[group])
+
+    def trained(self, mode: str, group: str = "once") -> Path:
+        """The save directory of a finished run, moved aside."""
+        kept = self.folder / f"{mode}-{group}"
+        if not kept.exists():
+            assert self.start(mode, group) == ""
+            shutil.move(self.run(group), kept)
+        return kept
+
+    def cut_back(self, mode: str, group: str = "once") -> None:
+        """The run as it was after the first of its two checkpoints."""
+        shutil.copytree(self.trained(mode, group), self.run(group))
+        shutil.rmtree(self.run(group) / "checkpoints" / LAST)
+        (self.run(group) / "status.json").unlink()
+
+
+def scores(run: Path) -> list[dict[str, float]]:
+    """The score rows."""
+    return [json.loads(line) for line in (run / "scores.jsonl").read_text().splitlines()]
+
+
+def weights(run: Path) -> bytes:
+    """The file of the last checkpoint."""
+    return (run / "checkpoints" / LAST / "model.safetensors").read_bytes()

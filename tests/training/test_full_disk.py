@@ -1,0 +1,72 @@
+"""A disk that is full while a checkpoint is written: the one before stays usable, and all processes say why they end."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from src.experiments import checkpoints
+from tests import toy
+from tests.training.modes import FIRST, LAST, MODES, Modes, scores, weights
+
+PAGE = 4096
+SLACK = 96 * 1024
+"""Room for what is written beside checkpoints."""
+
+
+def on_disk(*folders: Path) -> int:
+    """Bytes that the files below take on a tmpfs."""
+    return sum(-(-path.stat().st_size // PAGE) * PAGE for folder in folders for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def disk(modes: Modes) -> Iterator[Path]:
+    """A small disk where the runs lie. Mounted again with another size, it keeps what it holds."""
+    runs = modes.folder / "runs"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(runs)], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield runs
+    subprocess.run(["umount", str(runs)], check=True)
+
+
+def resize(disk: Path, size: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_checkpoint_before_stays_usable(modes: Modes, disk: Path, mode: str):
+    whole = modes.trained(mode)
+    last = on_disk(whole / "checkpoints" / LAST)
+    assert last > 4 * SLACK
+    resize(disk, str(on_disk(whole) - last // 2 + SLACK))
+    said = modes.start(mode)
+    assert said.count(f"{LAST}") == 1, "one line, not one of each process"
+    assert "No space left on device" in said
+    assert "Nothing complete was lost; make room or choose another folder." in said
+    assert "Traceback" not in said.partition("failed (exitcode: 1)")[0], "a process has crashed"
+    assert [path.name for path in (modes.run() / "checkpoints").glob("*step-*")] == [FIRST]
+    assert checkpoints.newest_whole(modes.run()) == modes.run() / "checkpoints" / FIRST
+
+    resize(disk, "64m")
+    assert modes.start(mode) == ""
+    assert "continues from step 3" in (modes.run() / "logs" / "train.log").read_text()
+    assert weights(modes.run()) == weights(whole)
+    assert scores(modes.run()) == scores(whole)
+
+
+@pytest.mark.slow
+def test_one_process_that_cannot_write_refuses_for_all(modes: Modes):
+    command = modes.command("zero1")
+    at = command.index(str(modes.root / "trainval.py"))
+    limited = ["--no-python", "bash", "-c", 'if [ $RANK = 1 ]; then ulimit -f 100; fi; exec "$0" "$@"', sys.executable]
+    done = subprocess.run(
+        [*command[:at], *limited, *command[at:]], env=toy.environment(), capture_output=True, text=True, check=False, timeout=150
+    )
+    assert done.returncode == 1
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt: cannot write: File too large." in done.stderr
+    assert done.stderr.count("cannot write") == 1, "rank 0 alone says it"
+    assert "Traceback" not in done.stderr.partition("failed (exitcode: 1)")[0]
+    assert not list((modes.run() / "checkpoints").glob("*step-*"))

@@ -1,0 +1,87 @@
+"""Trainings that start in a fraction of the time: their processes are forked from one that has the libraries loaded.
+
+The command is that of torchrun or python, read by torchrun's own parser and run by its own agent; trainval.py runs as it does there.
+Only this differs: a process is forked where it would be started anew. Nothing of ours is loaded before.
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+LIBRARIES = [
+    "torch",
+    "torch.distributed.run",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "accelerate",
+    "transformers",
+    "transformers.models.gpt_bigcode.modeling_gpt_bigcode",
+    "transformers.optimization",
+    "datasets",
+    "pydantic",
+    "safetensors.torch",
+    "psutil",
+    "deepspeed",
+]
+_context: list[ForkServerContext] = []
+
+
+class Process:
+    """A started command, of which can be asked what subprocess.Popen is asked."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None, log: Path) -> None:
+        if not _context:
+            _context.append(multiprocessing.get_context("forkserver"))
+            _context[0].set_forkserver_preload(LIBRARIES)
+        self._process = _context[0].Process(target=_run, args=(list(command), dict(environment), cwd, log))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, when it has ended."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise TimeoutError(f"process {self.pid} runs after {timeout} s")
+        return code
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+
+
+def _run(command: list[str], environment: dict[str, str], cwd: Path | None, log: Path) -> None:
+    """What the forked process does: become `command`."""
+    os.setsid()
+    assert "src" not in sys.modules, "the main module loads src, which a project of its own is to load"
+    with open(log, "ab") as file, open(os.devnull, "rb") as null:
+        for target, source in ((0, null), (1, file), (2, file)):
+            os.dup2(source.fileno(), target)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd or ".")
+    if command[1:3] != ["-m", "torch.distributed.run"]:
+        _script(command[1], *command[2:])
+        return
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
+
+    config, _, arguments = run.config_from_args(run.parse_args(command[3:]))
+    config.start_method = "fork"
+    elastic_launch(config, _script)(*arguments[1:])  # torchrun would put python -u before
+
+
+def _script(path: str, *arguments: str) -> None:
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
