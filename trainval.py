@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent
 OPTIONS = ("run", "status", "logs", "kill", "reset", "retry")
 LOGGERS = ("trainval", "src")
+PASSED_ON = ("log_every", "stop_after", "max_host_memory", "num_workers", "statistics_every")
+"""Arguments of a launched experiment besides those for Weights & Biases and the sharing of the model."""
 log = logging.getLogger("trainval")
 
 
@@ -49,6 +52,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     where.add_argument("--job_option", choices=OPTIONS, default="run", help="what to do with the jobs (default: run, with -j)")
     where.add_argument("--python_binary", metavar="COMMAND", help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there')
+    where.add_argument("--stop_after", type=float, metavar="SECONDS", help="stop in order, to be continued, so long after the start")
+    where.add_argument("--max_host_memory", type=float, metavar="SHARE", help="stop in order when so much is in use, such as 0.9")
+    where.add_argument("--num_workers", type=int, metavar="N", help="processes that read data beside each (default: 2 beside a GPU)")
     where.add_argument("--statistics_every", type=int, metavar="N", default=50, help="steps between statistics; 0: none (default: 50)")
     where.add_argument("--deepspeed", type=Path, metavar="JSON", help="share the model between processes by DeepSpeed ZeRO")
     where.add_argument("--fsdp", action="store_true", help="share the model between processes by FSDP2")
@@ -84,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except distributed.Stopped as stopped:
-        log.info("%s: stopped. The same command goes on from here.", stopped.by)
-        return distributed.REQUEUE
+        log.info("%s: stopped. The same command goes on from here.", stopped.reason.by)
+        return stopped.exit_code
 
 
 def complain(mistakes: str) -> None:
@@ -163,6 +169,12 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(f"--log_every: expected a number of steps >= 1, got {args.log_every}.")
     if args.statistics_every < 0:
         raise ConfigError(f"--statistics_every: expected a number of steps, or 0 for none, got {args.statistics_every}.")
+    if args.stop_after is not None and not args.stop_after > 0:
+        raise ConfigError(f"--stop_after: expected seconds above 0, got {args.stop_after:g}.")
+    if args.max_host_memory is not None and not 0 < args.max_host_memory < 1:
+        raise ConfigError(f"--max_host_memory: expected a share between 0 and 1, got {args.max_host_memory:g}.")
+    if args.num_workers is not None and args.num_workers < 0:
+        raise ConfigError(f"--num_workers: expected a number of processes, or 0 for none, got {args.num_workers}.")
     if args.deepspeed and args.fsdp:
         raise ConfigError("--deepspeed and --fsdp: give one of them.")
 
@@ -228,7 +240,7 @@ def look(option: str, exp_ids: Sequence[str], places: Any) -> int:
 def child_arguments(args: argparse.Namespace, exp_id: str) -> list[str]:
     """The command line of one launched experiment."""
     child = ["--exp_id", exp_id, "-sb", str(args.savedir_base.resolve()), "--data_path", str(args.data_path.resolve())]
-    for name in ("log_every", "statistics_every", "wandb_entity_name", "wandb_project_name", "wandb_run_name"):
+    for name in (*PASSED_ON, "wandb_entity_name", "wandb_project_name", "wandb_run_name"):
         if getattr(args, name) is not None:
             child += [f"--{name}", str(getattr(args, name))]
     if args.deepspeed:
@@ -243,11 +255,12 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
     """
     from src import distributed
     from src.errors import UserError
-    from src.experiments.run import Options, Wandb
+    from src.experiments.run import Limits, Options, Wandb
 
     wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
     wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
-    options = Options(args.log_every, wandb, args.deepspeed, args.fsdp, args.statistics_every)
+    limits = Limits(args.stop_after and time.monotonic() + args.stop_after, args.max_host_memory)
+    options = Options(args.log_every, wandb, args.deepspeed, args.fsdp, args.statistics_every, limits, args.num_workers)
     failed = 0
     with distributed.stoppable(), distributed.session():
         for item in planned:
@@ -319,16 +332,16 @@ def carry_out(item: Any, run: Any) -> None:
         raise
     except distributed.Stopped as stopped:
         at, step = ("while it was starting", {}) if stopped.step is None else (f"at step {stopped.step}", {"step": stopped.step})
-        mark("stopped", reason=f"{stopped.by}: stopped {at}; start it again to continue", **step)
+        mark("stopped", reason=f"{stopped.reason.by}: stopped {at}; start it again to continue", **step)
         raise
     except UserError as error:
         mark("failed", reason=str(error))
         raise
     except Exception as error:
-        by = distributed.asked()
-        if by and distributed.world_size() > 1:  # another process left at the same signal while this one waited for it
-            mark("stopped", reason=f"{by}: stopped while it was starting; start it again to continue")
-            raise distributed.Stopped(by) from error
+        asked = distributed.asked()
+        if asked and distributed.world_size() > 1:  # another process left at the same signal while this one waited for it
+            mark("stopped", reason=f"{asked.by}: stopped while it was starting; start it again to continue")
+            raise distributed.Stopped(asked) from error
         mark("failed", reason=f"{type(error).__name__}: {error}")
         raise
     if distributed.is_main():

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -15,24 +16,43 @@ from src.errors import LaunchError, UserError
 T = TypeVar("T")
 REQUEUE = 75
 """Exit code of a training that stopped in order, before its end (EX_TEMPFAIL of sysexits.h): started again, it goes on."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send: before a kill, and before the time limit."""
+INTERRUPTED = 130
+"""Exit code of a training that a person stopped, as of a shell's Ctrl-C: no scheduler starts it again."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""What schedulers send before a kill and before the time limit, and what a person sends."""
 _PARENT = os.getppid()
-_asked: signal.Signals | None = None
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a training stops before its end."""
+
+    by: str
+    """Name of the signal, or of the limit."""
+    by_hand: bool = False
+    """True where a person wants it, so that nobody but a person starts it again."""
+
+
+_asked: Reason | None = None
 _deferred = False
+_limit: Callable[[], Reason | None] | None = None
 
 
 class Stopped(BaseException):
     """This process was asked to stop. No Exception, so that no library swallows it, as with KeyboardInterrupt."""
 
-    def __init__(self, by: str, everywhere: bool = False, step: int | None = None) -> None:
-        super().__init__(by)
-        self.by = by
-        """Name of the signal."""
+    def __init__(self, reason: Reason, everywhere: bool = False, step: int | None = None) -> None:
+        super().__init__(reason.by)
+        self.reason = reason
         self.everywhere = everywhere
         """True where every process of the training raises it at the same point."""
         self.step = step
         """The step of the checkpoint that was written last; None where the training had not begun."""
+
+    @property
+    def exit_code(self) -> int:
+        """What schedulers requeue on, or what they do not."""
+        return INTERRUPTED if self.reason.by_hand else REQUEUE
 
 
 def rank() -> int:
@@ -106,13 +126,17 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block a stop signal raises `Stopped`, once: immediately or, after `defer`, where it is heeded. Main thread only."""
+    """Within the block a stop signal raises `Stopped`, once: immediately or, after `defer`, where it is heeded. Main thread only.
+
+    A second SIGINT raises KeyboardInterrupt: who presses Ctrl-C twice does not want to wait. An ignored SIGINT (nohup) stays ignored.
+    """
     global _asked, _deferred
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _asked, _deferred = None, False
-    before = {number: signal.signal(number, _on_signal) for number in STOP_SIGNALS}
+    numbers = [n for n in STOP_SIGNALS if n != signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _on_signal) for number in numbers}
     try:
         yield
     finally:
@@ -133,26 +157,55 @@ def heed() -> None:
     _deferred = False
     if _asked:
         _deferred = True
-        raise Stopped(_asked.name)
+        raise Stopped(_asked)
 
 
-def asked() -> str | None:
-    """Name of the signal that asked this process to stop; None where none did."""
-    return _asked.name if _asked else None
+@contextlib.contextmanager
+def limited(limit: Callable[[], Reason | None]) -> Iterator[None]:
+    """Within the block `asked` tells of what `limit` gives, too."""
+    global _limit  # noqa: PLW0603  see stoppable
+    _limit = limit
+    try:
+        yield
+    finally:
+        _limit = None
+
+
+def asked() -> Reason | None:
+    """Why this process is to stop: a signal has asked it to, or a limit is reached. None where it may go on."""
+    return _asked or (_limit() if _limit else None)
+
+
+def stop_together() -> None:
+    """Raise `Stopped` on every process if one of them was asked to stop. Collective.
+
+    Raises:
+        Stopped: with `everywhere`, and without a step.
+    """
+    if any(total([asked() is not None])):
+        raise stopped(None)
 
 
 def stopped(step: int | None) -> Stopped:
     """What every process raises, once they agree that one of them was asked to stop. Collective."""
-    names = gathered([by] if (by := asked()) else [])
-    return Stopped(names[0], everywhere=True, step=step)
+    reasons = gathered([reason] if (reason := asked()) else [])
+    return Stopped(next((reason for reason in reasons if reason.by_hand), reasons[0]), everywhere=True, step=step)
+
+
+def ignore_stops(_: int = 0) -> None:
+    """For processes that work for this one: a signal to all of them stops this one, and they end with it."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _on_signal(number: int, _: FrameType | None) -> None:
     global _asked, _deferred  # noqa: PLW0603  see stoppable
-    _asked = _asked or signal.Signals(number)
+    if number == signal.SIGINT and _asked and _asked.by_hand:
+        raise KeyboardInterrupt
+    _asked = _asked or Reason(signal.Signals(number).name, by_hand=number == signal.SIGINT)
     if not _deferred:
         _deferred = True  # a second signal must not interrupt what the first one has begun
-        raise Stopped(_asked.name)
+        raise Stopped(_asked)
 
 
 @contextlib.contextmanager

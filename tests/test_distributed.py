@@ -33,7 +33,7 @@ def tell(number: signal.Signals = signal.SIGTERM) -> None:
 def test_a_signal_is_raised_at_once(number: signal.Signals):
     with pytest.raises(distributed.Stopped) as caught, distributed.stoppable():
         tell(number)
-    assert (caught.value.by, caught.value.everywhere, caught.value.step) == (number.name, False, None)
+    assert (caught.value.reason.by, caught.value.everywhere, caught.value.step) == (number.name, False, None)
 
 
 def test_what_is_deferred_is_raised_where_it_is_heeded():
@@ -41,7 +41,7 @@ def test_what_is_deferred_is_raised_where_it_is_heeded():
         distributed.defer()
         tell(signal.SIGUSR1)
         tell(signal.SIGTERM)
-        assert distributed.asked() == "SIGUSR1", "the first counts"
+        assert distributed.asked() == distributed.Reason("SIGUSR1"), "the first counts"
         with pytest.raises(distributed.Stopped, match="SIGUSR1"):
             distributed.heed()
 
@@ -58,6 +58,39 @@ def test_a_second_signal_interrupts_nothing_that_the_first_has_begun():
     assert tidied
 
 
+def test_who_presses_ctrl_c_twice_does_not_wait():
+    with distributed.stoppable():
+        distributed.defer()
+        tell(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            tell(signal.SIGINT)
+
+
+def test_an_interruption_that_the_shell_ignores_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with distributed.stoppable():
+            tell(signal.SIGINT)
+            distributed.heed()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_the_exit_code_says_whether_a_scheduler_starts_it_again(number: signal.Signals, code: int):
+    with pytest.raises(distributed.Stopped) as caught, distributed.stoppable():
+        tell(number)
+    assert caught.value.exit_code == code
+
+
+def test_a_limit_asks_as_a_signal_does():
+    reason = distributed.Reason("time limit")
+    with distributed.limited(lambda: reason), pytest.raises(distributed.Stopped) as caught:
+        distributed.stop_together()
+    assert (caught.value.reason, caught.value.everywhere, caught.value.step) == (reason, True, None)
+    distributed.stop_together()
+
+
 def test_one_signal_stops_one_session_only():
     with pytest.raises(distributed.Stopped), distributed.stoppable():
         tell()
@@ -70,7 +103,7 @@ def test_all_agree_on_the_signal_and_the_step():
         distributed.defer()
         tell()
         stopped = distributed.stopped(7)
-    assert (stopped.by, stopped.everywhere, stopped.step) == ("SIGTERM", True, 7)
+    assert (stopped.reason.by, stopped.everywhere, stopped.step) == ("SIGTERM", True, 7)
 
 
 def test_a_thread_leaves_the_handlers_alone():
@@ -130,7 +163,7 @@ def test_two_signals_leave_a_stopped_run(tmp_path: Path):
         def step(self, _: Any) -> None:
             pass
 
-    caught, status = carried_out(tmp_path, failing(Twice("SIGTERM")))
+    caught, status = carried_out(tmp_path, failing(Twice(distributed.Reason("SIGTERM"))))
     assert isinstance(caught, Twice)
     assert (status["state"], status["reason"]) == ("stopped", "SIGTERM: stopped while it was starting; start it again to continue")
 

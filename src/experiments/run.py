@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from src.config import Places
+from src.experiments.rotation import Keep
 from src.experiments.rundir import RunDir
 from src.files import writing
 
@@ -22,6 +23,16 @@ class Wandb:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What ends a training before its last step, in order: it is to be started again."""
+
+    end: float | None = None
+    """Of time.monotonic(), in seconds."""
+    host_memory: float | None = None
+    """Share of the host's memory that may be in use."""
+
+
+@dataclass(frozen=True)
 class Options:
     """Choices of the command line that change no number of a training."""
 
@@ -34,6 +45,11 @@ class Options:
     """Whether the processes share the model (FSDP2)."""
     statistics_every: int = 50
     """Optimizer steps between the records of statistics.jsonl; 0: there are none."""
+    limits: Limits = field(default_factory=Limits)
+    num_workers: int | None = None
+    """Processes that read data beside each training process; None: 2 beside a GPU, else none."""
+    keep: Keep = field(default_factory=Keep)
+    """Which checkpoints stay."""
 
 
 @dataclass(frozen=True)

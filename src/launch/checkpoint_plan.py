@@ -135,11 +135,15 @@ class Plan(configs.Config):
     @property
     def stages(self) -> list[Stage]:
         """Those of the plan, in their order."""
-        return [stage for stage in STAGES if getattr(self, stage) is not None]
+        return [stage for stage in STAGES if self.stage(stage) is not None]
+
+    def stage(self, name: Stage) -> Convert | Evaluate | Upload | CleanUp | None:
+        """What the plan says of a stage; None where it has none."""
+        return {"convert": self.convert, "evaluate": self.evaluate, "upload": self.upload, "clean_up": self.clean_up}[name]
 
     def before(self, stage: Stage) -> list[Stage]:
         """The stages of the plan that must be done before `stage`."""
-        named = getattr(getattr(self, stage), "after", None)
+        named = getattr(self.stage(stage), "after", None)
         if named is None:
             here = self.stages[: self.stages.index(stage)]
             return [one for one in here if stage == "clean_up" or one == "convert"]

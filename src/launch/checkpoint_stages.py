@@ -75,7 +75,7 @@ class Unit:
         if self.task is not None:
             assert self.plan.evaluate is not None
             return self.plan.evaluate.tasks[self.task]
-        found = getattr(self.plan, self.stage)
+        found = self.plan.stage(self.stage)
         assert isinstance(found, Trials)
         return found
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from src import distributed
 from src.config import Config, unknown_text
 from src.errors import ConfigError
+from src.training.divergence import Config as Divergence
 
 POLYNOMIAL_END = 1e-7
 """Where transformers' polynomial schedule ends."""
@@ -50,6 +51,7 @@ class LoopConfig(Config):
     best_metric: str = "val_loss"
     best_mode: Literal["min", "max"] = "min"
     early_stopping: EarlyStopping | None = None
+    divergence: Divergence = Divergence()
 
     @model_validator(mode="after")
     def _consistent(self) -> "LoopConfig":

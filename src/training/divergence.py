@@ -55,6 +55,19 @@ class Config(config.Config):
     """Of all the steps since the lowest point; no single batch is to blame."""
     on_grad_norm: Action = "warn"
     on_skipped: Literal["warn", "save_batch", "stop", "rewind"] = "stop"
+    max_rewinds: int = Field(default=3, ge=1)
+    """When a run has so many branches, the action "rewind" is to stop."""
+
+    @property
+    def actions(self) -> dict[Kind, Action]:
+        """What is done about each kind of finding."""
+        return {
+            "non_finite": self.on_non_finite,
+            "loss_spike": self.on_loss_spike,
+            "loss_drift": self.on_loss_drift,
+            "grad_norm": self.on_grad_norm,
+            "skipped": self.on_skipped,
+        }
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
@@ -226,7 +239,7 @@ class Detector:
         return [self._finding("skipped", step, f"{count} of the last {len(self.skips)} steps did not move the weights", first)]
 
     def _finding(self, kind: Kind, step: int, text: str, first_step: int) -> Finding:
-        return Finding(kind, step, f"step {step}: {text}.", getattr(self.config, f"on_{kind}"), first_step)
+        return Finding(kind, step, f"step {step}: {text}.", self.config.actions[kind], first_step)
 
     def _floor(self, level: float) -> float:
         """The least that `_noise` can be."""

@@ -53,6 +53,10 @@ class Engine(ABC):
     def step(self) -> bool:
         """Move the weights and forget the gradients. False where float16 overflowed and nothing moved."""
 
+    @abstractmethod
+    def drop(self) -> None:
+        """Forget the gradients; nothing moves."""
+
     def norm(self) -> float:
         """L2 norm of the gradients over all parameters, rounded to float32. Collective."""
         squares = [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in self.gradients()]
@@ -118,6 +122,12 @@ class Replicated(Engine):
         self.optimizer.step()
         self.optimizer.zero_grad()
         return not self.optimizer.step_was_skipped
+
+    def drop(self) -> None:
+        """As after a step."""
+        self.optimizer.zero_grad()
+        if self.accelerator.scaler:
+            self.accelerator.scaler.update()
 
     def load_optimizer(self, folder: Path) -> None:
         """From optimizer.safetensors."""

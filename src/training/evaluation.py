@@ -17,10 +17,12 @@ def mean_loss(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, devic
     """Loss per scored token, in nats, over every sample of `dataset` once. Collective: each rank reads every W-th batch.
 
     Raises:
+        distributed.Stopped: a process was asked to stop meanwhile.
         TrainingError: the data set scores no token.
     """
     loss_sum, tokens = 0.0, 0
     for indices, counts in share(len(dataset), batch_size):
+        distributed.stop_together()
         batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
         value = float(loss(model, batch))
         if counts:

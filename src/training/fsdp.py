@@ -54,6 +54,10 @@ class FullyShardedEngine(Engine):
         self.optimizer.zero_grad()
         return True
 
+    def drop(self) -> None:
+        """As after a step."""
+        self.optimizer.zero_grad()
+
     def weights(self) -> dict[str, Tensor]:
         """Gathered one by one."""
         return _whole(trained_weights(self.module))

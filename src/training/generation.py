@@ -13,10 +13,14 @@ def answer(model: Any, dataset: Any, tokenizer: Any, num_questions: int, max_new
     """Greedy answers to the first `num_questions` questions of `dataset`, in order, the same list on every rank. Collective.
 
     `at` is (batch size, device). An answer ends before the tokenizer's end-of-text token.
+
+    Raises:
+        distributed.Stopped: a process was asked to stop meanwhile.
     """
     batch_size, device = at
     mine: list[tuple[int, str]] = []
     for indices, counts in share(num_questions, batch_size):
+        distributed.stop_together()
         batch = to_device(dataset.collate_prompts([dataset.prompt(i) for i in indices]), device)
         batch.pop("loss_mask")
         width = batch["input_ids"].shape[1]

@@ -16,6 +16,15 @@ from src.training.evaluation import to_device
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How data are read."""
+
+    branches: Sequence[Branch] = ()
+    num_workers: int | None = None
+    """Processes that read beside this one; None: 2 beside a GPU, else none, as they would take the cores that train."""
+
+
+@dataclass(frozen=True)
 class Step:
     """What one process reads in one optimizer step. Counted before it goes to the device, where counting would wait for it."""
 
@@ -48,20 +57,22 @@ class _Plan(Sampler):
 
 
 def steps(
-    dataset: Any, config: LoopConfig, seed: int, first_step: int, device: torch.device, branches: Sequence[Branch] = ()
+    dataset: Any, config: LoopConfig, seed: int, first_step: int, device: torch.device, reading: Reading | None = None
 ) -> Iterator[Step]:
     """Yield the micro-batches of this process, on `device`, for each optimizer step from `first_step` on. Endless.
 
     `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`.
     """
+    reading = reading or Reading()
     rank, world_size = distributed.rank(), distributed.world_size()
     share = order.Share(config.sequences_per_step, config.micro_batch, rank, world_size)
     gpu = device.type == "cuda"
     batches = DataLoader(
         _Samples(dataset),
-        batch_sampler=_Plan(order.micro_batches(seed, len(dataset), first_step, share, branches)),
+        batch_sampler=_Plan(order.micro_batches(seed, len(dataset), first_step, share, reading.branches)),
         collate_fn=dataset.collate,
-        num_workers=2 if gpu else 0,  # samples are pure functions, so workers change no number; on a CPU they take the cores that train
+        num_workers=(2 if gpu else 0) if reading.num_workers is None else reading.num_workers,  # samples are pure: no number changes
+        worker_init_fn=distributed.ignore_stops,
         pin_memory=gpu,
         generator=torch.Generator(),  # else it draws from the global one
     )

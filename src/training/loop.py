@@ -10,32 +10,30 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from torch import Tensor, nn
+from torch import nn
 
 from src import distributed
 from src.errors import CheckpointError, ConfigError, RunError, TrainingError, UserError
-from src.experiments import branches, checkpoints
+from src.experiments import branches, checkpoints, ledger
 from src.experiments.run import Options, Run
 from src.training import checkpoint, loader, optim, order
 from src.training.config import LoopConfig
 from src.training.engine import Engine, Replicated
 from src.training.evaluation import Loss
+from src.training.judge import Judge, Source
+from src.training.limits import Watch
 from src.training.meter import Meter
 from src.training.monitor import Monitor
 from src.training.reporting import Reporter
+from src.training.saving import Kept, Saver
 from src.training.selection import Selection
-from src.training.writer import Writer
-
-MOST_SKIPPED = 100
-"""Overflowed float16 steps in a row after which the loss scale has nothing left to give."""
-REMEDY = "Lower loop.learning_rate, lengthen loop.warmup_rate, or look at the data of this step."
+from src.training.state import SinceRow, State
 
 log = logging.getLogger(__name__)
 
@@ -56,53 +54,19 @@ class Task:
     """Scores of the model as it stands, the same on every rank. Called on every rank, in eval mode."""
 
 
-@dataclass
-class SinceRow:
-    """Sums since the last score row."""
-
-    steps: int = 0
-    tokens: int = 0
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    clipped: int = 0
-    skipped: int = 0
-    """Steps that the fp16 loss scaler skipped because a gradient overflowed; they have no gradient norm."""
-
-    def scores(self) -> dict[str, float]:
-        """Means over the interval."""
-        moved = max(1, self.steps - self.skipped)
-        scores = {"train_loss": self.loss / self.tokens, "grad_norm": self.grad_norm / moved, "clip_rate": self.clipped / moved}
-        return {**scores, "skipped_steps": self.skipped} if self.skipped else scores
-
-
-@dataclass
-class State:
-    """Everything that the loop carries from one step to the next, besides weights and optimizer."""
-
-    step: int = 0
-    """Optimizer steps finished. The data position, the learning rate and all random draws follow from it."""
-    tokens: int = 0
-    """Loss tokens seen, over all ranks."""
-    since_row: SinceRow = field(default_factory=SinceRow)
-    selection: dict[str, Any] = field(default_factory=dict)
-    scaler: dict[str, Any] = field(default_factory=dict)
-    """Of the fp16 loss scaler."""
-    skipped_in_a_row: int = 0
-    inputs: dict[str, str] = field(default_factory=dict)
-    """Of the task."""
-
-
 def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
     """Train from the newest whole checkpoint of `run`, or from the start, to the last step. Collective.
 
-    Returns the final state; the model of `task` is mutated. Scores go to scores.jsonl, timings to perf.jsonl.
+    Returns the final state; the model of `task` is mutated. Scores go to scores.jsonl, timings to perf.jsonl, what happened to
+    ledger.jsonl.
 
     Raises:
-        distributed.Stopped: a process was asked to stop. All stop after the same step, and its checkpoint is written.
+        distributed.Stopped: a process was asked to stop, or a limit is reached. All stop after the same step, or in the evaluation
+            after it, and its checkpoint is written; or the detector of divergence has taken the run back to an earlier one.
         ConfigError: the precision needs another device, or the evaluation does not measure `loop.best_metric`.
         RunError: data, tokenizer or a parent have changed since the run began; the disk refuses; another process took over.
-        TrainingError: loss or gradient is no longer finite, or a step has nothing to learn; raised on every rank before the
-            optimizer moves.
+        TrainingError: the training diverges and `loop.divergence` says to stop, or a step has nothing to learn; raised on every rank
+            before the optimizer moves.
     """
     with distributed.together():
         accelerator = start(config, run.options)
@@ -110,18 +74,23 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
     loop.restore()
     with distributed.together():
         reporter = Reporter(run, config, task.model, loop.state.step)
-    with contextlib.closing(reporter), memory_advice(), loop.writing():
+    limits = Watch(run.options.limits, run.path)
+    with contextlib.closing(reporter), memory_advice(), loop.saver.writing(), distributed.limited(limits.reached), loop.told():
         distributed.defer()
-        steps = loader.steps(task.train, config, seed, loop.state.step, loop.accelerator.device, loop.branches)
+        reading = loader.Reading(loop.branches, run.options.num_workers)
+        steps = loader.steps(task.train, config, seed, loop.state.step, accelerator.device, reading)
         loop.meter.restart()
-        while loop.state.step < config.steps and not loop.selection.stop():
-            loop.stop_if_asked()
+        distributed.stop_together()
+        while True:
+            if loop.row_due():
+                loop.report(reporter, loop.evaluate() if loop.due(config.eval_every) else {})
+                loop.save()
+            if loop.state.step >= config.steps or loop.selection.stop():
+                break
+            if loop.stopping:
+                raise distributed.stopped(None)
             loss = loop.learn(loop.meter.waiting(steps))
             reporter.step(loop.state.step, loss, loop.meter.tokens_per_second())
-            scores = loop.evaluate() if loop.due(config.eval_every) else {}
-            if scores or loop.due(loop.row_every):
-                loop.report(reporter, scores)
-                loop.save()
     return loop.state
 
 
@@ -131,20 +100,50 @@ class Loop:
     def __init__(self, task: Task, run: Run, config: LoopConfig, seed: int, accelerator: Accelerator) -> None:
         self.task, self.run, self.config, self.seed, self.accelerator = task, run, config, seed, accelerator
         self.engine: Engine  # made by `restore`, when the weights are there
-        self.writer = Writer()
         self.branches = distributed.from_main(lambda: branches.read(run.path))
         self.learning_rate = branches.learning_rate(optim.learning_rate(config), self.branches)
         self.selection = Selection(config)
+        self.saver = Saver(run, task.about)
+        self.judge = Judge(run, config, Source(task.train, task.about.tokenizer, seed, self.branches), self.saver.written)
         self.state = State(inputs=dict(task.inputs))
         self.row_every = run.options.log_every or config.eval_every
         self.meter = Meter(task.model, config.precision)
         self.monitor = Monitor(run.path, task.model, run.options.statistics_every)
-        self.saved_step = 0
         self.stopping = False  # True once any process was asked to stop; the same on every rank
 
     def due(self, every: int) -> bool:
         """True at every `every`-th step and at the last."""
         return self.state.step % every == 0 or self.state.step == self.config.steps
+
+    def row_due(self) -> bool:
+        """Whether a score row is to be written of what was learned since the last; after a restart too, if a stop came in between."""
+        return self.state.since_row.steps > 0 and (self.due(self.config.eval_every) or self.due(self.row_every))
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Put into the ledger that this start begins, and how it ends. A stop leaves a checkpoint of the step that it comes after."""
+        with distributed.together():
+            self._tell("start", world_size=distributed.world_size(), engine=self.engine.name)
+        try:
+            yield
+        except distributed.Stopped as stopped:
+            if stopped.step is None:
+                if self.saver.step != self.state.step:
+                    self.save()
+                self.saver.written()
+                stopped.step = self.state.step
+            self._tell("stop", why=stopped.reason.by)
+            raise
+        except UserError as error:
+            with contextlib.suppress(UserError):
+                self._tell("stop", why=str(error))
+            raise
+        self.saver.written()
+        self._tell("stop", why="finished")
+
+    def _tell(self, name: str, **facts: Any) -> None:
+        if distributed.is_main():
+            ledger.append(self.run.path, ledger.event(name, step=self.state.step, **facts))
 
     def learn(self, step: loader.Step) -> float:
         """One optimizer step on the mean loss over all tokens of the global batch, which it returns."""
@@ -172,30 +171,30 @@ class Loop:
         return total / tokens
 
     def move(self, loss_sum: float, tokens: int) -> None:
-        """Clip, check and step. The values are the same on every rank, so all decide alike."""
+        """Judge the step, clip and step. The values are the same on every rank, so all decide alike."""
         state, since = self.state, self.state.since_row
         norm = self.engine.norm()
-        check_finite(state.step + 1, "loss", loss_sum)
-        if self.config.precision != "float16":  # there the scaler skips the step and lowers its scale
-            check_finite(state.step + 1, "gradient norm", norm)
+        # Where float16 overflows, the scaler skips the step and lowers its scale.
+        overflowed = self.config.precision == "float16" and not math.isfinite(norm)
         self.monitor.after_backward()
-        clipped = self.engine.clip(norm, self.config.max_grad_norm)
-        moved = self.engine.step()
+        if self.judge.leaves_out(state.step + 1, loss_sum / tokens, norm, overflowed):
+            clipped, moved = False, False
+            self.engine.drop()
+        else:
+            clipped = self.engine.clip(norm, self.config.max_grad_norm)
+            moved = self.engine.step()
         self.monitor.after_step(self.engine.optimizer)
         state.step += 1
         state.tokens += tokens
         since.steps += 1
-        since.tokens += tokens
-        since.loss += loss_sum
-        if not moved:
-            since.skipped += 1
-            state.skipped_in_a_row += 1
-            if state.skipped_in_a_row == MOST_SKIPPED:
-                raise TrainingError(f"step {state.step}: the gradients of the last {MOST_SKIPPED} steps all overflowed float16. {REMEDY}")
-        else:
-            state.skipped_in_a_row = 0
+        if math.isfinite(loss_sum):
+            since.tokens += tokens
+            since.loss += loss_sum
+        if moved:
             since.grad_norm += norm
             since.clipped += clipped
+        else:
+            since.skipped += 1
 
     def evaluate(self) -> dict[str, float]:
         """Score the model as it stands, and note whether it is the best."""
@@ -216,66 +215,12 @@ class Loop:
         self.meter.restart()
 
     def save(self) -> None:
-        """Write a checkpoint, whole or not at all, name the best and drop the old ones. The training goes on meanwhile where it can."""
-        scaler = self.accelerator.scaler
-        self.state.selection, self.state.scaler = self.selection.state(), scaler.state_dict() if scaler else {}
+        """Write a checkpoint of the finished step."""
+        state, scaler = self.state, self.accelerator.scaler
+        state.selection, state.detector = self.selection.state(), self.judge.detector.state()
+        state.scaler = scaler.state_dict() if scaler else {}
         with self.meter.apart():
-            self.written()
-            weights, moments = self.engine.weights(), self.engine.moments()
-            kept = Kept(self.state.step, self.selection.best_step, asdict(self.state))
-            if moments is None:
-                self._save_shards(kept, weights)
-            elif distributed.is_main():
-                self.writer.start(lambda: self._write(kept, weights, moments))
-        self.saved_step = self.state.step
-
-    def written(self) -> None:
-        """Wait for the checkpoint that is being written; what went wrong is raised on every rank. Collective."""
-        distributed.from_main(self.writer.wait)
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Leaves nothing half written, however the block ends."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(UserError):  # what ended the training is more worth telling
-                self.writer.wait()
-            raise
-        self.written()
-
-    def stop_if_asked(self) -> None:
-        """Leave the training where it stands, to be continued, if any process was asked to stop before the last step began."""
-        if self.stopping:
-            if self.saved_step != self.state.step:
-                self.save()
-            self.written()
-            raise distributed.stopped(self.state.step)
-
-    def _write(self, kept: "Kept", weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
-        self.run.dir.confirm()
-        with checkpoint.begun(self.run.path, kept.step) as folder:
-            checkpoint.write(folder, weights, moments, kept.state, self.task.about)
-        self._settle(kept)
-
-    def _save_shards(self, kept: "Kept", weights: dict[str, Tensor]) -> None:
-        """Every process writes its part into the one folder."""
-        with contextlib.ExitStack() as stack:
-
-            def begin() -> Path:
-                self.run.dir.confirm()
-                folder = stack.enter_context(checkpoint.begun(self.run.path, kept.step))
-                checkpoint.write(folder, weights, None, kept.state, self.task.about)
-                return folder
-
-            self.engine.save_shards(distributed.from_main(begin))
-            distributed.from_main(stack.close)
-        distributed.from_main(lambda: self._settle(kept))
-
-    def _settle(self, kept: "Kept") -> None:
-        if kept.best_step == kept.step:
-            checkpoints.mark_best(self.run.path, kept.step)
-        checkpoints.rotate(self.run.path, kept.best_step)
+            self.saver.save(self.engine, Kept(state.step, self.selection.best_step, state.saved()))
 
     def restore(self) -> None:
         """Continue from the newest whole checkpoint, if there is one; scores past it are dropped, to be made again."""
@@ -296,17 +241,20 @@ class Loop:
         self.task.model.train()
 
     def _take(self, saved: dict[str, Any]) -> None:
-        if saved.keys() != asdict(self.state).keys():
-            raise CheckpointError(f"{self.run.path}: its checkpoints were written by another version of this code. Start over with -r 1.")
-        now = self.state.inputs
-        changed = sorted(name for name in now.keys() | saved["inputs"].keys() if now.get(name) != saved["inputs"].get(name))
+        try:
+            state = State.read(saved)
+            self.judge.detector.restore(state.detector)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.run.path}: {error}") from None
+        now, before = self.state.inputs, state.inputs
+        changed = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
         if changed:
             raise RunError(
                 f"{self.run.path}: {', '.join(changed)}: no longer what this run began with. Restore what it began with, "
                 "or start over with -r 1."
             )
-        self.state = State(**{**saved, "since_row": SinceRow(**saved["since_row"])})
-        self.selection.restore(saved["selection"])
+        self.state, self.saver.step = state, state.step
+        self.selection.restore(state.selection)
 
     def _align(self) -> None:
         """Bring scores, checkpoints, status and the best pointer back to the restored step."""
@@ -319,15 +267,6 @@ class Loop:
             checkpoints.forget_best(self.run.path)
         else:
             checkpoints.mark_best(self.run.path, best)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a checkpoint says of the loop at its step."""
-
-    step: int
-    best_step: int | None
-    state: dict[str, Any]
 
 
 def engine(accelerator: Accelerator, model: nn.Module, config: LoopConfig, options: Options) -> Engine:
@@ -376,11 +315,3 @@ def memory_advice() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise RunError(f"{str(error).splitlines()[0]} Lower loop.micro_batch: a step reads the same sequences in more pieces.") from error
-
-
-def check_finite(step: int, name: str, value: float) -> None:
-    """Raises TrainingError where `value` is NaN or infinite."""
-    if not math.isfinite(value):
-        raise TrainingError(
-            f"step {step}: the {name} is {value}, so training stops before the optimizer moves; the last checkpoint is sound. {REMEDY}"
-        )

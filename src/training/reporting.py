@@ -53,7 +53,7 @@ class Reporter:
         path = self.run.path / "perf.jsonl"
         with writing(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": row["step"], **perf}) + "\n")
-        self.run.dir.set_status("running", step=row["step"], steps=self.config.steps, loss=row["train_loss"])
+        self.run.dir.set_status("running", step=row["step"], steps=self.config.steps, loss=row.get("train_loss"))
         for callback in self.callbacks:
             callback.on_row(row, perf)
 

@@ -92,6 +92,9 @@ class ZeroEngine(Engine):
         settings = filled(path, config)
         self.stage = settings["zero_optimization"]["stage"]
         self.name, self.sharded = f"zero{self.stage}", self.stage == 3
+        # On CPUs it would compile an all-reduce of its own. torch's lock on that outlives a killed process and stops every later start,
+        # and the all-reduce itself waits for ever for a process that is gone.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optim.adamw(module, config), config=settings)
         self.model = self.engine

@@ -1,0 +1,91 @@
+"""Checkpoints of one training as it goes: written while it goes on where that can be, each whole or not at all."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from src import distributed
+from src.errors import UserError
+from src.experiments import checkpoints, ledger
+from src.experiments.run import Run
+from src.training import checkpoint
+from src.training.engine import Engine
+from src.training.writer import Writer
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a checkpoint says of the loop at its step."""
+
+    step: int
+    best_step: int | None
+    state: dict[str, Any]
+
+
+class Saver:
+    """Its methods are collective."""
+
+    def __init__(self, run: Run, about: checkpoint.About) -> None:
+        self.run, self.about = run, about
+        self.writer = Writer()
+        self.step = 0
+        """Of the newest checkpoint that there is, or is being written."""
+
+    def save(self, engine: Engine, kept: Kept) -> None:
+        """Write a checkpoint, name the best and drop the old ones. Where the engine gives whole tensors, this returns with copies of them.
+
+        Raises:
+            RunError: the disk refuses, now or for the checkpoint before; or another process has taken over the save directory.
+        """
+        self.written()
+        weights, moments = engine.weights(), engine.moments()
+        if moments is None:
+            self._save_shards(engine, kept, weights)
+        elif distributed.is_main():
+            self.writer.start(lambda: self._write(kept, weights, moments))
+        self.step = kept.step
+
+    def written(self) -> None:
+        """Wait for the checkpoint that is being written; what went wrong is raised on every rank."""
+        distributed.from_main(self.writer.wait)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Leaves nothing half written, however the block ends."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(UserError):  # what ended the training is more worth telling
+                self.writer.wait()
+            raise
+        self.written()
+
+    def _write(self, kept: Kept, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
+        self.run.dir.confirm()
+        with checkpoint.begun(self.run.path, kept.step) as folder:
+            checkpoint.write(folder, weights, moments, kept.state, self.about)
+        self._settle(kept)
+
+    def _save_shards(self, engine: Engine, kept: Kept, weights: dict[str, Tensor]) -> None:
+        """Every process writes its part into the one folder."""
+        with contextlib.ExitStack() as stack:
+
+            def begin() -> Path:
+                self.run.dir.confirm()
+                folder = stack.enter_context(checkpoint.begun(self.run.path, kept.step))
+                checkpoint.write(folder, weights, None, kept.state, self.about)
+                return folder
+
+            engine.save_shards(distributed.from_main(begin))
+            distributed.from_main(stack.close)
+        distributed.from_main(lambda: self._settle(kept))
+
+    def _settle(self, kept: Kept) -> None:
+        ledger.append(self.run.path, ledger.event("save", step=kept.step))
+        if kept.best_step == kept.step:
+            checkpoints.mark_best(self.run.path, kept.step)
+        checkpoints.rotate(self.run.path, kept.best_step)

@@ -1,0 +1,60 @@
+"""What the loop carries from one step to the next, besides weights and optimizer. It stands in each checkpoint's state.json."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from src.errors import CheckpointError
+
+
+@dataclass
+class SinceRow:
+    """Sums since the last score row."""
+
+    steps: int = 0
+    tokens: int = 0
+    """Of the steps whose loss is finite."""
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    clipped: int = 0
+    skipped: int = 0
+    """Steps that moved nothing: a gradient overflowed float16, or the batch was left out. They have no gradient norm."""
+
+    def scores(self) -> dict[str, float]:
+        """Means over the interval; of the loss none where no step had a finite one."""
+        moved = max(1, self.steps - self.skipped)
+        loss = {"train_loss": self.loss / self.tokens} if self.tokens else {}
+        scores = {**loss, "grad_norm": self.grad_norm / moved, "clip_rate": self.clipped / moved}
+        return {**scores, "skipped_steps": self.skipped} if self.skipped else scores
+
+
+@dataclass
+class State:
+    """Of one training."""
+
+    step: int = 0
+    """Optimizer steps finished. The data position, the learning rate and all random draws follow from it."""
+    tokens: int = 0
+    """Loss tokens seen, over all ranks."""
+    since_row: SinceRow = field(default_factory=SinceRow)
+    selection: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """Of the fp16 loss scaler."""
+    detector: dict[str, Any] = field(default_factory=dict)
+    """Of the detector of divergence."""
+    inputs: dict[str, str] = field(default_factory=dict)
+    """Fingerprints of what the training reads and does not make, by name."""
+
+    def saved(self) -> dict[str, Any]:
+        """JSON values, which later steps do not change."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, saved: dict[str, Any]) -> "State":
+        """What `saved` gave.
+
+        Raises:
+            CheckpointError: another version of this code wrote it.
+        """
+        if saved.keys() != cls().saved().keys():
+            raise CheckpointError("its checkpoints were written by another version of this code. Start over with -r 1.")
+        return cls(**{**saved, "since_row": SinceRow(**saved["since_row"])})
