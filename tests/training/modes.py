@@ -16,8 +16,10 @@ EXP: dict[str, Any] = copy.deepcopy(toy.BASE)
 EXP["loop"] |= {"steps": 6, "sequences_per_step": 8, "micro_batch": 4, "eval_every": 3, "max_grad_norm": 0.5}
 TWICE = copy.deepcopy(EXP)
 TWICE["loop"]["micro_batch"] = 2
-EXPERIMENTS = {"once": EXP, "twice": TWICE}
-"""They differ in accumulation."""
+LONG = copy.deepcopy(EXP)
+LONG["loop"] |= {"steps": 60, "eval_every": 20}
+EXPERIMENTS = {"once": EXP, "twice": TWICE, "long": LONG}
+"""Twice accumulates two micro-batches on two processes, the others none."""
 FIRST, LAST = "step-00000003", "step-00000006"
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]
 
@@ -89,4 +91,4 @@ def scores(run: Path) -> list[dict[str, float]]:
 
 def weights(run: Path) -> bytes:
     """The file of the last checkpoint."""
-    return (run / "checkpoints" / LAST / "model.safetensors").read_bytes()
+    return (max((run / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes()

@@ -1,0 +1,55 @@
+"""A signal to one of two processes stops both at the same step, however they share the model, and changes nothing in the end."""
+
+import json
+import signal
+import time
+
+import psutil
+import pytest
+
+from src.experiments import checkpoints
+from tests import warm
+from tests.training.modes import MODES, Modes, scores, weights
+
+ROWS = ("--log_every", "4")
+
+
+def told(modes: Modes, process: warm.Process, rank: int, number: signal.Signals) -> None:
+    """Send a signal to one rank when the run has two rows."""
+    rows, until = modes.run("long") / "scores.jsonl", time.monotonic() + 100
+    while not rows.exists() or rows.read_bytes().count(b"\n") < 2:
+        assert process.poll() is None, modes.log.read_text()
+        assert time.monotonic() < until, "no progress"
+        time.sleep(0.002)
+    ranks = sorted(psutil.Process(process.pid).children(), key=psutil.Process.create_time)
+    assert len(ranks) == 2
+    ranks[rank].send_signal(number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_one_signal_stops_both(modes: Modes, mode: str):
+    undisturbed = modes.trained("replicated", "long")
+    process = modes.begin(mode, "long", more=ROWS)
+    try:
+        told(modes, process, rank=1, number=signal.SIGTERM)
+        assert process.wait(timeout=100) == 1, "what torchrun makes of exit code 75"
+    finally:
+        process.kill()
+    said, run = modes.log.read_text(), modes.run("long")
+    assert "exitcode: 75" in said
+    assert "Traceback" not in said.partition("failed (exitcode: 75)")[0]
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "stopped"
+    assert 8 <= status["step"] < 60
+    *before, last = checkpoints.every(run)
+    assert last == checkpoints.newest_whole(run)
+    assert checkpoints.step_of(last) == status["step"]
+    assert all(checkpoints.step_of(folder) % 4 == 0 for folder in before), "each stands where a row does, but for the one of the stop"
+    assert not list((run / "checkpoints").glob(".*"))
+
+    assert modes.start(mode, "long", more=ROWS) == ""
+    assert f"continues from step {status['step']}" in (run / "logs" / "train.log").read_text()
+    assert weights(run) == weights(undisturbed)
+    own = {row["step"]: row for row in scores(run)}
+    assert [own[row["step"]]["val_loss"] for row in scores(undisturbed)] == [row["val_loss"] for row in scores(undisturbed)]
