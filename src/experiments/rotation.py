@@ -89,8 +89,7 @@ class Rotation:
         """What may go by the rule, unless somebody works on it, oldest first. Looks closer only where something would go."""
         keep = self._keep
         line = [path for path in checkpoints.every(self._run) if checkpoints.step_of(path) <= step]
-        # The one just written was read back for its manifest. Of the others sizes are compared: damage must not count as a fall-back.
-        whole = [path for path in line if checkpoints.step_of(path) == step or defect(path, hashes=False) is None]
+        whole = [path for path in line if defect(path, hashes=False) is None]  # what is damaged is none to fall back to
         newest = whole[-keep.last :]
         if not newest:
             return []

@@ -1,6 +1,7 @@
 """What a training deletes of its checkpoints: by rule, on its own branch, killed at every change of the disk, never what another needs."""
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -217,19 +218,14 @@ def test_what_cannot_be_deleted_is_told_and_tried_again(tmp_path: Path, caplog: 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 
-def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
-    """Do `action` in a process that is killed just before its change number `moment` of the disk; False where it made fewer."""
+def dies(action: Callable[[], Any], when: Callable[[str, str], bool]) -> bool:
+    """Do `action` in a process that is killed just before it does what `when` says: (kind of the event, path). Whether it was."""
     process = os.fork()
     if process == 0:
-        made = 0
 
         def watch(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal made
-            below = not isinstance(arguments[0], int) if arguments else False
-            if event in CHANGES and below and (str(run) in str(arguments[0]) or not os.path.isabs(str(arguments[0]))):
-                made += 1
-                if made > moment:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if event in {*CHANGES, "open"} and when(event, str(arguments[0])):
+                os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(watch)
         action()
@@ -237,6 +233,17 @@ def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
     _, ended = os.waitpid(process, 0)
     assert os.WIFSIGNALED(ended) or os.WEXITSTATUS(ended) == 0
     return os.WIFSIGNALED(ended)
+
+
+def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
+    """Do `action` in a process that is killed just before its change number `moment` of the disk; False where it made fewer."""
+    made = itertools.count()
+
+    def now(event: str, where: str) -> bool:
+        # What is deleted below a folder that is open is named without it.
+        return event in CHANGES and (str(run) in where or not os.path.isabs(where)) and next(made) >= moment
+
+    return dies(action, now)
 
 
 def test_killed_at_any_change_of_the_disk_whole_checkpoints_are_left(tmp_path: Path):
@@ -356,12 +363,27 @@ def test_what_a_child_may_start_from_stays_where_its_dict_cannot_be_read(parent:
 
 
 def test_other_experiments_are_not_read_where_nobody_went_back(tmp_path: Path):
-    """Thousands may lie beside. That this damaged one would keep everything tells that it was not read."""
-    run = tmp_path / exp_id(EXP)
+    """Thousands may lie beside."""
+    run, other = tmp_path / exp_id(EXP), tmp_path / exp_id(child("best"))
     saved.prepare(run, EXP, [])
-    saved.prepare(tmp_path / exp_id(child("best")), child("best"), [])
-    (tmp_path / exp_id(child("best")) / "exp_dict.json").write_text("{")
-    assert train(run, BETTER, Keep()) == [10, 12]
+    saved.prepare(other, child("best"), [])
+    assert not dies(lambda: train(run, BETTER, Keep()), lambda event, where: event == "open" and str(other) in where)
+    assert steps(run) == [10, 12]
+
+
+def test_what_was_trained_after_the_place_that_a_run_went_back_to_is_nobodys(parent: Path):
+    saved.prepare(parent.parent / exp_id(child("best")), child("best"), [])
+    go_back(parent, 6)
+    assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
+    go_back(parent, 4)
+    assert go_on(parent, BETTER, "again") == [4, 10, 12]
+
+
+def test_what_a_child_started_from_stays_where_the_abandoned_branches_were_deleted(parent: Path):
+    saved.prepare(parent.parent / exp_id(child("best")), child("best"), [])
+    go_back(parent, 6)
+    shutil.rmtree(parent / "abandoned")
+    assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
 
 
 def test_what_a_child_of_a_branch_started_from_stays_when_that_is_undone(tmp_path: Path):
