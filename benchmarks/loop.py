@@ -1,101 +1,263 @@
-"""Overhead of the training loop: tokens/s of `fit` against a bare PyTorch loop on the same model and batches, in one process.
+"""Overhead of the training loop: tokens/s of `fit` against a bare PyTorch loop and against the Trainer of transformers.
 
-    python -m benchmarks.loop [--steps 30] [--rounds 5]
+    python -m benchmarks.loop [--steps 30] [--rounds 5] [--hidden_size 192] [--against bare trainer]
+    torchrun --nproc-per-node 2 -m benchmarks.loop
 
-Both train the `base_tiny` model in float32 on the same sequences in the same order; the bare loop has nothing but the model, AdamW,
-clipping and the learning rate. Rounds alternate, so that a slow moment of the machine falls on both; the median ratio counts.
+All train the `base_tiny` model in float32 on the same sequences in the same order, in one process (or in the same processes, with
+DistributedDataParallel); the bare loop has nothing but the model, AdamW, clipping and the learning rate. The second half of the steps is
+measured, from the end of one step to the end of the last. Rounds alternate, so that a slow moment of the machine falls on all; the median
+ratio counts; the ratio by processor seconds is told besides, which other programs disturb less. All must end with the same weights, to
+rounding.
 """
 
 import argparse
-import json
+import contextlib
 import logging
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
 
 import exp_configs
+from src import distributed
 from src.config import Places
 from src.data import tokenizers
 from src.experiments.grid import set_path
 from src.experiments.run import Options, Run
 from src.experiments.rundir import RunDir
 from src.registry import Part, load_experiment, resolved
-from src.training import loader, optim
+from src.training import loader, optim, order
 from src.training.checkpoint import About
 from src.training.loop import Task, fit
 from src.training.loss import causal_lm_loss
 
 ROOT = Path(__file__).resolve().parents[1]
+TARGETS = {"bare": 0.97, "trainer": 1.0}
 
 
-def bare(model: torch.nn.Module, train: Any, config: Any, seed: int) -> float:
-    """Tokens/s of the second half of the steps."""
-    optimizer, rate = optim.adamw(model, config), optim.learning_rate(config)
-    stream = loader.steps(train, config, seed, 0, torch.device("cpu"))
+@dataclass
+class Clock:
+    """Times the steps after the first half, by the wall and by the processor."""
+
+    steps: int
+    done: int = 0
+    times: list[tuple[float, float]] = field(default_factory=list)
+
+    def step(self) -> None:
+        """An optimizer step has ended."""
+        self.done += 1
+        if self.done in (self.steps // 2, self.steps):
+            self.times.append((time.perf_counter(), time.process_time()))
+
+    def seconds(self) -> tuple[float, float]:
+        """That passed, and that this process computed for."""
+        (began, worked), (ended, done) = self.times
+        return ended - began, done - worked
+
+
+@dataclass
+class Work:
+    """One training to be done: what it needs, and when its steps end."""
+
+    model: Any
+    train: Any
+    recipe: Part
+    exp: dict[str, Any]
+    places: Places
+    clock: Clock
+
+    @property
+    def config(self) -> Any:
+        """The experiment's."""
+        return self.recipe.config
+
+
+def bare(work: Work) -> None:
+    """Nothing but the model, AdamW, clipping and the learning rate."""
+    loop = work.config.loop
+    model = DistributedDataParallel(work.model) if distributed.world_size() > 1 else work.model
+    optimizer, rate = optim.adamw(model, loop), optim.learning_rate(loop)
     model.train()
-    tokens, began = 0, 0.0
-    for step in range(config.steps):
-        if step == config.steps // 2:
-            tokens, began = 0, time.perf_counter()
-        read = next(stream)
+    for step, read in enumerate(islice(loader.steps(work.train, loop, work.config.seed, 0, torch.device("cpu")), loop.steps)):
+        (tokens,) = distributed.total([read.loss_tokens])
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         for batch in read.batches:
-            (causal_lm_loss(model, batch) / read.loss_tokens).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            quiet = isinstance(model, DistributedDataParallel) and batch is not read.batches[-1]
+            with model.no_sync() if quiet else contextlib.nullcontext():
+                (causal_lm_loss(model, batch) * (distributed.world_size() / tokens)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), loop.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        tokens += read.read_tokens
-    return tokens / (time.perf_counter() - began)
+        work.clock.step()
 
 
-def ours(model: Any, train: Any, recipe: Part, exp: dict[str, Any], places: Places) -> float:
-    """Tokens/s of the second half of the steps, from perf.jsonl; scores and a checkpoint are written in between."""
+def ours(work: Work) -> None:
+    """`fit`, with all that it does by default, but its checkpoints: benchmarks.checkpoint_stall measures those."""
+    from src.training import meter
+
+    count = meter.Meter.count
+
+    def counted(self: meter.Meter, step: loader.Step) -> None:  # the last thing that `fit` does in a step
+        count(self, step)
+        work.clock.step()
+
+    with contextlib.ExitStack() as stack:
+        opened: list[RunDir] = []
+
+        def begin() -> Path:
+            opened.append(stack.enter_context(RunDir.open(work.places.runs, work.exp, resolved(work.recipe, key="recipe"))))
+            return opened[0].path
+
+        path = distributed.from_main(begin)
+        run = Run(opened[0] if opened else RunDir.attach(path), work.places, Options(log_every=work.config.loop.steps))
+        task = Task(
+            work.model, About({}, tokenizers.load(work.model.name_or_path)), work.train, {}, causal_lm_loss, lambda _: {"val_loss": 0.0}
+        )
+        meter.Meter.count = counted
+        try:
+            fit(task, run, work.config.loop, work.config.seed)
+        finally:
+            meter.Meter.count = count
+
+
+class Sequences(Dataset):
+    """The sequences of the whole training in their order, as the Trainer wants them."""
+
+    def __init__(self, train: Any, config: Any) -> None:
+        self.train = train
+        self.keys = list(islice(order.samples(config.seed, len(train), 0), config.loop.steps * config.loop.sequences_per_step))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.train.sample(*self.keys[index])
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        """With labels, which are -100 where nothing is to be learned."""
+        batch = self.train.collate(samples)
+        labels = torch.where(batch["loss_mask"], batch["input_ids"], -100)
+        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"].long(), "labels": labels}
+
+
+def trainer(work: Work) -> None:
+    """The Trainer of transformers, as a user sets it up for the same training."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            work.clock.step()
+
+    loop, sequences = work.config.loop, Sequences(work.train, work.config)
+    arguments = TrainingArguments(
+        output_dir=str(work.places.runs / "trainer"),
+        use_cpu=True,
+        max_steps=loop.steps,
+        per_device_train_batch_size=loop.micro_batch,
+        gradient_accumulation_steps=loop.sequences_per_step // loop.micro_batch // distributed.world_size(),
+        train_sampling_strategy="sequential",
+        learning_rate=loop.learning_rate,
+        lr_scheduler_type=loop.schedule,
+        warmup_steps=round(loop.warmup_rate * loop.steps),
+        weight_decay=loop.weight_decay,
+        adam_beta1=loop.adam_beta1,
+        adam_beta2=loop.adam_beta2,
+        adam_epsilon=loop.adam_epsilon,
+        max_grad_norm=loop.max_grad_norm,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=work.config.seed,
+    )
+    callbacks: list[TrainerCallback] = [Steps()]
+    Trainer(work.model, arguments, data_collator=sequences.collate, train_dataset=sequences, callbacks=callbacks).train()
+
+
+WAYS = {"bare": bare, "fit": ours, "trainer": trainer}
+
+
+def measured_tokens(train: Any, config: Any) -> int:
+    """Real tokens that this process reads in the second half of the steps."""
+    first = config.loop.steps // 2
+    stream = loader.steps(train, config.loop, config.seed, first, torch.device("cpu"))
+    return sum(step.read_tokens for step in islice(stream, config.loop.steps - first))
+
+
+def round_of(names: list[str], exp: dict[str, Any], data: Path) -> dict[str, list[float]]:
+    """Tokens/s and tokens per second of a processor, of all processes together, by way, trained in the order of `names`."""
+    recipe = load_experiment(exp, "benchmark")
     config: Any = recipe.config
-    with RunDir.open(places.runs, exp, resolved(recipe, key="recipe")) as run_dir:
-        run = Run(run_dir, places, Options(log_every=config.loop.steps // 2))
-        task = Task(model, About({}, tokenizers.load(model.name_or_path)), train, {}, causal_lm_loss, lambda _: {"val_loss": 0.0})
-        fit(task, run, config.loop, config.seed)
-        return json.loads((run_dir.path / "perf.jsonl").read_text().splitlines()[-1])["tokens_per_second"]
+    rates, models = {}, {}
+    with tempfile.TemporaryDirectory() as own:
+        folder = distributed.from_main(lambda: own)
+        places = Places(data, Path(folder))
+        for name in names:
+            torch.manual_seed(0)
+            models[name] = config.model(places)
+            train = config.data(places, tokenizers.load(models[name].name_or_path), "train", config.seed)
+            clock = Clock(config.loop.steps)
+            WAYS[name](Work(models[name], train, recipe, exp, places, clock))
+            tokens = measured_tokens(train, config)
+            rates[name] = distributed.total([tokens / seconds for seconds in clock.seconds()])
+        distributed.gathered([None])  # nobody is in the folder any more
+    compare(models)
+    return rates
+
+
+def compare(models: dict[str, Any]) -> None:
+    """Refuse a measurement whose ways did not do the same work."""
+    for name, model in models.items():
+        for one, other in zip(models["fit"].parameters(), model.parameters(), strict=True):
+            same = torch.allclose(one, other, rtol=1e-2, atol=1e-4)
+            assert same, f"{name} must end with the weights of fit, else it did other work: {(one - other).abs().max()}"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the messages of a training."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    yield
 
 
 def main() -> None:
-    """Print one line per round and the median ratio."""
+    """Print one line per round and the median ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden_size", type=int, default=192)
+    parser.add_argument("--against", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--data_path", type=Path, default=ROOT / "results" / "data")
     args = parser.parse_args()
-    logging.disable(logging.INFO)
-    torch.set_num_threads(1)
-    exp = set_path(set_path(exp_configs.BASE_TINY, "loop.steps", args.steps, True), "loop.eval_every", args.steps, True)
-    recipe = load_experiment(exp, "benchmark")
-    config: Any = recipe.config
-    ratios = []
-    print("round   bare tokens/s   fit tokens/s   ratio")
-    for i in range(args.rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            places = Places(args.data_path, Path(folder))
-            models = []
-            for _ in range(2):
-                torch.manual_seed(0)
-                models.append(config.model(places))
-            train = config.data(places, tokenizers.load(models[0].name_or_path), "train", config.seed)
-            measured = {}
-            for name in ("bare", "fit") if i % 2 else ("fit", "bare"):
-                if name == "bare":
-                    measured[name] = bare(models[0], train, config.loop, config.seed)
-                else:
-                    measured[name] = ours(models[1], train, recipe, exp, places)
-        same = all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
-        assert same, "both loops must end with the same weights, else they did not do the same work"
-        ratios.append(measured["fit"] / measured["bare"])
-        print(f"{i:>5}   {measured['bare']:>13,.0f}   {measured['fit']:>12,.0f}   {ratios[-1]:.3f}")
-    print(f"median ratio {statistics.median(ratios):.3f} (target: at least 0.97)")
+    exp = exp_configs.BASE_TINY
+    for path, value in {"loop.steps": args.steps, "loop.eval_every": args.steps, "model.hidden_size": args.hidden_size}.items():
+        exp = set_path(exp, path, value, True)
+    names = ["fit", *args.against]
+    ratios: dict[str, list[list[float]]] = {name: [] for name in args.against}
+    with quiet(), distributed.session():
+        for i in range(args.rounds):
+            turned = names[i % len(names) :] + names[: i % len(names)]
+            rates = round_of(turned, exp, args.data_path)
+            for name in args.against:
+                ratios[name].append([ours / theirs for ours, theirs in zip(rates["fit"], rates[name], strict=True)])
+            if distributed.is_main():
+                print(f"round {i}: " + "   ".join(f"{name} {rates[name][0]:,.0f} tokens/s" for name in names), flush=True)
+        if distributed.is_main():
+            for name, found in ratios.items():
+                wall, work = zip(*found, strict=True)
+                spread = f"{statistics.median(wall):.3f} of {min(wall):.3f} to {max(wall):.3f} (target: at least {TARGETS[name]})"
+                print(f"fit / {name}: median {spread}; by processor seconds {statistics.median(work):.3f}")
 
 
 if __name__ == "__main__":
