@@ -11,9 +11,11 @@ from torch import Tensor
 from src.batches import TokenBatch
 
 
-def pad_tokens(ids: Sequence[Sequence[int]], loss_masks: Sequence[Sequence[bool]], pad_id: int, left: bool = False) -> TokenBatch:
-    """Pad B sequences to (B, T): on the right, or on the left for generation."""
-    B, T = len(ids), max(len(sequence) for sequence in ids)
+def pad_tokens(
+    ids: Sequence[Sequence[int]], loss_masks: Sequence[Sequence[bool]], pad_id: int, left: bool = False, length: int | None = None
+) -> TokenBatch:
+    """Pad B sequences to (B, T): on the right, or on the left for generation. length: T where it is not that of the longest."""
+    B, T = len(ids), length or max(len(sequence) for sequence in ids)
     input_ids = torch.full((B, T), pad_id)
     attention_mask = torch.zeros(B, T, dtype=torch.bool)
     loss_mask = torch.zeros(B, T, dtype=torch.bool)

@@ -40,6 +40,8 @@ class Config(StrictConfig):
     """Each of a row's contexts is encoded on its own, rather than all joined by spaces."""
     include_contexts: bool = False
     """The training set is seen twice: then as a language model of the useful contexts, half of them with the middle to fill in."""
+    fixed_length: bool = False
+    """Every batch is as long as a sequence may be, rather than as its longest one, for `loop.compile`. Contexts stay as they are."""
     val_samples: int | None = Field(default=None, gt=0)
     """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
 
@@ -67,6 +69,12 @@ def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None
     """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the sequences or contexts, or write `new_tokens`."""
     require_fit("data.sequence_tokens", config.sequence_tokens + new_tokens, max_positions)
     require_fit("data.context_tokens", config.context_tokens, max_positions)
+
+
+def one_shape(config: Config, compiled: bool) -> None:
+    """Raises ConfigError where batches of several lengths would meet `loop.compile`."""
+    if compiled and not config.fixed_length:
+        raise ConfigError("data.fixed_length: False, but loop.compile needs batches of one length. Write True, or leave loop.compile out.")
 
 
 def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "QADataset":
@@ -113,6 +121,8 @@ class QADataset:
         self._prompter = templates.Prompter(self._encoder, config.template)
         self._fim_tokens = fim.fim_tokens(self._encoder)
         self._context_rows: Sequence[int] = range(len(rows))
+        longest = max(config.sequence_tokens, config.context_tokens if both_views else 0)
+        self._length = longest if config.fixed_length else None
         _require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
         _require_room("context_tokens", config.context_tokens, self._prompter.fixed_context_tokens + 1)
 
@@ -183,7 +193,7 @@ class QADataset:
 
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
         context_ids, context_mask = collate.pad_chunks([s["context_chunks"] for s in samples], self._encoder.pad_id)
-        tokens = collate.pad_tokens(ids, masks, self._encoder.pad_id, left)
+        tokens = collate.pad_tokens(ids, masks, self._encoder.pad_id, left, None if left else self._length)
         return {**tokens, "context_ids": context_ids, "context_mask": context_mask}
 
     def _context_sample(self, epoch: int, index: int) -> Sample:

@@ -21,6 +21,13 @@ def test_left_padding_ends_every_sequence_at_the_same_place():
     assert batch["loss_mask"].tolist() == [[False, False, True], [False, False, True]]
 
 
+def test_sequences_may_be_padded_to_a_length_that_none_has():
+    batch = pad_tokens([[5], [6, 7]], [[False], [False, True]], pad_id=9, length=4)
+    assert batch["input_ids"].tolist() == [[5, 9, 9, 9], [6, 7, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[True, False, False, False], [True, True, False, False]]
+    assert batch["loss_mask"].tolist() == [[False, False, False, False], [False, True, False, False]]
+
+
 def test_chunks_stay_with_their_sample():
     ids, mask = pad_chunks([[[1], [2], [3]], [[7], [8, 9]]], pad_id=0)
     assert ids.tolist() == [[[1, 0], [2, 0], [3, 0]], [[7, 0], [8, 9], [0, 0]]]

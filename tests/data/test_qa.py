@@ -303,3 +303,32 @@ def test_squad_as_it_is(build, shared_data):
         )
         assert rows[i]["answer"] in data.references(i)
         assert shuffled.sample(0, i)["context_chunks"] != sample["context_chunks"]
+
+
+@pytest.mark.parametrize(("both", "length"), [(False, 48), (True, 64)])
+def test_batches_of_one_length_hold_what_the_others_hold(build, both, length):
+    rows = [row(f"q{i}?", "a" * (i + 1), "ctx " * i or "c", contexts_list=["ctx"]) for i in range(6)]
+    fixed = build(rows, sequence_tokens=48, fixed_length=True, include_contexts=both)
+    plain = build(rows, sequence_tokens=48, include_contexts=both)
+    for first in range(0, len(plain), 2):
+        one, other = ([data.sample(0, i) for i in (first, first + 1)] for data in (fixed, plain))
+        assert one == other
+        long, short = fixed.collate(one), plain.collate(other)
+        width = short["input_ids"].shape[1]
+        assert width < length
+        for name in ("input_ids", "attention_mask", "loss_mask"):
+            assert long[name].shape == (2, length)
+            assert (long[name][:, :width] == short[name]).all()
+        assert not long["attention_mask"][:, width:].any()
+        assert not long["loss_mask"][:, width:].any()
+        assert (long["context_ids"] == short["context_ids"]).all()
+    prompts = fixed.collate_prompts([fixed.prompt(0), fixed.prompt(1)])
+    assert prompts["input_ids"].shape[1] < 48, "generation goes on from prompts that end where the batch does"
+
+
+def test_compiling_batches_of_several_lengths_is_refused():
+    raw = {"corpus": "c", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer"}
+    qa.one_shape(load(qa.Config, raw, "data"), compiled=False)
+    qa.one_shape(load(qa.Config, {**raw, "fixed_length": True}, "data"), compiled=True)
+    with pytest.raises(ConfigError, match=r"data\.fixed_length: False, but loop\.compile needs batches of one length"):
+        qa.one_shape(load(qa.Config, raw, "data"), compiled=True)

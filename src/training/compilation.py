@@ -1,0 +1,88 @@
+"""torch.compile for the layers of a model: all layers of a kind share one graph, and each has one shape.
+
+Only passes that take gradients are compiled. Evaluation and generation, whose last batch is smaller and whose texts grow, run as they are.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from src.errors import ConfigError
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model: what stands in its lists of layers, and the blocks that are set beside them. None is in another."""
+    found: dict[int, nn.Module] = {}
+    inner: set[int] = set()
+    for part in model.modules():
+        if id(part) in inner or not isinstance(part, nn.ModuleList | nn.ModuleDict):
+            continue
+        for layer in part.values() if isinstance(part, nn.ModuleDict) else part:
+            # Adapters are in dicts too, but each is a single matrix.
+            if any(True for _ in layer.children()) and any(True for _ in layer.parameters()):
+                found[id(layer)] = layer
+                inner |= {id(module) for module in layer.modules()}
+    return list(found.values())
+
+
+def compiled(model: nn.Module) -> int:
+    """Have the layers in the lists of `model` compiled at their first pass that takes gradients; returns how many there are.
+
+    `model` is changed in place, the names of its weights are not. Blocks of a cross-attention model stay as they are: contexts come in
+    many shapes. To be called before `memory.checkpointed`, so that a layer computed again is the same graph.
+
+    Raises:
+        ConfigError: the model has no list of layers, or the machine has no compiler.
+    """
+    require_compiler(torch.cuda.is_available())
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    listed = {id(layer) for part in lists for layer in part}
+    found = [layer for layer in layers(model) if id(layer) in listed]
+    if not found:
+        raise ConfigError(f"loop.compile: {type(model).__name__} has no list of layers to compile. Leave loop.compile out.")
+    graphs: dict[type[nn.Module], Callable[..., Any]] = {}
+    for layer in found:
+        kind = type(layer)
+        if kind not in graphs:
+            graphs[kind] = torch.compile(kind.forward, dynamic=False)
+        layer.forward = _Compiled(layer, layer.forward, graphs[kind])
+    return len(found)
+
+
+class _Compiled:
+    """One layer's forward: the graph where gradients are taken, else what it was before."""
+
+    def __init__(self, layer: nn.Module, plain: Callable[..., Any], graph: Callable[..., Any]) -> None:
+        self.layer, self.plain, self.graph = layer, plain, graph
+        self.shape: torch.Size | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        shape = next(value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if self.shape not in (None, shape):
+            raise ConfigError(
+                f"loop.compile: a layer was compiled for {list(self.shape or ())} and now reads {list(shape)}. Each would be "
+                "compiled anew: have the data pad every batch to one length, or leave loop.compile out."
+            )
+        self.shape = shape
+        return self.graph(self.layer, *args, **kwargs)
+
+
+def require_compiler(gpu: bool) -> None:
+    """Look for the compiler that torch.compile calls: of C++ for a CPU, of C for a GPU.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    variable, names = ("CC", ("gcc", "clang", "cc")) if gpu else ("CXX", ("g++", "clang++"))
+    wanted = (os.environ[variable],) if os.environ.get(variable) else names
+    if not any(shutil.which(name) for name in wanted):
+        raise ConfigError(
+            f"loop.compile: torch.compile needs a compiler, and {' or '.join(wanted)} is not on the PATH. "
+            f"Install one (Debian: `apt install {names[0]}`), name it in {variable}, or leave loop.compile out."
+        )
