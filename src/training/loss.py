@@ -2,17 +2,27 @@
 
 from collections.abc import Mapping
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+NOT_LEARNED = -100
+
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Sum over N targets of the cross entropy in nats, in float32, with the uniform smoothing of Szegedy et al. 2016 (section 7)."""
-    return F.cross_entropy(logits_NV.float(), targets_N, reduction="sum", label_smoothing=label_smoothing)
+    """Sum over N targets of the cross entropy in nats, in float32, with the uniform smoothing of Szegedy et al. 2016 (section 7).
+
+    Targets that are `NOT_LEARNED` count nothing.
+    """
+    return F.cross_entropy(logits_NV.float(), targets_N, reduction="sum", ignore_index=NOT_LEARNED, label_smoothing=label_smoothing)
 
 
 def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
-    """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long(), use_cache=False).logits
-    mask = batch["loss_mask"]
-    return cross_entropy(logits[:, :-1][mask[:, 1:]], batch["input_ids"][mask], label_smoothing)
+    """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True; never so for the first of a sequence.
+
+    Logits are neither copied nor picked by the mask, which would cost a third of the time of a small model and stall a GPU.
+    """
+    logits_BTV = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long(), use_cache=False).logits
+    targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
+    targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
+    return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), label_smoothing)

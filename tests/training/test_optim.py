@@ -1,6 +1,7 @@
 """Learning rates and parameter groups."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from src import distributed
 from src.config import load
 from src.errors import ConfigError
 from src.training.config import LoopConfig
-from src.training.loss import cross_entropy
+from src.training.loss import causal_lm_loss, cross_entropy
 from src.training.optim import adamw, learning_rate
 
 LOOP = {"steps": 100, "sequences_per_step": 2, "micro_batch": 2, "learning_rate": 0.5, "eval_every": 1}
@@ -52,6 +53,32 @@ def test_only_trained_matrices_decay():
 def test_loss_is_the_sum_over_targets():
     logits = torch.tensor([[0.0, 0.0], [0.0, math.log(3.0)]])
     assert cross_entropy(logits, torch.tensor([0, 1])).item() == pytest.approx(math.log(2) + math.log(4 / 3))
+
+
+class Bigram(nn.Module):
+    """Logits of the next token from a table over the last one."""
+
+    def __init__(self, table_VV: torch.Tensor) -> None:
+        super().__init__()
+        self.table_VV = nn.Parameter(table_VV)
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.table_VV[input_ids])
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_a_token_counts_where_the_mask_says_so_and_is_read_from_those_before(label_smoothing: float):
+    model = Bigram(torch.randn(5, 5))
+    ids = torch.tensor([[1, 2, 3, 4], [4, 0, 0, 0]])
+    mask = torch.tensor([[False, True, False, True], [False, True, False, False]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(mask), "loss_mask": mask}
+    log_VV = model.table_VV.log_softmax(-1)
+    smooth = label_smoothing / 5
+    wanted = sum(-(1 - label_smoothing) * log_VV[a, b] - smooth * log_VV[a].sum() for a, b in [(1, 2), (3, 4), (4, 0)])
+    loss = causal_lm_loss(model, batch, label_smoothing)
+    assert loss.item() == pytest.approx(float(wanted))
+    (gradient,), (by_hand,) = (torch.autograd.grad(value, model.parameters(), retain_graph=True) for value in (loss, wanted))
+    torch.testing.assert_close(gradient, by_hand)
 
 
 def test_a_step_is_a_whole_number_of_micro_batches():
