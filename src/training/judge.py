@@ -89,12 +89,10 @@ class Judge:
         raise distributed.Stopped(distributed.Reason(f"taken back to step {to}, as {text}"), everywhere=True, step=to)
 
     def _back(self, first: int, step: int, text: str) -> tuple[int | None, str]:
-        path, number = self.run.path, abandoned.next_number(self.run.path)
-        if number > self.config.divergence.max_rewinds:
-            return (
-                None,
-                f"there are {number - 1} branches already, and loop.divergence.max_rewinds is {self.config.divergence.max_rewinds}.",
-            )
+        path, most = self.run.path, self.config.divergence.max_rewinds
+        number = abandoned.next_number(path)
+        if number > most:
+            return None, f"there are {number - 1} branches already, and loop.divergence.max_rewinds is {most}."
         before = [at for at in map(checkpoints.step_of, checkpoints.every(path)) if at < first]
         if not before:
             return None, f"no checkpoint of a step before {first} is left. Save more often (--log_every), or keep more."
