@@ -160,6 +160,9 @@ def test_the_newest_whole_one_stays_whatever_is_newer(tmp_path: Path):
     shutil.rmtree(checkpoints.folder(tmp_path, 4))
     Rotation(tmp_path, Keep(last=1), "val_loss", "min").rotate(4, None)
     assert checkpoints.newest_whole(tmp_path) == checkpoints.folder(tmp_path, 1)
+    damage(checkpoints.folder(tmp_path, 1))
+    Rotation(tmp_path, Keep(last=1), "val_loss", "min").rotate(4, None)
+    assert steps(tmp_path) == [1, 2, 3]
     shutil.rmtree(tmp_path / "checkpoints")
     Rotation(tmp_path, Keep(last=1), "val_loss", "min").rotate(4, None)
 
