@@ -20,7 +20,7 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float =
 def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
     """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True; never so for the first of a sequence.
 
-    Logits are neither copied nor picked by the mask, which would cost a third of the time of a small model and stall a GPU.
+    Logits are not picked by the mask, which would copy them and their gradient, and have a GPU wait for the count.
     """
     logits_BTV = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long(), use_cache=False).logits
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
