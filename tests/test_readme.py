@@ -10,6 +10,7 @@ import pytest
 
 import exp_configs
 import trainval
+from src.launch import arguments
 
 ROOT = Path(trainval.__file__).parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md"]
@@ -30,7 +31,7 @@ def commands(name: str) -> list[str]:
 @pytest.mark.parametrize("line", [line for line in commands("README.md") if "trainval.py" in line])
 def test_commands_of_the_readme_are_understood(line: str):
     words = shlex.split(line)
-    args = trainval.parse(words[words.index("trainval.py") + 1 :])
+    args = arguments.parse(words[words.index("trainval.py") + 1 :], "", ROOT)
     assert set(args.exp_group) <= set(exp_configs.EXP_GROUPS)
 
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import trainval
 from src.experiments.grid import ref, set_path
 from src.experiments.identity import exp_id
 from src.experiments.rundir import RunDir
 from src.files import sha256
+from src.launch.arguments import parse
 from src.registry import load_experiment, resolved
 from tests import toy
 
@@ -245,7 +245,7 @@ class TestPlans:
         assert {"-e", "-sb", "-r", "-j", "--exp_id"} <= flags
         for flag in flags:
             value = "1" if flag in ("-r", "--reset") else "x"
-            trainval.parse([flag, value])
+            parse([flag, value], "", toy.ROOT)
 
     def test_a_launcher_runs_each_experiment_in_a_process_of_its_own(self, folder: Path):
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{SHORT!r}, {changed(SHORT, seed=1)!r}]}}\n")

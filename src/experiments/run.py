@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +50,8 @@ class Options:
     """Processes that read data beside each training process; None: 2 beside a GPU, else none."""
     keep: Keep = field(default_factory=Keep)
     """Which checkpoints stay."""
+    told: Mapping[str, str | float] = field(default_factory=dict)
+    """What the launcher was told of the experiment, by name: `LoopConfig.agree` refuses what differs."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What an experiment says of its training loop. Where and how often it logs is not part of an experiment."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -81,3 +81,24 @@ class LoopConfig(Config):
                 f"loop.sequences_per_step: {self.sequences_per_step} sequences in micro-batches of {self.micro_batch} make {count} "
                 f"micro-batches a step, which {world_size} processes cannot share evenly. Change their number or loop.micro_batch."
             )
+
+    def agree(self, told: Mapping[str, str | float]) -> None:
+        """Refuse what `accelerate launch` was told otherwise, by name as in `src.launch.accelerate_choices`.
+
+        Raises:
+            ConfigError: names both values.
+        """
+        accumulated = self.sequences_per_step // self.micro_batch // distributed.world_size()
+        own = {
+            "precision": ("--mixed_precision", "loop.precision", self.precision),
+            "gradient_accumulation_steps": ("--gradient_accumulation_steps", "the accumulation of loop.sequences_per_step", accumulated),
+            "max_grad_norm": ("--gradient_clipping", "loop.max_grad_norm", self.max_grad_norm),
+        }
+        wrong = [
+            f"{name} is {value}, but accelerate launch {option} says {other if isinstance(other, str) else f'{other:g}'}. "
+            "Leave it out there: the experiment decides."
+            for key, (option, name, value) in own.items()
+            if (other := told.get(key, value)) != value
+        ]
+        if wrong:
+            raise ConfigError("\n".join(wrong))

@@ -8,23 +8,21 @@ What the run was made from (data, tokenizer, parents' weights) is named in `Stat
 import contextlib
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator
 from torch import nn
 
 from src import distributed
-from src.errors import CheckpointError, ConfigError, RunError, TrainingError, UserError
+from src.errors import CheckpointError, RunError, TrainingError, UserError
 from src.experiments import branches, checkpoints, ledger
-from src.experiments.run import Options, Run
-from src.training import checkpoint, loader, optim, order
+from src.experiments.run import Run
+from src.training import checkpoint, engines, loader, optim, order
 from src.training.config import LoopConfig
-from src.training.engine import Engine, Replicated
+from src.training.engine import Engine
 from src.training.evaluation import Loss
 from src.training.judge import Judge, Source
 from src.training.limits import Watch
@@ -69,7 +67,7 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
             before the optimizer moves.
     """
     with distributed.together():
-        accelerator = start(config, run.options)
+        accelerator = engines.start(config, run.options)
     loop = Loop(task, run, config, seed, accelerator)
     loop.restore()
     with distributed.together():
@@ -228,7 +226,7 @@ class Loop:
         with distributed.together():
             if folder is not None:
                 self._take(checkpoint.load_weights(folder, self.task.model))
-        self.engine = engine(self.accelerator, self.task.model, self.config, self.run.options)
+        self.engine = engines.made(self.accelerator, self.task.model, self.config, self.run.options)
         if folder is not None:
             if branches.reset_optimizer(self.branches, self.state.step):
                 log.info("%s: the optimizer's moments begin anew, as branch.json says.", self.run.path)
@@ -267,45 +265,6 @@ class Loop:
             checkpoints.forget_best(self.run.path)
         else:
             checkpoints.mark_best(self.run.path, best)
-
-
-def engine(accelerator: Accelerator, model: nn.Module, config: LoopConfig, options: Options) -> Engine:
-    """How the processes share the model, as the command line says. Collective."""
-    if options.deepspeed:
-        from src.training.zero import ZeroEngine
-
-        return ZeroEngine(accelerator, model, config, options.deepspeed)
-    if options.fsdp:
-        from src.training.fsdp import FullyShardedEngine
-
-        return FullyShardedEngine(accelerator, model, config)
-    return Replicated(accelerator, model, config)
-
-
-def start(config: LoopConfig, options: Options) -> Accelerator:
-    """Accelerate for this process, with the precision of `config`.
-
-    Raises:
-        ConfigError: float16 without a GPU, or with a shared model; the DeepSpeed json says otherwise than the experiment.
-    """
-    gpu = torch.cuda.is_available()
-    if config.precision == "float16" and not gpu:
-        raise ConfigError("loop.precision: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
-    if config.precision == "float16" and (options.deepspeed or options.fsdp):
-        raise ConfigError("loop.precision: 'float16' trains whole models only. Use 'bfloat16', or leave out --deepspeed and --fsdp.")
-    if options.deepspeed:
-        from src.training.zero import filled
-
-        filled(options.deepspeed, config)
-    AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
-    # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a restarted
-    # run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.
-    warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified")
-    return Accelerator(
-        cpu=not gpu,
-        mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[config.precision],
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
-    )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,137 @@
+"""The arguments of trainval.py: what they are, what of them goes together, and what they choose for a training."""
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from src.errors import ConfigError
+
+if TYPE_CHECKING:  # --help must not wait for what checks experiments
+    from src.experiments.run import Options
+
+JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry")
+PASSED_ON = ("log_every", "stop_after", "max_host_memory", "num_workers", "statistics_every")
+"""Arguments of a launched experiment besides those for Weights & Biases and the sharing of the model."""
+
+
+def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namespace:
+    """The arguments, by haven's names where haven has them. about: the text of --help. root: of the project."""
+    parser = argparse.ArgumentParser(
+        prog="trainval.py", description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    what = parser.add_argument_group("what to run")
+    what.add_argument(
+        "-e", "--exp_group", "--exp_group_list", nargs="+", default=[], metavar="GROUP", help="groups of exp_configs.py, or GROUP[3]"
+    )
+    what.add_argument("--exp_id", metavar="ID", help="one experiment, by the 32 characters that name its save directory")
+    what.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="a.b=value", help="change values in each experiment (another id)"
+    )
+    what.add_argument("--steps", type=int, metavar="N", help="short for --set loop.steps=N")
+    what.add_argument("--with-parents", "--with_parents", action="store_true", help="first run the experiments that these start from")
+    what.add_argument("--list", action="store_true", help="print the groups, or the experiments of -e, and exit")
+    what.add_argument("--dry-run", "--dry_run", action="store_true", help="check everything that can be checked, print the plan, and exit")
+    where = parser.add_argument_group("where and how")
+    where.add_argument("-sb", "--savedir_base", type=Path, default=root / "results" / "runs", metavar="DIR", help="save directories")
+    where.add_argument("--data_path", type=Path, default=root / "results" / "data", metavar="DIR", help="prepared data sets")
+    where.add_argument("-r", "--reset", type=int, choices=(0, 1), default=0, help="1: back up what there is and start over")
+    where.add_argument("--log_every", type=int, metavar="N", help="steps between score rows and checkpoints (default: each evaluation)")
+    where.add_argument(
+        "-j", "--j", "--job_scheduler", dest="job_scheduler", metavar="NAME", help="a launcher of job_configs.py; none: run here"
+    )
+    where.add_argument("--job_option", choices=JOB_OPTIONS, default="run", help="what to do with the jobs (default: run, with -j)")
+    where.add_argument("--python_binary", metavar="COMMAND", help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there')
+    where.add_argument("--stop_after", type=float, metavar="SECONDS", help="stop in order, to be continued, so long after the start")
+    where.add_argument("--max_host_memory", type=float, metavar="SHARE", help="stop in order when so much is in use, such as 0.9")
+    where.add_argument("--num_workers", type=int, metavar="N", help="processes that read data beside each (default: 2 beside a GPU)")
+    where.add_argument("--statistics_every", type=int, metavar="N", default=50, help="steps between statistics; 0: none (default: 50)")
+    where.add_argument("--deepspeed", type=Path, metavar="JSON", help="share the model between processes by DeepSpeed ZeRO")
+    where.add_argument("--fsdp", action="store_true", help="share the model between processes by FSDP2")
+    logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")
+    logs.add_argument("--wandb_entity_name", metavar="NAME")
+    logs.add_argument("--wandb_project_name", metavar="NAME")
+    logs.add_argument("--wandb_run_name", metavar="NAME")
+    logs.add_argument("--wandb_log_gradients", nargs="?", type=_flag, const=True, default=False, metavar="true|false")
+    return parser.parse_args(argv)
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text.lower() == "true"
+
+
+def check(args: argparse.Namespace, processes: int) -> None:
+    """Refuse what would be ignored. processes: those that the launcher has started.
+
+    Raises:
+        ConfigError: says what, and what to write instead.
+    """
+    if args.job_scheduler in ("None", "0"):
+        args.job_scheduler = None
+    if not args.list and not args.exp_group and not args.exp_id:
+        raise ConfigError("nothing to run: name a group with -e, or an experiment with --exp_id. --list shows the groups.")
+    if args.exp_group and args.exp_id:
+        raise ConfigError("-e and --exp_id: give one of them.")
+    if args.job_option in ("reset", "retry") and not args.job_scheduler:
+        raise ConfigError(f"--job_option {args.job_option}: submits jobs. Add -j NAME, a launcher of job_configs.py.")
+    if args.python_binary and not args.job_scheduler:
+        raise ConfigError("--python_binary: only launched jobs use it. Add -j NAME, or start trainval.py with that command itself.")
+    if args.job_scheduler and processes > 1:
+        raise ConfigError(
+            "-j: each process that torchrun started would submit. Start trainval.py with python; put torchrun in --python_binary."
+        )
+    if args.job_option != "run" and processes > 1:
+        raise ConfigError(f"--job_option {args.job_option}: each process that torchrun started would do it. Start trainval.py with python.")
+    if args.wandb_entity_name and not args.wandb_project_name:
+        raise ConfigError("--wandb_entity_name: without --wandb_project_name nothing would be sent. Give both, or neither to log to files.")
+    if args.log_every is not None and args.log_every < 1:
+        raise ConfigError(f"--log_every: expected a number of steps >= 1, got {args.log_every}.")
+    if args.statistics_every < 0:
+        raise ConfigError(f"--statistics_every: expected a number of steps, or 0 for none, got {args.statistics_every}.")
+    if args.stop_after is not None and not args.stop_after > 0:
+        raise ConfigError(f"--stop_after: expected seconds above 0, got {args.stop_after:g}.")
+    if args.max_host_memory is not None and not 0 < args.max_host_memory < 1:
+        raise ConfigError(f"--max_host_memory: expected a share between 0 and 1, got {args.max_host_memory:g}.")
+    if args.num_workers is not None and args.num_workers < 0:
+        raise ConfigError(f"--num_workers: expected a number of processes, or 0 for none, got {args.num_workers}.")
+    if args.deepspeed and args.fsdp:
+        raise ConfigError("--deepspeed and --fsdp: give one of them.")
+
+
+def options(args: argparse.Namespace, processes: int) -> "Options":
+    """What the command line, and `accelerate launch` where that was it, choose for the trainings of this process.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    from src.experiments.run import Limits, Options, Wandb
+    from src.launch import accelerate_choices
+
+    choices = accelerate_choices.take(os.environ, processes, args.deepspeed, args.fsdp)
+    wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
+    wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
+    return Options(
+        log_every=args.log_every,
+        wandb=wandb,
+        deepspeed=choices.deepspeed,
+        fsdp=choices.fsdp,
+        statistics_every=args.statistics_every,
+        limits=Limits(args.stop_after and time.monotonic() + args.stop_after, args.max_host_memory),
+        num_workers=args.num_workers,
+        told=choices.told,
+    )
+
+
+def child(args: argparse.Namespace, exp_id: str) -> list[str]:
+    """The command line of one launched experiment."""
+    child = ["--exp_id", exp_id, "-sb", str(args.savedir_base.resolve()), "--data_path", str(args.data_path.resolve())]
+    for name in (*PASSED_ON, "wandb_entity_name", "wandb_project_name", "wandb_run_name"):
+        if getattr(args, name) is not None:
+            child += [f"--{name}", str(getattr(args, name))]
+    if args.deepspeed:
+        child += ["--deepspeed", str(args.deepspeed.resolve())]
+    return [*child, *(["--fsdp"] if args.fsdp else []), *(["--wandb_log_gradients"] if args.wandb_log_gradients else [])]

@@ -1,0 +1,53 @@
+"""Which engine trains, and what must be so before one is made."""
+
+import warnings
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from src.errors import ConfigError
+from src.experiments.run import Options
+from src.training.config import LoopConfig
+from src.training.engine import Engine, Replicated
+
+
+def start(config: LoopConfig, options: Options) -> Accelerator:
+    """Accelerate for this process, with the precision of `config`.
+
+    Raises:
+        ConfigError: float16 without a GPU, or with a shared model; the DeepSpeed json or the launcher says otherwise than the experiment.
+    """
+    config.agree(options.told)
+    gpu = torch.cuda.is_available()
+    if config.precision == "float16" and not gpu:
+        raise ConfigError("loop.precision: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
+    if config.precision == "float16" and (options.deepspeed or options.fsdp):
+        raise ConfigError("loop.precision: 'float16' trains whole models only. Use 'bfloat16', or leave out --deepspeed and --fsdp.")
+    if options.deepspeed:
+        from src.training.zero import filled
+
+        filled(options.deepspeed, config)
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
+    # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a restarted
+    # run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.
+    warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified")
+    return Accelerator(
+        cpu=not gpu,
+        mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[config.precision],
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+    )
+
+
+def made(accelerator: Accelerator, model: nn.Module, config: LoopConfig, options: Options) -> Engine:
+    """How the processes share the model, as the command line says. Collective."""
+    if options.deepspeed:
+        from src.training.zero import ZeroEngine
+
+        return ZeroEngine(accelerator, model, config, options.deepspeed)
+    if options.fsdp:
+        from src.training.fsdp import FullyShardedEngine
+
+        return FullyShardedEngine(accelerator, model, config)
+    return Replicated(accelerator, model, config)
