@@ -1,0 +1,121 @@
+"""How long a checkpoint keeps a training waiting: written while it goes on, as `fit` does it, against written while it waits.
+
+    python -m benchmarks.checkpoint_stall [--rounds 3] [--steps 24] [--hidden_size 768] [--num_layers 8]
+
+The same training three times a round, in another order each: without a checkpoint in the measured steps, with one that is waited for at
+once, and with one in the background. The stall is what the measured steps, half of all, take longer than those without; so it holds the
+copy of weights and moments, and whatever the writing takes from the steps that follow. All end with the same weights, bit for bit.
+"""
+
+import argparse
+import contextlib
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import exp_configs
+from src.config import Places
+from src.data import tokenizers
+from src.experiments.grid import set_path
+from src.experiments.run import Options, Run
+from src.experiments.rundir import RunDir
+from src.registry import load_experiment, resolved
+from src.training.checkpoint import About
+from src.training.loop import Task, fit
+from src.training.loss import causal_lm_loss
+from src.training.writer import Writer
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = 0.25
+MODES = ("none", "waiting", "background")
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Within the block every write is waited for where it is started."""
+    start = Writer.start
+
+    def whole(self: Writer, write: Callable[[], None]) -> None:
+        start(self, write)
+        self.wait()
+
+    with mock.patch.object(Writer, "start", whole):
+        yield
+
+
+def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, float, int]:
+    """The model, the seconds from the step before the checkpoint to the last step, and bytes of the checkpoint."""
+    recipe = load_experiment(exp, "benchmark")
+    config: Any = recipe.config
+    half, began, ended = config.loop.steps // 2, 0.0, 0.0
+    calls = 0
+
+    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        nonlocal calls, began
+        calls += 1
+        if calls == half:  # a step has one micro-batch; the checkpoint comes when this step is done
+            began = time.perf_counter()
+        return causal_lm_loss(model, batch)
+
+    def evaluate(_: Any) -> dict[str, float]:
+        nonlocal ended
+        ended = time.perf_counter()
+        return {"val_loss": 0.0}
+
+    with tempfile.TemporaryDirectory(dir=data) as folder, waiting() if mode == "waiting" else contextlib.nullcontext():
+        places = Places(data, Path(folder))
+        torch.manual_seed(0)
+        model = config.model(places)
+        tokenizer = tokenizers.load(model.name_or_path)
+        train = config.data(places, tokenizer, "train", config.seed)
+        with RunDir.open(places.runs, exp, resolved(recipe, key="recipe")) as run_dir:
+            options = Options(log_every=config.loop.steps if mode == "none" else half, statistics_every=0)
+            fit(Task(model, About({}, tokenizer), train, {}, loss, evaluate), Run(run_dir, places, options), config.loop, config.seed)
+            size = max(sum(file.stat().st_size for file in step.iterdir()) for step in (run_dir.path / "checkpoints").glob("step-*"))
+        return model, ended - began, size
+
+
+def main() -> None:
+    """Print one line per round and the median ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--hidden_size", type=int, default=768)
+    parser.add_argument("--num_layers", type=int, default=8)
+    parser.add_argument("--data_path", type=Path, default=ROOT / "results" / "data", help="also where checkpoints are written for a while")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    exp = exp_configs.BASE_TINY
+    changes = {"loop.steps": args.steps, "loop.eval_every": args.steps, "loop.sequences_per_step": 1, "loop.micro_batch": 1}
+    for path, value in {**changes, "model.hidden_size": args.hidden_size, "model.num_layers": args.num_layers}.items():
+        exp = set_path(exp, path, value, True)
+    stalls: dict[str, list[float]] = {"waiting": [], "background": []}
+    for i in range(args.rounds):
+        found = {mode: trained(exp, args.data_path, mode) for mode in MODES[i % 3 :] + MODES[: i % 3]}
+        first = found["none"][0]
+        assert all(torch.equal(a, b) for model, _, _ in found.values() for a, b in zip(first.parameters(), model.parameters(), strict=True))
+        for mode, of in stalls.items():
+            of.append(found[mode][1] - found["none"][1])
+        if i == 0:
+            parameters = sum(p.numel() for p in first.parameters())
+            print(f"{parameters / 1e6:.0f} M parameters, {found['background'][2] / 1e6:.0f} MB a checkpoint")
+        seconds = "   ".join(f"{mode} {found[mode][1]:.2f} s" for mode in MODES)
+        print(f"round {i}: {seconds}   stall {stalls['waiting'][-1]:.2f} s and {stalls['background'][-1]:.2f} s", flush=True)
+    medians = {mode: statistics.median(of) for mode, of in stalls.items()}
+    ratio = medians["background"] / medians["waiting"]
+    print(
+        f"stall {medians['background']:.2f} s in the background, {medians['waiting']:.2f} s waiting: {ratio:.2f} (target: at most {TARGET})"
+    )
+
+
+if __name__ == "__main__":
+    main()
