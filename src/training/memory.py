@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from src.errors import ConfigError
 from src.training.compilation import layers
 
 LEAST_BYTES = 2**20
@@ -22,8 +23,13 @@ def checkpointed(model: nn.Module) -> int:
 
     Chen et al. 2016, "Training deep nets with sublinear memory cost" (arXiv 1604.06174). Dropout draws again what it drew before. `model`
     is changed in place, the names of its weights are not. A layer behaves as ever where no gradients are taken.
+
+    Raises:
+        ConfigError: it has no layers.
     """
     found = layers(model)
+    if not found:
+        raise ConfigError(f"--gradient_checkpointing: {type(model).__name__} has no layers to compute again. Leave it out.")
     for layer in found:
         layer.forward = _Again(layer.forward)
     return len(found)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from src.config import Places
+from src.errors import ConfigError
 from src.models.cross_attention import Config
 from src.models.cross_attention_layers import CrossAttentionLM
 from src.models.lora import Config as Lora
@@ -129,6 +130,11 @@ def test_a_layer_is_computed_again_in_the_backward_pass_alone():
         loss(model)
         model.generate(IDS, max_new_tokens=2, do_sample=False)
     assert calls[2:] == [False] * 3
+
+
+def test_a_model_without_layers_is_refused():
+    with pytest.raises(ConfigError, match=r"--gradient_checkpointing: Linear has no layers to compute again\. Leave it out\."):
+        memory.checkpointed(nn.Linear(2, 2))
 
 
 def test_all_but_weights_and_small_tensors_leave_and_come_back():
