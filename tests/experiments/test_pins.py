@@ -15,8 +15,10 @@ from src.experiments import checkpoints, pins, retention
 from src.experiments.journal import manifest_hash
 from src.experiments.lease import LEASE, Lease, guarded
 from src.experiments.pins import Pin, Silence
+from src.experiments.rotation import Keep
 from src.files import new_directory, write_json
 from tests.conftest import ROOT
+from tests.experiments.test_rotation import train
 
 HOLD = """
 import sys
@@ -197,3 +199,24 @@ def test_copies_that_were_set_aside_are_nobodys(run: Path, holder: Lease):
     checkpoints.set_aside_newer(run, 3)
     pins.place(run, "one", Pin("../holder", every=4))
     assert len(retention.plan(run, EVERYTHING, set(), time.time() + 1).doomed) == 4
+
+
+def test_a_training_leaves_what_is_pinned_until_the_holder_is_done_or_dead(tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    holder = Lease.acquire(tmp_path / "holder")
+    try:
+        pins.place(run, "one", Pin("../holder", every=4))
+        assert train(run, dict.fromkeys(range(1, 11), 0.0), Keep(last=1)) == [2, 4, 8, 10]
+        pins.place(run, "one", Pin("../holder", every=4, ended={"step-00000004": str(manifest_hash(checkpoints.folder(run, 4)))}))
+        assert train(run, {11: 0.0}, Keep(last=1)) == [8, 11]
+    finally:
+        holder.release()
+    assert train(run, {12: 0.0}, Keep(last=1)) == [12]
+
+
+def test_a_training_keeps_everything_where_a_pin_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "pins").mkdir()
+    (tmp_path / "pins" / "one.json").write_text("[]")
+    assert train(tmp_path, dict.fromkeys((1, 3, 5), 0.0), Keep()) == [1, 3, 5]
+    assert "one.json: not a pin: got []. Delete it, if nobody evaluates or uploads the checkpoints of this run. Until that" in caplog.text
