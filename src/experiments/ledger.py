@@ -3,7 +3,6 @@
 Each event is one synced line. What a killed writer left of a line stays, on a line of its own, and readers pass over it.
 """
 
-import errno
 import fcntl
 import functools
 import getpass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from src.experiments import environment
+from src.experiments.appending import append_line
 from src.files import reading, sync_directory, writing
 
 FILE = "ledger.jsonl"
@@ -47,22 +47,11 @@ def append(run: Path, what: Mapping[str, Any]) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if what.get("id") is not None and any(known.get("id") == what["id"] for known in read(run)):
                 return
-            _append(descriptor, line)
+            append_line(descriptor, line)
         finally:
             os.close(descriptor)
         if new:
             sync_directory(run)
-
-
-def _append(descriptor: int, line: bytes) -> None:
-    """One write, after the newline that a torn line lacks; what a full disk took of it is given back."""
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        line = b"\n" + line
-    if os.write(descriptor, line) < len(line):
-        os.ftruncate(descriptor, size)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.fsync(descriptor)
 
 
 def read(run: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """The scores of one run: append-only JSON lines that survive a kill in the middle of a line, and haven's score_list.pkl."""
 
-import errno
 import io
 import json
 import logging
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import DataError, RunError
+from src.experiments.appending import append_line
 from src.files import reading, sync_directory, write_atomic, writing
 
 SCORES = "scores.jsonl"
@@ -254,14 +254,9 @@ def _parse(line: bytes, where: str) -> Row:
 def _append_whole(path: Path, line: bytes) -> None:
     """One write of one line, synced; a part of a line that a full disk took is given back."""
     new = not path.exists()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        before = os.fstat(descriptor).st_size
-        written = os.write(descriptor, line)
-        if written < len(line):
-            os.ftruncate(descriptor, before)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(descriptor)
+        append_line(descriptor, line)
     finally:
         os.close(descriptor)
     if new:

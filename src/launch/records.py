@@ -1,7 +1,6 @@
 """Append-only JSON lines that several processes write: one line at a time, whole or not at all, none twice."""
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import DataError, RunError
+from src.experiments.appending import append_line
 from src.files import reading, sync_directory, writing
 
 Line = dict[str, Any]
@@ -34,14 +34,7 @@ class Records:
         """
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         with writing(self.path):
-            before = os.fstat(self._descriptor).st_size
-            try:
-                if os.write(self._descriptor, line) < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(self._descriptor)
-            except OSError:
-                os.ftruncate(self._descriptor, before)
-                raise
+            append_line(self._descriptor, line)
 
 
 @contextlib.contextmanager

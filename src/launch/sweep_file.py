@@ -1,15 +1,12 @@
 """A sweep file in the schema of Weights & Biases, read and checked; what only a server could do with it is refused."""
 
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, model_validator
 
 from src import config as configs
-from src.errors import ConfigError
-from src.files import reading
+from src.launch import yaml_file
 
 
 class Metric(configs.Config):
@@ -89,30 +86,5 @@ def read(path: Path) -> SweepFile:
     Raises:
         ConfigError: it cannot be read, is no YAML, or has a mistake; names the file, and the line or the key.
     """
-    try:
-        with reading(path, ConfigError):
-            raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}.") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}.") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}.") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected the keys of a sweep (program, method, parameters, command), got {type(raw).__name__}.")
+    raw = yaml_file.read(path, "the keys of a sweep (program, method, parameters, command)")
     return configs.load(SweepFile, raw, str(path))
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice: YAML would take the last and say nothing."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
