@@ -138,6 +138,19 @@ class TestTraining:
         assert kept == ["step-00000002", "step-00000008", "step-00000010"]
         assert json.loads((folder / "runs" / exp_id(exp) / "checkpoints" / "best.json").read_text()) == {"step": 2}
 
+    def test_the_command_line_says_which_checkpoints_stay(self, folder: Path):
+        exp = changed(toy.BASE, loop__steps=14, loop__eval_every=2, loop__best_metric="val_loss", loop__best_mode="max")
+        rule = ["--log_every", "1", "--keep_last", "1", "--keep_every", "6", "--keep_best", "3"]
+        assert toy.main(["-e", "g", *rule], {"g": [exp]}, folder) == 0
+        kept = sorted(p.name for p in (folder / "runs" / exp_id(exp) / "checkpoints").glob("step-*"))
+        evaluated = [row for row in toy.rows(folder, exp_id(exp)) if "val_loss" in row]
+        best = [row["step"] for row in sorted(evaluated, key=lambda row: -row["val_loss"])[:3]]
+        assert kept == [f"step-{step:08d}" for step in sorted({14, 6, 12, *best})]
+
+    def test_checkpoints_cannot_stay_where_none_is_written(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        told = fails(["-e", "g", "--keep_every", "3"], {"g": [changed(SHORT, loop__eval_every=2)]}, folder, capsys)
+        assert "g[0]: --keep_every: checkpoints are written every 2 steps, so there is not one at each multiple of 3." in told
+
     def test_wandb_logs_to_files_unless_entity_and_project_are_given(self, folder: Path):
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{SHORT!r}]}}\n")
         done = toy.run(root, ["-e", "g", "--wandb_project_name", "p", "--wandb_log_gradients", "false"], folder)
@@ -415,6 +428,8 @@ class TestBadInput:
             ([], "nothing to run"),
             (["-e", "g", "--python_binary", "x"], "--python_binary: only launched jobs use it"),
             (["-e", "g", "--log_every", "0"], "--log_every: expected a number of steps >= 1"),
+            (["-e", "g", "--keep_last", "0"], "--keep_last: expected a number of at least 1, got 0"),
+            (["-e", "g", "--keep_best", "0"], "--keep_best: expected a number of at least 1, got 0"),
             (["-e", "g", "-j", "lokal", "--dry-run"], "-j: unknown job config 'lokal'. Did you mean 'local'?"),
             (["-e", "g", "--set", "loop.steps"], "--set: expected path=value"),
             (["-e", "g", "--wandb_entity_name", "me"], "--wandb_entity_name: without --wandb_project_name nothing would be sent"),

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import re
-import shutil
 from pathlib import Path
 
 from src.errors import CheckpointError
@@ -12,8 +11,6 @@ from src.experiments.saved import read_status
 from src.files import defect, read_json, read_manifest, write_json, writing
 
 log = logging.getLogger(__name__)
-KEEP = 2
-"""Newest checkpoints kept besides the best one: one to resume from, one to fall back to."""
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 
 
@@ -112,7 +109,7 @@ def forget_best(run: Path) -> None:
 
 
 def set_aside_newer(run: Path, step: int) -> None:
-    """Rename the checkpoints newer than `step`, which a resume passed over, to damaged-step-…, so that `rotate` does not count them.
+    """Rename the checkpoints newer than `step`, which a resume passed over, to damaged-step-…, so that nobody counts them.
 
     Raises:
         RunError: the disk refuses.
@@ -126,16 +123,6 @@ def set_aside_newer(run: Path, step: int) -> None:
             with writing(checkpoint):
                 checkpoint.rename(aside)
             log.warning("%s: set aside as %s, as the run goes on from step %d.", checkpoint, aside.name, step)
-
-
-def rotate(run: Path, best_step: int | None) -> None:
-    """Delete all but the newest KEEP checkpoints and the best, and what a killed writer left half done."""
-    for old in every(run)[:-KEEP]:
-        if step_of(old) != best_step:
-            # Renamed first: a crash in the middle of the deletion must not leave something that looks like a checkpoint.
-            shutil.rmtree(old.rename(old.with_name(f".{old.name}.old")))
-    for torn in (run / "checkpoints").glob(".step-*"):
-        shutil.rmtree(torn)
 
 
 def _pointer(run: Path) -> Path:

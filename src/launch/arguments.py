@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # --help must not wait for what checks experiments
     from src.experiments.run import Options
 
 JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry")
-PASSED_ON = ("log_every", "stop_after", "max_host_memory", "num_workers", "statistics_every")
+PASSED_ON = ("log_every", "stop_after", "max_host_memory", "num_workers", "statistics_every", "keep_last", "keep_every", "keep_best")
 """Arguments of a launched experiment besides those for Weights & Biases and the sharing of the model."""
 
 
@@ -48,6 +48,9 @@ def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namesp
     where.add_argument("--max_host_memory", type=float, metavar="SHARE", help="stop in order when so much is in use, such as 0.9")
     where.add_argument("--num_workers", type=int, metavar="N", help="processes that read data beside each (default: 2 beside a GPU)")
     where.add_argument("--statistics_every", type=int, metavar="N", default=50, help="steps between statistics; 0: none (default: 50)")
+    where.add_argument("--keep_last", type=int, metavar="N", help="newest checkpoints that stay (default: 2)")
+    where.add_argument("--keep_every", type=int, metavar="N", help="those at multiples of N steps stay, too (default: none)")
+    where.add_argument("--keep_best", type=int, metavar="N", help="and so many best by loop.best_metric (default: 1)")
     where.add_argument("--deepspeed", type=Path, metavar="JSON", help="share the model between processes by DeepSpeed ZeRO")
     where.add_argument("--fsdp", action="store_true", help="share the model between processes by FSDP2")
     logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")
@@ -98,6 +101,10 @@ def check(args: argparse.Namespace, processes: int) -> None:
         raise ConfigError(f"--max_host_memory: expected a share between 0 and 1, got {args.max_host_memory:g}.")
     if args.num_workers is not None and args.num_workers < 0:
         raise ConfigError(f"--num_workers: expected a number of processes, or 0 for none, got {args.num_workers}.")
+    for name in ("keep_last", "keep_every", "keep_best"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}: expected a number of at least 1, got {value}.")
     if args.deepspeed and args.fsdp:
         raise ConfigError("--deepspeed and --fsdp: give one of them.")
 
@@ -108,6 +115,7 @@ def options(args: argparse.Namespace, processes: int) -> "Options":
     Raises:
         ConfigError: they contradict each other.
     """
+    from src.experiments.rotation import Keep
     from src.experiments.run import Limits, Options, Wandb
     from src.launch import accelerate_choices
 
@@ -122,6 +130,7 @@ def options(args: argparse.Namespace, processes: int) -> "Options":
         statistics_every=args.statistics_every,
         limits=Limits(args.stop_after and time.monotonic() + args.stop_after, args.max_host_memory),
         num_workers=args.num_workers,
+        keep=Keep(**{name: value for name in ("last", "every", "best") if (value := getattr(args, f"keep_{name}")) is not None}),
         told=choices.told,
     )
 

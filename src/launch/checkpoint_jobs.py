@@ -5,14 +5,16 @@ python -m src.launch.checkpoint_jobs results/runs --plan resources/checkpoint_jo
 
 Each stage of each checkpoint is held with a lease while it runs, and done once: what a killed one of these left running is waited for by
 the next. What came of each attempt is a line of <run>/checkpoint_jobs.jsonl, scores are one of <run>/evaluations.jsonl.
+While one of these is alive, the trainings delete no checkpoint that it is not done with.
 With --once the exit code is 0 where all is done or waits for its time, 3 where something failed, 1 where the plan is wrong.
 """
 
 import argparse
+import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +27,7 @@ from src.experiments.processes import this_process
 from src.experiments.saved import read_status
 from src.files import defect
 from src.launch import checkpoint_plan, checkpoint_stages, events, records, run_folders, stage_process
+from src.launch.checkpoint_pins import Pins
 from src.launch.checkpoint_plan import Plan
 from src.launch.checkpoint_stages import JOBS, Unit
 from src.launch.interruption import signals_raise
@@ -180,24 +183,53 @@ def _why(end: End) -> str:
     return end.reason or (f"exit code {end.exit_code}" if end.exit_code is not None else "killed")
 
 
-def look(runs: Path, exp_ids: Sequence[str], plan: Plan, retry: bool, dry_run: bool) -> Iterator[tuple[Unit, Standing]]:
-    """Work through all runs once: each stage with how it then stands. A run that cannot be read is named, and the others go on."""
+def look(runs: Path, exp_ids: Sequence[str], plan: Plan, retry: bool, pins: Pins | None) -> Iterator[tuple[Unit, Standing]]:
+    """Work through all runs once: each stage with how it then stands. A run that cannot be read is named, and the others go on.
+
+    pins: None: only look.
+    """
     for exp_id in exp_ids:
+        run = runs / exp_id
         try:
-            every = units(runs / exp_id, plan)
+            every = units(run, plan)
+            found = [[_looked(unit, siblings, retry) for unit in siblings] for siblings in every]
+            if pins:
+                pins.renew(run, *_by_end(every, found))
         except UserError as error:
             log.warning("%s", error)
             continue
-        for siblings in every:
-            for unit in siblings:
-                try:
-                    found = standing(unit, siblings, retry)
-                    if found.state == "ready" and not dry_run:
-                        found = work(unit, siblings, retry)
-                except UserError as error:
-                    found = Standing("later", str(error))
-                    log.warning("%s step %d: %s: %s", exp_id, unit.step, unit.name, error)
-                yield unit, found
+        for siblings, standings in zip(every, found, strict=True):
+            worked = False
+            for i, unit in enumerate(siblings):
+                if worked:
+                    standings[i] = _looked(unit, siblings, retry)
+                if standings[i].state == "ready" and pins:
+                    standings[i], worked = _looked(unit, siblings, retry, work), True
+                yield unit, standings[i]
+        try:
+            if pins:
+                pins.renew(run, *_by_end(every, found))
+        except UserError as error:
+            log.warning("%s", error)
+
+
+def _looked(unit: Unit, siblings: Sequence[Unit], retry: bool, what: Callable[..., Standing] = standing) -> Standing:
+    """`what` of the unit, `standing` or `work`; where that cannot be told, it is told why."""
+    try:
+        return what(unit, siblings, retry)
+    except UserError as error:
+        log.warning("%s step %d: %s: %s", unit.run.name, unit.step, unit.name, error)
+        return Standing("later", str(error))
+
+
+def _by_end(every: Sequence[Sequence[Unit]], found: Sequence[Sequence[Standing]]) -> tuple[list[Path], list[Path]]:
+    """The checkpoints that the plan is done with, and the others: those, too, whose upload was given up, as they lie nowhere else."""
+    ended, others = [], []
+    for siblings, standings in zip(every, found, strict=True):
+        pairs = zip(siblings, standings, strict=True)
+        done = all(one.state == "done" or (one.state == "given up" and unit.stage != "upload") for unit, one in pairs)
+        (ended if done else others).append(siblings[0].checkpoint)
+    return ended, others
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -227,9 +259,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.every <= 0:
             raise ConfigError(f"--every: expected a number above 0, got {args.every:g}.")
         plan = checkpoint_plan.read(args.plan)
-        with signals_raise():
+        runs, _ = run_folders.chosen(args.runs, args.group)
+        with signals_raise(), contextlib.nullcontext() if args.dry_run else Pins(runs, plan) as pins:
             while True:
-                code = _round(args, plan)
+                code = _round(args, plan, pins)
                 if args.once or args.dry_run:
                     return code
                 args.retry = False
@@ -242,11 +275,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _round(args: argparse.Namespace, plan: Plan) -> int:
+def _round(args: argparse.Namespace, plan: Plan, pins: Pins | None) -> int:
     """Work through all once; returns the exit code."""
     runs, exp_ids = run_folders.chosen(args.runs, args.group)
     code = 0
-    for unit, found in look(runs, exp_ids, plan, args.retry, args.dry_run):
+    for unit, found in look(runs, exp_ids, plan, args.retry, pins):
         if args.dry_run:
             told = f"{unit.run.name}  {unit.key}  {unit.name:20}  {found.state:8}  {found.reason}".rstrip()
             sys.stdout.write(f"{told}\n" + (f"    {checkpoint_stages.command(unit)}\n" if found.state != "done" else ""))

@@ -17,8 +17,10 @@ def start(config: LoopConfig, options: Options) -> Accelerator:
     """Accelerate for this process, with the precision of `config`.
 
     Raises:
-        ConfigError: float16 without a GPU, or with a shared model; the DeepSpeed json or the launcher says otherwise than the experiment.
+        ConfigError: float16 without a GPU, or with a shared model; the DeepSpeed json or the launcher says otherwise than the experiment;
+            checkpoints are to be kept at steps at which none is written.
     """
+    options.keep.check((options.log_every or config.eval_every, config.eval_every))
     config.agree(options.told)
     gpu = torch.cuda.is_available()
     if config.precision == "float16" and not gpu:

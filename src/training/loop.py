@@ -101,7 +101,7 @@ class Loop:
         self.branches = distributed.from_main(lambda: branches.read(run.path))
         self.learning_rate = branches.learning_rate(optim.learning_rate(config), self.branches)
         self.selection = Selection(config)
-        self.saver = Saver(run, task.about)
+        self.saver = Saver(run, task.about, config)
         self.judge = Judge(run, config, Source(task.train, task.about.tokenizer, seed, self.branches), self.saver.written)
         self.state = State(inputs=dict(task.inputs))
         self.row_every = run.options.log_every or config.eval_every

@@ -11,8 +11,10 @@ from torch import Tensor
 from src import distributed
 from src.errors import UserError
 from src.experiments import checkpoints, ledger
+from src.experiments.rotation import Rotation
 from src.experiments.run import Run
 from src.training import checkpoint
+from src.training.config import LoopConfig
 from src.training.engine import Engine
 from src.training.writer import Writer
 
@@ -29,8 +31,9 @@ class Kept:
 class Saver:
     """Its methods are collective."""
 
-    def __init__(self, run: Run, about: checkpoint.About) -> None:
+    def __init__(self, run: Run, about: checkpoint.About, config: LoopConfig) -> None:
         self.run, self.about = run, about
+        self.rotation = Rotation(run.path, run.options.keep, config.best_metric, config.best_mode)
         self.writer = Writer()
         self.step = 0
         """Of the newest checkpoint that there is, or is being written."""
@@ -88,4 +91,5 @@ class Saver:
         ledger.append(self.run.path, ledger.event("save", step=kept.step))
         if kept.best_step == kept.step:
             checkpoints.mark_best(self.run.path, kept.step)
-        checkpoints.rotate(self.run.path, kept.best_step)
+        self.run.dir.confirm()  # the write may have taken long
+        self.rotation.rotate(kept.step, kept.best_step)

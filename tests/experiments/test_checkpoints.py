@@ -75,25 +75,8 @@ def test_copies_made_by_hand_are_no_checkpoints(run: Path):
         shutil.copytree(checkpoints.folder(run, 2), run / "checkpoints" / name)
     before = names(run)
     assert checkpoints.newest_whole(run) == checkpoints.folder(run, 4)
-    checkpoints.rotate(run, None)
     checkpoints.set_aside_newer(run, 4)
     assert names(run) == before
-
-
-def test_steps_of_nine_digits_are_newer_than_steps_of_eight(tmp_path: Path):
-    for step in (100_000_000, 20_000_000, 30_000_000):
-        write(tmp_path, step)
-    assert checkpoints.newest_whole(tmp_path) == checkpoints.folder(tmp_path, 100_000_000)
-    checkpoints.rotate(tmp_path, None)
-    assert names(tmp_path) == ["step-100000000", "step-30000000"]
-
-
-def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path):
-    for step in (1, 2, 3, 4, 5):
-        write(tmp_path, step)
-    (tmp_path / "checkpoints" / ".step-00000006.0a1b2c3d").mkdir()
-    checkpoints.rotate(tmp_path, 2)
-    assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
 
 
 def test_what_was_passed_over_is_set_aside_and_no_longer_counts(run: Path, caplog: pytest.LogCaptureFixture):
@@ -105,8 +88,7 @@ def test_what_was_passed_over_is_set_aside_and_no_longer_counts(run: Path, caplo
     assert names(run) == [*aside, "step-00000002", "step-00000004"]
     assert "step-00000006: set aside as damaged-step-00000006.1, as the run goes on from step 4" in caplog.text
     write(run, 6)
-    checkpoints.rotate(run, None)
-    assert names(run) == [*aside, "step-00000004", "step-00000006"]
+    assert checkpoints.newest_whole(run) == checkpoints.folder(run, 6)
     checkpoints.set_aside_newer(run, 0)
     assert checkpoints.newest_whole(run) is None
     checkpoints.set_aside_newer(run / "nowhere", 0)

@@ -18,6 +18,7 @@ from results import lineage
 from src.experiments import branches, checkpoints, journal, ledger
 from src.experiments.identity import exp_id
 from src.experiments.lease import Lease
+from src.experiments.rotation import Keep, Rotation
 from src.experiments.rundir import RunDir
 from src.experiments.scores import read_score_list
 from src.files import new_directory, write_json
@@ -139,7 +140,7 @@ def test_undo_keeps_what_was_trained_since(run: Path):
     before = state(run)
     assert tell(run, "rewind", "--to", "30") == 0
     train(run, 30, 60, "others")
-    checkpoints.rotate(run, 20)  # retention deletes what was there before the rewind
+    Rotation(run, Keep(), "val_loss", "min").rotate(60, 20)  # retention deletes what was there before the rewind
     assert steps(run / "checkpoints") == [20, 50, 60]
     trained = {name: value for name, value in state(run).items() if "step-" in name and "00020" not in name}
     assert tell(run, "undo") == 0
