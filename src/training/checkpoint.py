@@ -14,13 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from src import files
+from src import distributed, files
 from src.errors import CheckpointError, RunError
 from src.experiments import checkpoints
 from src.weights import load_trained
 
 OPTIMIZER = "optimizer.safetensors"
-_SEPARATOR = "::"
+SEPARATOR = "::"
+"""Between the name of a parameter and that of its entry."""
 
 
 @contextlib.contextmanager
@@ -79,7 +80,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     """The optimizer's state by parameter name: {"blocks.0.mlp.weight::exp_avg": tensor, …}."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        f"{names[id(parameter)]}{_SEPARATOR}{key}": torch.as_tensor(value).contiguous()
+        f"{names[id(parameter)]}{SEPARATOR}{key}": torch.as_tensor(value).contiguous()
         for parameter, entries in optimizer.state.items()
         for key, value in entries.items()
     }
@@ -88,15 +89,19 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_optimizer(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, fitted: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> None:
-    """Put the optimizer's state of the checkpoint in `folder` into `optimizer`. fitted: what becomes of an entry of a parameter.
+    """Put the optimizer's state of the checkpoint in `folder` into `optimizer`. Collective.
+
+    fitted: what becomes of an entry of a parameter.
 
     Raises:
         CheckpointError: it is of another model, or only the processes that wrote it can read it.
     """
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for parameter, entry, value in optimizer_entries(folder, model):
-        if id(parameter) not in owned:
+    with distributed.together():
+        entries = list(optimizer_entries(folder, model))
+        if any(id(parameter) not in owned for parameter, _, _ in entries):
             raise CheckpointError(f"{folder / OPTIMIZER}: has state for a parameter that this model does not train.")
+    for parameter, entry, value in entries:
         # AdamW keeps its step count on the CPU, everything shaped like the parameter beside it.
         device = parameter.device if value.shape == parameter.shape and value.ndim else value.device
         optimizer.state[parameter][entry] = fitted(parameter, value) if fitted else value.to(device)
@@ -108,7 +113,7 @@ def optimizer_entries(folder: Path, model: nn.Module) -> Iterator[tuple[nn.Param
         raise cut_otherwise(folder, "this start")
     parameters = dict(model.named_parameters())
     for key, value in load_file(folder / OPTIMIZER).items():
-        name, entry = key.rsplit(_SEPARATOR, 1)
+        name, entry = key.rsplit(SEPARATOR, 1)
         if name not in parameters:
             raise CheckpointError(f"{folder / OPTIMIZER}: has state for {name!r}, which this model does not train.")
         yield parameters[name], entry, value

@@ -27,13 +27,13 @@ from src import files
 from src.errors import CheckpointError, ConfigError, UserError
 from src.experiments import checkpoints
 from src.training import shards, tensor_files
+from src.training.checkpoint import SEPARATOR
 from src.training.tensor_files import Stored
 
 log = logging.getLogger(__name__)
 WEIGHTS, OPTIMIZER, INDEX = "model.safetensors", "optimizer.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_SEPARATOR = "::"  # as in src/training/checkpoint.py
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -126,7 +126,7 @@ def verify(checkpoint: Path, folder: Path | None = None) -> list[str]:
 
 def optimizer_tensors(found: shards.Shards) -> dict[str, Stored]:
     """The optimizer's state, named as `src.training.checkpoint` names it: {"blocks.0.mlp.weight::exp_avg": tensor, …}."""
-    return {f"{name}{_SEPARATOR}{key}": value for name, entries in found.moments.items() for key, value in entries.items()}
+    return {f"{name}{SEPARATOR}{key}": value for name, entries in found.moments.items() for key, value in entries.items()}
 
 
 def _open(checkpoint: Path) -> shards.Shards:

@@ -165,18 +165,21 @@ class ZeroEngine(Engine):
         """From the shards of as many processes and the same stage, or from optimizer.safetensors."""
         topology = folder / SHARDS / _TOPOLOGY
         now = {"stage": self.stage, "world_size": distributed.world_size()}
-        if topology.exists() and read_json(topology, CheckpointError) == now:
+        with distributed.together():
+            own = topology.exists() and read_json(topology, CheckpointError) == now
+            if not own and not (folder / checkpoint.OPTIMIZER).exists():
+                raise checkpoint.cut_otherwise(folder, f"ZeRO-{self.stage} with world size {now['world_size']}")
+        if own:
             self.engine.load_checkpoint(str(folder), tag=SHARDS)
-        elif (folder / "optimizer.safetensors").exists():
-            self._distribute(folder)
         else:
-            raise checkpoint.cut_otherwise(folder, f"{now['world_size']} processes with ZeRO-{self.stage}")
+            self._distribute(folder)
 
     def _distribute(self, folder: Path) -> None:
         """Give each process its part of the moments by parameter name."""
-        from deepspeed.utils import safe_set_full_optimizer_state
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
-        entries = [(p, key, value) for p, key, value in checkpoint.optimizer_entries(folder, self.module)]
+        with distributed.together():
+            entries = list(checkpoint.optimizer_entries(folder, self.module))
         step = max((float(value) for _, key, value in entries if key == "step"), default=0.0)
         own = self.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else self.optimizer.single_partition_of_fp32_groups
         for part in own:  # torch's AdamW makes them at its first step only
@@ -186,5 +189,14 @@ class ZeroEngine(Engine):
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
         for parameter, key, value in entries:
-            if key != "step":
+            if key != "step" and self.stage == 3:  # cut here: DeepSpeed's own cut fails where the parts are not of one size
+                safe_set_local_optimizer_state(parameter, _own_part(value).to(parameter.device), key)
+            elif key != "step":
                 safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
+
+
+def _own_part(whole: Tensor) -> Tensor:
+    """This process's part of a parameter or of its moments as stage 3 cuts them: flat, of equal size, the last padded with zeros."""
+    share = -(-whole.numel() // distributed.world_size())
+    flat = torch.nn.functional.pad(whole.flatten(), (0, share * distributed.world_size() - whole.numel()))
+    return flat[distributed.rank() * share :][:share]

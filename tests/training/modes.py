@@ -18,8 +18,10 @@ TWICE = copy.deepcopy(EXP)
 TWICE["loop"]["micro_batch"] = 2
 LONG = copy.deepcopy(EXP)
 LONG["loop"] |= {"steps": 60, "eval_every": 20}
-EXPERIMENTS = {"once": EXP, "twice": TWICE, "long": LONG}
-"""Twice accumulates two micro-batches on two processes, the others none."""
+WIDE = copy.deepcopy(EXP)
+WIDE["loop"] |= {"steps": 9, "sequences_per_step": 12, "micro_batch": 2}
+EXPERIMENTS = {"once": EXP, "twice": TWICE, "long": LONG, "wide": WIDE}
+"""On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three processes."""
 FIRST, LAST = "step-00000003", "step-00000006"
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]
 
@@ -69,19 +71,26 @@ class Modes:
         """The save directory."""
         return self.folder / "runs" / exp_id(EXPERIMENTS[group])
 
-    def trained(self, mode: str, group: str = "once") -> Path:
+    def trained(self, mode: str, group: str = "once", processes: int = 2) -> Path:
         """The save directory of a finished run, moved aside."""
-        kept = self.folder / f"{mode}-{group}"
+        kept = self.folder / f"{mode}-{group}-{processes}"
         if not kept.exists():
-            assert self.start(mode, group) == ""
+            assert self.start(mode, group, processes) == ""
             shutil.move(self.run(group), kept)
         return kept
 
-    def cut_back(self, mode: str, group: str = "once") -> None:
-        """The run as it was after the first of its two checkpoints."""
-        shutil.copytree(self.trained(mode, group), self.run(group))
-        shutil.rmtree(self.run(group) / "checkpoints" / LAST)
+    def cut_back(self, mode: str, group: str = "once", processes: int = 2) -> Path:
+        """The run as it was after the last but one of its checkpoints, which is returned."""
+        shutil.rmtree(self.run(group), ignore_errors=True)
+        shutil.copytree(self.trained(mode, group, processes), self.run(group))
+        return self.drop_last(group)
+
+    def drop_last(self, group: str = "once") -> Path:
+        """The run without its last checkpoint and its end; the checkpoint that it goes on from."""
+        *_, before, last = sorted((self.run(group) / "checkpoints").glob("step-*"))
+        shutil.rmtree(last)
         (self.run(group) / "status.json").unlink()
+        return before
 
 
 def scores(run: Path) -> list[dict[str, float]]:
