@@ -68,7 +68,7 @@ def build(config: Config, places: Places) -> "nn.Module":
 
     model = config.base(places)
     merge(model)
-    decoder = _decoder(model).requires_grad_(False)
+    decoder = _decoder(model)
     found = dict(_matrices(decoder))
     _require(config.target_modules, {name.rpartition(".")[2] for name in found})
     chosen = {name: matrix for name, matrix in found.items() if name.rpartition(".")[2] in config.target_modules}
@@ -80,7 +80,7 @@ def build(config: Config, places: Places) -> "nn.Module":
         target_modules=sorted(chosen),
         fan_in_fan_out=transposed,
     )
-    inject_adapter_in_model(settings, decoder)
+    inject_adapter_in_model(settings, decoder)  # freezes all the rest of it
     for parameter in decoder.parameters():
         if parameter.requires_grad:  # in float32 whatever the base's type: small steps would be lost in the rounding
             parameter.data = parameter.data.float()
