@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from src.errors import CheckpointError
-from src.files import reading
+from src.files import read_json, reading
 from src.training.shard_files import ModelShard, OptimizerShard, stored
 from src.training.tensor_files import Piece, Stored, difference
 
+TOPOLOGY = "topology.json"
+"""Beside the shards of our own trainings: {"stage", "world_size", "frozen"}, the last how many frozen parameters they leave out."""
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
@@ -42,15 +44,25 @@ class Shards:
     """Other name of a parameter -> the name that it has in `trained` or `frozen`."""
     moments: dict[str, dict[str, Stored]]
     """Parameter name -> optimizer's entry ("exp_avg", "step", …) -> tensor; empty before the first step."""
+    left_out: int = 0
+    """Frozen parameters that were not saved."""
 
     def weights(self, everything: bool) -> dict[str, Stored]:
         """The trained weights as `src.weights.trained_weights` names them, or everything that DeepSpeed's zero_to_fp32 would give.
 
         With `everything` there is more than zero_to_fp32 gives in one case: frozen parameters of stage 1, which it leaves out.
+
+        Raises:
+            CheckpointError: everything is asked for, and frozen weights were not saved.
         """
         if not everything:
             owners = {name.rpartition(".")[0] for name in self.trained}
             return self.trained | {name: tensor for name, tensor in self.buffers.items() if name.rpartition(".")[0] in owners}
+        if self.left_out:
+            raise CheckpointError(
+                f"{self.folder}: holds the trained weights alone; {self.left_out} frozen parameters are where the model of the experiment "
+                "comes from. Leave out --all."
+            )
         own = self.buffers | self.frozen | self.trained
         return own | {name: own[source] for name, source in self.tied.items() if source in own}
 
@@ -133,7 +145,9 @@ def _assemble(folder: Path, step: int, optimizers: list[OptimizerShard], models:
         moments[name] = {key: value if value.shape == () else place.tensor(shape, optimizers, key) for key, value in entries.items()}
     order = {name: number for number, name in enumerate(first.module)}
     trained = dict(sorted(trained.items(), key=lambda item: order.get(item[0], len(order))))
-    found = Shards(folder, stage, len(optimizers), step, trained, _frozen(stage, models), first.buffers, first.tied, moments)
+    topology = read_json(folder / TOPOLOGY, CheckpointError) if (folder / TOPOLOGY).exists() else {}
+    frozen, left_out = _frozen(stage, models), topology.get("frozen", 0)
+    found = Shards(folder, stage, len(optimizers), step, trained, frozen, first.buffers, first.tied, moments, left_out)
     if stage < 3:
         _agree_on_weights(first, found)
     return found

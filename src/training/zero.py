@@ -16,14 +16,18 @@ from torch import Tensor, nn
 from src import distributed, files
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json
-from src.training import checkpoint, optim
+from src.training import checkpoint, optim, shards
 from src.training.config import LoopConfig
 from src.training.engine import Engine
 from src.weights import trained_weights
 
 SHARDS = "zero"
-_TOPOLOGY = "topology.json"
-_OTHERWISE = {"optimizer": "loop.learning_rate, loop.weight_decay and loop.adam_…", "scheduler": "loop.schedule and loop.warmup_rate"}
+_NUMBERS = (
+    *("amp", "data_types", "prescale_gradients", "gradient_predivide_factor", "communication_data_type", "sparse_gradients"),
+    *("curriculum_learning", "data_efficiency", "progressive_layer_drop", "eigenvalue", "quantize_training", "compression_training"),
+    *("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients"),
+)
+"""What changes numbers, and so has no place in a file that is not part of the experiment."""
 
 
 def filled(path: Path, config: LoopConfig) -> dict[str, Any]:
@@ -46,6 +50,8 @@ def filled(path: Path, config: LoopConfig) -> dict[str, Any]:
         "gradient_clipping": config.max_grad_norm,
         "bf16.enabled": False,
         "fp16.enabled": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
     }
     flat = _flat(given)
     wrong = [
@@ -53,17 +59,33 @@ def filled(path: Path, config: LoopConfig) -> dict[str, Any]:
         for key, value in wanted.items()
         if flat.get(key, "auto") not in ("auto", value)
     ]
-    wrong += [f"{key}: the experiment says it, in {where}" for key, where in _OTHERWISE.items() if key in given]
+    wrong += [
+        f"{key}: {json.dumps(given[key])}, but the experiment makes it {value}"
+        for key, value in _spoken(config).items()
+        if given.get(key, "auto") != "auto"
+    ]
+    wrong += [
+        f"{key}: {json.dumps(value)}, which would change the experiment's numbers, and the experiment says nothing of it"
+        for key, value in {**given, **flat}.items()
+        if key in _NUMBERS and value not in ("auto", None) and value is not False
+    ]
     if wrong:
         raise ConfigError("\n".join(f'{path}: {text}. Leave it out, or write "auto".' for text in wrong))
     # The loop clips, so that every mode clips alike; weights are float32 and precision is autocast's, as in every mode.
     return {
+        "steps_per_print": 2**62,
         **_without_auto({key: value for key, value in given.items() if key not in ("bf16", "fp16")}),
         **{key: value for key, value in wanted.items() if "." not in key},
         "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 2**62,
+    }
+
+
+def _spoken(config: LoopConfig) -> dict[str, str]:
+    """The experiment's optimizer and schedule, which DeepSpeed is not told."""
+    betas = f"betas {config.adam_beta1:g} and {config.adam_beta2:g}, epsilon {config.adam_epsilon:g}"
+    return {
+        "optimizer": f"AdamW: learning rate {config.learning_rate:g}, {betas}, weight decay {config.weight_decay:g}",
+        "scheduler": f"{config.schedule!r} with loop.warmup_rate {config.warmup_rate:g}",
     }
 
 
@@ -158,15 +180,16 @@ class ZeroEngine(Engine):
         """DeepSpeed's files below zero/, and which processes they are of."""
         self.engine.save_checkpoint(str(folder), tag=SHARDS, save_latest=False, exclude_frozen_parameters=True)
         self.writer.check()
-        topology = {"stage": self.stage, "world_size": distributed.world_size()}
-        distributed.from_main(lambda: files.write_json(folder / SHARDS / _TOPOLOGY, topology))
+        frozen = sum(not parameter.requires_grad for parameter in self.module.parameters())
+        topology = {"stage": self.stage, "world_size": distributed.world_size(), "frozen": frozen}
+        distributed.from_main(lambda: files.write_json(folder / SHARDS / shards.TOPOLOGY, topology))
 
     def load_optimizer(self, folder: Path) -> None:
         """From the shards of as many processes and the same stage, or from optimizer.safetensors."""
-        topology = folder / SHARDS / _TOPOLOGY
+        topology = folder / SHARDS / shards.TOPOLOGY
         now = {"stage": self.stage, "world_size": distributed.world_size()}
         with distributed.together():
-            own = topology.exists() and read_json(topology, CheckpointError) == now
+            own = topology.exists() and now.items() <= read_json(topology, CheckpointError).items()
             if not own and not (folder / checkpoint.OPTIMIZER).exists():
                 raise checkpoint.cut_otherwise(folder, f"ZeRO-{self.stage} with world size {now['world_size']}")
         if own:

@@ -23,6 +23,7 @@ WIDE["loop"] |= {"steps": 9, "sequences_per_step": 12, "micro_batch": 2}
 EXPERIMENTS = {"once": EXP, "twice": TWICE, "long": LONG, "wide": WIDE}
 """On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three processes."""
 FIRST, LAST = "step-00000003", "step-00000006"
+RESOURCES = sorted(path.stem for path in (toy.ROOT / "resources").glob("ds_config_*.json"))
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]
 
 
@@ -36,6 +37,8 @@ class Modes:
         for stage in (1, 2, 3):
             self.settings(f"zero{stage}", {"stage": stage})
         self.settings("offload", {"stage": 2, "offload_optimizer": {"device": "cpu"}})
+        for name in RESOURCES:
+            shutil.copy(toy.ROOT / "resources" / f"{name}.json", folder)
 
     def settings(self, name: str, zero: dict[str, Any]) -> None:
         """The DeepSpeed json of a mode."""

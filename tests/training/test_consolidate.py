@@ -96,7 +96,7 @@ def test_a_consolidated_checkpoint_goes_on_without_zero(real: Any, tmp_path: Pat
     folder = as_checkpoint(source / "ours" / "zero", tmp_path / "run", 3)
     assert main([str(tmp_path / "run")]) == 0
     assert files.defect(folder) is None
-    model = deepspeed_shards.build()
+    model: Any = deepspeed_shards.build()
     optimizer = deepspeed_shards.optimizer(model)
     with torch.no_grad():
         for tensor in trained_weights(model).values():
@@ -283,6 +283,32 @@ def test_shards_that_do_not_go_together_are_named_in_one_line(tmp_path: Path, ca
     assert words in told
     assert told.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["in"], "nothing is written"
+
+
+def test_frozen_weights_that_were_not_saved_are_not_given_out_as_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shard_sets.write(tmp_path / "in" / "zero", 3, 2, numbers(*SMALL))
+    command = [str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    for frozen, code in ((2, 1), (0, 0)):
+        files.write_json(tmp_path / "in" / "zero" / "topology.json", {"stage": 3, "world_size": 2, "frozen": frozen})
+        assert main([*command, "--all"]) == code
+        assert (tmp_path / "out").exists() == (code == 0)
+        assert ("holds the trained weights alone; 2 frozen parameters are where the model" in capsys.readouterr().err) == (code == 1)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    files.write_json(tmp_path / "in" / "zero" / "topology.json", {"stage": 3, "world_size": 2, "frozen": 2})
+    assert main(command) == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_tied_weights_are_there_once_and_with_all_by_each_name(tmp_path: Path, stage: int):
+    weights = numbers(*SMALL)
+    shard_sets.write(tmp_path / "in", stage, 2, weights)
+    for file in (tmp_path / "in").glob("*model_states.pt"):
+        rewritten(file, lambda content: content.update(shared_params={"head.weight": "layer0.weight"}))
+    consolidate(tmp_path / "in", Export(tmp_path / "trained"))
+    same(load_file(tmp_path / "trained" / "model.safetensors"), weights)
+    consolidate(tmp_path / "in", Export(tmp_path / "all", everything=True))
+    same(load_file(tmp_path / "all" / "model.safetensors"), weights | {"head.weight": weights["layer0.weight"]})
+    assert len(verify(tmp_path / "in", tmp_path / "all")) == 4 * len(weights) + 1
 
 
 def test_ranks_of_stage_3_agree_on_the_step(tmp_path: Path):

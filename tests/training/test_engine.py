@@ -9,7 +9,8 @@ import pytest
 from src.errors import ConfigError
 from src.training.config import LoopConfig
 from src.training.zero import filled
-from tests.training.modes import EXP, Modes, scores, weights
+from tests.conftest import ROOT
+from tests.training.modes import EXP, RESOURCES, Modes, scores, weights
 
 
 @pytest.mark.slow
@@ -72,7 +73,16 @@ LOOP = LoopConfig(**EXP["loop"])
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps: 4, but the experiment makes it 2"),
         ({"gradient_clipping": 1.0}, r"gradient_clipping: 1.0, but the experiment makes it 0.5. Leave it out, or write \"auto\""),
         ({"bf16": {"enabled": True}}, "bf16.enabled: true, but the experiment makes it false"),
-        ({"optimizer": {"type": "AdamW"}}, "optimizer: the experiment says it, in loop.learning_rate"),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16.enabled: true, but the experiment makes it false"),
+        ({"optimizer": {"params": {"lr": 3}}}, r'optimizer: {"params": {"lr": 3}}, but the experiment makes it AdamW: learning rate 0.01,'),
+        ({"scheduler": {"type": "OneCycle"}}, r"scheduler: {.*OneCycle.*, but the experiment makes it 'linear' with loop.warmup_rate 0\."),
+        ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer: true, but the experiment makes it false"),
+        ({"communication_data_type": "fp16"}, 'communication_data_type: "fp16", which would change the experiment\'s numbers'),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning: {.*true}, which would change"),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+            "zero_optimization.zero_quantized_weights: true, which",
+        ),
     ],
 )
 def test_settings_that_say_otherwise_are_refused(tmp_path: Path, given: Any, message: str):
@@ -80,6 +90,20 @@ def test_settings_that_say_otherwise_are_refused(tmp_path: Path, given: Any, mes
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}, **given} if given and isinstance(given, dict) else given))
     with pytest.raises(ConfigError, match=message):
         filled(path, LOOP)
+
+
+@pytest.mark.parametrize("name", RESOURCES)
+def test_the_files_that_are_given_fit_any_experiment(name: str):
+    found = filled(ROOT / "resources" / f"{name}.json", LOOP)
+    assert found["zero_optimization"]["stage"] == int(name.removeprefix("ds_config_zero")[0])
+    assert found["train_batch_size"] == 8
+    assert "auto" not in json.dumps(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESOURCES)
+def test_the_files_that_are_given_train(modes: Modes, name: str):
+    assert weights(modes.trained(name)) == weights(modes.trained("replicated"))
 
 
 def test_auto_is_filled_in_and_the_rest_is_kept(tmp_path: Path):
