@@ -34,6 +34,8 @@ _MODULES = {
     "deepspeed": "deepspeed.launcher.runner",
     "accelerate": "accelerate.commands.launch",
 }
+_SHARING = {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--config_file"}
+"""Options of accelerate that say how processes share a model."""
 
 
 def _check_names(environment: dict[str, str]) -> dict[str, str]:
@@ -150,15 +152,17 @@ def _start(processes: Processes) -> tuple[list[str], str]:
             found = '--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
             flags = f"{found if several else '--standalone'} --nproc-per-node {each}"
         elif processes.starter == "accelerate":
-            # --cpu with several processes would silently start one; --multi_gpu also works where there is no GPU.
+            # --cpu with several processes would silently start one; --multi_gpu works without a GPU too, but beside no other way.
+            given = {word.partition("=")[0] for word in processes.arguments}
+            many = "" if given & _SHARING else "--multi_gpu"
             before.append(
-                f'JOB_WORLD=$(({processes.nodes} * {each.strip(chr(34))})); JOB_MANY=; [ "$JOB_WORLD" -lt 2 ] || JOB_MANY=--multi_gpu;'
+                f'JOB_WORLD=$(({processes.nodes} * {each.strip(chr(34))})); JOB_MANY=; [ "$JOB_WORLD" -lt 2 ] || JOB_MANY={many};'
             )
             found = '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"'
             flags = (
                 f'$JOB_MANY --num_processes "$JOB_WORLD" --num_machines {processes.nodes} {found if several else "--main_process_port 0"}'
             )
-            flags += " --mixed_precision no --dynamo_backend no"
+            flags += "" if "--config_file" in given else " --mixed_precision no --dynamo_backend no"
             start += " launch" if folder else ""
         elif several:
             # Its runner reaches other nodes by ssh; here each node starts its own part, as the scheduler wants it.

@@ -138,7 +138,8 @@ def test_the_exit_code_is_that_of_the_command(tmp_path: Path):
 PRINT = """
 import json, os, sys
 from pathlib import Path
-facts = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NAMED", "DS_ACCELERATOR")}
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NAMED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION")
+facts = {name: os.environ.get(name) for name in names}
 Path(f"got.{facts['RANK'] or 0}").write_text(json.dumps([facts, sys.argv[1:]]))
 """
 
@@ -174,6 +175,22 @@ def test_each_starter_starts_its_processes(tmp_path: Path, starter, per_node, wo
     assert [facts["RANK"] for facts, _ in got] == ([str(rank) for rank in range(int(world))] if world else [None])
     assert {facts["WORLD_SIZE"] for facts, _ in got} == {world}
     assert {facts["NAMED"] for facts, _ in got} == {"it's $HOME\n漢"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--use_fsdp", "--fsdp_version=2"], ("true", None, "no")),
+        (["--use_deepspeed", "--zero_stage", "1"], (None, "true", "no")),
+        (["--config_file", "fsdp.yaml"], ("true", None, "bf16")),
+    ],
+)
+def test_accelerate_may_be_told_how_to_share_the_model(tmp_path: Path, arguments: list[str], told: tuple):
+    settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+    (tmp_path / "fsdp.yaml").write_text(json.dumps({**settings, "mixed_precision": "bf16", "num_machines": 1, "num_processes": 4}))
+    got = run(job_of(("print it.py", "a b"), tmp_path), Processes(starter="accelerate", per_node=2, arguments=arguments))
+    assert [(facts["RANK"], facts["WORLD_SIZE"], words) for facts, words in got] == [("0", "2", ["a b"]), ("1", "2", ["a b"])]
+    assert {(f["ACCELERATE_USE_FSDP"], f["ACCELERATE_USE_DEEPSPEED"], f["ACCELERATE_MIXED_PRECISION"]) for f, _ in got} == {told}
 
 
 @pytest.mark.parametrize("starter", ["torchrun", "deepspeed"])
