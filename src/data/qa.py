@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from functools import cached_property
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -157,8 +158,13 @@ class QADataset:
 
     def source(self, index: int) -> str:
         """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as "stdlib_calls"."""
-        row = self._rows[index]
+        row = self._rows[index % len(self._rows)]
         return f"{row['dataset']}_{row['kind']}" if row.get("kind") else row["dataset"]
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """Every `source`, sorted."""
+        return sorted({self.source(index) for index in range(len(self._rows))})
 
     def collate(self, samples: Sequence[Sample]) -> ContextBatch:
         """Pad on the right."""

@@ -29,6 +29,8 @@ class Step:
     """What one process reads in one optimizer step. Counted before it goes to the device, where counting would wait for it."""
 
     batches: Sequence[Mapping[str, Tensor]]
+    sources: Sequence[Tensor | None]
+    """Of each micro-batch, (B,) int64: the number in `sources` of the data set of each sequence. None where it names one source or none."""
     loss_tokens: int
     """True entries of the loss masks."""
     read_tokens: int
@@ -37,13 +39,25 @@ class Step:
 
 
 class _Samples(Dataset):
-    """Lets a DataLoader ask for samples by (epoch, index)."""
+    """Lets a DataLoader ask for samples by (epoch, index), and joins them."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        names = sources(dataset)
+        self.numbers = {name: number for number, name in enumerate(names)} if len(names) > 1 else None
 
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        return self.dataset.sample(*key)
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, int | None]:
+        return self.dataset.sample(*key), self.numbers[self.dataset.source(key[1])] if self.numbers else None
+
+    def collate(self, samples: Sequence[tuple[Any, int | None]]) -> tuple[Mapping[str, Tensor], Tensor | None]:
+        """A micro-batch, and the numbers of its sources."""
+        batch = self.dataset.collate([sample for sample, _ in samples])
+        return batch, torch.tensor([number for _, number in samples]) if self.numbers else None
+
+
+def sources(dataset: Any) -> Sequence[str]:
+    """What the samples of `dataset` are from, where it says so: by `source(index)`, one of `sources`."""
+    return getattr(dataset, "sources", ())
 
 
 class _Plan(Sampler):
@@ -61,16 +75,18 @@ def steps(
 ) -> Iterator[Step]:
     """Yield the micro-batches of this process, on `device`, for each optimizer step from `first_step` on. Endless.
 
-    `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`.
+    `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`; for the loss by source also `sources`, their
+    names, and `source(index)`.
     """
     reading = reading or Reading()
     rank, world_size = distributed.rank(), distributed.world_size()
     share = order.Share(config.sequences_per_step, config.micro_batch, rank, world_size)
     gpu = device.type == "cuda"
+    samples = _Samples(dataset)
     batches = DataLoader(
-        _Samples(dataset),
+        samples,
         batch_sampler=_Plan(order.micro_batches(seed, len(dataset), first_step, share, reading.branches)),
-        collate_fn=dataset.collate,
+        collate_fn=samples.collate,
         num_workers=(2 if gpu else 0) if reading.num_workers is None else reading.num_workers,  # samples are pure: no number changes
         worker_init_fn=distributed.ignore_stops,
         pin_memory=gpu,
@@ -79,9 +95,10 @@ def steps(
     stream = iter(batches)
     count = config.sequences_per_step // config.micro_batch // world_size
     while True:
-        batches = [next(stream) for _ in range(count)]
+        batches, numbers = zip(*(next(stream) for _ in range(count)), strict=True)
         yield Step(
             [to_device(batch, device) for batch in batches],
+            [number if number is None else number.to(device, non_blocking=True) for number in numbers],
             loss_tokens=_true(batches, "loss_mask"),
             read_tokens=_true(batches, "attention_mask") + _true(batches, "context_mask"),
             sequences=sum(len(batch["input_ids"]) for batch in batches),

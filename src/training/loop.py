@@ -106,7 +106,7 @@ class Loop:
         self.state = State(inputs=dict(task.inputs))
         self.row_every = run.options.log_every or config.eval_every
         self.meter = Meter(task.model, config.precision)
-        self.monitor = Monitor(run.path, task.model, run.options.statistics_every)
+        self.monitor = Monitor(run.path, task.model, run.options.statistics_every, sources=loader.sources(task.train))
         self.stopping = False  # True once any process was asked to stop; the same on every rank
 
     def due(self, every: int) -> bool:
@@ -154,11 +154,11 @@ class Loop:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate(state.step)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
-        for a, batch in enumerate(step.batches):
+        for a, (batch, sources) in enumerate(zip(step.batches, step.sources, strict=True)):
             torch.manual_seed(order.noise_seed(self.seed, state.step, a * world_size + distributed.rank()))
             last = a == len(step.batches) - 1
             with self.engine.accumulating(last):
-                with self.accelerator.autocast(), self.monitor.forward(batch, last):
+                with self.accelerator.autocast(), self.monitor.forward(batch, last, sources):
                     loss = self.task.loss(self.engine.model, batch)
                 # The engine takes the mean over ranks; the factor makes it a sum.
                 self.engine.backward(loss * (world_size / tokens), last)

@@ -2,7 +2,7 @@
 
 It looks and changes nothing: a training ends with the same bits with it and without it. The loop calls, for each optimizer step,
 `before_step`, `forward` around each forward pass, `after_backward` and `after_step`; between them it costs next to nothing in the steps
-whose statistics are not due.
+whose statistics are not due. The loss by source costs a cross entropy without gradient, where there are several sources.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Monitor:
     """Writes statistics.jsonl in the save directory `folder`. The same calls must come on every rank.
 
     every: optimizer steps between statistics; 0 for none. compiled: whether torch.compile has taken `model`, which is then not hooked.
-    sources: names of what `source` in a batch counts.
+    sources: names of what the data are from.
     """
 
     def __init__(
@@ -61,11 +61,15 @@ class Monitor:
         self._gradients, self._activations = [], []
 
     @contextlib.contextmanager
-    def forward(self, batch: Mapping[str, Tensor], last: bool) -> Iterator[None]:
-        """Around a forward pass over `batch`, without its backward pass. Watches the `last` of a due step, on rank 0."""
+    def forward(self, batch: Mapping[str, Tensor], last: bool, sources_B: Tensor | None = None) -> Iterator[None]:
+        """Around a forward pass over `batch` and its loss, without its backward pass. Watches the `last` of a due step, on rank 0.
+
+        sources_B: the number of the source of each sequence; None where nobody says.
+        """
         hooked = self.due and last and not self.compiled and distributed.is_main()
         looking = activations.watched(self.model, self._activations) if hooked else contextlib.nullcontext()
-        with self.sources.watched(self.model, batch), looking:
+        counting = contextlib.nullcontext() if sources_B is None else self.sources.watched(batch["loss_mask"], sources_B)
+        with counting, looking:
             yield
 
     def after_backward(self) -> None:

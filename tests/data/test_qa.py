@@ -244,6 +244,7 @@ def test_prompts_end_where_the_answer_begins(build):
     assert batch["context_mask"].all()
     assert [data.references(i) for i in range(2)] == [["an"], ["x", "y"]]
     assert [data.source(i) for i in range(2)] == ["d", "d_calls"]
+    assert data.sources == ["d", "d_calls"]
 
 
 def test_a_prompt_leaves_room_for_an_answer(build):

@@ -14,10 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from src.config import Places
 from src.errors import DataError
+from src.experiments.identity import exp_id
+from src.files import new_directory
 from src.registry import load_experiment
 from src.training import activations, monitor, statistics, weight_statistics
 from src.training.callbacks import statistics as written
-from src.training.loss import causal_lm_loss
+from src.training.loss import causal_lm_loss, cross_entropy
 from src.training.monitor import Monitor
 from src.training.per_source import PerSource
 from tests import toy
@@ -203,11 +205,11 @@ def train(places: Places, watching: Monitor | None, checkpointing: bool = False,
         for last in (False, True):
             ids = torch.randint(0, 30, (2, 12))
             ones = torch.ones_like(ids, dtype=torch.bool)
-            batch = {"input_ids": ids, "attention_mask": ones, "loss_mask": ones & (torch.arange(12) > 0), "source": ids[:, 0] % 2}
+            batch = {"input_ids": ids, "attention_mask": ones, "loss_mask": ones & (torch.arange(12) > 0)}
             if watching is None:
                 loss = causal_lm_loss(model, batch)
             else:
-                with watching.forward(batch, last):
+                with watching.forward(batch, last, ids[:, 0] % 2):
                     loss = causal_lm_loss(model, batch)
             loss.backward()
         if watching is not None:
@@ -320,28 +322,46 @@ def test_tensors_that_are_not_finite_are_said(tmp_path: Path, caplog: pytest.Log
 
 
 def test_loss_by_source_by_hand():
-    """Uniform logits over 4: each token costs ln 4. The first token of a sequence is never scored."""
-    logits = torch.zeros(2, 3, 4)
-    logits[1, 0] = torch.tensor([math.log(5), 0, 0, 0])  # 5 / 8 for token 0
-    ids = torch.zeros(2, 3, dtype=torch.int64)
+    """Uniform logits over 4: each token costs ln 4. Places that are not learned count nothing."""
+    logits = torch.zeros(5, 4)
+    logits[3] = torch.tensor([math.log(5), 0, 0, 0])  # 5 / 8 for token 0
+    targets = torch.tensor([0, 0, -100, 0, -100])
     mask = torch.tensor([[False, True, True], [False, True, False]])
-    batch = {"input_ids": ids, "loss_mask": mask}
-    named = PerSource(["books", "code", "never seen"])
-    named.count(logits, {**batch, "source": torch.tensor([0, 1])})
-    assert named.row() == pytest.approx(
+    found = PerSource(["books", "code", "never seen"])
+    with found.watched(mask, torch.tensor([0, 1])):
+        cross_entropy(logits, targets)
+    cross_entropy(logits, targets)
+    assert found.row() == pytest.approx(
         {"loss/books": math.log(4), "loss_tokens/books": 2, "loss/code": math.log(8 / 5), "loss_tokens/code": 1}
     )
-    assert named.row() == {}
-    numbered = PerSource()
-    numbered.count(logits, {**batch, "source": torch.tensor([[0, 0, 2], [0, 2, 2]])})
-    mixed = (math.log(4) + math.log(8 / 5)) / 2
-    assert numbered.row() == pytest.approx({"loss/0": math.log(4), "loss_tokens/0": 1, "loss/2": mixed, "loss_tokens/2": 2})
+    assert found.row() == {}
 
 
 def test_loss_by_source_is_that_of_the_training(places: Places, tmp_path: Path):
-    watching = Monitor(tmp_path, nn.Identity(), 0)
+    watching = Monitor(tmp_path, nn.Identity(), 0, sources=["even", "odd"])
     list(train(places, watching, steps=2))
     row = watching.row()
-    assert set(row) == {"loss/0", "loss_tokens/0", "loss/1", "loss_tokens/1"}
-    assert row["loss_tokens/0"] + row["loss_tokens/1"] == 2 * 2 * 2 * 11
-    assert 2 < row["loss/0"] < 6
+    assert set(row) == {"loss/even", "loss_tokens/even", "loss/odd", "loss_tokens/odd"}
+    assert row["loss_tokens/even"] + row["loss_tokens/odd"] == 2 * 2 * 2 * 11
+    assert 2 < row["loss/even"] < 6
+
+
+def test_a_mixture_says_its_loss_by_source(tmp_path: Path):
+    """The sources' losses make the loss of the training, on the real loop and real questions."""
+    toy.write_data(tmp_path / "data")
+    with new_directory(tmp_path / "data" / "mixed") as folder:
+        for path in (tmp_path / "data" / "toy_qa").glob("*.jsonl"):
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            (folder / path.name).write_text("".join(json.dumps({**row, "dataset": f"toy{i % 3}"}) + "\n" for i, row in enumerate(rows)))
+    child = {
+        **toy.CROSSATTN,
+        "data": {**toy.CROSSATTN["data"], "corpus": "mixed"},
+        "loop": {**toy.CROSSATTN["loop"], "steps": 4, "eval_every": 4},
+    }
+    assert toy.main(["-e", "base", "child"], {"base": [toy.BASE], "child": [child]}, tmp_path) == 0
+    run = tmp_path / "runs" / exp_id(child)
+    row = json.loads((run / "perf.jsonl").read_text().splitlines()[-1])
+    tokens = [row[f"loss_tokens/toy{i}"] for i in range(3)]
+    mean = sum(row[f"loss/toy{i}"] * count for i, count in enumerate(tokens)) / sum(tokens)
+    assert all(tokens)
+    assert mean == pytest.approx(toy.rows(tmp_path, exp_id(child))[-1]["train_loss"], rel=1e-6)
