@@ -16,16 +16,17 @@ from tests.launch.test_checkpoint_jobs import World, poll
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path) -> Iterator[World]:
     """A run that is trained, with a checkpoint at step 10; each evaluation waits for its gate."""
     world = World(tmp_path, steps=(10,))
     write_json(world.run / saved.STATUS, {"state": "running", "step": 10, "attempt": 1})
-    gate = f"while ! test -e {tmp_path}/gate-{{step}}; do sleep 0.02; done"
+    gate = f"while ! test -e {tmp_path}/gate-{{step}} -o -e {tmp_path}/over; do sleep 0.02; done"
     world.raw = {
         "checkpoints": {"every": 10},
         "evaluate": {"tasks": {"size": {"command": f"{gate}; echo '{{{{\"x\": 1}}}}' > {{scores}}", "retry_seconds": 0, "attempts": 1}}},
     }
-    return world
+    yield world
+    (tmp_path / "over").touch()  # the commands of watchers that were killed go on
 
 
 @pytest.fixture
