@@ -43,6 +43,10 @@ class Options:
     """Settings of DeepSpeed ZeRO; None: every process has the whole model."""
     fsdp: bool = False
     """Whether the processes share the model (FSDP2)."""
+    gradient_checkpointing: bool = False
+    """Whether layers keep only their inputs and are computed again in the backward pass: the same bits, less memory, a third more time."""
+    offload_activations: bool = False
+    """Whether what the backward pass needs waits in the host's memory: the same bits."""
     statistics_every: int = 50
     """Optimizer steps between the records of statistics.jsonl; 0: there are none."""
     limits: Limits = field(default_factory=Limits)

@@ -24,15 +24,15 @@ _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
 _ONLY = {
     "ACCELERATE_USE_MEGATRON_LM": ("--use_megatron_lm", "false", "Share the model with --use_fsdp --fsdp_version 2 or --use_deepspeed."),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", "false", "All processes share all data."),
-    "ACCELERATE_DYNAMO_BACKEND": ("--dynamo_backend", "no", "Whether to compile is the experiment's to say."),
+    "ACCELERATE_DYNAMO_BACKEND": ("--dynamo_backend", "no", "Write loop.compile in the experiment."),
     "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ("--deepspeed_moe_layer_cls_names", "", "Leave it out."),
 }
 _ONLY_OF_FSDP = {
     "FSDP_VERSION": ("--fsdp_version", "2", "Write --fsdp_version 2."),
     "FSDP_OFFLOAD_PARAMS": ("--fsdp_offload_params", "false", "To keep weights off the GPU use resources/ds_config_zero3_offload.json."),
     "FSDP_RESHARD_AFTER_FORWARD": ("--fsdp_reshard_after_forward", "true", "Leave it out."),
-    "FSDP_ACTIVATION_CHECKPOINTING": ("--fsdp_activation_checkpointing", "false", "Checkpointing is the experiment's to say."),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("--fsdp_activation_checkpointing_offload", "false", "Offload is the experiment's to say."),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("--fsdp_activation_checkpointing", "false", "Write --gradient_checkpointing."),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("--fsdp_activation_checkpointing_offload", "false", "Write --offload_activations."),
     "FSDP_IGNORED_MODULES": ("--fsdp_ignored_modules", "", "Leave it out."),
 }
 """Variable -> the option behind it, the one value of it that says what we do, and what to write instead."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # --help must not wait for what checks experiments
 JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry")
 PASSED_ON = ("log_every", "stop_after", "max_host_memory", "num_workers", "statistics_every", "keep_last", "keep_every", "keep_best")
 """Arguments of a launched experiment besides those for Weights & Biases and the sharing of the model."""
+SWITCHES = ("fsdp", "gradient_checkpointing", "offload_activations", "wandb_log_gradients")
+"""Arguments without a value that are passed on too."""
 
 
 def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namespace:
@@ -53,6 +55,8 @@ def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namesp
     where.add_argument("--keep_best", type=int, metavar="N", help="and so many best by loop.best_metric (default: 1)")
     where.add_argument("--deepspeed", type=Path, metavar="JSON", help="share the model between processes by DeepSpeed ZeRO")
     where.add_argument("--fsdp", action="store_true", help="share the model between processes by FSDP2")
+    where.add_argument("--gradient_checkpointing", action="store_true", help="compute layers again in the backward pass: less memory")
+    where.add_argument("--offload_activations", action="store_true", help="keep what the backward pass needs in the host's memory")
     logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")
     logs.add_argument("--wandb_entity_name", metavar="NAME")
     logs.add_argument("--wandb_project_name", metavar="NAME")
@@ -127,6 +131,8 @@ def options(args: argparse.Namespace, processes: int) -> "Options":
         wandb=wandb,
         deepspeed=choices.deepspeed,
         fsdp=choices.fsdp,
+        gradient_checkpointing=args.gradient_checkpointing,
+        offload_activations=args.offload_activations,
         statistics_every=args.statistics_every,
         limits=Limits(args.stop_after and time.monotonic() + args.stop_after, args.max_host_memory),
         num_workers=args.num_workers,
@@ -143,4 +149,4 @@ def child(args: argparse.Namespace, exp_id: str) -> list[str]:
             child += [f"--{name}", str(getattr(args, name))]
     if args.deepspeed:
         child += ["--deepspeed", str(args.deepspeed.resolve())]
-    return [*child, *(["--fsdp"] if args.fsdp else []), *(["--wandb_log_gradients"] if args.wandb_log_gradients else [])]
+    return [*child, *(f"--{name}" for name in SWITCHES if getattr(args, name))]

@@ -53,6 +53,7 @@ def check(config: Config, places: Places) -> None:
         lambda: config.model.ask("check", places),
         lambda: config.data.ask("check", places),
         lambda: config.data.ask("fits", max_positions(config.model, places), config.answers.max_new_tokens if config.answers else 0),
+        lambda: config.data.ask("one_shape", config.loop.compile),
         lambda: config.loop.check(scores),
     )
 

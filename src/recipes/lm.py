@@ -36,6 +36,7 @@ def check(config: Config, places: Places) -> None:
         lambda: config.model.ask("check", places),
         lambda: config.data.ask("check", places),
         lambda: config.data.ask("fits", max_positions(config.model, places)),
+        lambda: config.data.ask("one_shape", config.loop.compile),
         lambda: config.loop.check({"val_loss", "val_perplexity"}),
     )
 

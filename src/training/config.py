@@ -46,6 +46,8 @@ class LoopConfig(Config):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the forward and backward pass; weights and optimizer stay as the model was built."""
+    compile: bool = False
+    """Whether the model's layers are compiled for training passes. Another rounding, and other draws of dropout."""
     eval_every: int = Field(gt=0)
     """Optimizer steps between evaluations; the last step is always evaluated."""
     best_metric: str = "val_loss"

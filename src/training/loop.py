@@ -20,7 +20,7 @@ from src import distributed
 from src.errors import CheckpointError, RunError, TrainingError, UserError
 from src.experiments import branches, checkpoints, ledger
 from src.experiments.run import Run
-from src.training import checkpoint, engines, loader, optim, order
+from src.training import checkpoint, compilation, engines, loader, memory, optim, order
 from src.training.config import LoopConfig
 from src.training.engine import Engine
 from src.training.evaluation import Loss
@@ -106,7 +106,9 @@ class Loop:
         self.state = State(inputs=dict(task.inputs))
         self.row_every = run.options.log_every or config.eval_every
         self.meter = Meter(task.model, config.precision)
-        self.monitor = Monitor(run.path, task.model, run.options.statistics_every, sources=loader.sources(task.train))
+        self.monitor = Monitor(
+            run.path, task.model, run.options.statistics_every, compiled=config.compile, sources=loader.sources(task.train)
+        )
         self.stopping = False  # True once any process was asked to stop; the same on every rank
 
     def due(self, every: int) -> bool:
@@ -158,7 +160,7 @@ class Loop:
             torch.manual_seed(order.noise_seed(self.seed, state.step, a * world_size + distributed.rank()))
             last = a == len(step.batches) - 1
             with self.engine.accumulating(last):
-                with self.accelerator.autocast(), self.monitor.forward(batch, last, sources):
+                with self.accelerator.autocast(), self.monitor.forward(batch, last, sources), self._saving():
                     loss = self.task.loss(self.engine.model, batch)
                 # The engine takes the mean over ranks; the factor makes it a sum.
                 self.engine.backward(loss * (world_size / tokens), last)
@@ -167,6 +169,10 @@ class Loop:
         self.move(total, int(tokens))
         self.meter.count(step)
         return total / tokens
+
+    def _saving(self) -> contextlib.AbstractContextManager[Any]:
+        """Where a forward pass keeps what its backward pass needs."""
+        return memory.offloaded(self.task.model) if self.run.options.offload_activations else contextlib.nullcontext()
 
     def move(self, loss_sum: float, tokens: int) -> None:
         """Judge the step, clip and step. The values are the same on every rank, so all decide alike."""
@@ -226,6 +232,10 @@ class Loop:
         with distributed.together():
             if folder is not None:
                 self._take(checkpoint.load_weights(folder, self.task.model))
+            if self.config.compile:
+                compilation.compiled(self.task.model)
+            if self.run.options.gradient_checkpointing:
+                memory.checkpointed(self.task.model)
         self.engine = engines.made(self.accelerator, self.task.model, self.config, self.run.options)
         if folder is not None:
             if branches.reset_optimizer(self.branches, self.state.step):
