@@ -120,6 +120,7 @@ class ZeroEngine(Engine):
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optim.adamw(module, config), config=settings)
         self.model = self.engine
+        self._linked = False
         self.writer = self.engine.checkpoint_engine = ShardWriter()
         # It would copy scripts into each checkpoint that src/training/consolidate.py makes needless, and a full disk would stop it there.
         self.engine._copy_recovery_script = lambda save_path: None
@@ -146,7 +147,16 @@ class ZeroEngine(Engine):
     def step(self) -> bool:
         """DeepSpeed's step."""
         self.engine.step()
+        if not self._linked:
+            self._link()
         return True
+
+    def _link(self) -> None:
+        """Have DeepSpeed find each parameter's moments: stages 1 and 2 look once, within the first step, when only one group has any."""
+        self._linked = True
+        if self.stage < 3:
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def drop(self) -> None:
         """DeepSpeed's way with a gradient that has overflowed, which it knows by its norm."""
@@ -208,9 +218,7 @@ class ZeroEngine(Engine):
         for part in own:  # torch's AdamW makes them at its first step only
             moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.optimizer.state[part] = {"step": torch.tensor(step), **moments}
-        if self.stage < 3:  # DeepSpeed looks for them once, after the first group's step, where those of other groups are not there yet
-            self.optimizer._hp_optimizer_states_linked = False
-            self.optimizer._lazy_init_hp_params_optimizer_state()
+        self._link()
         for parameter, key, value in entries:
             if key != "step" and self.stage == 3:  # cut here: DeepSpeed's own cut fails where the parts are not of one size
                 safe_set_local_optimizer_state(parameter, _own_part(value).to(parameter.device), key)

@@ -22,6 +22,9 @@ from pathlib import Path
 
 import psutil
 
+from tests import warm
+
+Started = subprocess.Popen[bytes] | warm.Process
 FAULTS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 _DEADLINE = 300.0
 """Seconds without progress after which a training is taken to hang."""
@@ -36,9 +39,13 @@ class Training:
     """Its save directory."""
     environment: dict[str, str]
     cwd: Path | None = None
+    warm: bool = False
+    """Fork its processes from one that has the libraries loaded: tests/warm.py."""
 
-    def start(self, log: Path) -> subprocess.Popen[bytes]:
+    def start(self, log: Path) -> "Started":
         """Start or continue it."""
+        if self.warm:
+            return warm.Process(self.command, self.environment, self.cwd, log)
         with open(log, "ab") as out:
             return subprocess.Popen(list(self.command), env=self.environment, cwd=self.cwd, stdout=out, stderr=out, start_new_session=True)
 
@@ -72,11 +79,14 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def processes(torchrun: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def processes(torchrun: Started) -> list[psutil.Process]:
     """The processes that train, by rank; fewer while they start or end."""
     found = {}
     try:
-        for child in psutil.Process(torchrun.pid).children():
+        children = psutil.Process(torchrun.pid).children()
+        if isinstance(torchrun, warm.Process):  # they have the environment of whom they were forked from
+            return children
+        for child in children:
             try:
                 found[int(child.environ()["RANK"])] = child
             except (psutil.Error, KeyError):
@@ -131,10 +141,10 @@ def _train(training: Training, faults: int, draw: random.Random, log: Path, worl
             raise RuntimeError(f"{training.run}: {(training.run / 'status.json').read_text()}\n{log.read_text()[-3000:]}")
 
 
-def _moments(training: Training, process: subprocess.Popen[bytes], draw: random.Random, left: int, world_size: int) -> Iterator[None]:
+def _moments(training: Training, process: Started, draw: random.Random, left: int, world_size: int) -> Iterator[None]:
     """Random moments of one start: some rows from now, or while it starts, and some milliseconds."""
     for _ in range(left):
-        rows, starting = training.rows() + draw.choice((0, 1, 1, 2, 2)), draw.random() * 3
+        rows, starting = training.rows() + draw.choice((0, 1, 1, 2, 2)), draw.random() * (1 if training.warm else 3)
         now = training.rows()
         while process.poll() is None and (training.rows() < rows or len(processes(process)) < world_size):
             time.sleep(0.001)
@@ -144,7 +154,7 @@ def _moments(training: Training, process: subprocess.Popen[bytes], draw: random.
         yield
 
 
-def strike(process: subprocess.Popen[bytes], draw: random.Random, report: Report) -> bool:
+def strike(process: Started, draw: random.Random, report: Report) -> bool:
     """One fault on one process; False where it ends the training."""
     everyone = processes(process)
     if not everyone:
@@ -163,7 +173,7 @@ def strike(process: subprocess.Popen[bytes], draw: random.Random, report: Report
     return name == "SIGSTOP"
 
 
-def _wait(process: subprocess.Popen[bytes], training: Training) -> None:
+def _wait(process: Started, training: Training) -> None:
     """Until the launcher has ended."""
     rows, since = training.rows(), time.monotonic()
     while process.poll() is None:
@@ -174,7 +184,7 @@ def _wait(process: subprocess.Popen[bytes], training: Training) -> None:
         time.sleep(0.01)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Started) -> None:
     """Nothing of this start lives on."""
     everyone = processes(process)
     if process.poll() is None:

@@ -38,7 +38,7 @@ def test_random_kills_change_nothing(world: tuple[Path, Path], mode: str, tmp_pa
     if mode.startswith("zero"):
         pytest.importorskip("deepspeed", reason="needs deepspeed")
     command = [*toy.command(root, words, folder, processes=2)[:-1], str(tmp_path / "runs")]
-    training = harness.Training(command, tmp_path / "runs" / exp_id(EXP), toy.environment())
+    training = harness.Training(command, tmp_path / "runs" / exp_id(EXP), toy.environment(), warm=True)
     report = harness.disturb(training, FAULTS[mode], random.Random(SEEDS[mode]), tmp_path / "log", 2)
     assert len(report.faults) == FAULTS[mode]
 
@@ -54,7 +54,7 @@ def test_torchrun_starts_killed_processes_again(world: tuple[Path, Path], tmp_pa
     at = command.index("--nproc-per-node")
     command = [*command[:at], "--max-restarts", "30", *command[at:-1], str(tmp_path / "runs")]
     environment = {**toy.environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    training = harness.Training(command, tmp_path / "runs" / exp_id(exp), environment)
+    training = harness.Training(command, tmp_path / "runs" / exp_id(exp), environment, warm=True)
     wanted = harness.undisturbed(training, tmp_path / "log")
     process, draw, kills = training.start(tmp_path / "log"), random.Random(5), 0
     try:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from src.experiments.identity import exp_id
+from src.files import new_directory
 from tests import toy, warm
 
 EXP: dict[str, Any] = copy.deepcopy(toy.BASE)
@@ -20,8 +21,13 @@ LONG = copy.deepcopy(EXP)
 LONG["loop"] |= {"steps": 60, "eval_every": 20}
 WIDE = copy.deepcopy(EXP)
 WIDE["loop"] |= {"steps": 9, "sequences_per_step": 12, "micro_batch": 2}
-EXPERIMENTS = {"once": EXP, "twice": TWICE, "long": LONG, "wide": WIDE}
-"""On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three processes."""
+UNEVEN = copy.deepcopy(toy.CROSSATTN)
+UNEVEN["data"] |= {"corpus": "uneven_qa"}
+UNEVEN["loop"] |= {"steps": 2, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 2}
+EXPERIMENTS = {"base": toy.BASE, "once": EXP, "twice": TWICE, "long": LONG, "wide": WIDE, "uneven": UNEVEN}
+"""Uneven answers are of one to four words, and its model stands on that of base, frozen.
+On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three
+processes."""
 FIRST, LAST = "step-00000003", "step-00000006"
 RESOURCES = sorted(path.stem for path in (toy.ROOT / "resources").glob("ds_config_*.json"))
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]
@@ -32,7 +38,7 @@ class Modes:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        toy.write_data(folder / "data")
+        _write_uneven(toy.write_data(folder / "data"))
         self.root = toy.project(folder, f"EXP_GROUPS = { ({name: [exp] for name, exp in EXPERIMENTS.items()})!r}\n")
         for stage in (1, 2, 3):
             self.settings(f"zero{stage}", {"stage": stage})
@@ -94,6 +100,18 @@ class Modes:
         shutil.rmtree(last)
         (self.run(group) / "status.json").unlink()
         return before
+
+
+def _write_uneven(data: Path) -> None:
+    rows = [
+        {"context": f"the {t} is {c} .", "question": "what is it ?", "answer": " ".join([c] * (1 + (i + j) % 4)), "dataset": "toy"}
+        for i, t in enumerate(toy.THINGS)
+        for j, c in enumerate(toy.COLOURS[:3])
+    ]
+    lines = [json.dumps({**row, "sample_idx": number}) + "\n" for number, row in enumerate(rows)]
+    with new_directory(data / "uneven_qa") as folder:
+        (folder / "train.jsonl").write_text("".join(lines[16:]))
+        (folder / "val.jsonl").write_text("".join(lines[:16]))
 
 
 def scores(run: Path) -> list[dict[str, float]]:

@@ -1,6 +1,7 @@
 """However the processes share the model, the numbers are those of whole copies, and a checkpoint goes on where its mode allows it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from src.errors import ConfigError
 from src.training.config import LoopConfig
 from src.training.zero import filled
 from tests.conftest import ROOT
-from tests.training.modes import EXP, RESOURCES, Modes, scores, weights
+from tests.training.modes import EXP, MODES, RESOURCES, Modes, scores, weights
 
 
 @pytest.mark.slow
@@ -29,6 +30,28 @@ def test_accumulation_changes_rounding_where_each_pass_is_summed(modes: Modes, m
         assert found == wanted
     for one, other in zip(found, wanted, strict=True):
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-6)
+
+
+def first_steps(modes: Modes, mode: str, processes: int) -> list[dict[str, float]]:
+    """The rows of two steps on sequences of unequal lengths: eight in micro-batches of two."""
+    base = modes.trained("replicated", "base", processes=1)
+    for group in ("base", "uneven"):
+        shutil.rmtree(modes.run(group), ignore_errors=True)
+    shutil.copytree(base, modes.run("base"))
+    assert modes.start(mode, "uneven", processes, ["--log_every", "1"]) == ""
+    return scores(modes.run("uneven"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_and_two_passes_make_the_step_of_one_process(modes: Modes, mode: str):
+    """Batch 8 = 2 ranks x 2 passes x micro-batch 2, or 4 passes of one process: losses and gradients are those of all tokens."""
+    alone, shared = first_steps(modes, "replicated", 1), first_steps(modes, mode, 2)
+    assert [row["tokens"] for row in alone] == [row["tokens"] for row in shared]
+    assert alone[0]["tokens"] % 8, "all answers of the step are of one length"
+    for name in ("train_loss", "grad_norm"):
+        assert shared[0][name] == pytest.approx(alone[0][name], rel=1e-6)
+        assert shared[1][name] == pytest.approx(alone[1][name], rel=1e-4), "after one step of Adam, which makes much of rounding"
 
 
 @pytest.mark.slow
@@ -104,6 +127,14 @@ def test_the_files_that_are_given_fit_any_experiment(name: str):
 @pytest.mark.parametrize("name", RESOURCES)
 def test_the_files_that_are_given_train(modes: Modes, name: str):
     assert weights(modes.trained(name)) == weights(modes.trained("replicated"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["zero1", "zero2"])
+def test_moments_of_every_group_are_found_from_the_first_step_on(modes: Modes, mode: str):
+    """Statistics ask for them; DeepSpeed itself looks for them too early."""
+    assert modes.start(mode, more=["--statistics_every", "2"]) == ""
+    assert weights(modes.run()) == weights(modes.trained("replicated"))
 
 
 def test_auto_is_filled_in_and_the_rest_is_kept(tmp_path: Path):
