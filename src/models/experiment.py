@@ -1,5 +1,6 @@
 """The model that another experiment trained, named by that experiment's id."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -32,7 +33,6 @@ def build(config: Config, places: Places) -> "nn.Module":
     """
     from src.experiments import checkpoints
     from src.experiments.saved import read_status
-    from src.weights import load_trained
 
     run = places.runs / config.exp_id
     folder = None
@@ -44,7 +44,19 @@ def build(config: Config, places: Places) -> "nn.Module":
         raise ConfigError(
             f"{run}: the {config.checkpoint} checkpoint of parent {config.exp_id} is not there. Train the parent first: add --with-parents."
         )
-    model = _bound(read_json(folder / "model.json", CheckpointError), config)(places)
+    return from_checkpoint(folder, f"parent {config.exp_id}", places)
+
+
+def from_checkpoint(folder: Path, who: str, places: Places) -> "nn.Module":
+    """The model of a checkpoint, with its weights; `name_or_path` is the checkpoint's tokenizer. Messages begin with `who`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or does not fit its own description.
+        UserError: what the model is built on cannot be had.
+    """
+    from src.weights import load_trained
+
+    model = _bound(read_json(folder / "model.json", CheckpointError), who)(places)
     load_trained(model, folder / "model.safetensors")
     model.name_or_path = str(folder / "tokenizer")
     return model
@@ -77,12 +89,12 @@ def _parent(config: Config, places: Places) -> Part:
         raise ConfigError(f"parent {config.exp_id}: {written}: expected a dict, got {type(raw).__name__}.")
     if "model" not in raw:
         raise ConfigError(f"parent {config.exp_id}: its experiment has no 'model'.")
-    return _bound(raw["model"], config)
+    return _bound(raw["model"], f"parent {config.exp_id}")
 
 
-def _bound(raw: Any, config: Config) -> Part:
+def _bound(raw: Any, who: str) -> Part:
     try:
         return bind(MODELS, raw)
     except Problems as error:
-        lines = (f"parent {config.exp_id}: {join('model', path)}: {text}" for path, text in error.found)
+        lines = (f"{who}: {join('model', path)}: {text}" for path, text in error.found)
         raise ConfigError("\n".join(lines)) from None

@@ -1,0 +1,79 @@
+"""What is exported is loaded by transformers alone, and says what the trained model says."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from src.experiments import checkpoints
+from src.files import new_directory, write_json
+from src.models.export import main
+from src.registry import MODELS, bind, resolved
+from src.weights import trained_weights
+
+GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 2, "num_heads": 4, "max_positions": 32}
+ADAPTED = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn", "c_fc"], "base": {"name": "hf"}}
+IDS = torch.arange(3, 13).view(2, 5)
+
+
+def trained(raw: dict[str, Any], places, step: int) -> Any:
+    """A checkpoint of `raw` with weights that were moved; returns the model."""
+    model: Any = bind(MODELS, raw)(places)
+    generator = torch.Generator().manual_seed(step)
+    for tensor in trained_weights(model).values():
+        tensor += torch.randn(tensor.shape, generator=generator) / 8
+    with new_directory(checkpoints.folder(places.runs / "run", step)) as folder:
+        save_file(trained_weights(model), folder / "model.safetensors")
+        write_json(folder / "model.json", resolved(bind(MODELS, raw)))
+        shutil.copytree(places.data / "tokenizer", folder / "tokenizer")
+    return model.eval()
+
+
+def run(places, *words: object) -> int:
+    return main([*map(str, words), "--data_path", str(places.data), "-sb", str(places.runs)])
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_transformers_loads_it(adapted: bool, places, tmp_path: Path):
+    bind(MODELS, GPT)(places).save_pretrained(tmp_path / "base")
+    raw = {**ADAPTED, "base": {"name": "hf", "path": str(tmp_path / "base")}} if adapted else GPT
+    trained(raw, places, 2)
+    model = trained(raw, places, 4)
+    assert run(places, places.runs / "run", tmp_path / "out") == 0, "the newest"
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
+    torch.testing.assert_close(loaded.eval()(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == model.config.vocab_size
+
+    assert run(places, checkpoints.folder(places.runs / "run", 2), tmp_path / "earlier", "--dtype", "bfloat16") == 0
+    earlier = AutoModelForCausalLM.from_pretrained(tmp_path / "earlier")
+    assert earlier.dtype == torch.bfloat16
+    assert not torch.allclose(earlier.eval()(IDS).logits.float(), model(IDS).logits, atol=1e-2)
+
+
+def test_what_cannot_be_exported_is_said(places, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (places.runs / "run").mkdir(parents=True)
+    assert run(places, places.runs / "run", tmp_path / "out") == 1
+    assert "run: neither a checkpoint nor a run that has one" in capsys.readouterr().err
+    trained({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT}, places, 1)
+    assert run(places, places.runs / "run", tmp_path / "out") == 1
+    assert "its model is a CrossAttentionLM, which transformers does not know" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    assert run(places, places.runs / "run", tmp_path / "out") == 1
+    assert "out: is there already. Name a folder that is not." in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_not_exported(places, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    trained(GPT, places, 1)
+    folder = checkpoints.folder(places.runs / "run", 1)
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"\1\2\3\4")
+    assert run(places, folder, tmp_path / "out") == 1
+    assert "step-00000001: damaged (" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
