@@ -3,6 +3,7 @@
 Only passes that take gradients are compiled. Evaluation and generation, whose last batch is smaller and whose texts grow, run as they are.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from src.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -44,12 +47,9 @@ def compiled(model: nn.Module) -> int:
     found = [layer for layer in layers(model) if id(layer) in listed]
     if not found:
         raise ConfigError(f"loop.compile: {type(model).__name__} has no list of layers to compile. Leave loop.compile out.")
-    graphs: dict[type[nn.Module], Callable[..., Any]] = {}
-    for layer in found:
-        kind = type(layer)
-        if kind not in graphs:
-            graphs[kind] = torch.compile(kind.forward, dynamic=False)
-        layer.forward = _Compiled(layer, layer.forward, graphs[kind])
+    for layer in found:  # those of one class share a graph, because it is made of the same function
+        layer.forward = _Compiled(layer, layer.forward, torch.compile(type(layer).forward, dynamic=False))
+    log.info("%d layers will be compiled at the first step.", len(found))
     return len(found)
 
 

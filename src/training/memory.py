@@ -1,6 +1,7 @@
 """Less memory for what the backward pass needs: computed once more, or kept in the host's memory. Neither changes a bit of a gradient."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from src.errors import ConfigError
 from src.training.compilation import layers
 
+log = logging.getLogger(__name__)
 LEAST_BYTES = 2**20
 """A tensor smaller than that stays where it is: the copy would cost more than the room."""
 
@@ -32,6 +34,7 @@ def checkpointed(model: nn.Module) -> int:
         raise ConfigError(f"--gradient_checkpointing: {type(model).__name__} has no layers to compute again. Leave it out.")
     for layer in found:
         layer.forward = _Again(layer.forward)
+    log.info("%d layers keep only their inputs for the backward pass.", len(found))
     return len(found)
 
 
