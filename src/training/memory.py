@@ -46,7 +46,7 @@ class _Again:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)  # without the trouble of noting the random state
         return checkpoint(self.forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
 

@@ -17,6 +17,7 @@ from src.models.lora import Config as Lora
 from src.models.lora import build
 from src.registry import MODELS, Part, bind
 from src.training import memory
+from src.training.compilation import layers
 from tests.models.conftest import PLACEHOLDER, make_base
 
 IDS = torch.arange(3, 19).view(2, 8)
@@ -130,6 +131,18 @@ def test_a_layer_is_computed_again_in_the_backward_pass_alone():
         loss(model)
         model.generate(IDS, max_new_tokens=2, do_sample=False)
     assert calls[2:] == [False] * 3
+
+
+def test_lists_within_a_layer_are_part_of_it():
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    layer = nn.Module()
+    layer.experts = nn.ModuleList([block(), block()])
+    model = nn.Module()
+    model.layers = nn.ModuleList([layer])
+    model.beside = nn.ModuleDict({"one": block(), "matrix": nn.Linear(4, 4)})
+    assert layers(model) == [layer, model.beside["one"]]
 
 
 def test_a_model_without_layers_is_refused():
