@@ -23,6 +23,8 @@ _COUNT_GPUS = (
 )
 # Processes of DeepSpeed on a machine without a GPU must be told so.
 _WITHOUT_GPU = '[ -n "${DS_ACCELERATOR+set}${CUDA_VISIBLE_DEVICES:+set}" ] || nvidia-smi -L > /dev/null 2>&1 || export DS_ACCELERATOR=cpu;'
+# DeepSpeed's starters die of signals that their processes obey, and what they started is killed before it has written a checkpoint.
+_DEAF = """bash -c 'trap "" TERM USR1; exec "$@"' _ """
 _WORLD_INFO = (
     "import base64, json, sys; nodes, each = map(int, sys.argv[1:]);"
     ' world = {f"node{i}": list(range(each)) for i in range(nodes)};'
@@ -167,10 +169,11 @@ def _start(processes: Processes) -> tuple[list[str], str]:
         elif several:
             # Its runner reaches other nodes by ssh; here each node starts its own part, as the scheduler wants it.
             before.append(_WITHOUT_GPU)
-            start = f"{python} -m deepspeed.launcher.launch"
+            start = f"{_DEAF}{python} -m deepspeed.launcher.launch"
             world = f'--world_info="$({python} -c {shlex.quote(_WORLD_INFO)} "$NNODES" {each})"'
             flags = f'{world} --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --no_local_rank'
         else:
             before.append(f"{_WITHOUT_GPU} JOB_PORT=$({python} -c {shlex.quote(_FREE_PORT)});")
+            start = _DEAF + start
             flags = f'--num_gpus {each} --master_port "$JOB_PORT" --no_local_rank'
     return before, " ".join([word for word in (start, flags, shlex.join(processes.arguments)) if word])

@@ -4,9 +4,11 @@ import base64
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -365,3 +367,35 @@ def test_a_signal_before_the_program_can_hear_it_is_a_stop_too(tmp_path: Path, n
     job = job_of(("status.py", state, "143"), tmp_path)
     done = subprocess.run(argv(job), cwd=tmp_path, timeout=60, check=False, start_new_session=True)
     assert done.returncode == ended
+
+
+SAVE = """
+import os, signal, sys, time
+from pathlib import Path
+rank = os.environ["RANK"]
+def save(number, _):
+    time.sleep(2)
+    Path(f"saved.{rank}").touch()
+    sys.exit(75)
+for name in ("SIGTERM", "SIGUSR1"):
+    signal.signal(getattr(signal, name), save)
+Path(f"ready.{rank}").touch()
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("starter", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_job_that_is_told_to_stop_ends_after_its_processes_have_saved(tmp_path: Path, starter, number: signal.Signals):
+    (tmp_path / "save.py").write_text(SAVE)
+    line = argv(job_of(("save.py",), tmp_path), Processes(starter=starter, per_node=2))
+    with open(tmp_path / "out", "w") as out:
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        job = subprocess.Popen(line, cwd=tmp_path, env=env, stdout=out, stderr=out, start_new_session=True)
+    deadline = time.monotonic() + 90
+    while len(list(tmp_path.glob("ready.*"))) < 2:
+        assert time.monotonic() < deadline, (tmp_path / "out").read_text()
+        time.sleep(0.05)
+    os.killpg(job.pid, number)
+    assert job.wait(60) == STOPPED
+    assert sorted(path.name for path in tmp_path.glob("saved.*")) == ["saved.0", "saved.1"]
