@@ -147,6 +147,17 @@ class TestTraining:
         best = [row["step"] for row in sorted(evaluated, key=lambda row: -row["val_loss"])[:3]]
         assert kept == [f"step-{step:08d}" for step in sorted({14, 6, 12, *best})]
 
+    def test_the_rule_of_a_start_holds_from_its_beginning(self, folder: Path):
+        """Also where a kill came between the last checkpoint and what it makes superfluous."""
+        exp = changed(toy.BASE, loop__steps=8, loop__eval_every=2, loop__best_metric="val_loss", loop__best_mode="max")
+        assert toy.main(["-e", "g", "--keep_last", "4"], {"g": [exp]}, folder) == 0
+        run = folder / "runs" / exp_id(exp)
+        assert len(list((run / "checkpoints").glob("step-*"))) == 4
+        (run / "status.json").unlink()
+        assert toy.main(["-e", "g", "--keep_last", "1"], {"g": [exp]}, folder) == 0
+        best = json.loads((run / "checkpoints" / "best.json").read_text())["step"]
+        assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == sorted({f"step-{best:08d}", "step-00000008"})
+
     def test_checkpoints_cannot_stay_where_none_is_written(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         told = fails(["-e", "g", "--keep_every", "3"], {"g": [changed(SHORT, loop__eval_every=2)]}, folder, capsys)
         assert "g[0]: --keep_every: checkpoints are written every 2 steps, so there is not one at each multiple of 3." in told

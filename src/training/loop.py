@@ -275,6 +275,7 @@ class Loop:
             checkpoints.forget_best(self.run.path)
         else:
             checkpoints.mark_best(self.run.path, best)
+        self.saver.rotation.rotate(self.state.step, best)  # a kill may have come before it
 
 
 @contextlib.contextmanager
