@@ -96,6 +96,8 @@ def test_less_memory_changes_no_bit(folder: Path, words: list[str]):
     run = trained("dropping", folder, "-r", "1")
     plain = bits(run)
     assert bits(trained("dropping", folder, "-r", "1", *words)) == plain
+    said = "3 layers keep only their inputs for the backward pass" in (run / "logs" / "train.log").read_text()
+    assert said == ("--gradient_checkpointing" in words)
 
 
 def test_without_a_compiler_the_training_is_refused(
