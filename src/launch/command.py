@@ -133,7 +133,7 @@ def _torchrun_variables(processes: Processes) -> list[str]:
     """
     return [
         "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1;",
-        "export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1;",
+        "export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1;",
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={processes.stop_seconds};",
     ]
 
