@@ -384,7 +384,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("starter", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("starter", ["torchrun", "deepspeed", "accelerate"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_job_that_is_told_to_stop_ends_after_its_processes_have_saved(tmp_path: Path, starter, number: signal.Signals):
     (tmp_path / "save.py").write_text(SAVE)
