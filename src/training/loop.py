@@ -284,4 +284,6 @@ def memory_advice() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise RunError(f"{str(error).splitlines()[0]} Lower loop.micro_batch: a step reads the same sequences in more pieces.") from error
+        raise RunError(
+            f"{str(error).splitlines()[0]} Try --gradient_checkpointing, or lower loop.micro_batch: a step reads the same sequences in more pieces."
+        ) from error
