@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src import distributed
-from src.training import checkpoint, optim
+from src.training import alone, checkpoint, optim
 from src.training.config import LoopConfig
 from src.training.engine import Engine
 from src.weights import trained_weights
@@ -27,6 +27,7 @@ class FullyShardedEngine(Engine):
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
         super().__init__(accelerator, module, config)
+        alone.ensure_group()
         mesh = init_device_mesh(accelerator.device.type, (distributed.world_size(),))
         for layer in _layers(module):
             fully_shard(layer, mesh=mesh)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from src import distributed, files
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json
-from src.training import checkpoint, optim, shards
+from src.training import alone, checkpoint, optim, shards
 from src.training.config import LoopConfig
 from src.training.engine import Engine
 from src.weights import trained_weights
@@ -117,6 +117,7 @@ class ZeroEngine(Engine):
         # On CPUs it would compile an all-reduce of its own. torch's lock on that outlives a killed process and stops every later start,
         # and the all-reduce itself waits for ever for a process that is gone.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        alone.ensure_group()
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optim.adamw(module, config), config=settings)
         self.model = self.engine
