@@ -57,6 +57,7 @@ def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namesp
     where.add_argument("--fsdp", action="store_true", help="share the model between processes by FSDP2")
     where.add_argument("--gradient_checkpointing", action="store_true", help="compute layers again in the backward pass: less memory")
     where.add_argument("--offload_activations", action="store_true", help="keep what the backward pass needs in the host's memory")
+    where.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed and old launchers append it; LOCAL_RANK says it too
     logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")
     logs.add_argument("--wandb_entity_name", metavar="NAME")
     logs.add_argument("--wandb_project_name", metavar="NAME")

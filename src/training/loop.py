@@ -148,8 +148,10 @@ class Loop:
     def learn(self, step: loader.Step) -> float:
         """One optimizer step on the mean loss over all tokens of the global batch, which it returns."""
         state, world_size = self.state, distributed.world_size()
-        tokens, asked = distributed.total([step.loss_tokens, distributed.asked() is not None])
+        tokens, asked, failed = distributed.total([step.loss_tokens, distributed.asked() is not None, self.saver.writer.failed])
         self.stopping = asked > 0
+        if failed:
+            self.saver.written()
         if not tokens:
             raise TrainingError(f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has a token to learn.")
         self.monitor.before_step(state.step + 1)
@@ -284,6 +286,5 @@ def memory_advice() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"{str(error).splitlines()[0]} Try --gradient_checkpointing, or lower loop.micro_batch: a step reads the same sequences in more pieces."
-        ) from error
+        advice = "Try --gradient_checkpointing, or lower loop.micro_batch: a step reads the same sequences in more pieces."
+        raise RunError(f"{str(error).splitlines()[0]} {advice}") from error

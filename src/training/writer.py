@@ -24,6 +24,11 @@ class Writer:
         self._thread = threading.Thread(target=run, name="checkpoint")
         self._thread.start()
 
+    @property
+    def failed(self) -> bool:
+        """Whether `wait` will raise."""
+        return self._error is not None
+
     def wait(self) -> None:
         """Return when nothing is being written; raises what the write raised, once."""
         if self._thread is not None:

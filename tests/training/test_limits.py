@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -93,6 +94,23 @@ def test_an_evaluation_that_is_stopped_is_made_after_the_restart(folder: Path):
         small.train(run)
         assert [row["step"] for row in run.dir.scores.rows()] == [4, 8, 12]
         assert outcome(run.path) == undisturbed(folder)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_training_soon(folder: Path):
+    with small.opened(folder) as run:
+
+        def learn(model: Any, batch: Any) -> Any:
+            place = run.path / "checkpoints"
+            if not place.is_file():
+                shutil.rmtree(place, ignore_errors=True)
+                place.write_text("in the way")
+            if run.dir.scores.rows():
+                time.sleep(0.02)  # the write that fails comes long before the next row
+            return small.loss(model, batch)
+
+        with pytest.raises(RunError, match="cannot write"):
+            small.train(run, small.CONFIG.model_copy(update={"steps": 400, "eval_every": 200}), learn)
+        assert [row["step"] for row in run.dir.scores.rows()] == [200]
 
 
 @pytest.mark.parametrize("where", ["run", "runs"])
