@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from src.errors import LaunchError, UserError
 
@@ -18,6 +18,8 @@ REQUEUE = 75
 """Exit code of a training that stopped in order, before its end (EX_TEMPFAIL of sysexits.h): started again, it goes on."""
 INTERRUPTED = 130
 """Exit code of a training that a person stopped, as of a shell's Ctrl-C: no scheduler starts it again."""
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Variable that has torchrun's agent and the processes meet at an address each."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What schedulers send before a kill and before the time limit, and what a person sends."""
 _PARENT = os.getppid()
@@ -29,8 +31,13 @@ class Reason:
 
     by: str
     """Name of the signal, or of the limit."""
-    by_hand: bool = False
-    """True where a person wants it, so that nobody but a person starts it again."""
+    kind: Literal["signal", "limit", "person"] = "signal"
+    """What a person has stopped only a person starts again."""
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a person wants it."""
+        return self.kind == "person"
 
 
 _asked: Reason | None = None
@@ -82,7 +89,8 @@ def session() -> Iterator[None]:
     Backend: nccl between GPUs where the machine has any, one for each process; gloo between CPUs.
 
     Raises:
-        LaunchError: there are GPUs, but fewer than processes on this machine; or the launcher's variables are incomplete.
+        LaunchError: there are GPUs, but fewer than processes on this machine; the launcher's variables are incomplete, or it would not
+            be able to start killed processes again as it was told to.
     """
     if world_size() == 1:
         yield
@@ -90,6 +98,11 @@ def session() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get(OWN_STORE) != "1":
+        raise LaunchError(
+            f"--max-restarts: with torch 2.13 a restart after the death of a process hangs in every second case, unless {OWN_STORE}=1 is "
+            "set. Write it before torchrun, or leave --max-restarts out."
+        )
     _end_with_parent()
     gpu = torch.cuda.is_available()
     if gpu and local_rank() >= torch.cuda.device_count():
@@ -202,7 +215,7 @@ def _on_signal(number: int, _: FrameType | None) -> None:
     global _asked, _deferred  # noqa: PLW0603  see stoppable
     if number == signal.SIGINT and _asked and _asked.by_hand:
         raise KeyboardInterrupt
-    _asked = _asked or Reason(signal.Signals(number).name, by_hand=number == signal.SIGINT)
+    _asked = _asked or Reason(signal.Signals(number).name, "person" if number == signal.SIGINT else "signal")
     if not _deferred:
         _deferred = True  # a second signal must not interrupt what the first one has begun
         raise Stopped(_asked)
@@ -241,6 +254,18 @@ def from_main(compute: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return box[0]
+
+
+def most(value: int) -> int:
+    """The largest of all ranks' values. Collective."""
+    if world_size() == 1:
+        return value
+    import torch
+    import torch.distributed as dist
+
+    largest = torch.tensor(value)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def total(values: Sequence[float]) -> list[float]:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from src import distributed
 from src.experiments.grid import ref
 from src.experiments.identity import exp_id
 from tests import toy
@@ -275,3 +276,14 @@ def test_three_processes_continue_bit_for_bit(started: tuple[Path, Path]):
         shutil.rmtree(last)
         (run / "status.json").unlink()
     assert found[0] == found[1]
+
+
+def test_restarts_that_would_hang_are_refused(started: tuple[Path, Path]):
+    root, folder = started
+    command = toy.command(root, ARGUMENTS, folder, processes=2)
+    at = command.index("--nproc-per-node")
+    command = [*command[:at], "--max-restarts", "1", *command[at:]]
+    environment = {name: value for name, value in toy.environment().items() if name != distributed.OWN_STORE}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 1
+    assert f"unless {distributed.OWN_STORE}=1 is set" in done.stderr

@@ -14,6 +14,8 @@ from src.launch.job import Job
 
 STOPPED = 75
 """Exit code of a job that was stopped in order: started again, it goes on. sysexits.h calls it EX_TEMPFAIL."""
+INTERRUPTED = 130
+"""Exit code of a job that a person stopped: nothing but a person starts it again."""
 _OF_TORCHRUN = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _NGPUS = re.compile(r"(?<![\w${])NGPUS(?!\w)")
 _COUNT_GPUS = (
@@ -86,8 +88,9 @@ def shell_line(job: Job, processes: Processes | None = None, environment: Mappin
     With several nodes, each of them runs it, with the variables MASTER_ADDR, MASTER_PORT, NODE_RANK and NNODES set.
 
     The exit code is `STOPPED` where the job was stopped in order: where its save directory says so, since torchrun makes 1 of every
-    other code, or where SIGTERM or SIGUSR1 came before it could hear them. It is 0 where the run was done before the command ended
-    badly, as when a signal comes while the processes end. bash itself outlives both signals until its command has ended.
+    other code, or where SIGTERM or SIGUSR1 came before it could hear them. It is `INTERRUPTED` where a person stopped it, and 0 where
+    the run was done before the command ended badly, as when a signal comes while the processes end. bash itself outlives both signals
+    until its command has ended.
 
     The word NGPUS in `job.python_binary`, which replaces the starter, becomes the number of GPUs of the machine that runs the line:
     those of CUDA_VISIBLE_DEVICES where it is set, else those of `nvidia-smi -L`, and 1 where there are none.
@@ -107,6 +110,7 @@ if [ $JOB_CODE -ne 0 ]; then
     [ "$JOB_AFTER" != "$JOB_BEFORE" ] || JOB_AFTER=
     case "$JOB_AFTER" in
         *'"state": "done"'*) JOB_CODE=0 ;;
+        *'"stopped_by": "person"'*'"state": "stopped"'* | *'"state": "stopped"'*'"stopped_by": "person"'*) JOB_CODE={INTERRUPTED} ;;
         *'"state": "stopped"'*) JOB_CODE={STOPPED} ;;
         *'"state": "failed"'*) ;;
         *) [ -z "$JOB_TOLD" ] || JOB_CODE={STOPPED} ;;

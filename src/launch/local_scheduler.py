@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from src.launch import local_state
-from src.launch.command import STOPPED
+from src.launch.command import INTERRUPTED, STOPPED
 from src.launch.local_state import Queue, verdict
 
 _POLL_SECONDS = 0.05
@@ -172,7 +172,7 @@ class _Scheduler:
             self._end(entry, "cancelled", "cancelled")
         elif code == STOPPED and entry.continues < _CONTINUES:
             entry.continues += 1
-        elif code != STOPPED and entry.failures < entry.job["retries"]:
+        elif code not in (STOPPED, INTERRUPTED) and entry.failures < entry.job["retries"]:
             entry.failures += 1
         else:
             self._end(entry, state, reason)

@@ -24,7 +24,7 @@ from typing import Any
 from src.errors import LaunchError, RunError
 from src.experiments.processes import process_start, this_process
 from src.files import read_json, write_json
-from src.launch.command import STOPPED
+from src.launch.command import INTERRUPTED, STOPPED
 from src.launch.job import Seen
 
 QUEUE = "queue.json"
@@ -189,7 +189,7 @@ def verdict(code: int | None, log: str) -> tuple[Any, str]:
     """State and reason of a job that ended with `code` (None: it could not say) and is not started again."""
     if code == 0:
         return "completed", "exit code 0"
-    if code == STOPPED:
+    if code in (STOPPED, INTERRUPTED):
         return "cancelled", "stopped in order"
     return "failed", f"{ending(code)}. See {log}"
 

@@ -16,7 +16,8 @@ _SCRIPT_TEXT = """\
 # One task of an array. The file $1 holds six fields for each, each ended by a zero byte:
 # its experiment, its save directory, where its output and its errors go, whether it may be queued again, the bash that it runs.
 # Near the time limit Slurm sends USR1 to this script alone: the task is told to stop, and queued again once it has written its
-# checkpoint. Slurm's TERM (a preemption, scancel) reaches every process by itself; what follows then is Slurm's to decide.
+# checkpoint. So is one that stopped at a limit of its own.
+# Slurm's TERM (a preemption, scancel) reaches every process by itself; what follows then is Slurm's to decide.
 this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 mapfile -d '' -s $((6 * SLURM_ARRAY_TASK_ID)) -n 6 task < "$1"
 if [ ${#task[@]} -ne 6 ]; then
@@ -69,16 +70,19 @@ while :; do
     code=$?
     [ "$signals" != "$before" ] || break
 done
-if [ $code -eq STOPPED ] && [ -z "$told" ] && [ "$NNODES" -gt 1 ]; then
+# A limit of its own, such as memory, or going back to an earlier checkpoint.
+limit=
+if [ $code -eq STOPPED ] && grep -qs '"stopped_by": "limit"' "${task[1]}/status.json"; then limit=1; fi
+if [ $code -eq STOPPED ] && [ -z "$told$limit" ] && [ "$NNODES" -gt 1 ]; then
     code=1  # nobody asked for a stop but srun, after the failure of another node
 fi
-if [ "$told" = USR1 ] && [ "${task[4]}" = 1 ]; then
+if { [ "$told" = USR1 ] || [ -n "$limit" ]; } && [ "${task[4]}" = 1 ]; then
     case $code in
         STOPPED | 137 | 143)
             if [ "$(newest)" != "$had" ]; then
                 rm -f "$fruitless"
             elif [ -e "$fruitless" ]; then
-                echo "slurm: two starts in a row reached the time limit without a new checkpoint, so it is not queued again." \
+                echo "slurm: two starts in a row reached their limit without a new checkpoint, so it is not queued again." \
                     "Raise 'time' of the job config, then submit it again" >&2
                 exit $code
             else
@@ -88,7 +92,7 @@ if [ "$told" = USR1 ] && [ "${task[4]}" = 1 ]; then
                 if scontrol requeue "$this"; then exit 0; fi
                 sleep $pause
             done
-            echo "slurm: the time limit is near, and the job could not be queued again; submit it again" >&2
+            echo "slurm: a limit is reached, and the job could not be queued again; submit it again" >&2
             ;;
     esac
 fi

@@ -4,7 +4,7 @@ Shapes: B samples, T decoder tokens, C context chunks, S tokens of a chunk, P = 
 base, H heads, K key/value heads, d width of a head. R rows of the decoder per context (beams), so the decoder has B * R rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -181,6 +181,8 @@ class CrossAttentionLM(nn.Module):
         self.blocks = nn.ModuleDict(blocks)
         """By the index of the decoder layer, or one for all of them."""
         self._reading: Reading | None = None
+        self.passes: Callable[[int], int] = lambda needed: needed
+        """How many passes through the base `encode` makes where it needs so many. More where processes wait for each other in them."""
         for i in sizes.places:
             block = blocks["shared" if config.shared_weights else str(i)]
             if config.final_layer:
@@ -221,10 +223,13 @@ class CrossAttentionLM(nn.Module):
         lengths = mask.sum(dim=-1)
         rows = lengths.argsort(stable=True)[(lengths == 0).sum() :]
         with self.reading(None):
-            for group in rows.split(ENCODED_TOGETHER) if len(rows) else ():
+            groups = rows.split(ENCODED_TOGETHER) if len(rows) else ()
+            for group in groups:
                 columns = mask[group].any(dim=0).nonzero()[:, 0]
                 some = group[:, None], columns
                 hidden[some] = self._hidden(ids[some], mask[some]).to(hidden.dtype)
+            for _ in range(self.passes(len(groups)) - len(groups)):
+                self._hidden(ids[:1, :1], torch.ones_like(mask[:1, :1]))
         return Context(hidden.view(B, C * S, -1), mask.view(B, C * S))
 
     def forward(

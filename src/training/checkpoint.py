@@ -1,7 +1,8 @@
 """Tensors and state in and out of a checkpoint folder. Which folder is whole, last or best: src/experiments/checkpoints.py.
 
 A folder holds model.safetensors (trained weights only), optimizer.safetensors, state.json, model.json (the `model` part of the
-experiment, defaults written out), tokenizer/ and manifest.json with the hash of every file. Nothing is pickled.
+experiment, defaults written out), tokenizer/ and manifest.json with the hash of every file. Nothing is pickled but what
+DeepSpeed writes below zero/.
 """
 
 import contextlib

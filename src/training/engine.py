@@ -26,9 +26,9 @@ class Engine(ABC):
     """A model that trains. `model` is what a loss calls; `optimizer` has the parameter groups that the learning rate is set in."""
 
     name: str
-    """Written into each checkpoint."""
+    """For people: it stands in the ledger."""
     sharded = False
-    """True where a forward pass is collective: every process must make as many as the others."""
+    """True where a forward pass is collective: every process must make as many as the others. See `alike`."""
     cut = False
     """True where each process has a part of the gradients."""
     model: nn.Module
@@ -36,6 +36,13 @@ class Engine(ABC):
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
         self.accelerator, self.module, self.config = accelerator, module, config
+
+    def alike(self) -> None:
+        """Have the parts of the model whose number of passes depends on the data make as many as on the process that needs most."""
+        if self.sharded:
+            for part in self.module.modules():
+                if "passes" in vars(part):
+                    vars(part)["passes"] = distributed.most
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around one forward and backward pass; after the `last` of a step the gradients are the mean over processes."""
@@ -59,7 +66,8 @@ class Engine(ABC):
 
     def norm(self) -> float:
         """L2 norm of the gradients over all parameters, rounded to float32. Collective."""
-        squares = [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in self.gradients()]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self.gradients()]
+        squares = [norm**2 for norm in torch.stack(norms).tolist()] if norms else [0.0]  # one wait for the device
         (total,) = distributed.total([math.fsum(squares)]) if self.cut else [math.fsum(squares)]
         return float(torch.tensor(math.sqrt(total), dtype=torch.float32))
 

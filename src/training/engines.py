@@ -47,9 +47,12 @@ def made(accelerator: Accelerator, model: nn.Module, config: LoopConfig, options
     if options.deepspeed:
         from src.training.zero import ZeroEngine
 
-        return ZeroEngine(accelerator, model, config, options.deepspeed)
-    if options.fsdp:
+        engine: Engine = ZeroEngine(accelerator, model, config, options.deepspeed)
+    elif options.fsdp:
         from src.training.fsdp import FullyShardedEngine
 
-        return FullyShardedEngine(accelerator, model, config)
-    return Replicated(accelerator, model, config)
+        engine = FullyShardedEngine(accelerator, model, config)
+    else:
+        engine = Replicated(accelerator, model, config)
+    engine.alike()
+    return engine

@@ -86,7 +86,7 @@ class Judge:
         if to is None:
             log.warning("%s: it cannot be taken back: %s", self.run.path, refusal)
             return
-        raise distributed.Stopped(distributed.Reason(f"taken back to step {to}, as {text}"), everywhere=True, step=to)
+        raise distributed.Stopped(distributed.Reason(f"taken back to step {to}, as {text}", "limit"), everywhere=True, step=to)
 
     def _back(self, first: int, step: int, text: str) -> tuple[int | None, str]:
         path, most = self.run.path, self.config.divergence.max_rewinds
@@ -96,10 +96,17 @@ class Judge:
         before = [at for at in map(checkpoints.step_of, checkpoints.every(path)) if at < first]
         if not before:
             return None, f"no checkpoint of a step before {first} is left. Save more often (--log_every), or keep more."
-        branch = Branch(number=number, from_step=before[-1], data=f"skip:{step - before[-1]}")
+        to = before[-1]
+        # Of two branches from one step only the later holds, so it takes over what the earlier says.
+        old = next((branch for branch in self.source.branches if branch.from_step == to), None)
+        if old is not None and old.data == "reshuffle":
+            return None, f"branch {old.number} reads step {to} and what follows in another order, in which nothing can be passed over."
+        skipped = step - to + (old.skipped_steps if old else 0)
+        new = {"number": number, "data": f"skip:{skipped}"}
+        branch = old.model_copy(update=new) if old else Branch(from_step=to, **new)
         try:
             self.run.dir.confirm()
             rewind.plan(path, branch, text).carry_out()
         except UserError as error:
             return None, str(error)
-        return before[-1], ""
+        return to, ""

@@ -31,18 +31,18 @@ class Watch:
         """The reason to stop, if there is one."""
         now, end = time.monotonic(), self.limits.end
         if end is not None and now >= end:
-            return distributed.Reason("time limit")
-        if now - self._looked >= LOOK_SECONDS:
+            return distributed.Reason("time limit", "limit")
+        if self._found is None and now - self._looked >= LOOK_SECONDS:  # what was reached once stays so, until all have heard of it
             self._looked, self._found = now, self._look()
         return self._found
 
     def _look(self) -> distributed.Reason | None:
         for file in self.files:
             if file.exists():
-                return distributed.Reason(f"{file} (remove it to let the training go on)", by_hand=True)
+                return distributed.Reason(f"{file} (remove it to let the training go on)", "person")
         most = self.limits.host_memory
         if most is not None and (used := memory_used()) >= most:
-            return distributed.Reason(f"{used:.0%} of the host's memory in use")
+            return distributed.Reason(f"{used:.0%} of the host's memory in use", "limit")
         return None
 
 

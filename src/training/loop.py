@@ -70,11 +70,11 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
         accelerator = engines.start(config, run.options)
     loop = Loop(task, run, config, seed, accelerator)
     loop.restore()
+    distributed.defer()
     with distributed.together():
         reporter = Reporter(run, config, task.model, loop.state.step)
     limits = Watch(run.options.limits, run.path)
     with contextlib.closing(reporter), memory_advice(), loop.saver.writing(), distributed.limited(limits.reached), loop.told():
-        distributed.defer()
         reading = loader.Reading(loop.branches, run.options.num_workers)
         steps = loader.steps(task.train, config, seed, loop.state.step, accelerator.device, reading)
         loop.meter.restart()
@@ -167,8 +167,10 @@ class Loop:
                 # The engine takes the mean over ranks; the factor makes it a sum.
                 self.engine.backward(loss * (world_size / tokens), last)
             loss_sum += loss.detach()
-        (total,) = distributed.total([float(loss_sum)])
-        self.move(total, int(tokens))
+        norm = self.engine.norm()
+        # That of rank 0: where whole copies stand on unlike devices, the last bit may differ, and all must decide alike.
+        total, norm = distributed.total([float(loss_sum), norm if distributed.is_main() else 0.0])
+        self.move(total, int(tokens), norm)
         self.meter.count(step)
         return total / tokens
 
@@ -176,10 +178,9 @@ class Loop:
         """Where a forward pass keeps what its backward pass needs."""
         return memory.offloaded(self.task.model) if self.run.options.offload_activations else contextlib.nullcontext()
 
-    def move(self, loss_sum: float, tokens: int) -> None:
+    def move(self, loss_sum: float, tokens: int, norm: float) -> None:
         """Judge the step, clip and step. The values are the same on every rank, so all decide alike."""
         state, since = self.state, self.state.since_row
-        norm = self.engine.norm()
         # Where float16 overflows, the scaler skips the step and lowers its scale.
         overflowed = self.config.precision == "float16" and not math.isfinite(norm)
         self.monitor.after_backward()

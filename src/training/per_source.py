@@ -27,7 +27,8 @@ class PerSource:
         if self._sums is None:
             self._sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=logits_NV.device)
         losses = F.cross_entropy(logits_NV.float(), targets_N, reduction="none").double()
-        self._sums.index_add_(0, sources_N, torch.stack([losses, torch.ones_like(losses)], dim=1))
+        finite = losses.isfinite()  # as in the loss of the training
+        self._sums.index_add_(0, sources_N, torch.stack([losses.where(finite, 0.0), finite.double()], dim=1))
 
     @contextlib.contextmanager
     def watched(self, loss_mask_BT: Tensor, sources_B: Tensor) -> Iterator[None]:

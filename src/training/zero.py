@@ -26,6 +26,7 @@ _NUMBERS = (
     *("amp", "data_types", "prescale_gradients", "gradient_predivide_factor", "communication_data_type", "sparse_gradients"),
     *("curriculum_learning", "data_efficiency", "progressive_layer_drop", "eigenvalue", "quantize_training", "compression_training"),
     *("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients"),
+    *("zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.zenflow", "torch_autocast"),
 )
 """What changes numbers, and so has no place in a file that is not part of the experiment."""
 
@@ -52,6 +53,7 @@ def filled(path: Path, config: LoopConfig) -> dict[str, Any]:
         "fp16.enabled": False,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization.compute_grad_norm": True,  # by which `drop` tells DeepSpeed not to move
     }
     flat = _flat(given)
     wrong = [

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from src import distributed
 from src.experiments.identity import exp_id
 from tests import toy
 from tests.faults import harness
@@ -53,7 +54,7 @@ def test_torchrun_starts_killed_processes_again(world: tuple[Path, Path], tmp_pa
     command = toy.command(root, ["-e", "long", "--log_every", "4"], folder, processes=2)
     at = command.index("--nproc-per-node")
     command = [*command[:at], "--max-restarts", "30", *command[at:-1], str(tmp_path / "runs")]
-    environment = {**toy.environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**toy.environment(), distributed.OWN_STORE: "1"}
     training = harness.Training(command, tmp_path / "runs" / exp_id(exp), environment, warm=True)
     wanted = harness.undisturbed(training, tmp_path / "log")
     process, draw, kills = training.start(tmp_path / "log"), random.Random(5), 0

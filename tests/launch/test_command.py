@@ -15,7 +15,7 @@ import pytest
 
 from src.config import load
 from src.errors import ConfigError
-from src.launch.command import STOPPED, Config, Environment, Processes, argv
+from src.launch.command import INTERRUPTED, STOPPED, Config, Environment, Processes, argv
 from src.launch.job import Job
 
 ECHO = "import json, sys; print(json.dumps(sys.argv[1:]))"
@@ -330,7 +330,8 @@ import json, sys, time
 from pathlib import Path
 Path("run").mkdir(exist_ok=True)
 if sys.argv[1]:
-    Path("run/status.json").write_text(json.dumps({"state": sys.argv[1], "at": time.time()}, indent=4, sort_keys=True))
+    state, _, by = sys.argv[1].partition(" by ")
+    Path("run/status.json").write_text(json.dumps({"state": state, "stopped_by": by, "at": time.time()}, indent=4, sort_keys=True))
 raise SystemExit(int(sys.argv[2]))
 """
 
@@ -340,6 +341,10 @@ raise SystemExit(int(sys.argv[2]))
     [
         ("", "stopped", 1, STOPPED),  # torchrun makes 1 of 75
         ("", "stopped", STOPPED, STOPPED),
+        ("", "stopped by signal", 1, STOPPED),
+        ("", "stopped by person", 1, INTERRUPTED),
+        ("", "stopped by person", INTERRUPTED, INTERRUPTED),
+        ("stopped by person", "running", 137, 137),
         ("", "failed", 1, 1),
         ("", "running", 137, 137),
         ("stopped", "", 1, 1),  # stopped the time before; now it did not even begin

@@ -187,18 +187,18 @@ def test_each_job_has_devices_of_its_own(world: World):
 
 
 def test_a_failed_job_is_tried_again_and_one_that_stopped_goes_on(world: World):
-    """Exit code 75 is no failure: it does not use up the one retry that there is."""
+    """Exit code 75 is no failure: it does not use up the one retry that there is. 130 is a person's stop, after which nothing starts."""
     code = f"""
         import sys
         from pathlib import Path
         starts = Path("starts-" + sys.argv[1])
         starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
-        ends = {{"stops": [{STOPPED}, {STOPPED}, 1, {STOPPED}, 0], "fails": [1, 2, 0], "mends": [1, 0]}}[sys.argv[1]]
+        ends = {{"stops": [{STOPPED}, {STOPPED}, 1, {STOPPED}, 0], "fails": [1, 2, 0], "mends": [1, 0], "person": [130, 0]}}[sys.argv[1]]
         raise SystemExit(ends[len(starts.read_text()) - 1])
     """
-    found = world.run(world.config(retries=1), [world.job(name, code) for name in ("stops", "fails", "mends")])
-    assert states(found) == {"stops": "completed", "fails": "failed", "mends": "completed"}
-    assert {name: seen.restarts for name, seen in found.items()} == {"stops": 4, "fails": 1, "mends": 1}
+    found = world.run(world.config(retries=1), [world.job(name, code) for name in ("stops", "fails", "mends", "person")])
+    assert states(found) == {"stops": "completed", "fails": "failed", "mends": "completed", "person": "cancelled"}
+    assert {name: seen.restarts for name, seen in found.items()} == {"stops": 4, "fails": 1, "mends": 1, "person": 0}
     assert found["fails"].reason.startswith("exit code 2")
 
 

@@ -1,5 +1,6 @@
 """The script that each task of an array runs, under the signals that Slurm sends."""
 
+import json
 import os
 import signal
 import subprocess
@@ -78,7 +79,7 @@ def test_a_task_that_never_gets_to_a_checkpoint_is_not_requeued_for_ever(cluster
         codes.append(task.process.wait(20))
     assert codes == [0, 0, 0, 0, 0, 75]
     assert len(cluster.calls("scontrol")) == 5
-    assert "two starts in a row reached the time limit without a new checkpoint" in task.err()
+    assert "two starts in a row reached their limit without a new checkpoint" in task.err()
 
 
 @pytest.mark.parametrize(("requeue", "deaf", "code"), [(False, "", 75), (True, "1", 0), (True, "1", 3)])
@@ -89,6 +90,16 @@ def test_the_time_limit_requeues_no_job_that_shall_not_or_that_ended(cluster: Cl
     task.let.touch()
     assert task.process.wait(20) == code
     assert not cluster.calls("scontrol")
+
+
+@pytest.mark.parametrize(("by", "requeued"), [("limit", True), ("signal", False), ("person", False)])
+def test_a_limit_of_its_own_requeues_as_the_time_limit_does(cluster: Cluster, folder: Path, by: str, requeued: bool):
+    task = Task(folder, requeue=True, CODE="75")
+    task.job.run.mkdir(parents=True, exist_ok=True)
+    (task.job.run / "status.json").write_text(json.dumps({"state": "stopped", "stopped_by": by}, indent=4))
+    task.let.touch()
+    assert task.process.wait(20) == (0 if requeued else 75)
+    assert cluster.calls("scontrol") == ([["scontrol", "requeue", "41_0"]] if requeued else [])
 
 
 def test_scancel_and_preemption_requeue_nothing(cluster: Cluster, folder: Path):

@@ -24,10 +24,23 @@ WIDE["loop"] |= {"steps": 9, "sequences_per_step": 12, "micro_batch": 2}
 UNEVEN = copy.deepcopy(toy.CROSSATTN)
 UNEVEN["data"] |= {"corpus": "uneven_qa"}
 UNEVEN["loop"] |= {"steps": 2, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 2}
-EXPERIMENTS = {"base": toy.BASE, "once": EXP, "twice": TWICE, "long": LONG, "wide": WIDE, "uneven": UNEVEN}
+PASSES = copy.deepcopy(UNEVEN)
+PASSES["loop"] |= {"steps": 1, "sequences_per_step": 32, "micro_batch": 16, "eval_every": 1}
+SKIPS = copy.deepcopy(EXP)
+SKIPS["loop"]["divergence"] = {"grad_norm_ratio": 1.0001, "grad_norm_steps": 1, "on_grad_norm": "skip_batch"}
+EXPERIMENTS = {
+    "base": toy.BASE,
+    "once": EXP,
+    "twice": TWICE,
+    "long": LONG,
+    "wide": WIDE,
+    "uneven": UNEVEN,
+    "passes": PASSES,
+    "skips": SKIPS,
+}
 """Uneven answers are of one to four words, and its model stands on that of base, frozen.
 On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three
-processes."""
+processes. Passes evaluates batches of 16 and of 4 questions, whose contexts are read 8 at a time. Skips leaves a batch out."""
 FIRST, LAST = "step-00000003", "step-00000006"
 RESOURCES = sorted(path.stem for path in (toy.ROOT / "resources").glob("ds_config_*.json"))
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]
@@ -110,8 +123,8 @@ def _write_uneven(data: Path) -> None:
     ]
     lines = [json.dumps({**row, "sample_idx": number}) + "\n" for number, row in enumerate(rows)]
     with new_directory(data / "uneven_qa") as folder:
-        (folder / "train.jsonl").write_text("".join(lines[16:]))
-        (folder / "val.jsonl").write_text("".join(lines[:16]))
+        (folder / "train.jsonl").write_text("".join(lines[20:]))
+        (folder / "val.jsonl").write_text("".join(lines[:20]))
 
 
 def scores(run: Path) -> list[dict[str, float]]:

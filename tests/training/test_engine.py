@@ -11,7 +11,7 @@ from src.errors import ConfigError
 from src.training.config import LoopConfig
 from src.training.zero import filled
 from tests.conftest import ROOT
-from tests.training.modes import EXP, MODES, RESOURCES, Modes, scores, weights
+from tests.training.modes import EXP, MODES, RESOURCES, SKIPS, Modes, scores, weights
 
 
 @pytest.mark.slow
@@ -52,6 +52,29 @@ def test_two_ranks_and_two_passes_make_the_step_of_one_process(modes: Modes, mod
     for name in ("train_loss", "grad_norm"):
         assert shared[0][name] == pytest.approx(alone[0][name], rel=1e-6)
         assert shared[1][name] == pytest.approx(alone[1][name], rel=1e-4), "after one step of Adam, which makes much of rounding"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp", "zero3"])
+def test_processes_that_read_fewer_contexts_wait_for_nobody_in_vain(modes: Modes, mode: str):
+    rows = {}
+    for one in ("replicated", mode):
+        base = modes.trained("replicated", "base", processes=1)
+        for group in ("base", "passes"):
+            shutil.rmtree(modes.run(group), ignore_errors=True)
+        shutil.copytree(base, modes.run("base"))
+        assert modes.start(one, "passes") == ""
+        rows[one] = scores(modes.run("passes"))
+    assert rows[mode] == rows["replicated"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp", "zero1", "zero2", "zero3", "offload"])
+def test_a_batch_that_is_left_out_leaves_the_same_bits(modes: Modes, mode: str):
+    wanted = scores(modes.trained("replicated", "skips"))
+    assert 0 < sum(row.get("skipped_steps", 0) for row in wanted) < SKIPS["loop"]["steps"]
+    assert scores(modes.trained(mode, "skips")) == wanted
+    assert weights(modes.trained(mode, "skips")) == weights(modes.trained("replicated", "skips"))
 
 
 @pytest.mark.slow

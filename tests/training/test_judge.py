@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from src import distributed
 from src.errors import TrainingError
 from src.experiments import branches, checkpoints, ledger
+from src.files import write_json
 from src.training import order
 from src.training.config import LoopConfig
 from src.training.divergence import Config as Divergence
@@ -133,6 +134,20 @@ def test_the_run_is_taken_back_and_passes_over_what_it_stumbled_on(folder: Path)
     after = order.samples(0, 32, 25 * 4)
     assert [index for row in seen[:4] for index in row] == [next(after)[1] for _ in range(8)]
     assert state.step == STEPS
+
+
+def test_a_second_time_it_passes_over_both_places_and_keeps_what_a_person_changed(folder: Path):
+    given = config(on_loss_spike="rewind")
+    with small.opened(folder) as run:
+        with pytest.raises(distributed.Stopped):
+            small.train(run, given, spoiled(100.0, 25))
+        (first,) = branches.read(run.path)
+        changed = first.model_copy(update={"learning_rate": branches.parse_rate("x0.5")})
+        write_json(run.path / branches.FILE, {"branches": [changed.model_dump(mode="json")]})
+        with pytest.raises(distributed.Stopped, match="taken back to step 20, as step 23"):
+            small.train(run, given, spoiled(100.0, 23, first=21))
+        (branch,) = branches.read(run.path)
+    assert (branch.number, branch.from_step, branch.data, branch.learning_rate) == (2, 20, "skip:8", changed.learning_rate)
 
 
 @pytest.mark.parametrize("why", ["no checkpoint", "max_rewinds"])

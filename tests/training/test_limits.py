@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,24 @@ def test_limits_stop_and_are_to_be_started_again(folder: Path, given: Limits, re
         with pytest.raises(distributed.Stopped, match=reason) as caught:
             small.train(run)
         assert caught.value.exit_code == distributed.REQUEUE
+
+
+def test_a_limit_that_goes_away_again_has_still_stopped_the_training(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Between the look that all agreed on and the stop a whole step goes by."""
+    monkeypatch.setattr(limits, "LOOK_SECONDS", 0.0)
+    with small.opened(folder) as run:
+        file, calls = run.path / limits.STOP_FILE, count()
+
+        def learn(model: Any, batch: Any) -> Any:
+            call = next(calls) % 4  # two a step: the file is there when every second step begins, and not when it ends
+            if call == 0:
+                file.touch()
+            elif call == 2:
+                file.unlink()
+            return small.loss(model, batch)
+
+        with pytest.raises(distributed.Stopped, match="remove it"):
+            small.train(run, small.CONFIG.model_copy(update={"steps": 10**5, "eval_every": 100}), learn)
 
 
 def test_the_memory_in_use_is_that_of_the_machine():

@@ -337,6 +337,12 @@ def test_loss_by_source_by_hand():
     assert found.row() == {}
 
 
+def test_a_loss_that_is_no_number_is_in_no_mean_by_source():
+    found = PerSource(["a"])
+    found.count(torch.tensor([[0.0, 0.0], [math.nan, 0.0]]), torch.tensor([0, 0]), torch.tensor([0, 0]))
+    assert found.row() == pytest.approx({"loss/a": math.log(2), "loss_tokens/a": 1})
+
+
 def test_loss_by_source_is_that_of_the_training(places: Places, tmp_path: Path):
     watching = Monitor(tmp_path, nn.Identity(), 0, sources=["even", "odd"])
     list(train(places, watching, steps=2))
