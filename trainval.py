@@ -228,11 +228,11 @@ def carry_out(item: Any, run: Any) -> None:
         finally:
             distributed.defer()  # no signal keeps the status from being written
     except KeyboardInterrupt:
-        mark("stopped", reason="interrupted by the user")
+        mark("stopped", reason="interrupted by the user", stopped_by="person")
         raise
     except distributed.Stopped as stopped:
         at, step = ("while it was starting", {}) if stopped.step is None else (f"at step {stopped.step}", {"step": stopped.step})
-        mark("stopped", reason=f"{stopped.reason.by}: stopped {at}; start it again to continue", **step)
+        mark("stopped", reason=f"{stopped.reason.by}: stopped {at}; start it again to continue", stopped_by=stopped.reason.kind, **step)
         raise
     except UserError as error:
         mark("failed", reason=str(error))
@@ -240,7 +240,7 @@ def carry_out(item: Any, run: Any) -> None:
     except Exception as error:
         asked = distributed.asked()
         if asked and distributed.world_size() > 1:  # another process left at the same signal while this one waited for it
-            mark("stopped", reason=f"{asked.by}: stopped while it was starting; start it again to continue")
+            mark("stopped", reason=f"{asked.by}: stopped while it was starting; start it again to continue", stopped_by=asked.kind)
             raise distributed.Stopped(asked) from error
         mark("failed", reason=f"{type(error).__name__}: {error}")
         raise

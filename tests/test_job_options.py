@@ -117,9 +117,10 @@ def test_reset_starts_over_once_and_not_at_each_start_of_the_job(world: World):
 
 def test_a_failure_is_told_and_repaired(world: World, monkeypatch: pytest.MonkeyPatch):
     """The program breaks in the job, not where it is submitted."""
-    hook = 'args = parse(argv)\n    import os\n    if "TOY_BREAKS" in os.environ and args.exp_id:\n        sys.exit("broken")'
     program = world.root / "trainval.py"
-    program.write_text(program.read_text().replace("args = parse(argv)", hook, 1))
+    parsed, rest = program.read_text().split("from src.errors import UserError\n", 1)
+    hook = 'import os\n    if "TOY_BREAKS" in os.environ and args.exp_id:\n        sys.exit("broken")'
+    program.write_text(f"{parsed}from src.errors import UserError\n    {hook}\n{rest}")
     with monkeypatch.context() as patch:
         patch.setenv("TOY_BREAKS", "1")
         done = world.run("-e", "quick", "-j", "stay", code=1)
