@@ -270,7 +270,8 @@ class Loop:
     def _align(self) -> None:
         """Bring scores, checkpoints, status and the best pointer back to the restored step."""
         self.run.dir.set_status("running", step=self.state.step, steps=self.config.steps)
-        self.run.dir.scores.truncate(self.state.step)
+        # Of a checkpoint that a stop in an evaluation has left, the row is still to be made.
+        self.run.dir.scores.truncate(self.state.step - self.row_due())
         self.monitor.truncate(self.state.step)
         checkpoints.set_aside_newer(self.run.path, self.state.step)
         best = self.selection.best_step

@@ -1,6 +1,7 @@
 """A signal to one of two processes stops both at the same step, however they share the model, and changes nothing in the end."""
 
 import json
+import shutil
 import signal
 import time
 
@@ -14,13 +15,18 @@ from tests.training.modes import MODES, Modes, scores, weights
 ROWS = ("--log_every", "4")
 
 
-def told(modes: Modes, process: warm.Process, rank: int, number: signal.Signals) -> None:
-    """Send a signal to one rank when the run has two rows."""
+def wait_for_rows(modes: Modes, process: warm.Process) -> None:
+    """Return when the run has two."""
     rows, until = modes.run("long") / "scores.jsonl", time.monotonic() + 100
     while not rows.exists() or rows.read_bytes().count(b"\n") < 2:
         assert process.poll() is None, modes.log.read_text()
         assert time.monotonic() < until, "no progress"
         time.sleep(0.002)
+
+
+def told(modes: Modes, process: warm.Process, rank: int, number: signal.Signals) -> None:
+    """Send a signal to one rank when the run has two rows."""
+    wait_for_rows(modes, process)
     ranks = sorted(psutil.Process(process.pid).children(), key=psutil.Process.create_time)
     assert len(ranks) == 2
     ranks[rank].send_signal(number)
@@ -53,3 +59,25 @@ def test_one_signal_stops_both(modes: Modes, mode: str):
     assert weights(run) == weights(undisturbed)
     own = {row["step"]: row for row in scores(run)}
     assert [own[row["step"]]["val_loss"] for row in scores(undisturbed)] == [row["val_loss"] for row in scores(undisturbed)]
+
+
+@pytest.mark.slow
+def test_a_stop_file_stops_both_until_it_is_removed(modes: Modes):
+    """Each process looks at the file by its own clock, so one sees it first."""
+    undisturbed = modes.trained("replicated", "long")
+    shutil.rmtree(modes.run("long"), ignore_errors=True)
+    process, run = modes.begin("replicated", "long", more=ROWS), modes.run("long")
+    try:
+        wait_for_rows(modes, process)
+        (run / "stop").touch()
+        assert process.wait(timeout=100) == 1, "what torchrun makes of exit code 130"
+    finally:
+        process.kill()
+    assert "exitcode: 130" in modes.log.read_text()
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["stopped_by"]) == ("stopped", "person")
+    assert checkpoints.step_of(checkpoints.every(run)[-1]) == status["step"] < 60
+    assert "exitcode: 130" in modes.start("replicated", "long", more=ROWS), "the file is still there"
+    (run / "stop").unlink()
+    assert modes.start("replicated", "long", more=ROWS) == ""
+    assert weights(run) == weights(undisturbed)
