@@ -54,6 +54,7 @@ def zero(stage: int) -> list[Measured]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see ZeroEngine
     deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
     engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
     found = []
