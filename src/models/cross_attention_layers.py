@@ -224,11 +224,12 @@ class CrossAttentionLM(nn.Module):
         rows = lengths.argsort(stable=True)[(lengths == 0).sum() :]
         with self.reading(None):
             groups = rows.split(ENCODED_TOGETHER) if len(rows) else ()
+            more = self.passes(len(groups)) - len(groups)  # asked before the first: who waits for others does so in the same place
             for group in groups:
                 columns = mask[group].any(dim=0).nonzero()[:, 0]
                 some = group[:, None], columns
                 hidden[some] = self._hidden(ids[some], mask[some]).to(hidden.dtype)
-            for _ in range(self.passes(len(groups)) - len(groups)):
+            for _ in range(more):
                 self._hidden(ids[:1, :1], torch.ones_like(mask[:1, :1]))
         return Context(hidden.view(B, C * S, -1), mask.view(B, C * S))
 

@@ -26,8 +26,8 @@ UNEVEN["data"] |= {"corpus": "uneven_qa"}
 UNEVEN["loop"] |= {"steps": 2, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 2}
 PASSES = copy.deepcopy(UNEVEN)
 PASSES["loop"] |= {"steps": 1, "sequences_per_step": 32, "micro_batch": 16, "eval_every": 1}
-SKIPS = copy.deepcopy(EXP)
-SKIPS["loop"]["divergence"] = {"grad_norm_ratio": 1.0001, "grad_norm_steps": 1, "on_grad_norm": "skip_batch"}
+SKIPS = copy.deepcopy(LONG)
+SKIPS["loop"]["divergence"] = {"window": 16, "noise_floor": 1e-9, "loss_deviations": 0.01, "loss_steps": 1, "on_loss_spike": "skip_batch"}
 EXPERIMENTS = {
     "base": toy.BASE,
     "once": EXP,
