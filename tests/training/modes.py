@@ -19,6 +19,8 @@ TWICE = copy.deepcopy(EXP)
 TWICE["loop"]["micro_batch"] = 2
 LONG = copy.deepcopy(EXP)
 LONG["loop"] |= {"steps": 60, "eval_every": 20}
+LONGER = copy.deepcopy(EXP)
+LONGER["loop"] |= {"steps": 600, "eval_every": 300}
 WIDE = copy.deepcopy(EXP)
 WIDE["loop"] |= {"steps": 9, "sequences_per_step": 12, "micro_batch": 2}
 UNEVEN = copy.deepcopy(toy.CROSSATTN)
@@ -33,6 +35,7 @@ EXPERIMENTS = {
     "once": EXP,
     "twice": TWICE,
     "long": LONG,
+    "longer": LONGER,
     "wide": WIDE,
     "uneven": UNEVEN,
     "passes": PASSES,
