@@ -3,8 +3,9 @@
     python -m benchmarks.checkpoint_stall [--rounds 3] [--steps 24] [--hidden_size 768] [--num_layers 8]
 
 The same training three times a round, in another order each: without a checkpoint in the measured steps, with one that is waited for at
-once, and with one in the background. The stall is what the measured steps, half of all, take longer than those without; so it holds the
-copy of weights and moments, and whatever the writing takes from the steps that follow. All end with the same weights, bit for bit.
+once, and with one in the background. Two stalls are told: for how long the loop stands still in `save`, and how much longer the measured
+steps, half of all, take than those without a checkpoint: that holds, too, what the writing takes from the steps that follow where there
+is no core to spare. All end with the same weights, bit for bit.
 """
 
 import argparse
@@ -29,8 +30,10 @@ from src.experiments.run import Options, Run
 from src.experiments.rundir import RunDir
 from src.registry import load_experiment, resolved
 from src.training.checkpoint import About
+from src.training.engine import Engine
 from src.training.loop import Task, fit
 from src.training.loss import causal_lm_loss
+from src.training.saving import Kept, Saver
 from src.training.writer import Writer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,12 +54,26 @@ def waiting() -> Iterator[None]:
         yield
 
 
-def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, float, int]:
-    """The model, the seconds from the step before the checkpoint to the last step, and bytes of the checkpoint."""
+@contextlib.contextmanager
+def timed(standing: list[float]) -> Iterator[None]:
+    """Within the block the seconds of each `save` are put into `standing`."""
+    save = Saver.save
+
+    def whole(self: Saver, engine: Engine, kept: Kept) -> None:
+        began = time.perf_counter()
+        save(self, engine, kept)
+        standing.append(time.perf_counter() - began)
+
+    with mock.patch.object(Saver, "save", whole):
+        yield
+
+
+def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, float, float, int]:
+    """The model, seconds from the step before the checkpoint to the last step, of them in `save`, and bytes of the checkpoint."""
     recipe = load_experiment(exp, "benchmark")
     config: Any = recipe.config
     half, began, ended = config.loop.steps // 2, 0.0, 0.0
-    calls = 0
+    calls, standing = 0, []
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         nonlocal calls, began
@@ -70,7 +87,7 @@ def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, floa
         ended = time.perf_counter()
         return {"val_loss": 0.0}
 
-    with tempfile.TemporaryDirectory(dir=data) as folder, waiting() if mode == "waiting" else contextlib.nullcontext():
+    with tempfile.TemporaryDirectory(dir=data) as folder, timed(standing), waiting() if mode == "waiting" else contextlib.nullcontext():
         places = Places(data, Path(folder))
         torch.manual_seed(0)
         model = config.model(places)
@@ -80,7 +97,7 @@ def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, floa
             options = Options(log_every=config.loop.steps if mode == "none" else half, statistics_every=0)
             fit(Task(model, About({}, tokenizer), train, {}, loss, evaluate), Run(run_dir, places, options), config.loop, config.seed)
             size = max(sum(file.stat().st_size for file in step.iterdir()) for step in (run_dir.path / "checkpoints").glob("step-*"))
-        return model, ended - began, size
+        return model, ended - began, standing[0] if mode != "none" else 0.0, size
 
 
 def main() -> None:
@@ -99,22 +116,24 @@ def main() -> None:
     for path, value in {**changes, "model.hidden_size": args.hidden_size, "model.num_layers": args.num_layers}.items():
         exp = set_path(exp, path, value, True)
     stalls: dict[str, list[float]] = {"waiting": [], "background": []}
+    blocked: dict[str, list[float]] = {"waiting": [], "background": []}
     for i in range(args.rounds):
         found = {mode: trained(exp, args.data_path, mode) for mode in MODES[i % 3 :] + MODES[: i % 3]}
         first = found["none"][0]
-        assert all(torch.equal(a, b) for model, _, _ in found.values() for a, b in zip(first.parameters(), model.parameters(), strict=True))
+        assert all(torch.equal(a, b) for model, *_ in found.values() for a, b in zip(first.parameters(), model.parameters(), strict=True))
         for mode, of in stalls.items():
             of.append(found[mode][1] - found["none"][1])
+            blocked[mode].append(found[mode][2])
         if i == 0:
             parameters = sum(p.numel() for p in first.parameters())
-            print(f"{parameters / 1e6:.0f} M parameters, {found['background'][2] / 1e6:.0f} MB a checkpoint")
+            print(f"{parameters / 1e6:.0f} M parameters, {found['background'][3] / 1e6:.0f} MB a checkpoint")
         seconds = "   ".join(f"{mode} {found[mode][1]:.2f} s" for mode in MODES)
-        print(f"round {i}: {seconds}   stall {stalls['waiting'][-1]:.2f} s and {stalls['background'][-1]:.2f} s", flush=True)
-    medians = {mode: statistics.median(of) for mode, of in stalls.items()}
-    ratio = medians["background"] / medians["waiting"]
-    print(
-        f"stall {medians['background']:.2f} s in the background, {medians['waiting']:.2f} s waiting: {ratio:.2f} (target: at most {TARGET})"
-    )
+        print(f"round {i}: {seconds}   in save {blocked['waiting'][-1]:.2f} s and {blocked['background'][-1]:.2f} s", flush=True)
+    for name, each in (("standing still in save", blocked), ("in all", stalls)):
+        medians = {mode: statistics.median(of) for mode, of in each.items()}
+        ratio = medians["background"] / medians["waiting"]
+        seconds = f"{medians['background']:.2f} s in the background, {medians['waiting']:.2f} s waiting"
+        print(f"{name}: {seconds}: {ratio:.2f} (target: at most {TARGET})")
 
 
 if __name__ == "__main__":
