@@ -1,5 +1,6 @@
 """What a GPU has consumed, by NVIDIA's management library, where nvidia-ml-py and the driver are there."""
 
+import importlib
 import logging
 from typing import Any
 
@@ -21,8 +22,7 @@ class Energy:
                 log.info("nvidia-ml-py is not installed, so no watts are reported.")
 
     def _open(self) -> None:
-        import pynvml
-
+        pynvml = importlib.import_module("pynvml")
         try:
             pynvml.nvmlInit()
             # By its name, as CUDA_VISIBLE_DEVICES counts anew.
