@@ -72,6 +72,7 @@ def test_an_interruption_that_the_shell_ignores_stays_ignored():
         with distributed.stoppable():
             tell(signal.SIGINT)
             distributed.heed()
+            assert distributed.asked() is None
     finally:
         signal.signal(signal.SIGINT, before)
 

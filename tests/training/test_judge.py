@@ -150,6 +150,20 @@ def test_a_second_time_it_passes_over_both_places_and_keeps_what_a_person_change
     assert (branch.number, branch.from_step, branch.data, branch.learning_rate) == (2, 20, "skip:8", changed.learning_rate)
 
 
+def test_nothing_is_passed_over_where_a_person_has_changed_the_order(folder: Path, caplog: pytest.LogCaptureFixture):
+    given = config(on_loss_spike="rewind")
+    with small.opened(folder) as run:
+        with pytest.raises(distributed.Stopped):
+            small.train(run, given, spoiled(100.0, 25))
+        (first,) = branches.read(run.path)
+        changed = first.model_copy(update={"data": "reshuffle"})
+        write_json(run.path / branches.FILE, {"branches": [changed.model_dump(mode="json")]})
+        with pytest.raises(TrainingError, match="step 23: the loss is"):
+            small.train(run, given, spoiled(100.0, 23, first=21))
+        assert "in another order, in which nothing can be passed over" in caplog.text
+        assert branches.read(run.path) == (changed,)
+
+
 @pytest.mark.parametrize("why", ["no checkpoint", "max_rewinds"])
 def test_a_run_that_cannot_be_taken_back_stops(folder: Path, why: str, caplog: pytest.LogCaptureFixture):
     given = config(on_loss_spike="rewind", max_rewinds=1)
