@@ -20,10 +20,7 @@ from transformers.activations import ACT2FN
 from src.errors import ConfigError
 from src.models import architecture
 from src.models.cross_attention import FAMILIES, Config, Plan, plan
-
-ENCODED_TOGETHER = 8
-"""Chunks in one pass of the encoder. Those of like length go together, so that little padding is computed: with lengths spread
-from 40 to 256 tokens, groups of 8 of 32 chunks take 0.64 of the time of all at once (2 M parameters, one CPU core)."""
+from src.models.encoding import encode, last_hidden
 
 
 @dataclass
@@ -211,38 +208,35 @@ class CrossAttentionLM(nn.Module):
         self.base.eval()
         return self
 
-    @torch.no_grad()
     def encode(self, context_ids: Tensor, context_mask: Tensor) -> Context:
         """Encode (B, C, S) chunks, each on its own, and join those of a sample along the positions.
 
         context_mask: (B, C, S) bool, True on real tokens. Chunks without one cost nothing.
         """
         B, C, S = context_ids.shape
-        ids, mask = context_ids.view(B * C, S), context_mask.bool().view(B * C, S)
-        hidden = torch.zeros(B * C, S, self.config.hidden_size, dtype=self.base.dtype, device=ids.device)
-        lengths = mask.sum(dim=-1)
-        rows = lengths.argsort(stable=True)[(lengths == 0).sum() :]
+        mask = context_mask.bool()
         with self.reading(None):
-            groups = rows.split(ENCODED_TOGETHER) if len(rows) else ()
-            more = self.passes(len(groups)) - len(groups)  # asked before the first: who waits for others does so in the same place
-            for group in groups:
-                columns = mask[group].any(dim=0).nonzero()[:, 0]
-                some = group[:, None], columns
-                hidden[some] = self._hidden(ids[some], mask[some]).to(hidden.dtype)
-            for _ in range(more):
-                self._hidden(ids[:1, :1], torch.ones_like(mask[:1, :1]))
+            hidden = encode(self.base, context_ids.view(B * C, S), mask.view(B * C, S), self.passes)
         return Context(hidden.view(B, C * S, -1), mask.view(B, C * S))
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, context_ids: Tensor, context_mask: Tensor, loss_mask: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        context_ids: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        context_hidden: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the tokens (B, T), read with their contexts (B, C, S). Masks are True on real tokens; padding may be on either side.
+        """Logits of the tokens (B, T), read with their contexts. Masks are True on real tokens; padding may be on either side.
+
+        Contexts are those of a ContextBatch or of an EncodedBatch.
 
         Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each predicted from the
         tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token after it.
         """
-        with self.reading(self.encode(context_ids, context_mask)):
-            hidden = self._hidden(input_ids, attention_mask)
+        with self.reading(self.read(context_ids, context_mask, context_hidden)):
+            hidden = last_hidden(self.base, input_ids, attention_mask)
         if loss_mask is not None:
             hidden = hidden[:, :-1][loss_mask[:, 1:]]
         head = self.base.get_output_embeddings()
@@ -250,13 +244,29 @@ class CrossAttentionLM(nn.Module):
         return head(hidden)
 
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, attention_mask: Tensor, context_ids: Tensor, context_mask: Tensor, **kwargs: Any) -> Tensor:
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        context_ids: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_hidden: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """Continue left-padded prompts (B, T); returns prompts and continuations. `kwargs` are those of transformers' generate.
 
         Call it in eval mode: in train mode positions of the context are dropped.
         """
-        with self.reading(self.encode(context_ids, context_mask)):
+        with self.reading(self.read(context_ids, context_mask, context_hidden)):
             return self.base.generate(input_ids=input_ids, attention_mask=attention_mask.long(), **kwargs)
+
+    def read(self, context_ids: Tensor | None, context_mask: Tensor | None, context_hidden: Tensor | None = None) -> Context:
+        """Contexts to be read: encoded now from (B, C, S) ids and mask, or states (B, P, D) that were encoded before and their mask (B, P)."""
+        assert context_mask is not None
+        if context_hidden is not None:
+            return Context(context_hidden, context_mask.bool())
+        assert context_ids is not None
+        return self.encode(context_ids, context_mask)
 
     @contextmanager
     def reading(self, context: Context | None) -> Iterator[None]:
@@ -270,11 +280,6 @@ class CrossAttentionLM(nn.Module):
             yield
         finally:
             self._reading = outer
-
-    def _hidden(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """The base's last hidden states (rows, T, D) after the final norm: no logits, no cache."""
-        positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-        return self.base.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
 
     def _read(self, block: Block, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
         assert self._reading is not None

@@ -67,9 +67,9 @@ def run(config: Config, run: Run) -> None:
     import torch
 
     from src.data import tokenizers
+    from src.training import answers
     from src.training.checkpoint import About
     from src.training.evaluation import mean_loss
-    from src.training.generation import answer
     from src.training.inputs import fingerprints
     from src.training.loop import Task, fit
 
@@ -88,8 +88,8 @@ def run(config: Config, run: Run) -> None:
         at = (config.loop.micro_batch, accelerator.device)
         scores = {"val_loss": mean_loss(model, val, loss, *at), "val_loss_shuffled_context": mean_loss(model, shuffled, loss, *at)}
         if config.answers:
-            predictions = answer(model, val, tokenizer, config.answers.questions, config.answers.max_new_tokens, at)
-            scores |= score_answers(config.answers.metrics, predictions, val)
+            predictions = answers.answer(model, val, tokenizer, config.answers.questions, config.answers.max_new_tokens, at)
+            scores |= answers.scores(config.answers.metrics, predictions, val)
         return scores
 
     def learned(module: "nn.Module", batch: "Mapping[str, Tensor]") -> "Tensor":
@@ -104,17 +104,3 @@ def loss(model: "nn.Module", batch: "Mapping[str, Tensor]", label_smoothing: flo
     from src.training.loss import cross_entropy
 
     return cross_entropy(model(**batch), batch["input_ids"][batch["loss_mask"]], label_smoothing)
-
-
-def score_answers(metrics: list[Any], predictions: list[str], dataset: Any) -> dict[str, float]:
-    """Scores over all predictions and, where the questions come from several data sets, over each: {"em": …, "em/nq": …}."""
-    references = [dataset.references(i) for i in range(len(predictions))]
-    sources = [dataset.source(i) for i in range(len(predictions))]
-    scores: dict[str, float] = {}
-    for metric in metrics:
-        scores |= metric(predictions, references)
-        for source in sorted(set(sources)) if len(set(sources)) > 1 else []:
-            chosen = [i for i, s in enumerate(sources) if s == source]
-            part = metric([predictions[i] for i in chosen], [references[i] for i in chosen])
-            scores |= {f"{name}/{source}": value for name, value in part.items()}
-    return scores

@@ -200,7 +200,7 @@ def test_encoding_in_groups_of_like_length_changes_nothing_but_the_time(make, ba
     expected = model.encode(batch["context_ids"], batch["context_mask"])
     shapes = []
     model.base.model.embed_tokens.register_forward_hook(lambda _, args, __: shapes.append(tuple(args[0].shape)))
-    monkeypatch.setattr("src.models.cross_attention_layers.ENCODED_TOGETHER", 2)
+    monkeypatch.setattr("src.models.encoding.ENCODED_TOGETHER", 2)
     got = model.encode(batch["context_ids"], batch["context_mask"])
     assert shapes == [(2, 3), (2, 5), (1, 5)]
     torch.testing.assert_close(got.hidden[got.mask], expected.hidden[expected.mask], atol=1e-5, rtol=1e-5)

@@ -1,0 +1,43 @@
+"""Last hidden states of a decoder: what cross-attention reads of a context.
+
+Shapes: N sequences, S tokens of the longest, D hidden size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ENCODED_TOGETHER = 8
+"""Sequences in one pass. Those of like length go together, so that little padding is computed: with lengths spread from 40 to
+256 tokens, groups of 8 of 32 sequences take 0.64 of the time of all at once (2 M parameters, one CPU core)."""
+
+
+def last_hidden(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """Hidden states (N, S, D) of a transformers causal language model after its final norm: no logits, no cache.
+
+    mask: (N, S) bool, True on real tokens. Padding may be on either side; positions count real tokens.
+    """
+    positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+    return model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
+
+
+@torch.no_grad()
+def encode(model: Any, ids: Tensor, mask: Tensor, passes: Callable[[int], int] = lambda needed: needed) -> Tensor:
+    """Hidden states (N, S, D) of sequences (N, S), each on its own; zero where a sequence has no token. Sequences without one cost nothing.
+
+    passes: how many passes are made where so many are needed. More where processes wait for each other in them.
+    """
+    hidden = torch.zeros(*ids.shape, model.config.hidden_size, dtype=model.dtype, device=ids.device)
+    lengths = mask.sum(dim=-1)
+    rows = lengths.argsort(stable=True)[(lengths == 0).sum() :]
+    groups = rows.split(ENCODED_TOGETHER) if len(rows) else ()
+    more = passes(len(groups)) - len(groups)  # asked before the first: who waits for others does so in the same place
+    for group in groups:
+        columns = mask[group].any(dim=0).nonzero()[:, 0]
+        some = group[:, None], columns
+        hidden[some] = last_hidden(model, ids[some], mask[some]).to(hidden.dtype)
+    for _ in range(more):
+        last_hidden(model, ids[:1, :1], torch.ones_like(mask[:1, :1]))
+    return hidden
