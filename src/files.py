@@ -10,7 +10,8 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,9 @@ def read_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def new_directory(final: Path, facts: dict[str, Any] | None = None) -> Iterator[Path]:
+def new_directory(
+    final: Path, facts: dict[str, Any] | None = None, around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+) -> Iterator[Path]:
     """Give an empty folder to fill; on success it becomes `final`, whole, with a manifest of its files' sizes and hashes.
 
     An older `final` is replaced. At any moment, and after an error or a crash, `final` is the whole older folder or the whole new
@@ -180,6 +183,7 @@ def new_directory(final: Path, facts: dict[str, Any] | None = None) -> Iterator[
     What killed writers left beside `final` is deleted on entry.
 
     `facts` stand in the manifest beside "files"; it is read when the block ends, so the block may add to it.
+    `around` is entered for the moment in which `final` is replaced; where it raises, the older one stays.
 
     Raises:
         RunError: the disk refuses.
@@ -199,7 +203,8 @@ def new_directory(final: Path, facts: dict[str, Any] | None = None) -> Iterator[
             for inner in (path for path in beside.rglob("*") if path.is_dir()):
                 sync_directory(inner)
             write_json(beside / MANIFEST, {**(facts or {}), "files": listed})
-            replaced = _rename_over(beside, final)
+            with around():
+                replaced = _rename_over(beside, final)
             sync_directory(final.parent)
             if replaced:
                 shutil.rmtree(replaced, ignore_errors=True)  # the next writer sweeps what is left of it

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,12 @@ def describe(command: Sequence[str]) -> dict[str, Any]:
         "gpus": gpus(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+
+
+def slurm_job(variables: Mapping[str, str]) -> str | None:
+    """The Slurm job that a process with these variables is in, as "ID" or "ARRAY_TASK"; None where it is in none."""
+    array, task = variables.get("SLURM_ARRAY_JOB_ID"), variables.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else variables.get("SLURM_JOB_ID")
 
 
 def code(root: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from src import registry
 from src.errors import LaunchError, RunError
-from src.experiments import ledger
+from src.experiments import environment, ledger
 from src.experiments.saved import ENV, read_job
 from src.files import read_json
 
@@ -58,9 +58,7 @@ def _job(run: Path) -> tuple[str, registry.Part]:
 
 def _running_in(run: Path, variables: Mapping[str, str] | None) -> str:
     """The Slurm job that a run was started in by hand."""
-    variables = variables or {}
-    array, task = variables.get("SLURM_ARRAY_JOB_ID"), variables.get("SLURM_ARRAY_TASK_ID")
-    job_id = f"{array}_{task}" if array and task else variables.get("SLURM_JOB_ID")
+    job_id = environment.slurm_job(variables or {})
     if not job_id:
         raise LaunchError(f"{run}: no job was submitted for it, and it was not started within one.")
     return job_id

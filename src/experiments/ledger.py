@@ -15,9 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from src.errors import RunError
 from src.experiments import environment
 from src.experiments.appending import append_line
-from src.files import reading, sync_directory, writing
+from src.experiments.saved import ENV
+from src.files import read_json, reading, sync_directory, writing
 
 FILE = "ledger.jsonl"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -95,5 +97,23 @@ def who() -> str:
 @functools.cache
 def commit() -> str | None:
     """The git commit of this code, with "+" where it has uncommitted changes; None where that cannot be known. Asked once."""
-    facts = environment.code(_ROOT)
-    return facts["commit"] and facts["commit"] + ("+" if facts["dirty"] else "")
+    return _commit(environment.code(_ROOT))
+
+
+def started_with(run: Path) -> dict[str, str | None]:
+    """The "commit" that the last start of the save directory `run` trains with, as `commit` names it, and the scheduler's "job" it is in.
+
+    Both from env.json; None where it does not say.
+
+    Raises:
+        RunError: env.json is damaged.
+    """
+    facts = read_json(run / ENV, RunError) if (run / ENV).exists() else {}
+    facts = facts if isinstance(facts, dict) else {}
+    variables = facts.get("variables") or {}
+    return {"commit": _commit(facts), "job": environment.slurm_job(variables) or variables.get("EAI_JOB_ID")}
+
+
+def _commit(facts: Mapping[str, Any]) -> str | None:
+    named = facts.get("commit")
+    return named and named + ("+" if facts.get("dirty") else "")

@@ -1,11 +1,13 @@
 """Tensors and state in and out of a checkpoint folder. Which folder is whole, last or best: src/experiments/checkpoints.py.
 
 A folder holds model.safetensors (trained weights only), optimizer.safetensors, state.json, model.json (the `model` part of the
-experiment, defaults written out), tokenizer/ and manifest.json with the hash of every file. Nothing is pickled but what
-DeepSpeed writes below zero/.
+experiment, defaults written out), tokenizer/, config.json (the whole experiment, as the run's own config.json has it), branch.json
+where the run went back, as it was when the checkpoint was written, and manifest.json with the hash of every file. Nothing is pickled
+but what DeepSpeed writes below zero/.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,37 +19,78 @@ from torch import Tensor, nn
 
 from src import distributed, files
 from src.errors import CheckpointError, RunError
-from src.experiments import checkpoints
+from src.experiments import branches, checkpoints, pins
+from src.experiments.lease import guarded
+from src.experiments.saved import CONFIG
 from src.weights import load_trained
 
 OPTIMIZER = "optimizer.safetensors"
 SEPARATOR = "::"
 """Between the name of a parameter and that of its entry."""
 
+log = logging.getLogger(__name__)
+
 
 @contextlib.contextmanager
 def begun(run: Path, step: int) -> Iterator[Path]:
     """The folder that becomes the checkpoint of `step` once the block is left well: whole or not at all.
+
+    One of this step, as a stop in an evaluation leaves it, stays as it is while somebody works on it. It has the same weights; who goes
+    on from it makes the evaluation once more.
 
     Raises:
         RunError: the disk refuses. Earlier checkpoints are untouched.
     """
     final = checkpoints.folder(run, step)
     try:
-        with files.new_directory(final) as folder:
+        with files.new_directory(final, around=lambda: _unpinned(run, final)) as folder:
             yield folder
+    except _InUse as error:
+        log.info("%s: stays as it was when the training stopped there, as somebody works on it: %s", final, error)
     except SafetensorError as error:
         raise RunError(f"{final}: cannot write: {error}. Nothing complete was lost; make room or choose another folder.") from None
 
 
+class _InUse(Exception):
+    """Who works on it."""
+
+
+@contextlib.contextmanager
+def _unpinned(run: Path, checkpoint: Path) -> Iterator[None]:
+    """A moment in which nobody works on it, nor begins to."""
+    with guarded(run, create=False):
+        if checkpoint.exists():
+            try:
+                held = pins.held(run, [checkpoint], pins.Silence())
+            except RunError as error:
+                raise _InUse(str(error)) from None
+            if held:
+                raise _InUse(held[checkpoint])
+        yield
+
+
 def write(folder: Path, weights: dict[str, Tensor], moments: dict[str, Tensor] | None, state: dict[str, Any], about: "About") -> None:
-    """Write what stands in every checkpoint. moments: None where the optimizer's state is written elsewhere."""
+    """Write what a training makes. moments: None where the optimizer's state is written elsewhere."""
     save_file(weights, folder / "model.safetensors")
     if moments is not None:
         save_file(moments, folder / OPTIMIZER)
     files.write_json(folder / "state.json", state)
     files.write_json(folder / "model.json", about.model)
     _save_tokenizer(about.tokenizer, folder / "tokenizer")
+
+
+def origin(run: Path) -> dict[str, bytes]:
+    """What the checkpoints of the save directory `run` are made from, by file name: they need the run no more to say so.
+
+    Raises:
+        RunError: config.json is missing, or cannot be read.
+    """
+    names = [CONFIG, branches.FILE] if (run / branches.FILE).exists() else [CONFIG]
+    try:
+        with files.reading(run):
+            return {name: (run / name).read_bytes() for name in names}
+    except FileNotFoundError as error:
+        raise RunError(f"{error.filename}: no such file. Start the run again, which writes it anew.") from None
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:

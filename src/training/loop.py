@@ -121,9 +121,14 @@ class Loop:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """Put into the ledger that this start begins, and how it ends. A stop leaves a checkpoint of the step that it comes after."""
+        """Put into the ledger that this start begins, and how it ends. A stop leaves a checkpoint of the step that it comes after.
+
+        The "cursor" of a start is where its data begin: the epoch, and how many of its samples are passed.
+        """
+        epoch, offset = divmod(order.position(self.state.step, self.config.sequences_per_step, self.branches), len(self.task.train))
         with distributed.together():
-            self._tell("start", world_size=distributed.world_size(), engine=self.engine.name)
+            facts = {"engine": self.engine.name, "world_size": distributed.world_size(), "cursor": {"epoch": epoch, "offset": offset}}
+            self._tell("start", **facts, **ledger.started_with(self.run.path))
         try:
             yield
         except distributed.Stopped as stopped:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from src import distributed
+from src import distributed, files
 from src.errors import UserError
 from src.experiments import checkpoints, ledger
 from src.experiments.rotation import Rotation
@@ -35,6 +35,7 @@ class Saver:
         self.run, self.about = run, about
         self.rotation = Rotation(run.path, run.options.keep, config.best_metric, config.best_mode)
         self.writer = Writer()
+        self.origin = distributed.from_main(lambda: checkpoint.origin(run.path))
         self.step = 0
         """Of the newest checkpoint that there is, or is being written."""
 
@@ -70,7 +71,7 @@ class Saver:
     def _write(self, kept: Kept, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
         self.run.dir.confirm()
         with checkpoint.begun(self.run.path, kept.step) as folder:
-            checkpoint.write(folder, weights, moments, kept.state, self.about)
+            self._fill(folder, kept, weights, moments)
         self._settle(kept)
 
     def _save_shards(self, engine: Engine, kept: Kept, weights: dict[str, Tensor]) -> None:
@@ -80,12 +81,17 @@ class Saver:
             def begin() -> Path:
                 self.run.dir.confirm()
                 folder = stack.enter_context(checkpoint.begun(self.run.path, kept.step))
-                checkpoint.write(folder, weights, None, kept.state, self.about)
+                self._fill(folder, kept, weights, None)
                 return folder
 
             engine.save_shards(distributed.from_main(begin))
             distributed.from_main(stack.close)
         distributed.from_main(lambda: self._settle(kept))
+
+    def _fill(self, folder: Path, kept: Kept, weights: dict[str, Tensor], moments: dict[str, Tensor] | None) -> None:
+        checkpoint.write(folder, weights, moments, kept.state, self.about)
+        for name, content in self.origin.items():
+            files.write_atomic(folder / name, content)
 
     def _settle(self, kept: Kept) -> None:
         ledger.append(self.run.path, ledger.event("save", step=kept.step))

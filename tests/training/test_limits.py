@@ -17,9 +17,12 @@ import pytest
 
 from src import distributed
 from src.errors import RunError
-from src.experiments import checkpoints, ledger
+from src.experiments import checkpoints, ledger, pins
 from src.experiments.identity import exp_id
-from src.experiments.run import Limits, Options
+from src.experiments.journal import manifest_hash
+from src.experiments.lease import Lease
+from src.experiments.pins import Pin
+from src.experiments.run import Limits, Options, Run
 from src.experiments.saved import read_status
 from src.training import limits
 from tests import toy
@@ -96,6 +99,52 @@ def test_an_evaluation_that_is_stopped_is_made_after_the_restart(folder: Path):
         small.train(run)
         assert [row["step"] for row in run.dir.scores.rows()] == [4, 8, 12]
         assert outcome(run.path) == undisturbed(folder)
+
+
+@pytest.mark.parametrize("stopped", [8, 12])
+def test_the_checkpoint_of_a_stopped_evaluation_is_not_replaced_under_who_works_on_it(folder: Path, stopped: int):
+    """Whose files would change while he reads them, and who would hold a checkpoint that is no more."""
+    with small.opened(folder) as run:
+        step = asked_in_the_evaluation(run, stopped)
+        checkpoint = checkpoints.folder(run.path, stopped)
+        before = manifest_hash(checkpoint)
+        assert step == stopped
+        assert before
+        holder = Lease.acquire(folder / "holder")
+        pins.place(run.path, "job", Pin("../../holder", steps={checkpoint.name: before}))
+        try:
+            small.train(run)
+        finally:
+            holder.release()
+        assert manifest_hash(checkpoint) == before
+        assert [row["step"] for row in run.dir.scores.rows()] == [4, 8, 12]
+        if stopped == 8:
+            assert outcome(run.path) == undisturbed(folder)
+
+
+def test_the_checkpoint_of_a_stopped_evaluation_is_replaced_where_nobody_works_on_it(folder: Path):
+    with small.opened(folder) as run:
+        asked_in_the_evaluation(run, 12)
+        before = manifest_hash(checkpoints.folder(run.path, 12))
+        pins.place(run.path, "job", Pin("../../nobody", steps={"step-00000012": str(before)}))
+        small.train(run)
+        assert manifest_hash(checkpoints.folder(run.path, 12)) != before
+        assert outcome(run.path) == undisturbed(folder)
+
+
+def asked_in_the_evaluation(run: Run, step: int) -> int | None:
+    """Train until the evaluation after `step` is asked to stop; the step that it stopped at."""
+    evaluations = count(4, 4)
+
+    def evaluate() -> dict[str, float]:
+        if next(evaluations) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        distributed.stop_together()
+        return {"val_loss": 0.0}
+
+    with pytest.raises(distributed.Stopped) as caught:
+        small.train(run, evaluate=evaluate)
+    return caught.value.step
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_training_soon(folder: Path):
