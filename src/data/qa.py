@@ -1,26 +1,20 @@
 """Questions on contexts: the decoder reads question and answer, the encoder reads the context."""
 
-import copy
 from collections.abc import Sequence
-from functools import cached_property
-from random import Random
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from pydantic import Field
 
 from src.batches import ContextBatch
 from src.config import Config as StrictConfig
 from src.config import Places
-from src.data import fim, jsonl, templates
+from src.data import fim, jsonl, questions, templates
 from src.data.positions import require_fit
 from src.data.tokenizers import Encoder
-from src.errors import ConfigError, DataError
+from src.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-_FIELDS = {"context": str, "question": str, "answer": str, "dataset": str}
-_OPTIONAL = {"answers": list[str], "contexts_list": list[str], "useful_contexts": list[int], "kind": str}
 
 
 class Config(StrictConfig):
@@ -85,47 +79,32 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
         DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`.
         ConfigError: too few tokens are allowed for the template alone.
     """
-    folder = jsonl.corpus(places, config.corpus)
-    path = jsonl.require_file(folder, f"{split}.jsonl")
-    rows = jsonl.read_rows(path, _FIELDS, _OPTIONAL)
-    for number, row in enumerate(rows, 1):
-        useful, contexts = row.get("useful_contexts"), row.get("contexts_list")
-        if useful is not None and len(useful) != len(contexts or []):
-            raise DataError(
-                f"{path}:{number}: field 'useful_contexts': {len(useful)} entries for {len(contexts or [])} in 'contexts_list'."
-            )
-    if split == "val" and config.val_samples is not None:
-        rows = [rows[i] for i in jsonl.first_of_permutation(len(rows), config.val_samples, path)]
-    return QADataset(
-        config, rows, tokenizer, seed, both_views=config.include_contexts and split == "train", fingerprint=jsonl.fingerprint(folder)
-    )
+    rows, fingerprint = questions.read(places, config.corpus, split, config.val_samples)
+    return QADataset(config, rows, tokenizer, seed, both_views=config.include_contexts and split == "train", fingerprint=fingerprint)
 
 
-class QADataset:
+class QADataset(questions.Questions):
     """Samples are pure functions of (seed, epoch, index)."""
 
     def __init__(
         self,
         config: Config,
-        rows: Sequence[dict[str, Any]],
+        rows: Sequence[questions.Row],
         tokenizer: "PreTrainedTokenizerFast",
         seed: int,
         both_views: bool,
         fingerprint: str,
     ) -> None:
-        self.fingerprint = fingerprint
+        super().__init__(rows, seed, config.corpus, fingerprint)
         self._config = config
-        self._rows = rows
-        self._seed = seed
         self._both_views = both_views
         self._encoder = Encoder(tokenizer)
         self._prompter = templates.Prompter(self._encoder, config.template)
         self._fim_tokens = fim.fim_tokens(self._encoder)
-        self._context_rows: Sequence[int] = range(len(rows))
         longest = max(config.sequence_tokens, config.context_tokens if both_views else 0)
         self._length = longest if config.fixed_length else None
-        _require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
-        _require_room("context_tokens", config.context_tokens, self._prompter.fixed_context_tokens + 1)
+        questions.require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
+        questions.require_room("context_tokens", config.context_tokens, self._prompter.fixed_context_tokens + 1)
 
     def __len__(self) -> int:
         """Samples in one epoch."""
@@ -151,21 +130,6 @@ class QADataset:
         ids = self._prompter.prompt(self._rows[index]["question"], self._config.sequence_tokens - 1)
         return {"input_ids": ids, "loss_mask": [False] * len(ids), "context_chunks": self._chunks(index)}
 
-    def references(self, index: int) -> list[str]:
-        """Accepted answers, at least one."""
-        row = self._rows[index]
-        return row.get("answers") or [row["answer"]]
-
-    def source(self, index: int) -> str:
-        """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as "stdlib_calls"."""
-        row = self._rows[index % len(self._rows)]
-        return f"{row['dataset']}_{row['kind']}" if row.get("kind") else row["dataset"]
-
-    @cached_property
-    def sources(self) -> list[str]:
-        """Every `source`, sorted."""
-        return sorted({self.source(index) for index in range(len(self._rows))})
-
     def collate(self, samples: Sequence[Sample]) -> ContextBatch:
         """Pad on the right."""
         return self._collated(samples, left=False)
@@ -173,26 +137,6 @@ class QADataset:
     def collate_prompts(self, samples: Sequence[Sample]) -> ContextBatch:
         """Pad the prompts on the left, so that all end where generation begins; contexts as ever on the right."""
         return self._collated(samples, left=True)
-
-    def with_shuffled_contexts(self) -> "QADataset":
-        """The same questions, each with another sample's context, never one of the same text.
-
-        A control: a model that reads its context does worse here. Depends on the rows and the seed alone.
-
-        Raises:
-            DataError: all rows have the same context.
-        """
-        by_text: dict[tuple[str, ...], int] = {}
-        for index, row in enumerate(self._rows):
-            by_text.setdefault(tuple(_contexts(row)), index)
-        if len(by_text) < 2:
-            raise DataError(f"{self._config.corpus}: all {len(self._rows)} rows have the same context; shuffling needs at least two.")
-        order = list(by_text)
-        Random(f"contexts/{self._seed}").shuffle(order)
-        partner = {text: by_text[order[i - 1]] for i, text in enumerate(order)}
-        shuffled = copy.copy(self)
-        shuffled._context_rows = [partner[tuple(_contexts(row))] for row in self._rows]
-        return shuffled
 
     def _collated(self, samples: Sequence[Sample], left: bool) -> ContextBatch:
         from src.data import collate
@@ -206,32 +150,17 @@ class QADataset:
         """The useful contexts of a row to be predicted, as long as one encoder input; the end token stands where nothing was cut."""
         most = self._config.context_tokens
         row = index - len(self._rows)
-        ids = self._prompter.context(" ".join(_useful_contexts(self._rows[row])), "", most)
+        ids = self._prompter.context(" ".join(questions.useful_contexts(self._rows[row])), "", most)
         moved = fim.maybe_fill_in_the_middle(ids, self._fim_tokens, most, self._seed, epoch, index)
         ended = [*moved, self._encoder.eos_id][:most]
         return {"input_ids": ended, "loss_mask": _all_but_first(len(ended)), "context_chunks": self._chunks(row)}
 
     def _chunks(self, index: int) -> list[list[int]]:
-        contexts = _contexts(self._rows[self._context_rows[index]])
+        contexts = questions.all_contexts(self._context_row(index))
         question = self._rows[index]["question"] if self._config.questions_on_contexts else ""
         texts = contexts if self._config.chunked_contexts else [" ".join(contexts)]
         return [self._prompter.context(text, question, self._config.context_tokens) for text in texts]
 
 
-def _contexts(row: dict[str, Any]) -> list[str]:
-    return row.get("contexts_list") or [row["context"]]
-
-
-def _useful_contexts(row: dict[str, Any]) -> list[str]:
-    """All of them where none is marked."""
-    useful = row.get("useful_contexts") or []
-    return [c for c, u in zip(_contexts(row), useful, strict=False) if u] or _contexts(row)
-
-
 def _all_but_first(count: int) -> list[bool]:
     return [False] + [True] * (count - 1)
-
-
-def _require_room(field: str, given: int, needed: int) -> None:
-    if given < needed:
-        raise ConfigError(f"data.{field}: {given} tokens leave no room beside the template in this vocabulary; expected at least {needed}.")

@@ -1,0 +1,112 @@
+"""Rows of questions, answers and contexts, as they are on disk: what every data set made of them shares."""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from random import Random
+from typing import Any, Self
+
+from src.config import Places
+from src.data import jsonl
+from src.errors import ConfigError, DataError
+
+Row = dict[str, Any]
+FIELDS = {"context": str, "question": str, "answer": str, "dataset": str}
+OPTIONAL = {
+    "answers": list[str],
+    "contexts_list": list[str],
+    "useful_contexts": list[int],
+    "titles_list": list[str],
+    "kind": str,
+}
+
+
+def read(places: Places, name: str, split: str, val_samples: int | None) -> tuple[Sequence[Row], str]:
+    """The rows of one split of the prepared data set `name`, and its fingerprint. val_samples: of the validation split; None for all.
+
+    Raises:
+        DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`.
+    """
+    folder = jsonl.corpus(places, name)
+    path = jsonl.require_file(folder, f"{split}.jsonl")
+    rows = jsonl.read_rows(path, FIELDS, OPTIONAL)
+    for number, row in enumerate(rows, 1):
+        _require_as_many(row, f"{path}:{number}")
+    if split == "val" and val_samples is not None:
+        rows = [rows[i] for i in jsonl.first_of_permutation(len(rows), val_samples, path)]
+    return rows, jsonl.fingerprint(folder)
+
+
+def _require_as_many(row: Row, where: str) -> None:
+    for field in ("useful_contexts", "titles_list"):
+        values, contexts = row.get(field), row.get("contexts_list") or []
+        if values is not None and len(values) != len(contexts):
+            raise DataError(f"{where}: field {field!r}: {len(values)} entries for {len(contexts)} in 'contexts_list'.")
+
+
+def all_contexts(row: Row) -> list[str]:
+    """At least one."""
+    return row.get("contexts_list") or [row["context"]]
+
+
+def useful_contexts(row: Row) -> list[str]:
+    """All of them where none is marked."""
+    useful = row.get("useful_contexts") or []
+    return [c for c, u in zip(all_contexts(row), useful, strict=False) if u] or all_contexts(row)
+
+
+class Questions:
+    """Rows, and which row's contexts each question stands with: its own, or another's as a control."""
+
+    def __init__(self, rows: Sequence[Row], seed: int, name: str, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self._rows = rows
+        self._seed = seed
+        self._name = name
+        self._texts_of: Callable[[Row], list[str]] = all_contexts
+        self._context_rows: Sequence[int] = range(len(rows))
+
+    def references(self, index: int) -> list[str]:
+        """Accepted answers, at least one."""
+        row = self._rows[index]
+        return row.get("answers") or [row["answer"]]
+
+    def source(self, index: int) -> str:
+        """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as "stdlib_calls"."""
+        row = self._rows[index % len(self._rows)]
+        return f"{row['dataset']}_{row['kind']}" if row.get("kind") else row["dataset"]
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """Every `source`, sorted."""
+        return sorted({self.source(index) for index in range(len(self._rows))})
+
+    def with_shuffled_contexts(self) -> Self:
+        """The same questions, each with another sample's context, never one of the same text.
+
+        A control: a model that reads its context does worse here. Depends on the rows and the seed alone.
+
+        Raises:
+            DataError: all rows have the same context.
+        """
+        by_text: dict[tuple[str, ...], int] = {}
+        for index, row in enumerate(self._rows):
+            by_text.setdefault(tuple(self._texts_of(row)), index)
+        if len(by_text) < 2:
+            raise DataError(f"{self._name}: all {len(self._rows)} rows have the same context; shuffling needs at least two.")
+        order = list(by_text)
+        Random(f"contexts/{self._seed}").shuffle(order)
+        partner = {text: by_text[order[i - 1]] for i, text in enumerate(order)}
+        shuffled = copy.copy(self)
+        shuffled._context_rows = [partner[tuple(self._texts_of(row))] for row in self._rows]
+        return shuffled
+
+    def _context_row(self, index: int) -> Row:
+        """The row whose contexts question `index` stands with."""
+        return self._rows[self._context_rows[index]]
+
+
+def require_room(field: str, given: int, needed: int) -> None:
+    """Raises ConfigError where the template alone takes more tokens than are allowed."""
+    if given < needed:
+        raise ConfigError(f"data.{field}: {given} tokens leave no room beside the template in this vocabulary; expected at least {needed}.")
