@@ -3,17 +3,20 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_origin, overload
 
 from src.config import Places, unknown_text
 from src.errors import DataError
-from src.files import MANIFEST, read_manifest
+from src.files import MANIFEST, read_manifest, reading
 
 SPLITS = ("train", "val")
 _MADE_BY = {f"stdlib_{kind}": "python -m data_prep.stdlib_qa" for kind in ("qa", "text", "tokenizer")}
+_RELEASES = "SQuAD, HotpotQA, Natural Questions, MS MARCO, TopiOCQA, TriviaQA"
 
 
 def corpus(places: Places, name: str) -> Path:
@@ -58,11 +61,16 @@ def require_splits(places: Places, name: str) -> None:
         require_file(folder, f"{split}.jsonl")
 
 
-def read_rows(path: Path, fields: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`.
+def read_rows(
+    path: Path,
+    fields: Mapping[str, Any],
+    optional: Mapping[str, Any] | None = None,
+    check: "Callable[[dict[str, Any], str], None] | None" = None,
+) -> "Rows":
+    """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`. All are checked here; each is parsed when asked for.
 
     A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional` may be
-    absent or null. A blank line is refused like any other that is not JSON.
+    absent or null. A blank line is refused like any other that is not JSON. `check(row, "FILE:LINE")` may refuse a row.
 
     Raises:
         DataError: the folder is missing or incomplete, the file is missing or empty, or a line is not what it should be.
@@ -70,23 +78,126 @@ def read_rows(path: Path, fields: Mapping[str, Any], optional: Mapping[str, Any]
     if not path.parent.is_dir():
         raise DataError(f"{path.parent}: no such folder. {made_by(path.parent)}".rstrip())
     _check_sizes(path.parent)
-    if not path.is_file():
-        raise DataError(f"{path}: no such file.")
-    rows = []
-    with open(path, "rb") as file:
+    rows = Rows(path, array("Q", [0]))
+    ends = rows.ends
+    with reading(path, DataError), open(rows.file, "rb", closefd=False) as file:
         for number, line in enumerate(file, 1):
-            row = _parse(line, f"{path}:{number}")
+            where = f"{path}:{number}"
+            row = parse(line, where)
             for name, kind in fields.items():
                 if name not in row:
-                    raise DataError(f"{path}:{number}: field {name!r} is missing. Fields: {', '.join(row) or 'none'}.")
-                _check_type(row[name], kind, f"{path}:{number}: field {name!r}")
+                    raise DataError(f"{where}: field {name!r} is missing. Fields: {', '.join(row) or 'none'}.")
+                check_type(row[name], kind, f"{where}: field {name!r}")
             for name, kind in (optional or {}).items():
                 if row.get(name) is not None:
-                    _check_type(row[name], kind, f"{path}:{number}: field {name!r}")
-            rows.append(row)
-    if not rows:
+                    check_type(row[name], kind, f"{where}: field {name!r}")
+            if check is not None:
+                check(row, where)
+            ends.append(ends[-1] + len(line))
+    if not len(rows):
         raise DataError(f"{path}: empty. It should have one JSON object on each line.")
     return rows
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """Rows of a checked JSONL file, parsed when they are asked for: eight bytes of memory each, however long they are.
+
+    May be pickled, copied and shared by forked workers: every read says its own position in the file. A file that is replaced
+    while this object lives is read on as it was; where it must be opened again, as in another process, other data are refused.
+    """
+
+    def __init__(self, path: Path, ends: "array[int]", facts: object = None) -> None:
+        """ends: byte offsets at which rows end, after a 0. facts: what the manifest says of the file; None: what it says now."""
+        self.path = path
+        self.ends = ends
+        self._facts = facts or self._listed()
+        self._file: int | None = None
+        self._last: tuple[int, dict[str, Any]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        """One row, or a list of several. The row asked for last is kept, so that its fields may be asked for one by one.
+
+        Raises:
+            DataError: the file was altered since it was checked.
+        """
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        last = self._last
+        if last is None or last[0] != number:
+            start, end = self.ends[number], self.ends[number + 1]
+            last = self._last = number, self._parsed(self._bytes(start, end), number)
+        return last[1]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """All rows in order, read by the mebibyte."""
+        first, total = 0, len(self)
+        while first < total:
+            last = first + 1
+            while last < total and self.ends[last + 1] - self.ends[first] <= 1 << 20:
+                last += 1
+            start = self.ends[first]
+            piece = self._bytes(start, self.ends[last])
+            for number in range(first, last):
+                yield self._parsed(piece[self.ends[number] - start : self.ends[number + 1] - start], number)
+            first = last
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to any sequence of the same rows."""
+        if not isinstance(other, Rows | list | tuple):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  as a list
+
+    def __getstate__(self) -> tuple[Path, "array[int]", object]:
+        """All but the open file."""
+        return self.path, self.ends, self._facts
+
+    def __setstate__(self, state: tuple[Path, "array[int]", object]) -> None:
+        self.__init__(*state)
+
+    @property
+    def file(self) -> int:
+        """Descriptor of the file, opened where this process has not yet.
+
+        Raises:
+            DataError: the file is gone, or its manifest no longer says what it did.
+        """
+        if self._file is None:
+            if self._listed() != self._facts:
+                raise DataError(f"{self.path}: other data than when it was checked. Start again.")
+            try:
+                self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise DataError(f"{self.path}: no such file.") from None
+            weakref.finalize(self, os.close, self._file)
+        return self._file
+
+    def _listed(self) -> object:
+        return read_manifest(self.path.parent, DataError)["files"].get(self.path.name, {})
+
+    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
+        return parse(line, f"{self.path}:{number + 1}")
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        """Bytes start..end of the file. Moves no position that another process or thread could share."""
+        with reading(self.path, DataError):
+            data = os.pread(self.file, end - start, start)
+            while len(data) < end - start and (more := os.pread(self.file, end - start - len(data), start + len(data))):
+                data += more
+        if len(data) < end - start:
+            raise DataError(f"{self.path}: {start + len(data)} bytes, {self.ends[-1]} when it was checked. Prepare it again.")
+        return data
 
 
 def first_of_permutation(total: int, count: int, path: Path) -> list[int]:
@@ -100,7 +211,12 @@ def first_of_permutation(total: int, count: int, path: Path) -> list[int]:
     return Random(f"validation/{total}").sample(range(total), total)[:count]
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def parse(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object on one line.
+
+    Raises:
+        DataError: it is no JSON object, or none that Python can read; names `where`.
+    """
     try:
         row = json.loads(line.rstrip(b"\r\n"))
     except json.JSONDecodeError as bad:
@@ -116,7 +232,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _check_type(value: Any, kind: Any, where: str) -> None:
+def check_type(value: Any, kind: Any, where: str) -> None:
+    """Raises DataError, which names `where`, unless `value` is of `kind` and its text is text."""
     outer = get_origin(kind) or kind
     if type(value) is not outer:
         raise DataError(f"{where}: expected {outer.__name__}, got {_shown(value)}.")
@@ -124,7 +241,7 @@ def _check_type(value: Any, kind: Any, where: str) -> None:
         _check_text(value, where)
     for inner in get_args(kind):
         for index, item in enumerate(value):
-            _check_type(item, inner, f"{where}[{index}]")
+            check_type(item, inner, f"{where}[{index}]")
 
 
 def _check_text(text: str, where: str) -> None:
@@ -167,5 +284,7 @@ def _instead(places: Places, name: str) -> str:
     files = ", ".join(f"{split}.jsonl" for split in SPLITS)
     return (
         f": {unknown_text('corpus', name, known)} These are prepared in {places.data}; a script of data_prep adds another, "
-        f"a folder with {files} and {MANIFEST}, or --data_path names the folder that holds it."
+        f"a folder with {files} and {MANIFEST}, or --data_path names the folder that holds it. Questions on contexts are prepared from "
+        f"their original releases ({_RELEASES}) with: python -m data_prep.prepare_qa --data_path {places.data} --name {name} "
+        "--train FILE --val FILE"
     )

@@ -34,7 +34,7 @@ def whole(tmp_path_factory):
 def rows(whole):
     """Rows of both splits."""
     fields = {"context": str, "question": str, "answer": str, "sample_idx": int, "dataset": str, "kind": str, "module": str}
-    return {split: jsonl.read_rows(whole / "stdlib_qa" / f"{split}.jsonl", fields) for split in ("train", "val")}
+    return {split: list(jsonl.read_rows(whole / "stdlib_qa" / f"{split}.jsonl", fields)) for split in ("train", "val")}
 
 
 @pytest.fixture(scope="session")
