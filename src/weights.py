@@ -44,7 +44,7 @@ def load_trained(model: "nn.Module", file: Path) -> None:
     names = trained_weights(model)
     if saved.keys() != names.keys():
         raise CheckpointError(
-            f"{file}: of another model. Missing: {_some(names.keys() - saved.keys())}; unexpected: {_some(saved.keys() - names.keys())}."
+            f"{file}: of another model. Missing: {some(names.keys() - saved.keys())}; unexpected: {some(saved.keys() - names.keys())}."
         )
     for name, tensor in names.items():
         if saved[name].shape != tensor.shape:
@@ -55,7 +55,7 @@ def load_trained(model: "nn.Module", file: Path) -> None:
             state[name].copy_(tensor)
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
     """At most three names and how many more."""
     listed = sorted(names)
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""

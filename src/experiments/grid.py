@@ -77,6 +77,17 @@ def set_path(exp: Experiment, path: str, value: Any, must_exist: bool) -> Experi
     return changed
 
 
+def changed(exp: Experiment, values: Mapping[str, Any]) -> Experiment:
+    """A copy of `exp` with other values: dotted path -> value. A last key may be new: whether it may stand there is checked later.
+
+    Raises:
+        ConfigError: names a key that is not there, or that leads to no dict.
+    """
+    for path, value in values.items():
+        exp = set_path(exp, path, value, must_exist=False)
+    return exp
+
+
 def parse_assignment(text: str) -> tuple[str, Any]:
     """Split "loop.steps=20" into ("loop.steps", 20). The value is read as JSON where it is JSON, else taken as it stands.
 

@@ -4,7 +4,8 @@ The method is "XC-Cache: Cross-Attending to Cached Context for Efficient LLM Inf
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
@@ -71,8 +72,14 @@ class Config(src.config.Config):
     """Llama style only: biases in the attention's projections. GPT style always has them."""
     skip_connections: bool = False
     """The input of a block is added to its output once more."""
+    norm: Literal["layer", "rms"] | None = None
+    """None: that of the family, RMSNorm in Llama style. XC-Cache's Llama-style blocks, as published, have LayerNorm."""
     context_dropout_rate: float = Field(default=0.0, ge=0, lt=1)
     """Share of the context positions that each block cannot read at a training step."""
+    train_all_params: bool = False
+    """The base learns too, as decoder; what encodes the contexts is the base as it stands, and no gradient goes that way."""
+    weights: str | None = Field(default=None, min_length=1)
+    """Folder of a model in the layout of XC-Cache, whose blocks are where the training begins. None: they are drawn."""
 
     @model_validator(mode="after")
     def _base_has_nothing_to_learn(self) -> "Config":
@@ -101,10 +108,15 @@ def build(config: Config, places: Places) -> "CrossAttentionLM":
 
     Raises:
         ConfigError: the base is of no known family, or the blocks do not fit it.
+        CheckpointError: `weights` are missing, damaged or of other blocks.
     """
+    from src.models import reference_layout
     from src.models.cross_attention_layers import CrossAttentionLM
 
-    return CrossAttentionLM(config, config.base(places))
+    model = CrossAttentionLM(config, config.base(places))
+    if config.weights is not None:
+        reference_layout.load(model, Path(config.weights))
+    return model
 
 
 def check(config: Config, places: Places) -> None:
@@ -112,9 +124,13 @@ def check(config: Config, places: Places) -> None:
 
     Raises:
         ConfigError: the blocks do not fit, or a setting would be ignored.
-        UserError: whatever is wrong with the base.
+        UserError: whatever is wrong with the base, or `weights` are not there.
     """
+    from src.models import reference_layout
+
     config.base.ask("check", places)
+    if config.weights is not None:
+        reference_layout.require(Path(config.weights))
     known = architecture(config, places)
     if known:
         plan(config, known)
@@ -126,8 +142,16 @@ def architecture(config: Config, places: Places) -> Architecture | None:
 
 
 def fingerprint(config: Config, places: Places) -> str | None:
-    """The base's: of pretrained weights, None where it loads none."""
-    return config.base.ask("fingerprint", places)
+    """Of all weights that `build` loads: the base's, and with `weights` these too; None where it loads none."""
+    from src.models import reference_layout
+
+    found = config.base.ask("fingerprint", places)
+    return found if config.weights is None else reference_layout.fingerprint(Path(config.weights), found)
+
+
+def learns_everything(config: Config) -> bool:
+    """Whether the base changes in training, so that no context can be encoded before it."""
+    return config.train_all_params
 
 
 def reads_contexts(config: Config) -> bool:

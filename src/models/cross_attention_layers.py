@@ -124,7 +124,7 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, base: Any, sizes: Plan) -> None:
         super().__init__()
-        norm = nn.RMSNorm if sizes.family.gated else nn.LayerNorm
+        norm = nn.RMSNorm if (config.norm or ("rms" if sizes.family.gated else "layer")) == "rms" else nn.LayerNorm
         eps = getattr(base, sizes.family.norm_eps)
         self.norm1 = norm(base.hidden_size, eps=eps)
         self.attention = CrossAttention(config, base, sizes)
@@ -156,24 +156,28 @@ def _initialize(module: nn.Module, std: float) -> None:
 
 
 class CrossAttentionLM(nn.Module):
-    """A frozen causal language model, and trained blocks between its layers that read a context.
+    """A causal language model, and trained blocks between its layers that read a context.
 
-    The base is never in train mode, so its dropout is off; its weights have no gradients.
+    Unless `train_all_params` says otherwise the base is frozen: its weights have no gradients, and it is never in train mode, so
+    its dropout is off. It always is while it encodes.
     """
 
     base: Any
     """A transformers causal language model; their classes do not tell a type checker what they can do."""
 
     def __init__(self, config: Config, base: PreTrainedModel) -> None:
-        """Attach the blocks of `config` to `base`, which is frozen and gets hooks that sleep until a context is read.
+        """Attach the blocks of `config` to `base`, which gets hooks that sleep until a context is read.
 
         Raises:
             ConfigError: `base` is of no known family, or the blocks do not fit it.
         """
         super().__init__()
         sizes, layers = _fit(config, base)
-        self.base = base.requires_grad_(False)
+        self.base = base.requires_grad_(config.train_all_params)
+        self.train_all_params = config.train_all_params
         keys = ["shared"] if config.shared_weights else [str(i) for i in sizes.places]
+        self.places = sizes.places
+        """Indices of the decoder layers that have a block, the topmost first."""
         blocks = {key: Block(config, base.config, sizes) for key in keys}
         self.blocks = nn.ModuleDict(blocks)
         """By the index of the decoder layer, or one for all of them."""
@@ -203,9 +207,9 @@ class CrossAttentionLM(nn.Module):
         self.base.name_or_path = value
 
     def train(self, mode: bool = True) -> "CrossAttentionLM":
-        """Set the blocks to train or eval mode; the base stays in eval."""
+        """Set the blocks to train or eval mode; the base too where it learns, else it stays in eval."""
         super().train(mode)
-        self.base.eval()
+        self.base.train(mode and self.train_all_params)
         return self
 
     def encode(self, context_ids: Tensor, context_mask: Tensor) -> Context:
@@ -215,8 +219,11 @@ class CrossAttentionLM(nn.Module):
         """
         B, C, S = context_ids.shape
         mask = context_mask.bool()
+        training = self.base.training
+        self.base.eval()
         with self.reading(None):
             hidden = encode(self.base, context_ids.view(B * C, S), mask.view(B * C, S), self.passes)
+        self.base.train(training)
         return Context(hidden.view(B, C * S, -1), mask.view(B, C * S))
 
     def forward(
@@ -261,7 +268,7 @@ class CrossAttentionLM(nn.Module):
             return self.base.generate(input_ids=input_ids, attention_mask=attention_mask.long(), **kwargs)
 
     def read(self, context_ids: Tensor | None, context_mask: Tensor | None, context_hidden: Tensor | None = None) -> Context:
-        """Contexts to be read: encoded now from (B, C, S) ids and mask, or states (B, P, D) that were encoded before and their mask (B, P)."""
+        """Contexts to be read: (B, C, S) ids and mask are encoded now; states (B, P, D) were before, and the mask is (B, P)."""
         assert context_mask is not None
         if context_hidden is not None:
             return Context(context_hidden, context_mask.bool())

@@ -1,13 +1,12 @@
 """A GPTBigCode language model (multi-query attention, learned positions) from random weights."""
 
-import os
 from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
 import src.config
 from src.config import Places
-from src.errors import DataError
+from src.models import prepared_tokenizer
 from src.models.architecture import Architecture
 
 if TYPE_CHECKING:
@@ -39,15 +38,9 @@ def build(config: Config, places: Places) -> "GPTBigCodeForCausalLM":
     Raises:
         DataError: the tokenizer is missing or damaged.
     """
-    from transformers import AutoTokenizer, GPTBigCodeConfig, GPTBigCodeForCausalLM
+    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
-    check(config, places)
-    folder = places.data / config.tokenizer
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # a damaged file gives a bare Exception, or whatever a wrong type leads to
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(f"{folder}: its tokenizer cannot be read ({reason[:200]}). Prepare it again.") from error
+    tokenizer = prepared_tokenizer.load(places.data / config.tokenizer)
     model = GPTBigCodeForCausalLM(
         GPTBigCodeConfig(
             vocab_size=len(tokenizer),
@@ -63,7 +56,7 @@ def build(config: Config, places: Places) -> "GPTBigCodeForCausalLM":
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    model.name_or_path = str(folder)
+    model.name_or_path = str(places.data / config.tokenizer)
     return model
 
 
@@ -73,10 +66,7 @@ def check(config: Config, places: Places) -> None:
     Raises:
         DataError: it is missing.
     """
-    folder = places.data / config.tokenizer
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if not os.path.isfile(folder / name):  # unlike Path.is_file, False for a name that is too long
-            raise DataError(f"{folder}: no tokenizer here ({name} is missing). Prepare it with data_prep, or name another --data_path.")
+    prepared_tokenizer.require(places.data / config.tokenizer)
 
 
 def architecture(config: Config, places: Places) -> Architecture:

@@ -39,17 +39,26 @@ def build(config: Config, places: Places) -> "PreTrainedModel":
         ConfigError: it is not on this machine, or transformers has no causal language model of its config.json.
         CheckpointError: its weights are incomplete or damaged.
     """
+    return load(config, places, "AutoModelForCausalLM")
+
+
+def load(config: Config, places: Places, kind: str) -> "PreTrainedModel":
+    """The model as transformers' class `kind` makes it.
+
+    Raises:
+        UserError: as `build`.
+    """
     import pickle
 
     import torch
+    import transformers
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     check(config, places)
     folder = _folder(config)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = getattr(transformers, kind).from_pretrained(
             folder, dtype=getattr(torch, config.dtype), local_files_only=True, output_loading_info=True
         )
     except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:

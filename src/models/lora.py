@@ -49,6 +49,8 @@ class Config(src.config.Config):
     def _each_adapter_once(self) -> "Config":
         if self.base.name == "lora":
             raise ValueError("base: a new adapter around a new adapter is one of a higher rank. Write one, with all target_modules.")
+        if self.base.ask("learns_everything"):
+            raise ValueError("base: it has train_all_params, which adapters would undo: all but them is frozen. Leave one of the two out.")
         if self.dropout_rate and reads_contexts(self):
             raise ValueError("dropout_rate: the decoder of a cross-attention model drops nothing, so it would be ignored. Remove it.")
         return self

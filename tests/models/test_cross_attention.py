@@ -276,3 +276,17 @@ def test_checkpoint_has_the_new_weights_and_gives_the_same_logits(make, batch, t
     assert not torch.allclose(other(**batch), model(**batch))
     load_trained(other, tmp_path / "model.safetensors")
     assert torch.equal(other(**batch), model(**batch))
+
+
+def test_the_base_may_learn_too_but_not_as_the_encoder(make, base_of, batch):
+    base = base_of("gpt_bigcode", embd_pdrop=0.5)
+    model = make(base=base, train_all_params=True).train()
+    assert base.training
+    encoded = [model.encode(batch["context_ids"], batch["context_mask"]).hidden for _ in range(2)]
+    assert torch.equal(*encoded), "the dropout of the base is off while it encodes"
+    assert base.training
+    assert not encoded[0].requires_grad
+    model(**batch).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in base.parameters())
+    assert base.transformer.wte.weight.grad.abs().sum() > 0
+    assert {name for name, _ in model.named_parameters()} <= set(trained_weights(model)) | {"base.lm_head.weight"}
