@@ -1,0 +1,121 @@
+"""What happens to one of two processes, both do alike, at the same step; started again, they end as if it never had."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src import distributed
+from src.experiments import branches, checkpoints, ledger
+from src.experiments.identity import exp_id
+from src.training import order
+from tests import toy, warm
+from tests.training import small
+from tests.training.pair import BATCHES, LAST_UNDISTURBED
+from tests.training.test_judge import STEPS
+
+pytestmark = pytest.mark.slow
+
+
+class Pair:
+    """What two processes have left of all scenarios."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = small.write_data(folder)
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        command = [sys.executable, *launcher, str(Path(__file__).with_name("pair.py")), str(folder)]
+        process, log = warm.Process(command, toy.environment(), None, folder / "log"), folder / "log"
+        try:
+            assert process.wait(timeout=100) == 0, log.read_text()
+        finally:
+            process.kill()
+        self.ranks: list[dict[str, Any]] = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+    def ends(self, name: str, start: int) -> dict[str, Any]:
+        """How a start ended, for both alike."""
+        one, other = (rank[name][start] for rank in self.ranks)
+        assert {**one, "seen": None} == {**other, "seen": None}
+        return one
+
+    def run(self, name: str) -> Path:
+        """The save directory."""
+        return self.folder / name.replace(" ", "_") / "runs" / exp_id(small.EXP)
+
+    def outcome(self, name: str) -> list[bytes]:
+        """What must come out the same whatever happened."""
+        run = self.run(name)
+        last = max((run / "checkpoints").glob("step-*"))
+        return [(last / f"{file}").read_bytes() for file in ("model.safetensors", "optimizer.safetensors", "state.json")] + [
+            (run / "scores.jsonl").read_bytes()
+        ]
+
+    def events(self, name: str, *kinds: str) -> list[tuple[str, int]]:
+        """Of the ledger."""
+        return [(event["event"], event["step"]) for event in ledger.read(self.run(name)) if event["event"] in kinds]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "why"),
+    [
+        ("time limit", distributed.REQUEUE, "time limit"),
+        ("memory limit", distributed.REQUEUE, "99% of the host's memory in use"),
+        ("stop file", distributed.INTERRUPTED, "runs/stop (remove it to let the training go on)"),
+    ],
+)
+def test_a_limit_that_one_reaches_stops_both(pair: Pair, name: str, code: int, why: str):
+    end = pair.ends(name, 0)
+    step = LAST_UNDISTURBED + 1  # what one has seen is counted when the next step begins, which is finished
+    assert (end["end"], end["step"], end["code"], end["everywhere"]) == ("stopped", step, code, True)
+    assert why in end["why"]
+    assert pair.events(name, "start", "stop") == [("start", 0), ("stop", step), ("start", step), ("stop", 12)]
+    assert pair.events(name, "save") == [("save", at) for at in (4, step, 8, 12)], "one checkpoint more"
+    assert pair.ends(name, 1) == pair.ends("undisturbed", 0)
+    assert pair.outcome(name) == pair.outcome("undisturbed")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_in_an_evaluation_stops_both_in_it(pair: Pair, rank: int):
+    name = f"signal to {rank}"
+    end = pair.ends(name, 0)
+    assert (end["end"], end["step"], end["code"], end["everywhere"]) == ("stopped", 8, distributed.REQUEUE, True)
+    assert "SIGTERM" in end["why"]
+    assert end["batches"] == BATCHES + 2, "the batch that was begun is the last"
+    assert pair.events(name, "start", "stop") == [("start", 0), ("stop", 8), ("start", 8), ("stop", 12)]
+    assert pair.outcome(name) == pair.outcome("evaluated undisturbed")
+
+
+def test_a_divergence_of_one_stops_both_before_the_optimizer_moves(pair: Pair):
+    end, name = pair.ends("divergence stop", 0), "divergence stop"
+    assert (end["end"], end["everywhere"]) == ("failed", True)
+    assert "step 25: the loss is nan" in end["why"]
+    said = [event["message"] for event in ledger.read(pair.run(name)) if event["event"] == "divergence"]
+    assert said == ["step 25: the loss is nan.", "step 25: the gradient norm is nan."], "once"
+    files = sorted(path.name for path in (pair.run(name) / "offending").iterdir())
+    assert files == ["step-00000025-rank-0.json", "step-00000025-rank-1.json"]
+    assert pair.events(name, "start") == [("start", 0), ("start", 20)]
+    assert {**pair.ends(name, 1), "seen": None} == {**pair.ends("long undisturbed", 0), "seen": None}
+    assert pair.outcome(name) == pair.outcome("long undisturbed")
+
+
+def test_a_divergence_of_one_takes_both_back_and_past_it(pair: Pair):
+    name = "divergence rewind"
+    end = pair.ends(name, 0)
+    assert (end["end"], end["step"], end["code"], end["everywhere"]) == ("stopped", 20, distributed.REQUEUE, True)
+    assert "taken back to step 20, as step 25: the loss is" in end["why"]
+    (branch,) = branches.read(pair.run(name))
+    assert (branch.from_step, branch.data) == (20, "skip:5")
+    assert pair.events(name, "rewind") == [("rewind", 20)], "done once"
+    assert pair.events(name, "start") == [("start", 0), ("start", 20)]
+    after = order.samples(0, 32, 25 * 4)
+    wanted = [next(after)[1] for _ in range(4)]
+    for rank, ends in enumerate(pair.ranks):
+        assert ends[name][1]["seen"] == wanted[rank::2], "micro-batches go to the processes in turn"
+    assert pair.ends(name, 1)["step"] == STEPS
+    assert checkpoints.step_of(checkpoints.every(pair.run(name))[-1]) == STEPS
