@@ -88,6 +88,8 @@ class Config(src.config.Config):
                 "base: it is frozen, so new adapters in it would be ignored. Put 'lora' around 'cross_attention', "
                 "or take the 'experiment' that trained the adapters as base."
             )
+        if self.train_all_params and self.base.ask("frozen"):
+            raise ValueError("train_all_params: the base is quantized, and cannot learn. Leave one of the two out.")
         return self
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Weight files that transformers looks for, in its order; each may instead be an index of shards."""
+BITSANDBYTES = "bitsandbytes==0.50.2"
 _MIB = 2**20
 
 
@@ -30,6 +32,8 @@ class Config(src.config.Config):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     revision: str | None = None
     """Branch, tag or commit of the hub id; None for main."""
+    quantization: Literal["8bit", "4bit"] | None = None
+    """Matrices in 8 bits (LLM.int8(), arXiv 2208.07339) or in 4 (NF4, arXiv 2305.14314), by bitsandbytes: for a base that is frozen."""
 
 
 def build(config: Config, places: Places) -> "PreTrainedModel":
@@ -39,6 +43,7 @@ def build(config: Config, places: Places) -> "PreTrainedModel":
         ConfigError: it is not on this machine, or transformers has no causal language model of its config.json.
         CheckpointError: its weights are incomplete or damaged.
     """
+    check(config, places)
     return load(config, places, "AutoModelForCausalLM")
 
 
@@ -55,11 +60,15 @@ def load(config: Config, places: Places, kind: str) -> "PreTrainedModel":
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    check(config, places)
+    require_files(config, places)
     folder = _folder(config)
     try:
         loaded: Any = getattr(transformers, kind).from_pretrained(
-            folder, dtype=getattr(torch, config.dtype), local_files_only=True, output_loading_info=True
+            folder,
+            dtype=getattr(torch, config.dtype),
+            local_files_only=True,
+            output_loading_info=True,
+            quantization_config=_quantized(config),
         )
     except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
         raise CheckpointError(f"{_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again.") from error
@@ -71,18 +80,51 @@ def load(config: Config, places: Places, kind: str) -> "PreTrainedModel":
     if report["missing_keys"]:
         # transformers would go on with random numbers in their place.
         raise CheckpointError(f"{_weights(folder)}: incomplete: {', '.join(sorted(report['missing_keys'])[:3])} missing. Get it again.")
-    return model
+    if config.quantization is None:
+        return model
+    for module in model.modules():
+        # On processors with AVX512-BF16 a pass without gradients would pack the weights in a way that later passes get none from (0.50.2).
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model.requires_grad_(False)
+
+
+def _quantized(config: Config) -> Any:
+    """What transformers is to be told of `quantization`."""
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    if config.quantization is None:
+        return None
+    if config.quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, config.dtype))
+
+
+def frozen(config: Config) -> bool:
+    """Whether it cannot learn itself, only what is put around it."""
+    return config.quantization is not None
 
 
 def check(config: Config, places: Places) -> None:
     """Look for the model's files.
 
     Raises:
-        ConfigError: they are not on this machine, which says how to get them; or config.json is not one of a model.
+        ConfigError: they are not on this machine, which says how to get them; or config.json is not one of a decoder.
         CheckpointError: weights are missing, or their index is no index.
     """
+    require_files(config, places)
+    path = _folder(config) / "config.json"
+    if read_json(path, ConfigError).get("is_encoder_decoder") is True:
+        raise ConfigError(f"{path}: of an encoder-decoder, and 'hf' reads decoders. The model part 't5' reads a T5.")
+
+
+def require_files(config: Config, places: Places) -> None:
+    """`check`, for a model of any kind."""
     architecture(config, places)
     folder = _folder(config)
+    if config.quantization is not None and find_spec("bitsandbytes") is None:
+        raise ConfigError(f"quantization {config.quantization!r} needs a package that is not installed: pip install {BITSANDBYTES}")
     if os.path.isdir(config.path) and config.revision is not None:
         raise ConfigError(f"{config.path!r} is a folder, so revision {config.revision!r} would be ignored. Remove it, or name a hub id.")
     weights = _weights(folder)
@@ -121,7 +163,7 @@ def fingerprint(config: Config, places: Places) -> str:
     Raises:
         UserError: what `check` raises.
     """
-    check(config, places)
+    require_files(config, places)
     folder = _folder(config)
     if not os.path.isdir(config.path):
         return folder.name

@@ -25,6 +25,8 @@ class Config(configs.Config):
     def _reads_text_alone(self) -> "Config":
         if self.model.ask("reads_contexts"):
             raise ValueError("the model of this recipe reads no contexts; recipe 'crossattn' trains a 'cross_attention' model.")
+        if self.model.ask("frozen"):
+            raise ValueError("model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out.")
         if self.data.name == "qa":
             raise ValueError("this recipe would leave the contexts of 'qa' data unread; recipe 'crossattn' reads them.")
         return self

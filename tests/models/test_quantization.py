@@ -1,0 +1,64 @@
+"""A frozen base in 8 or 4 bits: small, near to what it was, and what stands around it learns."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import src.models.hf
+from src.errors import ConfigError
+from src.registry import MODELS, bind, load_experiment
+from src.weights import trained_weights
+from tests.models.conftest import make_base
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+DTYPES = {"8bit": "float16", "4bit": "float32"}
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    make_base("llama", hidden_size=64, intermediate_size=128, initializer_range=0.1).save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+def around(folder: str, quantization: str, **settings: Any) -> dict[str, Any]:
+    base = {"name": "hf", "path": folder, "dtype": DTYPES[quantization], "quantization": quantization}
+    return {"name": "cross_attention", "num_layers": 2, "stride": 2, "base": base, **settings}
+
+
+@pytest.mark.parametrize("quantization", DTYPES)
+def test_it_is_small_and_near(folder: str, places, quantization: str):
+    whole: Any = bind(MODELS, {"name": "hf", "path": folder})(places)
+    part = bind(MODELS, around(folder, quantization)["base"])
+    part.ask("check", places)
+    small: Any = part(places)
+    matrix = [model.model.layers[0].mlp.up_proj.weight for model in (whole, small)]
+    bits = matrix[1].numel() * matrix[1].element_size() * 8 / matrix[0].numel()
+    assert bits == int(quantization[0])
+    ids = torch.arange(3, 13).view(2, 5)
+    with torch.no_grad():
+        exact, near = whole(ids).logits, small(ids).logits.float()
+    assert 0 < (near - exact).norm() / exact.norm() < (0.05 if quantization == "8bit" else 0.3)
+
+
+@pytest.mark.parametrize("quantization", DTYPES)
+def test_blocks_around_it_learn_and_it_does_not(folder: str, places, batch, quantization: str):
+    torch.manual_seed(0)
+    model: Any = bind(MODELS, around(folder, quantization))(places).train()
+    assert all(name.startswith("blocks.") for name in trained_weights(model))
+    model(**batch).float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.blocks.parameters())
+    assert not any(p.requires_grad for p in model.base.parameters())
+
+
+def test_what_could_not_learn_is_refused(folder: str, places, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(Exception, match="train_all_params: the base is quantized, and cannot learn"):
+        bind(MODELS, around(folder, "4bit", train_all_params=True))
+    exp = {"recipe": "lm", "seed": 0, "model": around(folder, "4bit")["base"], "data": {}, "loop": {}}
+    exp["data"] = {"name": "text", "corpus": "c", "sequence_tokens": 8}
+    exp["loop"] = {"steps": 1, "sequences_per_step": 1, "micro_batch": 1, "learning_rate": 1e-3, "eval_every": 1}
+    with pytest.raises(ConfigError, match="it is quantized, and cannot learn. Put 'lora' around it"):
+        load_experiment(exp, "quantized")
+    monkeypatch.setattr(src.models.hf, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install bitsandbytes==0.50.2"):
+        bind(MODELS, around(folder, "8bit")["base"]).ask("check", places)
