@@ -36,9 +36,11 @@ MODELS = Table(
     {
         "cross_attention": "src.models.cross_attention",
         "experiment": "src.models.experiment",
+        "fusion_in_decoder": "src.models.fusion_in_decoder",
         "gpt_bigcode": "src.models.gpt_bigcode",
         "hf": "src.models.hf",
         "lora": "src.models.lora",
+        "t5": "src.models.t5",
     },
 )
 DATASETS = Table(
@@ -164,6 +166,32 @@ def max_positions(model: Part, places: Places) -> int | None:
     """Most tokens of a sequence that `model` can read; None where only loading it would tell."""
     sizes = model.ask("architecture", places)
     return sizes.max_positions if sizes else None
+
+
+DECODER, CROSS_ATTENTION, ENCODER_DECODER, FUSION_IN_DECODER = "decoder", "cross_attention", "encoder_decoder", "fusion_in_decoder"
+KINDS = {
+    DECODER: "a decoder, such as 'hf' or 'gpt_bigcode'",
+    CROSS_ATTENTION: "'cross_attention' around a decoder",
+    ENCODER_DECODER: "an encoder-decoder, such as 't5'",
+    FUSION_IN_DECODER: "'fusion_in_decoder' around an encoder-decoder",
+}
+"""Kinds of models by what they read, and what a person writes to get one."""
+
+
+def kind_of(model: Part, places: Places | None) -> str | None:
+    """Which of `KINDS` a model is; None where only `places`, or the save directory of a parent, would tell."""
+    if model.ask("reads_contexts"):
+        return CROSS_ATTENTION
+    if model.function("kind") is None:
+        return DECODER
+    return model.ask("kind", places)
+
+
+def require_kind(model: Part, wanted: str, places: Places | None) -> None:
+    """Raises ValueError where `model` is known to be of another kind than `wanted`, one of `KINDS`."""
+    found = kind_of(model, places)
+    if found not in (None, wanted):
+        raise ValueError(f"expected {KINDS[wanted]}; got {model.name!r}, which is of the kind {found!r}.")
 
 
 def load_experiment(raw: dict[str, Any], where: str) -> Part:

@@ -1,5 +1,7 @@
 """The model that another experiment trained, named by that experiment's id."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +12,7 @@ from src.config import Places, Problems, join
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json
 from src.models.architecture import Architecture
-from src.registry import MODELS, Part, bind
+from src.registry import MODELS, Part, bind, kind_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,20 +33,46 @@ def build(config: Config, places: Places) -> "nn.Module":
         ConfigError: the parent is unknown, or not trained yet.
         CheckpointError: the checkpoint is gone, damaged, or does not fit its own description.
     """
+    folder = _checkpoint(config, places)
+    if folder is None:
+        raise ConfigError(
+            f"{places.runs / config.exp_id}: the {config.checkpoint} checkpoint of parent {config.exp_id} is not there. "
+            "Train the parent first: add --with-parents."
+        )
+    return from_checkpoint(folder, f"parent {config.exp_id}", places)
+
+
+def identity(config: Config, places: Places) -> str | None:
+    """Digest of the weights that `build` loads, and of all that they are built on; None where the parent is not trained yet.
+
+    Raises:
+        CheckpointError: a checkpoint is gone or damaged.
+    """
+    from src.experiments import references
+
+    folder = _checkpoint(config, places)
+    if folder is None:
+        return None
+    named = references.fingerprints({"name": "experiment", **config.model_dump()}, places.runs)
+    below = _bound(read_json(folder / "model.json", CheckpointError), f"parent {config.exp_id}").ask("fingerprint", places)
+    return hashlib.sha256(json.dumps([named, below], sort_keys=True).encode()).hexdigest()
+
+
+def tokenizer(config: Config, places: Places) -> Path | None:
+    """Where the parent's tokenizer is; None where the parent is not trained yet."""
+    folder = _checkpoint(config, places)
+    return folder / "tokenizer" if folder else None
+
+
+def _checkpoint(config: Config, places: Places) -> Path | None:
+    """The folder that `build` loads; None where the parent is not trained yet."""
     from src.experiments import checkpoints
     from src.experiments.saved import read_status
 
     run = places.runs / config.exp_id
-    folder = None
     if config.checkpoint == "best":
-        folder = checkpoints.best(run)
-    elif read_status(run)["state"] == "done":
-        folder = checkpoints.last(run)
-    if folder is None:
-        raise ConfigError(
-            f"{run}: the {config.checkpoint} checkpoint of parent {config.exp_id} is not there. Train the parent first: add --with-parents."
-        )
-    return from_checkpoint(folder, f"parent {config.exp_id}", places)
+        return checkpoints.best(run)
+    return checkpoints.last(run) if read_status(run)["state"] == "done" else None
 
 
 def from_checkpoint(folder: Path, who: str, places: Places) -> "nn.Module":
@@ -76,6 +104,11 @@ def architecture(config: Config, places: Places) -> Architecture | None:
     return _parent(config, places).ask("architecture", places)
 
 
+def kind(config: Config, places: Places | None) -> str | None:
+    """The parent's; None without `places`, which know the parent."""
+    return None if places is None else kind_of(_parent(config, places), places)
+
+
 def _parent(config: Config, places: Places) -> Part:
     """The model part of the parent's dict, from its save directory or else from exp_configs.py."""
     written = places.runs / config.exp_id / "exp_dict.json"
@@ -89,6 +122,8 @@ def _parent(config: Config, places: Places) -> Part:
         raise ConfigError(f"parent {config.exp_id}: {written}: expected a dict, got {type(raw).__name__}.")
     if "model" not in raw:
         raise ConfigError(f"parent {config.exp_id}: its experiment has no 'model'.")
+    if "evaluation" in raw:
+        raise ConfigError(f"parent {config.exp_id}: its experiment trains nothing. Take the model that it evaluates.")
     return _bound(raw["model"], f"parent {config.exp_id}")
 
 

@@ -11,7 +11,7 @@ import src.config
 from src.config import Places
 from src.errors import ConfigError
 from src.models.architecture import Architecture
-from src.registry import Model, kind_of
+from src.registry import ENCODER_DECODER, FUSION_IN_DECODER, Model, require_kind
 
 if TYPE_CHECKING:
     from src.models.fusion_in_decoder_layers import FusionInDecoder
@@ -25,7 +25,9 @@ class Config(src.config.Config):
 
     @model_validator(mode="after")
     def _base_is_an_encoder_decoder(self) -> "Config":
-        _require_base(self.base, None)
+        if self.base.name == "lora":
+            raise ValueError("base: put 'lora' around 'fusion_in_decoder'.")
+        require_kind(self.base, ENCODER_DECODER, None)
         return self
 
 
@@ -37,7 +39,6 @@ def build(config: Config, places: Places) -> "FusionInDecoder":
     """
     from src.models.fusion_in_decoder_layers import FusionInDecoder
 
-    _require_base(config.base, places)
     return FusionInDecoder(config.base(places))
 
 
@@ -49,7 +50,10 @@ def check(config: Config, places: Places) -> None:
         UserError: whatever is wrong with it.
     """
     config.base.ask("check", places)
-    _require_base(config.base, places)
+    try:
+        require_kind(config.base, ENCODER_DECODER, places)
+    except ValueError as error:
+        raise ConfigError(f"fusion_in_decoder.base: {error}") from None
 
 
 def architecture(config: Config, places: Places) -> Architecture | None:
@@ -65,4 +69,4 @@ def fingerprint(config: Config, places: Places) -> str | None:
 def kind(config: Config, places: Places | None) -> str:
     """What it is, for recipes that take one kind."""
     del config, places
-    return "fusion_in_decoder"
+    return FUSION_IN_DECODER

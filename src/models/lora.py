@@ -13,7 +13,7 @@ import src.config
 from src.config import Places, unknown_text
 from src.errors import ConfigError
 from src.models.architecture import Architecture
-from src.registry import Model
+from src.registry import Model, kind_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,6 +110,11 @@ def architecture(config: Config, places: Places) -> Architecture | None:
 def fingerprint(config: Config, places: Places) -> str | None:
     """The base's: of pretrained weights, None where it loads none."""
     return config.base.ask("fingerprint", places)
+
+
+def kind(config: Config, places: Places | None) -> str | None:
+    """The base's."""
+    return kind_of(config.base, places)
 
 
 def reads_contexts(config: Config) -> bool:

@@ -11,6 +11,7 @@ from src.config import Places
 from src.errors import ConfigError
 from src.models import hf, prepared_tokenizer
 from src.models.architecture import Architecture
+from src.registry import ENCODER_DECODER
 
 if TYPE_CHECKING:
     from transformers import T5ForConditionalGeneration
@@ -140,7 +141,7 @@ def check(config: Config, places: Places) -> None:
     if config.random:
         prepared_tokenizer.require(places.data / config.random.tokenizer)
         return
-    hf.check(_pretrained(config), places)
+    hf.require_files(_pretrained(config), places)
     known = hf.architecture(_pretrained(config), places)
     if known is None or known.model_type not in ("t5", "mt5"):
         raise ConfigError(f"{config.path}: a model of type {known.model_type if known else 'unknown'!r}; expected a T5.")
@@ -163,7 +164,7 @@ def fingerprint(config: Config, places: Places) -> str | None:
 def kind(config: Config, places: Places | None) -> str:
     """What it is, for recipes that take one kind."""
     del config, places
-    return "encoder_decoder"
+    return ENCODER_DECODER
 
 
 def _pretrained(config: Config) -> hf.Config:

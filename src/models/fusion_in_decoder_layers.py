@@ -1,0 +1,75 @@
+"""Fusion-in-Decoder on an encoder-decoder: passages are encoded each on its own, and the decoder reads all of them at once.
+
+Shapes: B samples, T tokens of the longest decoder input, C passages of the sample with most, S tokens of the longest passage, P = C * S.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+
+class FusionInDecoder(nn.Module):
+    """`base` is a transformers encoder-decoder whose encoder knows relative positions only, such as T5."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+
+    @property
+    def config(self) -> Any:
+        """The base's transformers config."""
+        return self.base.config
+
+    @property
+    def name_or_path(self) -> str:
+        """Where the tokenizer is loaded from."""
+        return str(self.base.name_or_path)
+
+    @name_or_path.setter
+    def name_or_path(self, value: str) -> None:
+        self.base.name_or_path = value
+
+    def encode(self, context_ids: Tensor, context_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states (B, P, D) of passages (B, C, S) and their mask (B, P), True on real tokens; zeros where it is False.
+
+        context_mask: (B, C, S) bool, True on real tokens. A passage without one, which only fills up, is not encoded.
+        """
+        B, C, S = context_ids.shape
+        mask = context_mask.bool()
+        there = mask.any(dim=-1)
+        states = self.base.encoder(input_ids=context_ids[there], attention_mask=mask[there].long()).last_hidden_state
+        hidden = states.new_zeros(B, C, S, states.shape[-1])
+        hidden[mask] = states[mask[there]]
+        return hidden.view(B, C * S, -1), mask.view(B, C * S)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, context_ids: Tensor, context_mask: Tensor, loss_mask: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the decoder's tokens (B, T), which begin with its start token, read with their passages. Padding is on the right.
+
+        Masks are True on real tokens. Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each
+        predicted from the tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token after it.
+        """
+        hidden, mask = self.encode(context_ids, context_mask)
+        logits = self.base(
+            encoder_outputs=BaseModelOutput(last_hidden_state=hidden),  # type: ignore[arg-type]  a subclass of the tensor it asks for
+            attention_mask=mask.long(),
+            decoder_input_ids=input_ids,
+            decoder_attention_mask=attention_mask.long(),
+            use_cache=False,
+        ).logits
+        return logits if loss_mask is None else logits[:, :-1][loss_mask[:, 1:]]
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, context_ids: Tensor, context_mask: Tensor, **kwargs: Any) -> Tensor:
+        """Continue decoder inputs (B, T), all of one length and beginning with the start token; returns them and their continuations.
+
+        `kwargs` are those of transformers' generate.
+        """
+        assert attention_mask.all(), "decoder inputs of one length"
+        hidden, mask = self.encode(context_ids, context_mask)
+        return self.base.generate(
+            encoder_outputs=BaseModelOutput(last_hidden_state=hidden), attention_mask=mask.long(), decoder_input_ids=input_ids, **kwargs
+        )
