@@ -47,6 +47,7 @@ DATASETS = Table(
     "dataset",
     "build",
     {
+        "prompted_qa": "src.data.prompted_qa",
         "qa": "src.data.qa",
         "text": "src.data.text",
     },

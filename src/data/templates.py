@@ -20,12 +20,22 @@ class Template:
     before: tuple[str, ...]
     after: tuple[str, ...]
     before_answer: str = ""
+    before_context: tuple[str, ...] = ()
+    """Where a context is in the prompt it stands between these and `after_context`, and both in the place of `before`."""
+    after_context: tuple[str, ...] = ()
 
 
-# ServiceNow/xc-cache, format_qa_task.py: the user-assistant template and the instruct template.
+# ServiceNow/xc-cache, format_qa_task.py: the user-assistant template, that of Tulu 2 with a context, and the instruct template.
 TEMPLATES: dict[str, Template] = {
-    "assistant": Template(before=("<|user|>", "\n"), after=("\n", "<|assistant|>", "\n")),
-    "instruct": Template(before=("[INST]", " "), after=(" ", "[/INST]"), before_answer=" "),
+    "assistant": Template(
+        before=("<|user|>", "\n"),
+        after=("\n", "<|assistant|>", "\n"),
+        before_context=("<|system|>", "\n"),
+        after_context=("\n", "<|user|>", "\n"),
+    ),
+    "instruct": Template(
+        before=("[INST]", " "), after=(" ", "[/INST]"), before_answer=" ", before_context=("[INST]", " "), after_context=("\n",)
+    ),
 }
 
 
@@ -38,6 +48,8 @@ class Prompter:
         self.fixed_tokens = len(self._assemble([], []))
         self._marker = encoder.token(CONTEXT_TOKEN)
         self.fixed_context_tokens = self.fixed_tokens + len(self._marker)
+        self.fixed_reading_tokens = len(self._assemble([], [], [])) - self.fixed_tokens
+        """What a context in the prompt takes besides its own ids."""
 
     def prompt(self, question: str, max_tokens: int) -> list[int]:
         """Ids up to where the answer begins, at most `max_tokens`; a longer question loses its beginning."""
@@ -47,6 +59,21 @@ class Prompter:
         question_ids = self._encoder.text(question)
         room = max(0, max_tokens - self.fixed_tokens)
         return self._assemble(question_ids[max(0, len(question_ids) - room) :], [])
+
+    def reading(self, context: str, question: str, context_tokens: int, max_tokens: int) -> list[int]:
+        """Like `prompt`, with the context before the question: at most `max_tokens`, and `context_tokens` more for the context.
+
+        A longer context loses its end, a longer question its beginning; neither has the room that the other leaves.
+        """
+        context_ids = self._encoder.text(context)
+        room = max(0, context_tokens - self.fixed_reading_tokens)
+        if len(context_ids) <= room and len(self._joined(question, "")) <= max_tokens:
+            ids = self._joined(question, "", context)
+            if len(ids) <= context_tokens + max_tokens:
+                return ids
+        question_ids = self._encoder.text(question)
+        left = max(0, max_tokens - self.fixed_tokens)
+        return self._assemble(question_ids[max(0, len(question_ids) - left) :], [], context_ids[:room])
 
     def answer(self, answer: str, max_tokens: int) -> list[int]:
         """Ids of the answer and the end token; an answer longer than `max_tokens` loses its end, and the end token with it."""
@@ -64,12 +91,10 @@ class Prompter:
             head = self._assemble(question_ids[max(0, len(question_ids) - room) :], self._marker)
         return (head + self._encoder.text(self._template.before_answer + context if context else ""))[:max_tokens]
 
-    def _joined(self, question: str, marker: str) -> list[int]:
+    def _joined(self, question: str, marker: str, context: str | None = None) -> list[int]:
         """Tokenised as the whole text would be: runs of text between control tokens are not cut further."""
         ids, run = list(self._encoder.start), ""
-        pieces = [*((p, True) for p in self._template.before), (question, False), (marker, True)]
-        pieces += [(p, True) for p in self._template.after]
-        for piece, is_ours in pieces:
+        for piece, is_ours in self._pieces(question, marker, context):
             control = self._encoder.control(piece) if is_ours else None
             if control is None:
                 run += piece
@@ -78,8 +103,21 @@ class Prompter:
                 run = ""
         return ids + self._encoder.text(run)
 
-    def _assemble(self, question_ids: Sequence[int], marker_ids: Sequence[int]) -> list[int]:
-        """The same from a question that is tokenised already."""
-        before = [i for piece in self._template.before for i in self._encoder.token(piece)]
-        after = [i for piece in self._template.after for i in self._encoder.token(piece)]
-        return [*self._encoder.start, *before, *question_ids, *marker_ids, *after]
+    def _pieces(self, question: str, marker: str, context: str | None) -> list[tuple[str, bool]]:
+        """The text in order, each piece with whether it is ours rather than a user's. context: None where there is none."""
+        ours = self._template
+        before = [(piece, True) for piece in (ours.before if context is None else ours.before_context)]
+        if context is not None:
+            before += [(context, False), *((piece, True) for piece in ours.after_context)]
+        return [*before, (question, False), (marker, True), *((piece, True) for piece in ours.after)]
+
+    def _assemble(self, question_ids: Sequence[int], marker_ids: Sequence[int], context_ids: Sequence[int] | None = None) -> list[int]:
+        """The same from a question and a context that are tokenised already."""
+        ours = self._template
+        before = self._tokens(ours.before)
+        if context_ids is not None:
+            before = [*self._tokens(ours.before_context), *context_ids, *self._tokens(ours.after_context)]
+        return [*self._encoder.start, *before, *question_ids, *marker_ids, *self._tokens(ours.after)]
+
+    def _tokens(self, pieces: Sequence[str]) -> list[int]:
+        return [i for piece in pieces for i in self._encoder.token(piece)]
