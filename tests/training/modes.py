@@ -26,6 +26,8 @@ WIDE["loop"] |= {"steps": 9, "sequences_per_step": 12, "micro_batch": 2}
 UNEVEN = copy.deepcopy(toy.CROSSATTN)
 UNEVEN["data"] |= {"corpus": "uneven_qa"}
 UNEVEN["loop"] |= {"steps": 2, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 2}
+AT_ONCE = copy.deepcopy(UNEVEN)
+AT_ONCE["loop"]["micro_batch"] = 8
 PASSES = copy.deepcopy(UNEVEN)
 PASSES["loop"] |= {"steps": 1, "sequences_per_step": 32, "micro_batch": 16, "eval_every": 1}
 SKIPS = copy.deepcopy(LONG)
@@ -38,6 +40,7 @@ EXPERIMENTS = {
     "longer": LONGER,
     "wide": WIDE,
     "uneven": UNEVEN,
+    "uneven at once": AT_ONCE,
     "passes": PASSES,
     "skips": SKIPS,
 }

@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from src.errors import ConfigError
+from src.experiments import checkpoints
+from src.training import consolidate
+from src.training.checkpoint import OPTIMIZER
 from src.training.config import LoopConfig
 from src.training.zero import filled
 from tests.conftest import ROOT
@@ -32,21 +37,45 @@ def test_accumulation_changes_rounding_where_each_pass_is_summed(modes: Modes, m
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-6)
 
 
-def first_steps(modes: Modes, mode: str, processes: int) -> list[dict[str, float]]:
-    """The rows of two steps on sequences of unequal lengths: eight in micro-batches of two."""
-    base = modes.trained("replicated", "base", processes=1)
-    for group in ("base", "uneven"):
+def first_steps(modes: Modes, mode: str, group: str, processes: int) -> Path:
+    """The run of two steps on sequences of unequal lengths, moved aside, with a checkpoint of each."""
+    kept = modes.folder / f"first-{mode}-{group}-{processes}"
+    if not kept.exists():
+        base = modes.trained("replicated", "base", processes=1)
+        shutil.copytree(base, modes.run("base"), dirs_exist_ok=True)
         shutil.rmtree(modes.run(group), ignore_errors=True)
-    shutil.copytree(base, modes.run("base"))
-    assert modes.start(mode, "uneven", processes, ["--log_every", "1"]) == ""
-    return scores(modes.run("uneven"))
+        assert modes.start(mode, group, processes, ["--log_every", "1"]) == ""
+        shutil.move(modes.run(group), kept)
+    return kept
+
+
+def gradients(run: Path) -> dict[str, torch.Tensor]:
+    """Of the first step, by parameter: Adam's first moment is then a tenth of it."""
+    checkpoint = checkpoints.folder(run, 1)
+    if not (checkpoint / OPTIMIZER).exists():
+        assert consolidate.main([str(checkpoint)]) == 0
+    found = load_file(checkpoint / OPTIMIZER)
+    return {name: tensor.double() / (1 - LOOP.adam_beta1) for name, tensor in found.items() if name.endswith("::exp_avg")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_every_gradient_is_that_of_the_whole_batch(modes: Modes, mode: str):
+    """2 ranks x 2 passes x micro-batch 2 against one process that reads all 8 sequences in one pass."""
+    whole = gradients(first_steps(modes, "replicated", "uneven at once", 1))
+    shared = gradients(first_steps(modes, mode, "uneven", 2))
+    assert shared.keys() == whole.keys()
+    assert len(whole) > 10
+    for name, wanted in whole.items():
+        assert wanted.abs().max() > 0, f"{name} has no gradient to compare"
+        assert (shared[name] - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_two_ranks_and_two_passes_make_the_step_of_one_process(modes: Modes, mode: str):
     """Batch 8 = 2 ranks x 2 passes x micro-batch 2, or 4 passes of one process: losses and gradients are those of all tokens."""
-    alone, shared = first_steps(modes, "replicated", 1), first_steps(modes, mode, 2)
+    alone, shared = (scores(first_steps(modes, *which)) for which in (("replicated", "uneven", 1), (mode, "uneven", 2)))
     assert [row["tokens"] for row in alone] == [row["tokens"] for row in shared]
     assert alone[0]["tokens"] % 8, "all answers of the step are of one length"
     for name in ("train_loss", "grad_norm"):
