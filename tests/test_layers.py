@@ -18,15 +18,16 @@ MAY_IMPORT = {
     "src.files": set(),
     "src.config": set(),
     "src.batches": set(),
+    "src.answered": set(),
     "src.distributed": set(),
     "src.weights": set(),
     "src.registry": {"src.config"},
     "src.experiments": {"src.config", "src.registry"},
     "src.launch": {"src.config", "src.registry", "src.experiments"},
-    "src.metrics": {"src.config"},
-    "src.data": {"src.config", "src.registry", "src.batches", "src.distributed"},
+    "src.metrics": {"src.config", "src.answered"},
+    "src.data": {"src.config", "src.registry", "src.batches", "src.answered", "src.distributed"},
     "src.models": {"src.config", "src.registry", "src.batches", "src.weights", "src.experiments"},
-    "src.training": {"src.config", "src.batches", "src.distributed", "src.weights", "src.experiments"},
+    "src.training": {"src.config", "src.registry", "src.answered", "src.batches", "src.distributed", "src.weights", "src.experiments"},
     "src.serving": {"src.config", "src.registry", "src.models", "src.data"},
     "src.recipes": {
         "src.config",
@@ -40,8 +41,8 @@ MAY_IMPORT = {
     "trainval": {"exp_configs", "job_configs", "src.config", "src.registry", "src.experiments", "src.launch", "src.distributed"},
     "exp_configs": {"src.experiments.grid"},
     "job_configs": set(),
-    "data_prep": {"src.config", "src.data"},
-    "results": {"src.experiments", "src.launch", "src.config", "src.registry"},
+    "data_prep": {"src.config", "src.registry", "src.data", "src.models"},
+    "results": {"src.answered", "src.experiments", "src.launch", "src.config", "src.registry"},
 }
 EVERYONE = {"src.errors", "src.files"}
 OUTSIDE = {"tests", "benchmarks"}  # these may import anything

@@ -6,6 +6,7 @@ from functools import cached_property
 from random import Random
 from typing import Any, Self
 
+from src import answered
 from src.config import Places
 from src.data import jsonl
 from src.errors import ConfigError, DataError
@@ -46,7 +47,7 @@ def _require_as_many(row: Row, where: str) -> None:
 
 def all_contexts(row: Row) -> list[str]:
     """At least one."""
-    return row.get("contexts_list") or [row["context"]]
+    return answered.contexts(row)
 
 
 def useful_contexts(row: Row) -> list[str]:
@@ -66,15 +67,22 @@ class Questions:
         self._texts_of: Callable[[Row], list[str]] = all_contexts
         self._context_rows: Sequence[int] = range(len(rows))
 
+    @property
+    def num_questions(self) -> int:
+        """Rows: what can be asked."""
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        """Question `index` as it stands in the prepared data, with its own contexts."""
+        return self._rows[index]
+
     def references(self, index: int) -> list[str]:
         """Accepted answers, at least one."""
-        row = self._rows[index]
-        return row.get("answers") or [row["answer"]]
+        return answered.references(self._rows[index])
 
     def source(self, index: int) -> str:
         """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as "stdlib_calls"."""
-        row = self._rows[index % len(self._rows)]
-        return f"{row['dataset']}_{row['kind']}" if row.get("kind") else row["dataset"]
+        return answered.source(self._rows[index % len(self._rows)])
 
     @cached_property
     def sources(self) -> list[str]:

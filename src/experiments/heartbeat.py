@@ -47,8 +47,19 @@ class Heartbeat:
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
         """Nothing more is known."""
 
+    def on_end(self, scores: Mapping[str, float]) -> None:
+        """Nothing more is known."""
+
     def close(self) -> None:
         """Nothing is open."""
+
+
+def still(run: Path, attempt: int, step: int) -> None:
+    """Say that something goes on after `step` that is no step, such as an inference. Costs a look at the file, as often as one likes."""
+    path = run / HEARTBEAT
+    with contextlib.suppress(UserError, OSError):
+        if not path.exists() or time.time() - path.stat().st_mtime >= EVERY_SECONDS:
+            write_atomic(path, json.dumps({"attempt": attempt, "step": step, "step_seconds": None}) + "\n")
 
 
 @dataclass(frozen=True)

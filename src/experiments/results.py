@@ -106,8 +106,11 @@ def score_names(rows: Iterable[Row]) -> list[str]:
 
 
 def headline(names: Sequence[str]) -> list[str]:
-    """The scores that a reader wants first: not the loop's diagnostics, not parts such as "em/nq"; all where nothing else is left."""
-    return [name for name in names if name not in DIAGNOSTICS and "/" not in name] or list(names)
+    """The scores that a reader wants first: not the loop's diagnostics, not parts such as "em/nq"; all where nothing else is left.
+
+    "inference/em" is no part: it is of the trained model, over all that was asked.
+    """
+    return [name for name in names if name not in DIAGNOSTICS and "/" not in name.removeprefix("inference/")] or list(names)
 
 
 def grouped(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:

@@ -55,6 +55,19 @@ class Scores:
             _append_whole(self.path, line)
         self._last_step = step
 
+    def complete(self, scores: Mapping[str, Any]) -> None:
+        """Add scores to the last row, in place of those of the same names: what is measured once, when the training is over.
+
+        Raises:
+            DataError: a line that is not a row.
+            RunError: the disk refuses. The file holds what it held before.
+        """
+        self._check_writable()
+        *before, (_, last) = self._read()
+        line = self._line({**{name: math.nan if value is None else value for name, value in last.items()}, **scores})
+        write_atomic(self.path, b"".join(old + b"\n" for old, _ in before) + line)
+        self._last_step, self._mended = last["step"], True
+
     def rows(self) -> list[Row]:
         """Every complete row. A last line without its newline was cut by a crash and is left out.
 

@@ -5,8 +5,10 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
+from src.answered import Answered
 from src.config import Config as StrictConfig
 
+NAMES = ("em", "f1", "precision", "recall")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -15,31 +17,21 @@ class Config(StrictConfig):
     """Nothing to choose."""
 
 
-def score(config: Config, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Means over samples of {"em", "f1", "precision", "recall"}, each between 0 and 1.
+def names(config: Config) -> tuple[str, ...]:
+    """What `score` gives."""
+    del config
+    return NAMES
 
-    A sample has one or more accepted answers: em takes any of them, the others the one with the best F1. Words are those of
-    `normalise`; two empty answers agree (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and the SQuAD 2.0 script).
 
-    Raises:
-        ValueError: no samples, unequal lengths, or a sample without references.
+def score(config: Config, answers: Sequence[Answered]) -> dict[str, list[float]]:
+    """{"em", "f1", "precision", "recall"}, of each answer, between 0 and 1.
+
+    em takes any of the references, the others the one with the best F1. Words are those of `normalise`; two empty answers agree
+    (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and the SQuAD 2.0 script).
     """
-    if len(predictions) != len(references):
-        raise ValueError(f"{len(predictions)} predictions for {len(references)} lists of references")
-    if not predictions:
-        raise ValueError("no predictions to score")
-    sums = dict.fromkeys(("em", "f1", "precision", "recall"), 0.0)
-    for index, (prediction, accepted) in enumerate(zip(predictions, references, strict=True)):
-        if isinstance(accepted, str) or not accepted:
-            raise ValueError(f"references[{index}]: expected a list of one or more answers, got {accepted!r}")
-        predicted = normalise(prediction).split()
-        answers = [normalise(answer).split() for answer in accepted]
-        f1, precision, recall = max(_overlap(predicted, answer) for answer in answers)
-        sums["em"] += predicted in answers
-        sums["f1"] += f1
-        sums["precision"] += precision
-        sums["recall"] += recall
-    return {name: total / len(predictions) for name, total in sums.items()}
+    del config
+    rows = [_score(answer) for answer in answers]
+    return {name: [row[place] for row in rows] for place, name in enumerate(NAMES)}
 
 
 def normalise(text: str) -> str:
@@ -47,8 +39,8 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def _overlap(predicted: Sequence[str], answer: Sequence[str]) -> tuple[float, float, float]:
-    """(F1, precision, recall) of two bags of words."""
+def overlap(predicted: Sequence[str], answer: Sequence[str]) -> tuple[float, float, float]:
+    """(F1, precision, recall) of two bags of words; all 1 where both are empty."""
     if not predicted or not answer:
         same = float(predicted == answer)
         return same, same, same
@@ -57,3 +49,9 @@ def _overlap(predicted: Sequence[str], answer: Sequence[str]) -> tuple[float, fl
         return 0.0, 0.0, 0.0
     precision, recall = shared / len(predicted), shared / len(answer)
     return 2 * precision * recall / (precision + recall), precision, recall
+
+
+def _score(answer: Answered) -> tuple[float, float, float, float]:
+    predicted = normalise(answer.prediction).split()
+    accepted = [normalise(reference).split() for reference in answer.references]
+    return float(predicted in accepted), *max(overlap(predicted, words) for words in accepted)

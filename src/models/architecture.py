@@ -40,7 +40,7 @@ def from_dict(raw: Mapping[str, Any]) -> Architecture | None:
     found: dict[str, Any] = {size: _first(raw, keys) for size, keys in _SPELLINGS.items()}
     if None in found.values():
         return None
-    heads = raw.get("num_key_value_heads") or found["num_heads"]
+    heads = raw.get("num_key_value_heads") or (1 if raw.get("multi_query") else found["num_heads"])
     return Architecture(**found, num_key_value_heads=heads, max_positions=_first(raw, _MAX_POSITIONS))
 
 

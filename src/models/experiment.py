@@ -104,6 +104,11 @@ def architecture(config: Config, places: Places) -> Architecture | None:
     return _parent(config, places).ask("architecture", places)
 
 
+def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, int] | None:
+    """The parent's: of what is kept of a context, in bytes per token."""
+    return _parent(config, places).ask("cache_bytes", places, value_bytes)
+
+
 def kind(config: Config, places: Places | None) -> str | None:
     """The parent's; None without `places`, which know the parent."""
     return None if places is None else kind_of(_parent(config, places), places)

@@ -107,6 +107,11 @@ def architecture(config: Config, places: Places) -> Architecture | None:
     return config.base.ask("architecture", places)
 
 
+def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, int] | None:
+    """The base's: of what is kept of a context, in bytes per token."""
+    return config.base.ask("cache_bytes", places, value_bytes)
+
+
 def fingerprint(config: Config, places: Places) -> str | None:
     """The base's: of pretrained weights, None where it loads none."""
     return config.base.ask("fingerprint", places)

@@ -8,22 +8,15 @@ from pydantic import Field, model_validator
 from src import config as configs
 from src import distributed
 from src.config import Places
-from src.errors import DataError, check_all
+from src.data import indices
+from src.errors import check_all
 from src.experiments.run import Run
-from src.registry import Dataset, Metric, Model, max_positions, resolved
+from src.registry import Dataset, Model, max_positions, resolved
+from src.training.answer_configs import Answers, Inference, measured, most_new_tokens
 from src.training.config import LoopConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-
-class Answers(configs.Config):
-    """Questions answered by greedy generation at each evaluation, and how the answers are scored."""
-
-    questions: int = Field(gt=0)
-    """The first ones of the validation set."""
-    max_new_tokens: int = Field(gt=0)
-    metrics: list[Metric] = Field(min_length=1)
 
 
 class Config(configs.Config):
@@ -34,6 +27,7 @@ class Config(configs.Config):
     data: Dataset
     loop: LoopConfig
     answers: Answers | None = None
+    inference: Inference | None = None
 
     @model_validator(mode="after")
     def _reads_contexts(self) -> "Config":
@@ -46,28 +40,29 @@ class Config(configs.Config):
 
 def check(config: Config, places: Places) -> None:
     """Raises a UserError for what can be known to fail before anything is loaded."""
-    scores = {"val_loss", "val_loss_shuffled_context"}
-    if config.answers and config.loop.best_metric not in scores:
-        scores |= {name for metric in config.answers.metrics for name in metric([""], [[""]])}
+    new_tokens = most_new_tokens(config.answers, config.inference)
     check_all(
         lambda: config.model.ask("check", places),
         lambda: config.data.ask("check", places),
-        lambda: config.data.ask("fits", max_positions(config.model, places), config.answers.max_new_tokens if config.answers else 0),
+        lambda: config.data.ask("check_base", places, config.model),
+        lambda: config.data.ask("fits", max_positions(config.model, places), new_tokens),
         lambda: config.data.ask("one_shape", config.loop.compile),
-        lambda: config.loop.check(scores),
+        lambda: config.loop.check({"val_loss", "val_loss_shuffled_context"} | measured(config.answers)),
+        lambda: config.inference and indices.check(places, config.data.config, config.inference.split, config.inference.index_file),
     )
 
 
 def run(config: Config, run: Run) -> None:
-    """Train to the last step. Collective.
+    """Train to the last step, and then make the inference. Collective.
 
     Scores: train_loss; val_loss with the right context and val_loss_shuffled_context with another question's (nats per token);
-    those of `answers.metrics`.
+    those of `answers.metrics`. The last row has those of the trained model too: cache_bytes_per_context_token and its kind, and those
+    of `inference`.
     """
     import torch
 
     from src.data import tokenizers
-    from src.training import answers
+    from src.training import answers, inference
     from src.training.checkpoint import About
     from src.training.evaluation import mean_loss
     from src.training.inputs import fingerprints
@@ -81,22 +76,31 @@ def run(config: Config, run: Run) -> None:
         val = config.data(run.places, tokenizer, "val", config.seed)
         shuffled = val.with_shuffled_contexts()
         inputs = fingerprints(run, train, tokenizer, config.model.ask("fingerprint", run.places))
-        if config.answers and config.answers.questions > len(val):
-            raise DataError(f"answers.questions: {config.answers.questions} of a validation set of {len(val)}. Ask for fewer.")
+        if config.answers:
+            config.answers.require(val)
+        asked = inference.prepare(
+            config.inference,
+            lambda split: config.data(run.places, tokenizer, split, config.seed),
+            lambda name: indices.read(run.places, config.data.config, name),
+        )
+
+    def respondent(dataset: Any, accelerator: Any) -> answers.Respondent:
+        return answers.Respondent(model, dataset, tokenizer, config.loop.micro_batch, accelerator.device)
 
     def evaluate(accelerator: Any) -> dict[str, float]:
         at = (config.loop.micro_batch, accelerator.device)
         scores = {"val_loss": mean_loss(model, val, loss, *at), "val_loss_shuffled_context": mean_loss(model, shuffled, loss, *at)}
-        if config.answers:
-            predictions = answers.answer(model, val, tokenizer, config.answers.questions, config.answers.max_new_tokens, at)
-            scores |= answers.scores(config.answers.metrics, predictions, val)
-        return scores
+        return scores | (answers.evaluate(config.answers, respondent(val, accelerator)) if config.answers else {})
+
+    def finish(accelerator: Any) -> dict[str, float]:
+        caches = config.model.ask("cache_bytes", run.places, model.base.dtype.itemsize) or {}
+        return caches | inference.make(run, asked, lambda dataset: respondent(dataset, accelerator))
 
     def learned(module: "nn.Module", batch: "Mapping[str, Tensor]") -> "Tensor":
         return loss(module, batch, config.loop.label_smoothing)
 
     about = About(resolved(config.model), tokenizer)
-    fit(Task(model, about, train, inputs, learned, evaluate), run, config.loop, config.seed)
+    fit(Task(model, about, train, inputs, learned, evaluate, finish), run, config.loop, config.seed)
 
 
 def loss(model: "nn.Module", batch: "Mapping[str, Tensor]", label_smoothing: float = 0.0) -> "Tensor":

@@ -50,6 +50,8 @@ class Task:
     """(model, batch) -> summed loss over the tokens where batch["loss_mask"] is True."""
     evaluate: Callable[[Accelerator], Mapping[str, float]]
     """Scores of the model as it stands, the same on every rank. Called on every rank, in eval mode."""
+    finish: Callable[[Accelerator], Mapping[str, float]] | None = None
+    """Like `evaluate`, but of the trained model: called when its last checkpoint is written, and again where a stop came in between."""
 
 
 def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
@@ -74,7 +76,7 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
     with distributed.together():
         reporter = Reporter(run, config, task.model, loop.state.step)
     limits = Watch(run.options.limits, run.path)
-    with contextlib.closing(reporter), memory_advice(), loop.saver.writing(), distributed.limited(limits.reached), loop.told():
+    with contextlib.closing(reporter), memory.advice(), loop.saver.writing(), distributed.limited(limits.reached), loop.told():
         reading = loader.Reading(loop.branches, run.options.num_workers)
         steps = loader.steps(task.train, config, seed, loop.state.step, accelerator.device, reading)
         loop.meter.restart()
@@ -89,6 +91,7 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
                 raise distributed.stopped(None)
             loss = loop.learn(loop.meter.waiting(steps))
             reporter.step(loop.state.step, loss, loop.meter.tokens_per_second())
+        loop.finish(reporter)
     return loop.state
 
 
@@ -217,6 +220,15 @@ class Loop:
         self.selection.update(self.state.step, scores)
         return scores
 
+    def finish(self, reporter: Reporter) -> None:
+        """Score the trained model, if the recipe asks for it; these scores join the last row."""
+        if self.task.finish is not None:
+            self.saver.written()
+            self.task.model.eval()
+            with self.accelerator.autocast():
+                scores = self.task.finish(self.accelerator)
+            distributed.from_main(lambda: reporter.complete(scores))
+
     def report(self, reporter: Reporter, scores: Mapping[str, float]) -> None:
         """Write one score row and one row of timings, and begin new sums."""
         step, since = self.state.step, self.state.since_row
@@ -285,13 +297,3 @@ class Loop:
         else:
             checkpoints.mark_best(self.run.path, best)
         self.saver.rotation.rotate(self.state.step, best)  # a kill may have come before it
-
-
-@contextlib.contextmanager
-def memory_advice() -> Iterator[None]:
-    """Turn an exhausted GPU into a RunError that says what to change."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        advice = "Try --gradient_checkpointing, or lower loop.micro_batch: a step reads the same sequences in more pieces."
-        raise RunError(f"{str(error).splitlines()[0]} {advice}") from error

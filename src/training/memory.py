@@ -12,12 +12,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from src.errors import ConfigError
+from src.errors import ConfigError, RunError
 from src.training.compilation import layers
 
 log = logging.getLogger(__name__)
 LEAST_BYTES = 2**20
 """A tensor smaller than that stays where it is: the copy would cost more than the room."""
+
+
+@contextlib.contextmanager
+def advice() -> Iterator[None]:
+    """Turn an exhausted GPU into a RunError that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        remedy = "Try --gradient_checkpointing, or lower loop.micro_batch: a step reads the same sequences in more pieces."
+        raise RunError(f"{str(error).splitlines()[0]} {remedy}") from error
 
 
 def checkpointed(model: nn.Module) -> int:

@@ -23,6 +23,9 @@ class Callback(Protocol):
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
         """`row`: scores by name, with "step". `perf`: rates by name."""
 
+    def on_end(self, scores: Mapping[str, float]) -> None:
+        """`scores` were measured once, of the trained model: they join the last row."""
+
     def close(self) -> None:
         """The training is over, finished or not."""
 
@@ -56,6 +59,18 @@ class Reporter:
         self.run.dir.set_status("running", step=row["step"], steps=self.config.steps, loss=row.get("train_loss"))
         for callback in self.callbacks:
             callback.on_row(row, perf)
+
+    def complete(self, scores: Mapping[str, float]) -> None:
+        """Add scores of the trained model to the last row; to be called on rank 0.
+
+        Raises:
+            RunError: the disk refuses, or another process has taken over the save directory.
+        """
+        self.run.dir.confirm()
+        self.run.dir.scores.complete(scores)
+        self.run.dir.scores.export_haven()
+        for callback in self.callbacks:
+            callback.on_end(scores)
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Show that `step` is finished."""

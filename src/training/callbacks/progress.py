@@ -33,6 +33,10 @@ class Progress:
         losses = "  ".join(f"{name} {value:.4f}" for name, value in row.items() if "loss" in name)
         log.info("step %d/%d  %s  %s tokens/s  %s left", step, self.steps, losses, f"{rate:,.0f}", left)
 
+    def on_end(self, scores: Mapping[str, float]) -> None:
+        """Log them, without parts such as "inference/em/nq"."""
+        log.info("%s", "  ".join(f"{name} {value:.4g}" for name, value in scores.items() if name.count("/") < 2))
+
     def close(self) -> None:
         """Remove the bar."""
         if self.bar is not None:

@@ -66,6 +66,10 @@ class Wandb:
         """Log the row at its step."""
         self._log({**row, **{f"perf/{name}": value for name, value in perf.items()}})
 
+    def on_end(self, scores: Mapping[str, float]) -> None:
+        """Put them into the summary: their step is logged already."""
+        self.wandb.summary.update(dict(scores))
+
     def close(self) -> None:
         """Flush and end."""
         self.wandb.finish()

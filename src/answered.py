@@ -1,0 +1,91 @@
+"""What crosses from models to metrics: answered questions, and how the scores of single answers become scores of many."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A question, what a model has answered, and what it should have."""
+
+    prediction: str
+    references: Sequence[str]
+    """Accepted answers, at least one."""
+    question: str = ""
+    contexts: Sequence[str] = ()
+    """The texts that the question is on."""
+    source: str = ""
+    """What scores are grouped by."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.references, str) or not self.references:
+            raise ValueError(f"references: expected a list of one or more answers, got {self.references!r}")
+
+
+Metric = Callable[[Sequence[Answered]], dict[str, list[float]]]
+"""Scores by name, one for each answer, all better when higher."""
+
+
+def of_row(row: Mapping[str, Any], prediction: str) -> Answered:
+    """`prediction` for the question in a row of prepared data."""
+    return Answered(prediction, references(row), row["question"], contexts(row), source(row))
+
+
+def references(row: Mapping[str, Any]) -> list[str]:
+    """Accepted answers of a row, at least one."""
+    return row.get("answers") or [row["answer"]]
+
+
+def contexts(row: Mapping[str, Any]) -> list[str]:
+    """All contexts of a row, at least one."""
+    return row.get("contexts_list") or [row["context"]]
+
+
+def source(row: Mapping[str, Any]) -> str:
+    """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as "stdlib_calls"."""
+    return f"{row['dataset']}_{row['kind']}" if row.get("kind") else row["dataset"]
+
+
+def best(reference_scores: Callable[[str, str], float], answer: Answered) -> float:
+    """The highest score of a prediction, over its references. reference_scores: (prediction, reference) -> score."""
+    return max(reference_scores(answer.prediction, reference) for reference in answer.references)
+
+
+def scores(metrics: Iterable[Metric], answers: Sequence[Answered], best_answer: bool = False) -> dict[str, float]:
+    """Means over all answers and, where these are of several sources, over each source: {"em": …, "em/nq": …}.
+
+    best_answer: rows that ask one question on the same contexts count as one. A prediction of any of them is right where it is right
+    for any, and the highest score counts.
+
+    Raises:
+        ValueError: no answers.
+    """
+    if not answers:
+        raise ValueError("no answers to score")
+    groups = _same_question(answers) if best_answer else [[i] for i in range(len(answers))]
+    if best_answer:
+        accepted = {i: list(dict.fromkeys(r for j in group for r in answers[j].references)) for group in groups for i in group}
+        answers = [Answered(a.prediction, accepted[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)]
+    sources = [answers[group[0]].source for group in groups]
+    found: dict[str, float] = {}
+    for metric in metrics:
+        for name, values in metric(answers).items():
+            assert len(values) == len(answers), name
+            of_groups = [max(values[i] for i in group) for group in groups]
+            found[name] = _mean(of_groups)
+            for part in sorted(set(sources)) if len(set(sources)) > 1 else []:
+                found[f"{name}/{part}"] = _mean([value for value, s in zip(of_groups, sources, strict=True) if s == part])
+    return found
+
+
+def _same_question(answers: Sequence[Answered]) -> list[list[int]]:
+    """Indices of the answers to one question on the same contexts, in the order of first appearance. Sources are kept apart."""
+    groups: dict[Any, list[int]] = {}
+    for i, answer in enumerate(answers):
+        groups.setdefault((answer.source, answer.question, tuple(answer.contexts)), []).append(i)
+    return list(groups.values())
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,41 @@
+"""Files that list rows of a prepared data set by number: which questions of a split are asked."""
+
+from src.config import Config, Places
+from src.data import jsonl
+from src.errors import ConfigError, DataError
+
+
+def check(places: Places, data: Config, split: str, name: str | None) -> None:
+    """Refuse a split or an index file that the data set of the config `data` does not have, without reading it.
+
+    Raises:
+        DataError: the data set lacks it; says what there is.
+        ConfigError: the numbers would be those of other rows.
+    """
+    chosen = data.model_dump()
+    folder = jsonl.corpus(places, chosen["corpus"])
+    jsonl.require_file(folder, f"{split}.jsonl")
+    if name is not None:
+        jsonl.require_file(folder, name)
+        if split == "val" and chosen.get("val_samples") is not None:
+            raise ConfigError(
+                "inference.index_file: counts the rows of val.jsonl, of which data.val_samples uses some, in another order. "
+                "Leave one of the two out."
+            )
+
+
+def read(places: Places, data: Config, name: str) -> list[int]:
+    """The numbers in the file `name` of the data set, one on each line, counted from 0; blank lines are passed over.
+
+    Raises:
+        DataError: the data set or the file is missing, or a line is no number; names it.
+    """
+    path = jsonl.require_file(jsonl.corpus(places, data.model_dump()["corpus"]), name)
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        text = line.strip()
+        if text and not (text.isascii() and text.isdigit()):
+            raise DataError(f"{path}:{number}: expected the number of a row, counted from 0, got {text[:60]!r}.")
+        if text:
+            found.append(int(text))
+    return found

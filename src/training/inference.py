@@ -1,0 +1,154 @@
+"""The inference of a trained model: the questions of a split with its answers, <run>/inference/<split>.jsonl, and their scores.
+
+A line is a row of the prepared data and `answer_pred`. The folder is written whole or not at all; until then its lines gather in
+<run>/inference.part.jsonl, from which a run that was interrupted goes on, with any number of processes. The first line there, like the
+manifest of the folder, says whose answers to which questions these are: what does not fit is begun anew.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from src import answered, distributed
+from src.answered import Answered
+from src.errors import RunError
+from src.experiments import checkpoints, heartbeat
+from src.experiments.run import Run
+from src.files import defect, new_directory, read_manifest, reading, writing
+from src.training.answer_configs import PREFIX, Inference
+from src.training.answers import Respondent
+
+FOLDER = "inference"
+PART = "inference.part.jsonl"
+PREDICTION = "answer_pred"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An inference that can be made: what is wrong with it shows before the training."""
+
+    config: Inference
+    dataset: Any
+    """Of the split. Has `num_questions`, `row(i)`, `source(i)`, `prompt(i)`, `collate_prompts` and a `fingerprint`."""
+    indices: list[int]
+    """Which of its questions are asked."""
+
+
+def prepare(config: Inference | None, build: Callable[[str], Any], listed: Callable[[str], list[int]]) -> Asked | None:
+    """To be called before the training. build: split -> its data set. listed: name of an index file -> the numbers in it.
+
+    Raises:
+        UserError: there are no such rows.
+        ImportError: a library of a metric is missing.
+    """
+    if config is None:
+        return None
+    dataset = build(config.split)
+    chosen = config.chosen(dataset, listed(config.index_file) if config.index_file else None)
+    answered.scores(config.metrics, [Answered("a word", ["a word"], "a question", ["a context"], "a source")], config.best_answer)
+    return Asked(config, dataset, chosen)
+
+
+def make(run: Run, asked: Asked | None, respondent: Callable[[Any], Respondent]) -> dict[str, float]:
+    """Ask the questions, where they are not answered yet; the scores, {"inference/em": …, "inference/em/nq": …}. Collective.
+
+    To be called when the last checkpoint is written: the answers are noted as those of its weights. None asked: no scores.
+    respondent: data set -> who answers its questions.
+
+    Raises:
+        distributed.Stopped: a process was asked to stop meanwhile. What was answered stays.
+        RunError: the disk refuses, or another process has taken over the save directory.
+    """
+    if asked is None:
+        return {}
+    who = respondent(asked.dataset)
+    facts = distributed.from_main(lambda: _facts(run.path, asked, who.batch_size))
+    predictions = distributed.from_main(lambda: _finished(run.path, asked.config.split, facts))
+    if predictions is None:
+        predictions = _ask(run, asked, who, facts)
+    answers, config = who.answered(asked.indices, predictions), asked.config
+    scores = distributed.from_main(lambda: answered.scores(config.metrics, answers, config.best_answer))
+    return {f"{PREFIX}{name}": value for name, value in scores.items()}
+
+
+def _facts(run: Path, asked: Asked, batch_size: int) -> dict[str, Any]:
+    """Whose answers to which questions: what was answered is of use where these are the same."""
+    folder = checkpoints.newest_whole(run)
+    assert folder is not None, "the training ends with a checkpoint"
+    return {
+        "step": checkpoints.step_of(folder),
+        "weights": read_manifest(folder, RunError)["files"]["model.safetensors"]["sha256"],
+        "data": asked.dataset.fingerprint,
+        "questions": hashlib.sha256(json.dumps([asked.config.split, *asked.indices]).encode()).hexdigest(),
+        "max_new_tokens": asked.config.max_new_tokens,
+        "batch_size": batch_size,
+    }
+
+
+def _finished(run: Path, split: str, facts: dict[str, Any]) -> list[str] | None:
+    """The answers of a whole inference by the same model; None where there is none."""
+    folder = run / FOLDER
+    if not folder.is_dir() or defect(folder) is not None:
+        return None
+    if not facts.items() <= read_manifest(folder, RunError).items():
+        return None
+    with reading(folder):
+        lines = (folder / f"{split}.jsonl").read_bytes().splitlines()
+    return [json.loads(line)[PREDICTION] for line in lines]
+
+
+def _ask(run: Run, asked: Asked, who: Respondent, facts: dict[str, Any]) -> list[str]:
+    """Go on from what was answered before an interruption, and write the folder. Collective."""
+    part = run.path / PART
+    predictions = distributed.from_main(lambda: _begin(run, part, facts))
+    if predictions:
+        log.info("%s: goes on after %d of %d questions.", part, len(predictions), len(asked.indices))
+    for some in who.rounds(asked.indices[len(predictions) :], asked.config.max_new_tokens):
+        distributed.from_main(lambda texts=some: _note(run, part, texts, facts["step"]))
+        predictions += some
+    distributed.from_main(lambda: _write(run, asked, predictions, facts))
+    return predictions
+
+
+def _begin(run: Run, part: Path, facts: dict[str, Any]) -> list[str]:
+    """The answers in `part`, which holds whole lines of this inference alone when this returns."""
+    run.dir.confirm()
+    head = json.dumps(facts, sort_keys=True).encode()
+    try:
+        with reading(part):
+            lines = part.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        lines = []
+    if not lines or lines[0] != head:
+        lines = [head]
+    whole = 1 + (len(lines) - 1) // facts["batch_size"] * facts["batch_size"]  # so that all batches are those of an undisturbed inference
+    del lines[whole:]
+    with writing(part), open(part, "wb") as file:
+        file.write(b"".join(line + b"\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+    return [json.loads(line) for line in lines[1:]]
+
+
+def _note(run: Run, part: Path, texts: Sequence[str], step: int) -> None:
+    """Add the answers of one round."""
+    with writing(part), open(part, "ab") as file:
+        file.write("".join(json.dumps(text) + "\n" for text in texts).encode())
+    heartbeat.still(run.path, run.dir.attempt, step)
+
+
+def _write(run: Run, asked: Asked, predictions: Sequence[str], facts: dict[str, Any]) -> None:
+    run.dir.confirm()
+    with new_directory(run.path / FOLDER, facts) as folder, open(folder / f"{asked.config.split}.jsonl", "w", encoding="utf-8") as file:
+        for i, text in zip(asked.indices, predictions, strict=True):
+            line = json.dumps({**asked.dataset.row(i), PREDICTION: text})
+            file.write(f"{line}\n")
+    with writing(run.path / PART):
+        (run.path / PART).unlink(missing_ok=True)
