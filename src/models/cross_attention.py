@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 import src.config
 from src.config import Places, unknown_text
 from src.errors import ConfigError
+from src.models import cache_size
 from src.models.architecture import Architecture
 from src.registry import Model
 
@@ -131,6 +132,11 @@ def check(config: Config, places: Places) -> None:
     from src.models import reference_layout
 
     config.base.ask("check", places)
+    if config.base.ask("drawn") and not config.train_all_params:
+        raise ConfigError(
+            "cross_attention.base: its weights are drawn at random, and frozen they never learn and are in no checkpoint. "
+            "Train it first and write ref(...) of that experiment, or set train_all_params."
+        )
     if config.weights is not None:
         reference_layout.require(Path(config.weights))
     known = architecture(config, places)
@@ -149,6 +155,16 @@ def fingerprint(config: Config, places: Places) -> str | None:
 
     found = config.base.ask("fingerprint", places)
     return found if config.weights is None else reference_layout.fingerprint(Path(config.weights), found)
+
+
+def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, int] | None:
+    """What is kept of a context, in bytes per token: see `cache_size`. None where the base's sizes are not known."""
+    sizes = architecture(config, places)
+    if sizes is None:
+        return None
+    made = plan(config, sizes)
+    block = 2 * made.num_key_value_heads * (made.hidden_size // made.num_heads)
+    return cache_size.of_cross_attention(sizes, 1 if config.shared_weights else config.num_layers, block, value_bytes)
 
 
 def learns_everything(config: Config) -> bool:

@@ -174,7 +174,7 @@ class CrossAttentionLM(nn.Module):
         super().__init__()
         sizes, layers = _fit(config, base)
         self.base = base.requires_grad_(config.train_all_params)
-        self.train_all_params = config.train_all_params
+        self.settings = config
         keys = ["shared"] if config.shared_weights else [str(i) for i in sizes.places]
         self.places = sizes.places
         """Indices of the decoder layers that have a block, the topmost first."""
@@ -209,7 +209,7 @@ class CrossAttentionLM(nn.Module):
     def train(self, mode: bool = True) -> "CrossAttentionLM":
         """Set the blocks to train or eval mode; the base too where it learns, else it stays in eval."""
         super().train(mode)
-        self.base.train(mode and self.train_all_params)
+        self.base.train(mode and self.settings.train_all_params)
         return self
 
     def encode(self, context_ids: Tensor, context_mask: Tensor) -> Context:

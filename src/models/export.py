@@ -1,4 +1,7 @@
-"""A trained model as transformers and other programs load it: adapters merged into the weights, the tokenizer beside them.
+"""A trained model as other programs load it: adapters merged into the weights, the tokenizer beside them.
+
+A plain model is one of transformers then. Of a cross-attention model it is the new blocks, in the layout of XC-Cache; with adapters
+or a base that learned too, the base is beside them in base/.
 
 python -m src.models.export results/runs/EXP_ID exported                        its last checkpoint
 python -m src.models.export results/runs/EXP_ID/checkpoints/step-00002000 exported --dtype bfloat16
@@ -13,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from src.config import Places
-from src.errors import CheckpointError, ConfigError, UserError
-from src.experiments import checkpoints
-from src.files import defect, new_directory
-from src.models import lora
+from src.errors import ConfigError, UserError
+from src.files import new_directory
+from src.models import lora, reference_layout
 from src.models.experiment import from_checkpoint
+from src.models.load import PLACES, checkpoint
 
 log = logging.getLogger(__name__)
-ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -28,31 +30,41 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None)
     """Write the model of the run or checkpoint `source` to the new folder `target`. dtype: of the weights; None: as they were trained.
 
     Raises:
-        ConfigError: `target` is there, or the model is more than a transformers model.
+        ConfigError: `target` is there, or the model is one that no other program knows.
         CheckpointError: there is no whole checkpoint.
         UserError: what the model is built on cannot be had.
     """
     import torch
-    from transformers import PreTrainedModel
 
     if target.exists():
         raise ConfigError(f"{target}: is there already. Name a folder that is not.")
-    folder = source if (source / "model.json").is_file() else checkpoints.newest_whole(source)
-    if folder is None:
-        raise CheckpointError(f"{source}: neither a checkpoint nor a run that has one.")
-    if problem := defect(folder):
-        raise CheckpointError(f"{folder}: damaged ({problem.rstrip('.')}). Take another checkpoint.")
+    folder = checkpoint(source)
     model: Any = from_checkpoint(folder, str(folder), places)
     merged = lora.merge(model)
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(f"{folder}: its model is a {type(model).__name__}, which transformers does not know. Load it with this project.")
     if dtype:
         model = model.to(getattr(torch, dtype))
     with new_directory(target) as made:
-        model.save_pretrained(made)
+        _write(model, merged > 0, made, folder)
         for path in (folder / "tokenizer").iterdir():
             shutil.copy(path, made)
     log.info("%s: %d adapters merged.", target, merged)
+
+
+def _write(model: Any, moved: bool, made: Path, folder: Path) -> None:
+    """The weights of `model`, trained in the checkpoint `folder`. moved: whether its base is not the one that it was built on."""
+    from transformers import PreTrainedModel
+
+    from src.models.cross_attention_layers import CrossAttentionLM
+
+    if isinstance(model, CrossAttentionLM):
+        if moved or model.settings.train_all_params:
+            model.base.save_pretrained(made / "base")
+            model.name_or_path = "base"
+        reference_layout.save(model, made)
+    elif isinstance(model, PreTrainedModel):
+        model.save_pretrained(made)
+    else:
+        raise ConfigError(f"{folder}: its model is a {type(model).__name__}, which no other program knows. Load it with this project.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="a run or one of its checkpoints")
     parser.add_argument("target", type=Path, help="the folder to be made")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were trained)")
-    parser.add_argument("--data_path", type=Path, default=ROOT / "results" / "data", metavar="DIR", help="prepared data sets")
-    parser.add_argument("-sb", "--savedir_base", type=Path, default=ROOT / "results" / "runs", metavar="DIR", help="of the model's parents")
+    parser.add_argument("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
+    parser.add_argument("-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="of the model's parents")
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     try:

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 import src.config
 from src.config import Places
-from src.models import prepared_tokenizer
+from src.models import cache_size, prepared_tokenizer
 from src.models.architecture import Architecture
 
 if TYPE_CHECKING:
@@ -74,3 +74,14 @@ def architecture(config: Config, places: Places) -> Architecture:
     del places  # they are in the config
     sizes = (config.num_layers, config.hidden_size, config.num_heads)
     return Architecture("gpt_bigcode", *sizes, num_key_value_heads=1, max_positions=config.max_positions)
+
+
+def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, int] | None:
+    """What is kept of a context that stands in the prompt, in bytes per token; None where the sizes are not known."""
+    return cache_size.of_decoder(architecture(config, places), value_bytes)
+
+
+def drawn(config: Config) -> bool:
+    """Whether its weights are random: they are."""
+    del config
+    return True

@@ -18,7 +18,6 @@ from src.weights import some
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from src.models.cross_attention import Config
     from src.models.cross_attention_layers import CrossAttentionLM
 
 _PREFIX = "cross_attn_layers"
@@ -102,8 +101,8 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
             weights[ours].copy_(saved[several[0]])
 
 
-def save(model: "CrossAttentionLM", config: "Config", folder: Path) -> None:
-    """Write the blocks of `model`, made from `config`, and a config.json that names the base into `folder`, which is there."""
+def save(model: "CrossAttentionLM", folder: Path) -> None:
+    """Write the blocks of `model`, and a config.json that names the base, into `folder`, which is there."""
     from safetensors.torch import save_file
 
     weights = model.state_dict()
@@ -111,12 +110,12 @@ def save(model: "CrossAttentionLM", config: "Config", folder: Path) -> None:
         {theirs: weights[ours].detach().cpu().clone() for ours, several in names(model).items() for theirs in several},
         folder / "model.safetensors",
     )
-    write_json(folder / "config.json", {**model.config.to_dict(), **_settings(model, config)})
+    write_json(folder / "config.json", {**model.config.to_dict(), **_settings(model)})
 
 
-def _settings(model: "CrossAttentionLM", config: "Config") -> dict[str, Any]:
+def _settings(model: "CrossAttentionLM") -> dict[str, Any]:
     """The blocks' sizes, as XC-Cache writes them into config.json."""
-    attention = next(iter(model.blocks.values())).attention
+    config, attention = model.settings, next(iter(model.blocks.values())).attention
     return {
         "_name_or_path": model.name_or_path,
         "n_cross_attn_layers": config.num_layers,

@@ -210,6 +210,9 @@ def test_cross_attention_is_checked_before_anything_is_loaded(places):
     assert part({**raw, "stride": 1}).ask("architecture", planned).num_layers == 4
     with pytest.raises(DataError, match="data/other: no tokenizer here"):
         part({**raw, "stride": 1, "base": {**GPT, "tokenizer": "other"}}).ask("check", places)
+    with pytest.raises(ConfigError, match="its weights are drawn at random, and frozen they never learn"):
+        part({**raw, "stride": 1, "base": GPT}).ask("check", places)
+    part({**raw, "stride": 1, "base": GPT, "train_all_params": True}).ask("check", places)
 
 
 # ---- weights

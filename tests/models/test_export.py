@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from src.errors import CheckpointError
 from src.experiments import checkpoints
 from src.files import new_directory, write_json
 from src.models.export import main
+from src.models.load import load
 from src.registry import MODELS, bind, resolved
 from src.weights import trained_weights
 
@@ -59,10 +61,7 @@ def test_what_cannot_be_exported_is_said(places, tmp_path: Path, capsys: pytest.
     (places.runs / "run").mkdir(parents=True)
     assert run(places, places.runs / "run", tmp_path / "out") == 1
     assert "run: neither a checkpoint nor a run that has one" in capsys.readouterr().err
-    trained({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT}, places, 1)
-    assert run(places, places.runs / "run", tmp_path / "out") == 1
-    assert "its model is a CrossAttentionLM, which transformers does not know" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    trained(GPT, places, 1)
     (tmp_path / "out").mkdir()
     assert run(places, places.runs / "run", tmp_path / "out") == 1
     assert "out: is there already. Name a folder that is not." in capsys.readouterr().err
@@ -77,3 +76,42 @@ def test_a_damaged_checkpoint_is_not_exported(places, tmp_path: Path, capsys: py
     assert run(places, folder, tmp_path / "out") == 1
     assert "step-00000001: damaged (" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def around(base: Any, **settings: Any) -> dict[str, Any]:
+    return {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": base, **settings}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["frozen", "learned", "adapted"])
+def test_blocks_are_exported_for_xc_cache_and_are_where_another_training_begins(case: str, places, tmp_path: Path):
+    bind(MODELS, GPT)(places).save_pretrained(tmp_path / "base")
+    base = {"name": "hf", "path": str(tmp_path / "base")}
+    raw = around(base, train_all_params=case == "learned")
+    model = trained({**ADAPTED, "base": raw} if case == "adapted" else raw, places, 3)
+    assert run(places, places.runs / "run", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "base").is_dir() == (case != "frozen")
+    own = base if case == "frozen" else {"name": "hf", "path": str(tmp_path / "out" / "base")}
+    again = bind(MODELS, around(own, weights=str(tmp_path / "out")))(places).eval()
+    contexts = {"context_ids": IDS[:, None] - 1, "context_mask": torch.ones(2, 1, 5, dtype=torch.bool)}
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    torch.testing.assert_close(again(IDS, mask, **contexts), model(IDS, mask, **contexts), rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_is_loaded_in_one_call(places, tmp_path: Path):
+    bind(MODELS, GPT)(places).save_pretrained(tmp_path / "base")
+    model = trained(around({"name": "hf", "path": str(tmp_path / "base")}), places, 3)
+    loaded, tokenizer = load(places.runs / "run", places)
+    given = {
+        "input_ids": IDS,
+        "attention_mask": torch.ones(2, 5, dtype=torch.bool),
+        "context_ids": IDS[:, None],
+        "context_mask": torch.ones(2, 1, 5, dtype=torch.bool),
+        "max_new_tokens": 4,
+        "do_sample": False,
+    }
+    assert torch.equal(loaded.generate(**given), model.generate(**given))
+    assert len(tokenizer) == model.config.vocab_size
+    (places.runs / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="empty: neither a checkpoint nor a run that has one"):
+        load(str(places.runs / "empty"), places)

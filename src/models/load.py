@@ -1,0 +1,46 @@
+"""A trained model in one call, for notebooks and scripts:
+
+model, tokenizer = load("results/runs/EXP_ID")
+model.generate(input_ids=…, attention_mask=…, context_ids=…, context_mask=…, max_new_tokens=40)
+"""
+
+from pathlib import Path
+from typing import Any
+
+from src.config import Places
+from src.errors import CheckpointError
+from src.experiments import checkpoints
+from src.files import defect
+from src.models.experiment import from_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
+"""Where prepared data and the runs of parents are looked for, unless the caller says otherwise."""
+
+
+def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
+    """The model of a run, of its newest whole checkpoint, or of the checkpoint named; in eval mode, with its tokenizer.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint.
+        UserError: what the model is built on cannot be had.
+    """
+    from transformers import AutoTokenizer
+
+    folder = checkpoint(Path(source))
+    model: Any = from_checkpoint(folder, str(folder), places)
+    return model.eval(), AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+
+
+def checkpoint(source: Path) -> Path:
+    """The checkpoint `source`, or the newest whole one of the run `source`.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    folder = source if (source / "model.json").is_file() else checkpoints.newest_whole(source)
+    if folder is None:
+        raise CheckpointError(f"{source}: neither a checkpoint nor a run that has one.")
+    if problem := defect(folder):
+        raise CheckpointError(f"{folder}: damaged ({problem.rstrip('.')}). Take another checkpoint.")
+    return folder
