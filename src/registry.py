@@ -27,7 +27,9 @@ RECIPES = Table(
     "run",
     {
         "crossattn": "src.recipes.crossattn",
+        "fid": "src.recipes.fid",
         "lm": "src.recipes.lm",
+        "prompted": "src.recipes.prompted",
     },
 )
 MODELS = Table(
@@ -47,6 +49,7 @@ DATASETS = Table(
     "dataset",
     "build",
     {
+        "fid_qa": "src.data.fid_qa",
         "prompted_qa": "src.data.prompted_qa",
         "qa": "src.data.qa",
         "text": "src.data.text",
@@ -56,6 +59,10 @@ METRICS = Table(
     "metric",
     "score",
     {
+        "bleu": "src.metrics.bleu",
+        "knowledge": "src.metrics.knowledge",
+        "meteor": "src.metrics.meteor",
+        "rouge": "src.metrics.rouge",
         "squad": "src.metrics.squad",
     },
 )

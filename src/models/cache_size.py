@@ -4,7 +4,7 @@ L layers, K key/value heads and d width of a head of the decoder, D its hidden s
 
 - A decoder with the context in its prompt keeps keys and values of each layer: 2 L K d numbers.
 - With cross-attention the last hidden state is enough, D numbers: what a cache on disk holds, and what XC-Cache counts (Monteiro et al.
-  2024, arXiv 2404.15420, section 4). While a context is read there are keys and values of each block beside it, 2 n K' d' numbers, which
+  2024, arXiv 2404.15420). While a context is read there are keys and values of each block beside it, 2 n K' d' numbers, which
   follow from the hidden states.
 """
 

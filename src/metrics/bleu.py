@@ -1,0 +1,41 @@
+"""BLEU of single answers (Papineni et al. 2002), by the library sacrebleu."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from src.answered import Answered, best
+from src.config import Config as StrictConfig
+
+if TYPE_CHECKING:
+    from sacrebleu.metrics.bleu import BLEU
+
+
+class Config(StrictConfig):
+    """How words are compared."""
+
+    lowercase: bool = False
+    """Case does not count."""
+
+
+def names(config: Config) -> tuple[str, ...]:
+    """What `score` gives."""
+    del config
+    return ("bleu",)
+
+
+def score(config: Config, answers: Sequence[Answered]) -> dict[str, list[float]]:
+    """{"bleu"} of each answer, between 0 and 1: sacrebleu's sentence BLEU, tokenizer "13a", exponential smoothing, effective order.
+
+    Means of it are means of sentences: no corpus BLEU, whose counts are summed before they are divided. The effective order leaves out
+    n-grams that an answer is too short to have. Of several references the one with the best value counts. Two empty texts agree.
+    """
+    from sacrebleu.metrics.bleu import BLEU
+
+    scorer = BLEU(lowercase=config.lowercase, effective_order=True)
+    return {"bleu": [best(lambda prediction, reference: _against(scorer, prediction, reference), answer) for answer in answers]}
+
+
+def _against(scorer: "BLEU", prediction: str, reference: str) -> float:
+    if not prediction.strip() or not reference.strip():
+        return float(prediction.strip() == reference.strip())
+    return min(1.0, scorer.sentence_score(prediction, [reference]).score / 100)  # it may be 1e-14 too large
