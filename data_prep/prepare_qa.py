@@ -1,0 +1,176 @@
+"""Prepare questions on contexts from their original releases: `python -m data_prep.prepare_qa --name nq --train FILE.. --val FILE..`.
+
+One folder is made below --data_path: train.jsonl, val.jsonl and manifest.json, which says what they were made from and what was
+left out; or none. Two runs on the same files give the same bytes. A SOURCE is a file (JSON or JSON lines, plain or with gzip; or
+parquet), a folder saved by `datasets`, or hub:ID[@CONFIG]. Layouts: SQuAD 1.1 and 2.0, HotpotQA, Natural Questions (simplified,
+original, NQ-open), MS MARCO, TopiOCQA, TriviaQA, DPR, and questions with retrieved passages (src/data/qa_layouts).
+"""
+
+import argparse
+import contextlib
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data_prep.qa_splits import SPLITS, Choice, Options, SplitFile
+from src import files
+from src.data.qa_layouts import placing
+from src.data.qa_layouts.detection import LAYOUTS
+from src.data.qa_layouts.question import Passage
+from src.data.qa_layouts.release import Release
+from src.errors import DataError, UserError
+
+COMMAND = "python -m data_prep.prepare_qa"
+
+_ROOT = Path(__file__).resolve().parents[1]
+_SCRIPTS = (
+    *(_ROOT / name for name in ("data_prep/prepare_qa.py", "data_prep/qa_splits.py", "src/data/json_stream.py")),
+    *sorted((_ROOT / "src/data/qa_layouts").glob("*.py")),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line. Exits 1 with one line on a mistake that the user can mend."""
+    given = vars(_parser().parse_args(argv))
+    data_path = given.pop("data_path")
+    try:
+        prepare(data_path, Options(**{**given, "train": tuple(given["train"]), "val": tuple(given["val"])}))
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").partition("\n")[2].strip())
+    add = parser.add_argument
+    add("--data_path", type=Path, default=Path("results/data"), help="folder of prepared data sets (default: %(default)s)")
+    add("--name", required=True, help="the new folder below it, which an experiment names as data.corpus")
+    add("--train", nargs="+", required=True, metavar="SOURCE", help="sources of the training split")
+    add("--val", nargs="+", default=[], metavar="SOURCE", help="sources of the validation split")
+    add("--val_percent", type=float, metavar="P", help="instead of --val: set apart about P %% of the contexts of --train")
+    add("--layout", choices=sorted(LAYOUTS), help="of all sources (default: told from the first record of each)")
+    add("--dataset", metavar="NAME", help="what scores are grouped by (default: the layout says)")
+    add("--distractors", type=int, metavar="K", help="at most K passages that are not useful, the first ones (default: all)")
+    add("--distractors_from", choices=("release", "rows"), default="release", help="rows: draw what lacks to K from other questions")
+    positions = ", ".join(placing.POSITIONS)
+    add("--position", metavar="WHERE", help=f"of the useful passages: {positions}, or how many others stand before them")
+    add("--max_rows", type=int, metavar="N", help="the first N rows of each split")
+    add("--seed", type=int, default=0, help="of random orders and drawn distractors (default: %(default)s)")
+    add("--only_questions_of", metavar="SOURCE", help="leave out other questions than these, as those of NQ-open")
+    add("--without_contexts", action="store_true", help="questions alone, to be answered from memory")
+    add("--evidence", type=Path, metavar="FOLDER", help="the texts of TriviaQA's pages, in wikipedia/ and web/")
+    return parser
+
+
+def prepare(data_path: Path, options: Options) -> bool:
+    """Make the folder `data_path / options.name`; False where it is whole and was made from the same, so that nothing was done.
+
+    Raises:
+        DataError: a source is missing, damaged or of no known layout, or a split would be empty. Nothing was written.
+        RunError: the disk refuses.
+    """
+    start = time.monotonic()
+    folder = data_path / options.name
+    releases = {split: [Release(source, split, options.layout, options.evidence) for source in getattr(options, split)] for split in SPLITS}
+    only = Release(options.only_questions_of, "train") if options.only_questions_of else None
+    made_from = _made_from(options, releases, only)
+    if files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from:
+        print(f"{folder}: whole and made from these sources with these options: nothing to do.")
+        return False
+    facts: dict[str, Any] = {"command": COMMAND, "made_from": made_from}
+    choice = Choice(options, releases, only)
+    with files.new_directory(folder, facts) as beside:
+        facts |= _write(beside, options, choice)
+    _print_summary(folder, facts, time.monotonic() - start)
+    return True
+
+
+def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
+    """Write both splits into the folder `beside`; what the manifest says of them."""
+    pools: dict[str, dict[str, Passage]] = {split: {} for split in SPLITS}
+    if options.distractors_from == "rows":
+        for split, _, question in choice.questions():
+            pools[split] |= {passage.text: passage for passage in question.passages if passage.useful}
+    with contextlib.ExitStack() as stack:
+        written: dict[str, SplitFile] = {}
+        for split in SPLITS:
+            output = stack.enter_context(open(beside / f"{split}.jsonl", "w", encoding="utf-8", newline="\n"))
+            written[split] = SplitFile(output, options, list(pools[split].values()))
+        for split, layout, question in choice.questions():
+            if options.distractors is None and getattr(LAYOUTS[layout], "MANY_DISTRACTORS", False):
+                raise DataError(
+                    f"{question.where}: {len(question.passages)} passages. Say how many distractors to keep with --distractors."
+                )
+            written[split].add(question, shuffled=getattr(LAYOUTS[layout], "SHUFFLED", False))
+    skipped = {split: dict(sorted(reasons.items())) for split, reasons in choice.skipped.items()}
+    for split in SPLITS:
+        if not written[split].rows:
+            left_out = {reason: n for reasons in skipped.values() for reason, n in reasons.items()}
+            why = "; ".join(f"{n} {reason}" for reason, n in left_out.items()) or "none"
+            raise DataError(f"--{split}: no row is left for this split. Left out: {why}.")
+    return {
+        "counts": {split: written[split].facts() for split in SPLITS},
+        "skipped": skipped,
+        "useful_contexts_in_both_splits": len(written["train"].contexts & written["val"].contexts),
+    }
+
+
+def _made_from(options: Options, releases: dict[str, list[Release]], only: Release | None) -> dict[str, Any]:
+    """All that the bytes of the folder depend on.
+
+    Raises:
+        DataError: one source is given twice.
+    """
+    sources: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+    seen: dict[str, str] = {}
+    for split in SPLITS:
+        for release in releases[split]:
+            facts, named = release.facts(), f"--{split} {release.source}"
+            if facts["sha256"] in seen:
+                raise DataError(f"{named}: the same data as {seen[facts['sha256']]}.")
+            seen[facts["sha256"]] = named
+            sources[split].append(facts)
+    digest = hashlib.sha256()
+    for path in _SCRIPTS:
+        digest.update(path.read_bytes())
+    return {
+        "sources": sources,
+        "options": options.stated(),
+        "only_questions_of": only.facts() if only is not None else None,
+        "evidence_sha256": _digest_of_tree(options.evidence) if options.evidence is not None else None,
+        "scripts_sha256": digest.hexdigest(),
+    }
+
+
+def _digest_of_tree(folder: Path) -> str:
+    """Of the names and sizes of the files below a folder of many; their bytes are not read."""
+    if not folder.is_dir():
+        raise DataError(f"--evidence: {folder} is no folder. Expected one that holds wikipedia/ and web/.")
+    found = sorted(
+        (str(path.relative_to(folder)), path.stat().st_size)
+        for below, _, names in os.walk(folder)
+        for path in (Path(below, name) for name in names)
+    )
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def _print_summary(folder: Path, facts: dict[str, Any], seconds: float) -> None:
+    print(f"{folder}: made in {seconds:.1f} s")
+    for split in SPLITS:
+        counts = facts["counts"][split]
+        rows = ", ".join(f"{number} {name}" for name, number in counts["rows"].items())
+        print(f"{split:6} rows: {rows}; {counts['unanswerable']} unanswerable, on {counts['useful_contexts']} useful contexts")
+        if counts["rows_with_fewer_distractors"]:
+            print(f"{'':6} {counts['rows_with_fewer_distractors']} rows have fewer distractors than --distractors")
+        for reason, number in facts["skipped"][split].items():
+            print(f"{'':6} left out: {number}, {reason}")
+    if facts["useful_contexts_in_both_splits"]:
+        print(f"{facts['useful_contexts_in_both_splits']} useful contexts are in both splits: the sources overlap.")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    main()

@@ -1,0 +1,210 @@
+"""From questions of releases to the rows of two splits: what is left out, which split a question is in, what is counted."""
+
+import dataclasses
+import hashlib
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from src.data.qa_layouts.placing import Placing
+from src.data.qa_layouts.question import UNANSWERABLE, Question, Skipped
+from src.data.qa_layouts.release import Release
+from src.errors import DataError
+
+SPLITS = ("train", "val")
+
+_SALT = "prepare_qa/"
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides which rows there are and what stands in them."""
+
+    name: str
+    train: tuple[str, ...]
+    val: tuple[str, ...] = ()
+    val_percent: float | None = None
+    layout: str | None = None
+    dataset: str | None = None
+    distractors: int | None = None
+    distractors_from: str = "release"
+    position: str | None = None
+    max_rows: int | None = None
+    seed: int = 0
+    only_questions_of: str | None = None
+    without_contexts: bool = False
+    evidence: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raises DataError for options that contradict each other or mean nothing."""
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name):
+            raise DataError(f"--name: expected the name of a folder, of letters, digits, _, - and ., got {self.name!r}.")
+        if bool(self.val) == (self.val_percent is not None):
+            raise DataError("--val, --val_percent: expected one of them: files, or the share of the contexts of --train to set apart.")
+        if self.val_percent is not None and not 0 < self.val_percent < 100:
+            raise DataError(f"--val_percent: expected more than 0 and less than 100, got {self.val_percent}.")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise DataError(f"--max_rows: expected a number from 1, got {self.max_rows}.")
+        if self.distractors_from == "rows" and not self.distractors:
+            raise DataError("--distractors_from: rows are drawn from to fill up to --distractors, which says no number.")
+        if self.without_contexts and (self.distractors is not None or self.position is not None):
+            raise DataError("--without_contexts: leaves no passages for --distractors and --position.")
+        Placing(self.seed, self.distractors, self.position or "given")
+
+    def stated(self) -> dict[str, Any]:
+        """Those that are not sources, which are known by what they hold."""
+        given = dataclasses.asdict(self)
+        return {key: given[key] for key in given if key not in {"name", "train", "val", "evidence", "only_questions_of"}}
+
+
+class Choice:
+    """The questions that are kept, each with its split, and how many were left out and why."""
+
+    def __init__(self, options: Options, releases: Mapping[str, Sequence[Release]], only: Release | None) -> None:
+        """only: a source of the questions to keep; None for all.
+
+        Raises:
+            DataError: `only` is damaged or of no known layout.
+        """
+        self._options = options
+        self._releases = releases
+        asked = (question for _, question in only.questions()) if only is not None else ()
+        self._only = {_plain(question.text) for question in asked if isinstance(question, Question)} if only is not None else None
+        self.skipped: dict[str, Counter[str]] = {}
+
+    def questions(self) -> Iterator[tuple[str, str, Question]]:
+        """(Split, layout, question) in the order of the sources, up to `max_rows` of each split.
+
+        Raises:
+            DataError: a source is damaged, has an id twice, or has questions without contexts.
+        """
+        self.skipped = {split: Counter() for split in SPLITS}
+        most, kept = self._options.max_rows, Counter[str]()
+        for given, releases in self._releases.items():
+            ids: set[tuple[str, str]] = set()
+            reached = SPLITS if self._options.val_percent is not None else (given,)
+            for layout, question in (pair for release in releases for pair in release.questions()):
+                if most is not None and all(kept[split] >= most for split in reached):
+                    break
+                chosen = self._chosen(question)
+                if isinstance(chosen, Skipped):
+                    self.skipped[given][chosen.reason] += 1
+                    continue
+                _require_new(chosen, ids)
+                split = self._split(chosen) if self._options.val_percent is not None else given
+                if split is None:
+                    self.skipped[given]["useful passages of both splits"] += 1
+                elif most is None or kept[split] < most:
+                    kept[split] += 1
+                    yield split, layout, chosen
+
+    def _chosen(self, question: Question | Skipped) -> Question | Skipped:
+        if isinstance(question, Skipped):
+            return question
+        if self._only is not None and _plain(question.text) not in self._only:
+            return Skipped("not among --only_questions_of")
+        if self._options.without_contexts:
+            question = replace(question, passages=())
+        elif not question.passages:
+            raise DataError(
+                f"{question.where}: a question without contexts. Name this file as --only_questions_of, to filter another source by "
+                "its questions; or say --without_contexts, to have them answered from memory."
+            )
+        return replace(question, dataset=self._options.dataset) if self._options.dataset else question
+
+    def _split(self, question: Question) -> str | None:
+        """The split of the family, or else of the useful passages, which must agree; None where they do not."""
+        if question.family is not None:
+            decisive = [question.family]
+        else:
+            useful = [passage.text for passage in question.passages if passage.useful]
+            decisive = useful or [" ".join(passage.text for passage in question.passages) or question.text]
+        splits = {self._split_of(text) for text in decisive}
+        return splits.pop() if len(splits) == 1 else None
+
+    def _split_of(self, text: str) -> str:
+        share = _digest(_SALT + text) / 2**64
+        return "val" if share * 100 < (self._options.val_percent or 0) else "train"
+
+
+class SplitFile:
+    """Rows of one split, written as they come, and what the manifest says of them."""
+
+    def __init__(self, output: TextIO, options: Options, pool: Sequence[Any] = ()) -> None:
+        """pool: passages to draw distractors from."""
+        self._output = output
+        self._options = options
+        self._pool = pool
+        self.rows = Counter[str]()
+        self.unanswerable = 0
+        self.fewer_distractors = 0
+        self.contexts: set[int] = set()
+
+    def add(self, question: Question, shuffled: bool) -> None:
+        """Write one row. shuffled: where no position is asked for, the passages come in random order, not as they are given.
+
+        Raises:
+            DataError: distractors or positions are asked for, and the release does not mark the useful passages.
+        """
+        options = self._options
+        position = options.position or ("random" if shuffled else "given")
+        placed = Placing(options.seed, options.distractors, position, self._pool).placed(question)
+        distractors = sum(not passage.useful for passage in placed.passages)
+        self.fewer_distractors += distractors < (options.distractors or 0)
+        self.unanswerable += question.answers == (UNANSWERABLE,)
+        self.contexts |= {_digest(passage.text) for passage in placed.passages if passage.useful}
+        row = row_of(placed, sum(self.rows.values()))
+        self.rows[question.dataset] += 1
+        self._output.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def facts(self) -> dict[str, Any]:
+        """Counts for the manifest."""
+        return {
+            "rows": dict(sorted(self.rows.items())),
+            "unanswerable": self.unanswerable,
+            "useful_contexts": len(self.contexts),
+            "rows_with_fewer_distractors": self.fewer_distractors,
+        }
+
+
+def row_of(question: Question, index: int) -> dict[str, Any]:
+    """A question as a row of prepared data. `useful_contexts` is there only where the release marks them."""
+    useful = [passage.text for passage in question.passages if passage.useful]
+    row = {
+        "context": " ".join(useful or [passage.text for passage in question.passages]),
+        "contexts_list": [passage.text for passage in question.passages],
+        "titles_list": [passage.title for passage in question.passages],
+        "question": question.text,
+        "answer": question.answers[0],
+        "answers": list(question.answers),
+        "sample_idx": index,
+        "dataset": question.dataset,
+    }
+    if all(passage.useful is not None for passage in question.passages):
+        row["useful_contexts"] = [int(bool(passage.useful)) for passage in question.passages]
+    if question.id is not None:
+        row["id"] = question.id
+    return row
+
+
+def _require_new(question: Question, ids: set[tuple[str, str]]) -> None:
+    if question.id is None:
+        return
+    if (question.dataset, question.id) in ids:
+        raise DataError(f"{question.where}: the id {question.id!r} is there a second time.")
+    ids.add((question.dataset, question.id))
+
+
+def _plain(question: str) -> str:
+    """Without case, punctuation and repeated white space, in which the releases of the same question differ."""
+    return " ".join(question.lower().translate(_NO_PUNCTUATION).split())
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -1,0 +1,260 @@
+"""Records of a JSON file of any size, one at a time: lines, a list, a list in an object, or columns; plain or compressed with gzip."""
+
+import codecs
+import contextlib
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from src.data import jsonl
+from src.errors import DataError
+from src.files import reading
+
+LISTS = ("data", "Data")
+"""Members of a top-level object whose list holds the records, as in SQuAD and TriviaQA."""
+
+_GZIP = b"\x1f\x8b"
+_PIECE = 1 << 20
+_NEAR_END = 16  # characters: no literal, number or escape of JSON that was cut off begins further from the end
+_DECODER = json.JSONDecoder()
+
+Record = dict[str, Any]
+Bytes = BinaryIO | gzip.GzipFile
+
+
+def records(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Record]]:
+    """("FILE:LINE" or "FILE: item N", record) for all records of a file, in its order. One record is in memory at a time.
+
+    columns: members to read of a file of columns, {"name": {"0": value, "1": value}}, whose keys are in the same order in each.
+
+    Raises:
+        DataError: the file is missing, empty, cut off or damaged, or a record is no JSON object; names the file and the place.
+    """
+    form, key = _form(path)
+    if form == "lines":
+        yield from _lines(path)
+    elif form == "columns":
+        yield from _rows_of_columns(path, columns)
+    else:
+        for number, value in _items(path, key):
+            where = f"{path}: item {number}"
+            if not isinstance(value, dict):
+                raise DataError(f"{where}: expected a JSON object, got {json.dumps(value)[:60]}.")
+            yield where, value
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[Bytes]:
+    """The bytes of a file, unpacked where they are packed. Damage is a DataError."""
+    try:
+        with reading(path, DataError), open(path, "rb") as raw:
+            packed = raw.read(2) == _GZIP
+        with reading(path, DataError), gzip.open(path) if packed else open(path, "rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file.") from None
+    except EOFError:
+        raise DataError(f"{path}: the gzip file is cut off. Get it again.") from None
+    except (gzip.BadGzipFile, zlib.error) as bad:
+        raise DataError(f"{path}: a damaged gzip file: {bad}. Get it again.") from None
+
+
+def _form(path: Path) -> tuple[str, str | None]:
+    """ "list" with the member that holds it (None: the file is the list), "columns", or "lines"."""
+    with _open(path) as file:
+        text = _Scanner(file, path)
+        first = text.peek()
+        if first == "[":
+            return "list", None
+        if first != "{":
+            raise DataError(f"{path}: {'empty' if not first else f'begins with {first!r}'}. Expected JSON: a list, an object, or lines.")
+        for key in text.members():
+            first = text.peek()
+            if first == "[" and key in LISTS:
+                return "list", key
+            if first == "{":
+                number = next(text.members(), "")
+                if number.isdigit():
+                    return "columns", None
+                return "lines", None
+            text.value()
+    return "lines", None
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Record]]:
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"{path}:{number}"
+                yield where, jsonl.parse(line, where)
+
+
+def _items(path: Path, key: str | None) -> Iterator[tuple[int, Any]]:
+    """(Number from 1, value) of each item of a list. The rest of the file is read too, so that one that is cut off is noticed."""
+    with _open(path) as file:
+        text = _Scanner(file, path)
+        if key is None:
+            for number in text.items():
+                yield number, text.value()
+        else:
+            for name in text.members():
+                if name == key:
+                    for number in text.items():
+                        yield number, text.value()
+                else:
+                    text.skip()
+        text.end()
+
+
+def _rows_of_columns(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Record]]:
+    """Walks the file once for each column, all at the same time."""
+    readers = [_column(path, column) for column in columns]
+    for cells in zip(*readers, strict=False):
+        keys = [key for key, _ in cells]
+        if len(set(keys)) > 1:
+            raise DataError(f"{path}: the columns {', '.join(columns)} are not in the same order: they go on with {', '.join(keys)}.")
+        yield f"{path}: row {keys[0]!r}", {column: value for column, (_, value) in zip(columns, cells, strict=True)}
+    for column, reader in zip(columns, readers, strict=True):
+        if (more := next(reader, None)) is not None:
+            raise DataError(f"{path}: column {column!r} has a row {more[0]!r} that another one lacks.")
+
+
+def _column(path: Path, column: str) -> Iterator[tuple[str, Any]]:
+    with _open(path) as file:
+        text = _Scanner(file, path)
+        found = []
+        for name in text.members():
+            found.append(name)
+            if name == column:
+                for key in text.members():
+                    yield key, text.value()
+            else:
+                text.skip()
+        text.end()
+        if column not in found:
+            raise DataError(f"{path}: has no {column!r}. It holds: {', '.join(found)}.")
+
+
+class _Scanner:
+    """Walks a JSON text from the front. What it has passed is forgotten."""
+
+    def __init__(self, file: Bytes, path: Path) -> None:
+        self._file = file
+        self._path = path
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._text = ""
+        self._at = 0
+        self._passed = 0
+        self._ended = False
+
+    def peek(self) -> str:
+        """The next character that is not white space; "" at the end."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in " \t\n\r":
+                self._at += 1
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                return ""
+
+    def items(self) -> Iterator[int]:
+        """Stands before each item of a list in turn, which the caller takes; gives its number from 1."""
+        yield from self._between("[", "]")
+
+    def members(self) -> Iterator[str]:
+        """Stands before the value of each member of an object in turn, which the caller takes; gives its name."""
+        for _ in self._between("{", "}"):
+            if self.peek() != '"':
+                raise self._unexpected("a name in double quotes")
+            name = self.value()
+            self._take(":")
+            yield name
+
+    def value(self) -> Any:
+        """The next value.
+
+        Raises:
+            DataError: the text is cut off, or is not JSON.
+        """
+        while True:
+            self.peek()
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as bad:
+                cut_off = bad.msg.startswith("Unterminated string") or bad.pos > len(self._text) - _NEAR_END
+                if cut_off and self._more():
+                    continue
+                self._at = bad.pos
+                if cut_off:
+                    raise DataError(f"{self._path}: ends within a value, {self._place()}: it is cut off. Get it again.") from None
+                raise DataError(f"{self._path}: not valid JSON, {self._place()}: {bad.msg}.") from None
+            except RecursionError:
+                raise DataError(f"{self._path}: nested too deep to be read, {self._place()}.") from None
+            except ValueError as bad:
+                raise DataError(f"{self._path}: a number cannot be read, {self._place()}: {str(bad).split(';')[0]}.") from None
+            if end == len(self._text) and type(value) in {int, float} and self._more():
+                continue  # the number may go on
+            self._at = end
+            return value
+
+    def skip(self) -> None:
+        """Pass the next value, holding one of its members at a time."""
+        first = self.peek()
+        if first == "[":
+            for _ in self.items():
+                self.value()
+        elif first == "{":
+            for _ in self.members():
+                self.value()
+        else:
+            self.value()
+
+    def end(self) -> None:
+        """Raises DataError where anything follows."""
+        if self.peek():
+            raise self._unexpected("the end of the file")
+
+    def _between(self, opening: str, closing: str) -> Iterator[int]:
+        self._take(opening)
+        number = 0
+        if self.peek() == closing:
+            self._at += 1
+            return
+        while True:
+            number += 1
+            yield number
+            if self.peek() == closing:
+                self._at += 1
+                return
+            self._take(",")
+
+    def _take(self, character: str) -> None:
+        if self.peek() != character:
+            raise self._unexpected(repr(character))
+        self._at += 1
+
+    def _unexpected(self, wanted: str) -> DataError:
+        if not (got := self.peek()):
+            return DataError(f"{self._path}: ends {self._place()}, where {wanted} should follow: it is cut off. Get it again.")
+        return DataError(f"{self._path}: not valid JSON, {self._place()}: expected {wanted}, got {got!r}.")
+
+    def _place(self) -> str:
+        return f"at character {self._passed + self._at + 1}"
+
+    def _more(self) -> bool:
+        """Read on, at least as much as is held, so that a long value is not parsed again and again; False at the end."""
+        if self._ended:
+            return False
+        data = self._file.read(max(_PIECE, len(self._text) - self._at))
+        try:
+            text = self._decoder.decode(data, final=not data)
+        except UnicodeDecodeError as bad:
+            raise DataError(f"{self._path}: not UTF-8 text, after character {self._passed + len(self._text)}: {bad.reason}.") from None
+        self._ended = not data
+        self._text = self._text[self._at :] + text
+        self._passed += self._at
+        self._at = 0
+        return bool(data)
