@@ -96,6 +96,7 @@ class PromptedQADataset(questions.Questions):
         self, config: Config, rows: Sequence[questions.Row], tokenizer: "PreTrainedTokenizerFast", seed: int, fingerprint: str
     ) -> None:
         super().__init__(rows, seed, config.corpus, fingerprint)
+        self.reads_contexts = config.context_tokens is not None
         self._config = config
         self._encoder = Encoder(tokenizer)
         self._prompter = templates.Prompter(self._encoder, config.template)

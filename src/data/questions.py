@@ -52,12 +52,21 @@ def all_contexts(row: Row) -> list[str]:
 
 def useful_contexts(row: Row) -> list[str]:
     """All of them where none is marked."""
-    useful = row.get("useful_contexts") or []
-    return [c for c, u in zip(all_contexts(row), useful, strict=False) if u] or all_contexts(row)
+    contexts = all_contexts(row)
+    return [contexts[i] for i in useful(row)]
+
+
+def useful(row: Row) -> list[int]:
+    """Numbers of the contexts that are marked as useful; all where none is."""
+    marked = [i for i, mark in enumerate(row.get("useful_contexts") or []) if mark]
+    return marked or list(range(len(all_contexts(row))))
 
 
 class Questions:
     """Rows, and which row's contexts each question stands with: its own, or another's as a control."""
+
+    reads_contexts = True
+    """Whether the contexts are in the samples."""
 
     def __init__(self, rows: Sequence[Row], seed: int, name: str, fingerprint: str) -> None:
         self.fingerprint = fingerprint

@@ -47,16 +47,18 @@ class FusionInDecoder(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, context_ids: Tensor, context_mask: Tensor, loss_mask: Tensor | None = None
     ) -> Tensor:
-        """Logits of the decoder's tokens (B, T), which begin with its start token, read with their passages. Padding is on the right.
+        """Logits of the decoder's tokens (B, T), read with their passages. Padding is on the right.
 
-        Masks are True on real tokens. Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each
+        The first token of each only stands for the base's start token. Masks are True on real tokens.
+
+        Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each
         predicted from the tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token after it.
         """
         hidden, mask = self.encode(context_ids, context_mask)
         logits = self.base(
             encoder_outputs=BaseModelOutput(last_hidden_state=hidden),  # type: ignore[arg-type]  a subclass of the tensor it asks for
             attention_mask=mask.long(),
-            decoder_input_ids=input_ids,
+            decoder_input_ids=self._started(input_ids),
             decoder_attention_mask=attention_mask.long(),
             use_cache=False,
         ).logits
@@ -64,12 +66,21 @@ class FusionInDecoder(nn.Module):
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor, context_ids: Tensor, context_mask: Tensor, **kwargs: Any) -> Tensor:
-        """Continue decoder inputs (B, T), all of one length and beginning with the start token; returns them and their continuations.
+        """Continue decoder inputs (B, T), all of one length; returns them, begun with the start token, and what follows.
 
         `kwargs` are those of transformers' generate.
         """
         assert attention_mask.all(), "decoder inputs of one length"
         hidden, mask = self.encode(context_ids, context_mask)
         return self.base.generate(
-            encoder_outputs=BaseModelOutput(last_hidden_state=hidden), attention_mask=mask.long(), decoder_input_ids=input_ids, **kwargs
+            encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
+            attention_mask=mask.long(),
+            decoder_input_ids=self._started(input_ids),
+            **kwargs,
         )
+
+    def _started(self, input_ids: Tensor) -> Tensor:
+        """(B, T) with the base's start token in the first column."""
+        started = input_ids.clone()
+        started[:, 0] = self.config.decoder_start_token_id
+        return started

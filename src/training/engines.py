@@ -22,22 +22,31 @@ def start(config: LoopConfig, options: Options) -> Accelerator:
     """
     options.keep.check((options.log_every or config.eval_every, config.eval_every))
     config.agree(options.told)
-    gpu = torch.cuda.is_available()
-    if config.precision == "float16" and not gpu:
-        raise ConfigError("loop.precision: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
     if config.precision == "float16" and (options.deepspeed or options.fsdp):
         raise ConfigError("loop.precision: 'float16' trains whole models only. Use 'bfloat16', or leave out --deepspeed and --fsdp.")
     if options.deepspeed:
         from src.training.zero import filled
 
         filled(options.deepspeed, config)
+    return accelerate(config.precision, "loop.precision")
+
+
+def accelerate(precision: str, field: str) -> Accelerator:
+    """Accelerate for this process, with `precision`, which stands in `field` of the experiment.
+
+    Raises:
+        ConfigError: float16 without a GPU.
+    """
+    gpu = torch.cuda.is_available()
+    if precision == "float16" and not gpu:
+        raise ConfigError(f"{field}: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
     AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
     # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a restarted
     # run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.
     warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified")
     return Accelerator(
         cpu=not gpu,
-        mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[config.precision],
+        mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[precision],
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
 

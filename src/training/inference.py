@@ -80,11 +80,10 @@ def make(run: Run, asked: Asked | None, respondent: Callable[[Any], Respondent])
 
 def _facts(run: Path, asked: Asked, batch_size: int) -> dict[str, Any]:
     """Whose answers to which questions: what was answered is of use where these are the same."""
-    folder = checkpoints.newest_whole(run)
-    assert folder is not None, "the training ends with a checkpoint"
+    folder = checkpoints.newest_whole(run)  # None where nothing is trained
     return {
-        "step": checkpoints.step_of(folder),
-        "weights": read_manifest(folder, RunError)["files"]["model.safetensors"]["sha256"],
+        "step": checkpoints.step_of(folder) if folder else 0,
+        "weights": read_manifest(folder, RunError)["files"]["model.safetensors"]["sha256"] if folder else None,
         "data": asked.dataset.fingerprint,
         "questions": hashlib.sha256(json.dumps([asked.config.split, *asked.indices]).encode()).hexdigest(),
         "max_new_tokens": asked.config.max_new_tokens,

@@ -33,6 +33,11 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float =
     return F.cross_entropy(logits_NV.float(), targets_N, reduction="sum", ignore_index=NOT_LEARNED, label_smoothing=label_smoothing)
 
 
+def read_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
+    """Summed loss, on the tokens where `loss_mask` is True, of a model that reads contexts too and gives logits for these tokens alone."""
+    return cross_entropy(model(**batch), batch["input_ids"][batch["loss_mask"]], label_smoothing)
+
+
 def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
     """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True; never so for the first of a sequence.
 

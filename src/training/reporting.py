@@ -12,6 +12,7 @@ from src.experiments.run import Run
 from src.files import writing
 from src.training.callbacks.progress import Progress
 from src.training.config import LoopConfig
+from src.training.evaluation_config import Evaluation
 
 
 class Callback(Protocol):
@@ -33,7 +34,7 @@ class Callback(Protocol):
 class Reporter:
     """Writes the files of a run and hands each row to the callbacks. `finished`: steps done before this start."""
 
-    def __init__(self, run: Run, config: LoopConfig, model: nn.Module, finished: int) -> None:
+    def __init__(self, run: Run, config: LoopConfig | Evaluation, model: nn.Module, finished: int) -> None:
         self.run, self.config = run, config
         self.callbacks: list[Callback] = []
         if distributed.is_main():

@@ -28,9 +28,12 @@ class Progress:
         """Log the losses, the speed and the time that is left."""
         if self.bar is not None:
             self.bar.clear()
+        losses = "  ".join(f"{name} {value:.4f}" for name, value in row.items() if "loss" in name)
+        if not self.steps:
+            log.info("nothing is trained  %s", losses)
+            return
         step, rate = row["step"], perf["tokens_per_second"]
         left = timedelta(seconds=round((self.steps - step) / max(perf["steps_per_second"], 1e-9)))
-        losses = "  ".join(f"{name} {value:.4f}" for name, value in row.items() if "loss" in name)
         log.info("step %d/%d  %s  %s tokens/s  %s left", step, self.steps, losses, f"{rate:,.0f}", left)
 
     def on_end(self, scores: Mapping[str, float]) -> None:

@@ -1,0 +1,39 @@
+"""Recipe `prompted`: a decoder answers questions on contexts that stand in its prompt. Trained whole, by adapters, or not at all."""
+
+from functools import partial
+
+from pydantic import model_validator
+
+from src.config import Places
+from src.errors import check_all
+from src.experiments.run import Run
+from src.registry import DECODER
+from src.training.question_answering import QuestionAnswering, carry_out, checks
+
+
+class Config(QuestionAnswering):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    @model_validator(mode="after")
+    def _prompts_a_decoder(self) -> "Config":
+        self.require(DECODER, "prompted_qa")
+        return self
+
+
+def check(config: Config, places: Places) -> None:
+    """Raises a UserError for what can be known to fail before anything is loaded."""
+    from src.data import indices
+
+    asked = config.inference
+    check_all(
+        *checks(config, places, DECODER),
+        lambda: asked and indices.check(places, config.data.config, asked.split, asked.index_file),
+    )
+
+
+def run(config: Config, run: Run) -> None:
+    """Train to the last step, or score the model as it stands; and then make the inference. Collective."""
+    from src.data import indices, tokenizers
+    from src.training.loss import causal_lm_loss
+
+    carry_out(config, run, causal_lm_loss, tokenizers.load, partial(indices.read, run.places, config.data.config))

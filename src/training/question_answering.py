@@ -1,0 +1,146 @@
+"""Training and scoring models that answer questions: what the recipes of the baselines share.
+
+A recipe adds which models and data sets it takes and what the loss is.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from src import config as configs
+from src import distributed
+from src.config import Places
+from src.errors import ConfigError
+from src.experiments.run import Run
+from src.registry import Dataset, Model, max_positions, require_kind, resolved
+from src.training.answer_configs import Answers, Inference, measured, most_new_tokens
+from src.training.config import LoopConfig
+from src.training.evaluation_config import Evaluation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VAL_LOSSES = ("val_loss", "val_loss_shuffled_context")
+
+
+class QuestionAnswering(configs.Config):
+    """An experiment: a loop that trains, or the evaluation of the model as it stands."""
+
+    seed: int = Field(ge=0, lt=2**63)
+    model: Model
+    data: Dataset
+    loop: LoopConfig | None = None
+    evaluation: Evaluation | None = None
+    answers: Answers | None = None
+    inference: Inference | None = None
+
+    @model_validator(mode="after")
+    def _trains_or_not(self) -> "QuestionAnswering":
+        if (self.loop is None) == (self.evaluation is None):
+            raise ValueError("expected either loop, which trains the model, or evaluation, which scores it as it stands.")
+        if self.evaluation and self.model.name == "lora":
+            raise ValueError("model: new adapters change nothing before they are trained. Take their base, or write loop.")
+        return self
+
+    def require(self, kind: str, data: str) -> None:
+        """Raises ValueError where the model is not of that kind, as far as that is known, or the data set has another name."""
+        try:
+            require_kind(self.model, kind, None)
+        except ValueError as error:
+            raise ValueError(f"model: {error}") from None
+        if self.data.name != data:
+            raise ValueError(f"data: the data of this recipe are {data!r}, got {self.data.name!r}.")
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences in one forward pass."""
+        return (self.loop or self.evaluation).micro_batch  # type: ignore[union-attr]  one of them is there
+
+
+def checks(config: QuestionAnswering, places: Places, kind: str) -> list[Callable[[], object]]:
+    """For `errors.check_all`: each raises a UserError for what can be known to fail before anything is loaded."""
+
+    def right_kind() -> None:
+        try:
+            require_kind(config.model, kind, places)
+        except ValueError as error:
+            raise ConfigError(f"model: {error}") from None
+
+    def learns() -> None:
+        if config.loop and config.model.ask("frozen"):
+            raise ConfigError("model: its weights are frozen, so there is nothing to train. Put 'lora' around it, or write evaluation.")
+
+    new_tokens = most_new_tokens(config.answers, config.inference)
+    found = [
+        lambda: config.model.ask("check", places),
+        right_kind,
+        learns,
+        lambda: config.data.ask("check", places),
+        lambda: config.data.ask("fits", max_positions(config.model, places), new_tokens),
+    ]
+    loop = config.loop
+    if loop:
+        found += [
+            lambda: config.data.ask("one_shape", loop.compile),
+            lambda: loop.check({*VAL_LOSSES, *measured(config.answers)}),
+        ]
+    return found
+
+
+def carry_out(
+    config: QuestionAnswering,
+    run: Run,
+    loss: "Callable[..., Tensor]",
+    load_tokenizer: Callable[[str], Any],
+    listed: Callable[[str], list[int]],
+) -> None:
+    """Train to the last step, or score the model as it stands; and then make the inference. Collective.
+
+    loss: (model, batch) and, for training, the label smoothing -> summed loss. load_tokenizer: of the model's name_or_path. listed: name
+    of an index file -> the row numbers in it. Scores: train_loss; val_loss with the right contexts and, where the samples have any,
+    val_loss_shuffled_context with another question's (nats per token); those of `answers` and of `inference`.
+    """
+    import torch
+
+    from src.training import answers, inference, scoring
+    from src.training.checkpoint import About
+    from src.training.evaluation import mean_loss
+    from src.training.inputs import fingerprints
+    from src.training.loop import Task, fit
+
+    torch.manual_seed(config.seed)
+    with distributed.together():
+        model = config.model(run.places)
+        tokenizer = load_tokenizer(model.name_or_path)
+
+        def build(split: str) -> Any:
+            return config.data(run.places, tokenizer, split, config.seed)
+
+        val = build("val")
+        read = {"val_loss": val} | ({"val_loss_shuffled_context": val.with_shuffled_contexts()} if val.reads_contexts else {})
+        if config.answers:
+            config.answers.require(val)
+        asked = inference.prepare(config.inference, build, listed)
+        train = build("train") if config.loop else None
+        inputs = fingerprints(run, train, tokenizer, config.model.ask("fingerprint", run.places)) if config.loop else {}
+
+    def respondent(dataset: Any, accelerator: Any) -> answers.Respondent:
+        return answers.Respondent(model, dataset, tokenizer, config.micro_batch, accelerator.device)
+
+    def evaluate(accelerator: Any) -> dict[str, float]:
+        found = {name: mean_loss(model, data, loss, config.micro_batch, accelerator.device) for name, data in read.items()}
+        return found | (answers.evaluate(config.answers, respondent(val, accelerator)) if config.answers else {})
+
+    def finish(accelerator: Any) -> dict[str, float]:
+        sizes = config.model.ask("cache_bytes", run.places, next(model.parameters()).dtype.itemsize) if val.reads_contexts else None
+        return (sizes or {}) | inference.make(run, asked, lambda dataset: respondent(dataset, accelerator))
+
+    if config.evaluation:
+        return scoring.score(model, run, config.evaluation, evaluate, finish)
+    assert config.loop, "the validator has seen to it"
+    smoothing = config.loop.label_smoothing
+    about = About(resolved(config.model), tokenizer)
+    task = Task(model, about, train, inputs, lambda module, batch: loss(module, batch, smoothing), evaluate, finish)
+    fit(task, run, config.loop, config.seed)
+    return None
