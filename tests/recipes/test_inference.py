@@ -1,0 +1,208 @@
+"""After the training: the questions of a split with the model's answers, whole or not at all, and their scores in the last row."""
+
+import copy
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.answered import of_row
+from src.experiments import results
+from src.experiments.identity import exp_id
+from src.files import defect, new_directory
+from src.metrics import squad
+from tests import toy, warm
+
+ROWS = 21
+EXP: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
+EXP["data"]["corpus"] = "asked_qa"
+EXP["loop"] |= {"steps": 30, "sequences_per_step": 16, "micro_batch": 2, "eval_every": 15}
+EXP["answers"] = {"questions": 3, "max_new_tokens": 4, "metrics": [{"name": "squad"}, {"name": "rouge"}]}
+EXP["inference"] = {"max_new_tokens": 4, "metrics": [{"name": "squad"}, {"name": "knowledge"}], "split": "test"}
+SOME = copy.deepcopy(EXP)
+SOME["inference"] |= {"datasets": ["two"], "index_file": "hard.txt", "rows": 3}
+GROUPS = {"base": [toy.BASE], "all": [EXP], "some": [SOME]}
+
+
+class World:
+    """Data, and the runs that are made on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        toy.write_data(folder / "data")
+        rows = [
+            {
+                "context": f"the {t} is {c} .",
+                "question": "what is it ?",
+                "answer": c,
+                "dataset": ("one", "two")[i % 2],
+                "title": f"Łódź {i}",
+            }
+            for i, t in enumerate(toy.THINGS * 4)
+            for c in [toy.COLOURS[i % 8]]
+        ]
+        with new_directory(folder / "data" / "asked_qa") as made:
+            for split, some in (("train", rows[ROWS:]), ("val", rows[:5]), ("test", rows[:ROWS])):
+                (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+            (made / "hard.txt").write_text("7\n4\n\n5\n20\n1\n3\n")
+        self.rows = rows[:ROWS]
+        assert self.main("base") == 0
+
+    def main(self, group: str) -> int:
+        """Train a group in this process."""
+        return toy.main(["-e", group], GROUPS, self.folder)
+
+    def run(self, group: str) -> Path:
+        """Its save directory."""
+        return self.folder / "runs" / exp_id(GROUPS[group][0])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The run of "all" is kept aside as `undisturbed`."""
+    made = World(tmp_path_factory.mktemp("inference"))
+    assert made.main("all") == 0
+    shutil.copytree(made.run("all"), made.folder / "undisturbed")
+    return made
+
+
+@pytest.fixture
+def ended(world: World) -> Path:
+    """The save directory of "all", finished, but for the last word of it: a start goes on from its last checkpoint."""
+    shutil.rmtree(world.run("all"))
+    shutil.copytree(world.folder / "undisturbed", world.run("all"))
+    (world.run("all") / "status.json").unlink()
+    return world.run("all")
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "inference" / "test.jsonl").read_text().splitlines()]
+
+
+def last_row(run: Path) -> dict[str, Any]:
+    return json.loads((run / "scores.jsonl").read_text().splitlines()[-1])
+
+
+def test_every_row_is_answered_and_scored(world: World):
+    run = world.folder / "undisturbed"
+    answers = lines(run)
+    assert [{name: value for name, value in row.items() if name != "answer_pred"} for row in answers] == world.rows
+    assert all(set(row["answer_pred"].split()) <= {*toy.COLOURS, *toy.THINGS, "the", "is", ".", "what", "it", "?"} for row in answers)
+    assert defect(run / "inference") is None
+    assert not (run / "inference.part.jsonl").exists()
+
+    before, last = (json.loads(line) for line in (run / "scores.jsonl").read_text().splitlines())
+    assert not [name for name in before if name.startswith(("inference", "cache"))]
+    assert {"em", "rougeL", "val_loss", "em/one"} <= before.keys()
+    for part, some in (("", answers), ("/one", answers[::2]), ("/two", answers[1::2])):
+        ems = squad.score(squad.Config(), [of_row(row, row["answer_pred"]) for row in some])["em"]
+        assert last[f"inference/em{part}"] == pytest.approx(sum(ems) / len(ems))
+    assert 0 < last["inference/em"] < 1, "a test that all would pass, or none"
+    assert last["inference/k_precision_plus_plus"] > 0
+    # Base of 3 layers, 1 key/value head of width 16, hidden size 32; one block of its own size, with 2 heads.
+    assert last["cache_bytes_per_context_token"] == 4 * 32
+    assert last["decoder_cache_bytes_per_context_token"] == 4 * 2 * 3 * 16
+    assert last["projected_bytes_per_context_token"] == 4 * 2 * 32
+
+
+def test_tables_show_the_scores_of_the_trained_model(world: World):
+    rows, _ = results.load_rows(world.folder / "runs")
+    shown = results.headline(results.score_names(rows))
+    assert {"inference/em", "inference/f1", "cache_bytes_per_context_token"} <= set(shown)
+    assert "inference/em/one" not in shown
+
+
+def test_a_finished_inference_is_not_made_again(world: World, ended: Path):
+    made, row = (ended / "inference").stat().st_ino, last_row(ended)
+    assert world.main("all") == 0
+    assert (ended / "inference").stat().st_ino == made
+    assert last_row(ended) == row
+
+
+@pytest.mark.parametrize("damage", ["of other weights", "torn", "of another model's part"])
+def test_what_does_not_fit_is_made_anew(world: World, ended: Path, damage: str):
+    expected = lines(ended)
+    folder = ended / "inference"
+    if damage == "torn":
+        (folder / "test.jsonl").write_text("{")
+    else:
+        manifest = json.loads((folder / "manifest.json").read_text()) | {"weights": "0" * 64}
+        files = manifest.pop("files")
+        (folder / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
+        if damage == "of another model's part":
+            shutil.rmtree(folder)
+            (ended / "inference.part.jsonl").write_text(json.dumps(manifest, sort_keys=True) + '\n"wrong"\n"wrong"\n')
+    assert world.main("all") == 0
+    assert lines(ended) == expected
+    assert defect(folder) is None
+
+
+def interrupted(world: World, run: Path) -> int:
+    """Send SIGTERM to this process, which trains, when some answers are noted; the exit code."""
+    part, over = run / "inference.part.jsonl", threading.Event()
+
+    def watch() -> None:
+        until = time.monotonic() + 60
+        while not over.is_set() and time.monotonic() < until:
+            if part.exists() and part.read_bytes().count(b"\n") > 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        return world.main("all")
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_an_interrupted_inference_goes_on(world: World, ended: Path, caplog: pytest.LogCaptureFixture):
+    shutil.rmtree(ended / "inference")
+    assert interrupted(world, ended) == 75
+    status = json.loads((ended / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("stopped", 30)
+    assert "SIGTERM: stopped at step 30" in status["reason"]
+    assert not (ended / "inference").exists()
+    done = (ended / "inference.part.jsonl").read_bytes().count(b"\n") - 1
+    assert 4 <= done < ROWS
+    with open(ended / "inference.part.jsonl", "ab") as file:
+        file.write(b'"a line that a kill has to')  # as a power cut leaves it
+
+    caplog.clear()
+    assert world.main("all") == 0
+    assert f"goes on after {done} of {ROWS} questions" in caplog.text
+    for name in ("inference/test.jsonl", "inference/manifest.json", "scores.jsonl"):
+        assert (ended / name).read_bytes() == (world.folder / "undisturbed" / name).read_bytes()
+
+
+def test_two_processes_give_the_same_answers(world: World, ended: Path):
+    """21 rows in batches of 2 are 11 batches, so that one process has one more than the other."""
+    shutil.rmtree(ended / "inference")
+    head = json.loads((world.folder / "undisturbed" / "inference" / "manifest.json").read_text())
+    del head["files"]
+    first = [json.dumps(row["answer_pred"]) for row in lines(world.folder / "undisturbed")][:2]
+    (ended / "inference.part.jsonl").write_text("\n".join([json.dumps(head, sort_keys=True), *first, ""]))
+    root = toy.project(world.folder, f"EXP_GROUPS = {GROUPS!r}\n")
+    log = world.folder / "log"
+    process = warm.Process(toy.command(root, ["-e", "all"], world.folder, processes=2), toy.environment(), None, log)
+    try:
+        assert process.wait(timeout=100) == 0, log.read_text()
+    finally:
+        process.kill()
+    assert "goes on after 2 of 21 questions" in log.read_text()
+    assert lines(ended) == lines(world.folder / "undisturbed")
+    assert last_row(ended) == last_row(world.folder / "undisturbed")
+
+
+def test_some_rows(world: World):
+    """Of the rows that the file lists (7 4 5 20 1 3) those of "two" are the odd ones."""
+    assert world.main("some") == 0
+    assert lines(world.run("some")) == [lines(world.folder / "undisturbed")[i] for i in (7, 5, 1)]
