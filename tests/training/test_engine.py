@@ -151,6 +151,11 @@ LOOP = LoopConfig(**EXP["loop"])
         ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16.enabled: true, but the experiment makes it false"),
         ({"optimizer": {"params": {"lr": 3}}}, r'optimizer: {"params": {"lr": 3}}, but the experiment makes it AdamW: learning rate 0.01,'),
         ({"scheduler": {"type": "OneCycle"}}, r"scheduler: {.*OneCycle.*, but the experiment makes it 'linear' with loop.warmup_rate 0\."),
+        ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer: false, but the experiment makes it true"),
+        (
+            {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+            "zero_optimization.compute_grad_norm: false, but the experiment makes it true",
+        ),
         ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer: true, but the experiment makes it false"),
         ({"communication_data_type": "fp16"}, 'communication_data_type: "fp16", which would change the experiment\'s numbers'),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning: {.*true}, which would change"),

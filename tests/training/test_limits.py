@@ -316,12 +316,15 @@ def test_processes_that_read_data_do_not_take_the_signals_of_the_training(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "code", "reason"), [(["--stop_after", "20"], 75, "time limit"), ([], 130, "SIGINT")])
-def test_the_command_line_says_why_it_stopped(tmp_path: Path, arguments: list[str], code: int, reason: str):
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason", "kind"), [(["--stop_after", "12"], 75, "time limit", "limit"), ([], 130, "SIGINT", "person")]
+)
+def test_the_command_line_says_why_it_stopped(tmp_path: Path, arguments: list[str], code: int, reason: str, kind: str):
     started = Started(tmp_path, *arguments)
     if not arguments:
         started.row()
         started.process.send_signal(signal.SIGINT)
     assert started.end() == code
     assert reason in read_status(started.run)["reason"]
+    assert f'"stopped_by": "{kind}"' in (started.run / "status.json").read_text(), "what the script of a Slurm job looks for"
     assert arguments or checkpoints.newest_whole(started.run) is not None
