@@ -1,17 +1,21 @@
 """Questions on contexts: the decoder reads question and answer, the encoder reads the context."""
 
+import hashlib
+import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pydantic import Field
 
-from src.batches import ContextBatch
+from src.batches import ContextBatch, EncodedBatch
 from src.config import Config as StrictConfig
 from src.config import Places
-from src.data import fim, jsonl, questions, templates
+from src.data import encoded, encoder_inputs, fim, jsonl, questions, templates
 from src.data.positions import require_fit
 from src.data.tokenizers import Encoder
-from src.errors import ConfigError
+from src.errors import ConfigError, DataError
+from src.registry import Part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -23,7 +27,7 @@ class Config(StrictConfig):
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
     context_tokens: int = Field(gt=0)
-    """Most tokens of one encoder input: of all contexts joined, or of each with `chunked_contexts`. A longer context loses its end."""
+    """Most tokens of one encoder input: of all contexts joined, or of each with `chunked_contexts`."""
     sequence_tokens: int = Field(gt=0)
     """Most tokens of question and answer. A longer question loses its beginning; an answer that alone is too long loses its end."""
     loss_on: Literal["answer", "all"]
@@ -39,6 +43,10 @@ class Config(StrictConfig):
     """Every batch is as long as a sequence may be, rather than as its longest one, for `loop.compile`. Contexts stay as they are."""
     val_samples: int | None = Field(default=None, gt=0)
     """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
+    too_long: encoder_inputs.TooLong = "truncate"
+    """A context of more tokens loses its end, becomes several chunks, or is refused when the data are read."""
+    encoded_contexts: bool = False
+    """The hidden states that data_prep.preproc_nq wrote beside the rows are read; else contexts are encoded at each step."""
 
 
 class Sample(TypedDict):
@@ -52,12 +60,26 @@ class Sample(TypedDict):
 
 
 def check(config: Config, places: Places) -> None:
-    """Refuse a data set that is missing or incomplete, without reading its rows.
+    """Refuse a data set that is missing or incomplete, or whose contexts are not encoded as `config` says, without reading its rows.
 
     Raises:
         DataError: says what makes it.
+        ConfigError: the contexts were encoded with other options.
     """
     jsonl.require_splits(places, config.corpus)
+    if config.encoded_contexts:
+        _encoded(config, places)
+
+
+def check_base(config: Config, places: Places, model: Part) -> None:
+    """Refuse a `model` whose base is not the one that encoded the contexts, where they are encoded already.
+
+    Raises:
+        ConfigError: names both bases.
+        DataError: the contexts are not encoded.
+    """
+    if config.encoded_contexts:
+        encoded.check_base(places.data / config.corpus / encoded.FOLDER, model, places)
 
 
 def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
@@ -77,10 +99,26 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
 
     Raises:
         DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`.
-        ConfigError: too few tokens are allowed for the template alone.
+        ConfigError: too few tokens are allowed for the template alone, or the contexts were encoded with other options.
     """
     rows, fingerprint = questions.read(places, config.corpus, split, config.val_samples)
-    return QADataset(config, rows, tokenizer, seed, both_views=config.include_contexts and split == "train", fingerprint=fingerprint)
+    made = QADataset(config, rows, tokenizer, seed, both_views=config.include_contexts and split == "train", fingerprint=fingerprint)
+    if config.encoded_contexts:
+        made.read_encoded(_encoded(config, places), places.data / config.corpus / encoded.FOLDER, tokenizer)
+    return made
+
+
+def rules(config: Config) -> encoder_inputs.Rules:
+    """The options that decide what the encoder reads."""
+    return encoder_inputs.Rules(
+        config.context_tokens, config.template, config.questions_on_contexts, config.chunked_contexts, config.too_long
+    )
+
+
+def _encoded(config: Config, places: Places) -> dict[str, Any]:
+    """What store.json says, where the contexts are encoded as `config` says."""
+    folder = places.data / config.corpus
+    return encoded.check(folder / encoded.FOLDER, rules(config), jsonl.fingerprint(folder))
 
 
 class QADataset(questions.Questions):
@@ -100,11 +138,15 @@ class QADataset(questions.Questions):
         self._both_views = both_views
         self._encoder = Encoder(tokenizer)
         self._prompter = templates.Prompter(self._encoder, config.template)
+        self._inputs = encoder_inputs.EncoderInputs(self._prompter, rules(config))
+        self._store: encoded.Store | None = None
         self._fim_tokens = fim.fim_tokens(self._encoder)
         longest = max(config.sequence_tokens, config.context_tokens if both_views else 0)
         self._length = longest if config.fixed_length else None
         questions.require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
         questions.require_room("context_tokens", config.context_tokens, self._prompter.fixed_context_tokens + 1)
+        if config.too_long == "refuse":
+            self._require_short_contexts()
 
     def __len__(self) -> int:
         """Samples in one epoch."""
@@ -130,20 +172,39 @@ class QADataset(questions.Questions):
         ids = self._prompter.prompt(self._rows[index]["question"], self._config.sequence_tokens - 1)
         return {"input_ids": ids, "loss_mask": [False] * len(ids), "context_chunks": self._chunks(index)}
 
-    def collate(self, samples: Sequence[Sample]) -> ContextBatch:
+    def read_encoded(self, store: dict[str, Any], folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
+        """From now on batches are EncodedBatches, of the store in `folder`, of which `encoded.check` says `store`.
+
+        Shuffled contexts that were encoded behind a question keep that question: no other was encoded.
+
+        Raises:
+            DataError: it was made with another tokenizer, or an index is damaged.
+        """
+        digest = encoded.tokenizer_digest(tokenizer)
+        if digest not in {made["tokenizer"] for made in store["prepared"]}:
+            raise DataError(f"{folder}: encoded with another tokenizer than the one of this base. {encoded.AGAIN}")
+        self._store = encoded.Store(folder, store)
+        said = [self.fingerprint, store["dtype"], encoded.which(store["model"])]
+        self.fingerprint = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+    def collate(self, samples: Sequence[Sample]) -> ContextBatch | EncodedBatch:
         """Pad on the right."""
         return self._collated(samples, left=False)
 
-    def collate_prompts(self, samples: Sequence[Sample]) -> ContextBatch:
+    def collate_prompts(self, samples: Sequence[Sample]) -> ContextBatch | EncodedBatch:
         """Pad the prompts on the left, so that all end where generation begins; contexts as ever on the right."""
         return self._collated(samples, left=True)
 
-    def _collated(self, samples: Sequence[Sample], left: bool) -> ContextBatch:
+    def _collated(self, samples: Sequence[Sample], left: bool) -> ContextBatch | EncodedBatch:
         from src.data import collate
 
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
-        context_ids, context_mask = collate.pad_chunks([s["context_chunks"] for s in samples], self._encoder.pad_id)
+        chunks = [s["context_chunks"] for s in samples]
         tokens = collate.pad_tokens(ids, masks, self._encoder.pad_id, left, None if left else self._length)
+        if self._store is not None:
+            context_hidden, context_mask = self._store.padded(chunks)
+            return {**tokens, "context_hidden": context_hidden, "context_mask": context_mask}
+        context_ids, context_mask = collate.pad_chunks(chunks, self._encoder.pad_id)
         return {**tokens, "context_ids": context_ids, "context_mask": context_mask}
 
     def _context_sample(self, epoch: int, index: int) -> Sample:
@@ -156,10 +217,16 @@ class QADataset(questions.Questions):
         return {"input_ids": ended, "loss_mask": _all_but_first(len(ended)), "context_chunks": self._chunks(row)}
 
     def _chunks(self, index: int) -> list[list[int]]:
-        contexts = questions.all_contexts(self._context_row(index))
-        question = self._rows[index]["question"] if self._config.questions_on_contexts else ""
-        texts = contexts if self._config.chunked_contexts else [" ".join(contexts)]
-        return [self._prompter.context(text, question, self._config.context_tokens) for text in texts]
+        row = self._context_row(index)
+        asked = row if self._store is not None else self._rows[index]
+        return self._inputs.chunks(row, asked["question"])
+
+    def _require_short_contexts(self) -> None:
+        for index, row in enumerate(self._rows):
+            try:
+                self._inputs.chunks(row, row["question"])
+            except DataError as error:
+                raise DataError(f"{self._name}: row {index + 1}: {error}") from None
 
 
 def _all_but_first(count: int) -> list[bool]:

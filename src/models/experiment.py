@@ -127,7 +127,7 @@ def _parent(config: Config, places: Places) -> Part:
         raise ConfigError(f"parent {config.exp_id}: {written}: expected a dict, got {type(raw).__name__}.")
     if "model" not in raw:
         raise ConfigError(f"parent {config.exp_id}: its experiment has no 'model'.")
-    if "evaluation" in raw:
+    if raw.get("evaluation") is not None:
         raise ConfigError(f"parent {config.exp_id}: its experiment trains nothing. Take the model that it evaluates.")
     return _bound(raw["model"], f"parent {config.exp_id}")
 

@@ -1,0 +1,63 @@
+"""A folder of encoded contexts while it is being written: held by one command, and taken up again where it was left."""
+
+import contextlib
+import fcntl
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from src import files
+from src.data import encoded, encoded_shards
+from src.errors import ConfigError, DataError, RunError
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Raises RunError where another process encodes into `folder`."""
+    with files.writing(folder), open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"{folder}: another process is encoding into it. Wait until it ends.") from None
+        yield
+
+
+def opened(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
+    """store.json, made where there is none."""
+    if not (folder / encoded.STORE).exists():
+        store = {"format": encoded.FORMAT, **mine, "shards": {}, "prepared": []}
+        files.write_json(folder / encoded.STORE, store)
+        return store
+    store = encoded.read_store(folder)
+    if not encoded.same(store["model"], mine["model"]):
+        made, now = encoded.described(store["model"]), encoded.described(mine["model"])
+        raise ConfigError(f"{folder}: holds states of {made}, not of {now}. Choose another --data_cache_path, or remove the folder.")
+    if store["dtype"] != mine["dtype"]:
+        raise ConfigError(f"{folder}: holds {store['dtype']}, not {mine['dtype']}. Say --dtype {store['dtype']}, or remove the folder.")
+    return store
+
+
+def recovered(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
+    """Keys of all whole entries. `store` is changed: every shard is listed as it is; what is not whole is cut off."""
+    size, broken = encoded.row_bytes(store), encoded.defects(folder, store)
+    for message in broken.values():
+        log.warning("%s: it is encoded anew.", message)
+    keys: set[bytes] = set()
+    for name in [*store["shards"], *encoded_shards.unlisted(folder, list(store["shards"]))]:
+        records = _records(folder, name, store, size, everything=verify or name in broken)
+        store["shards"].pop(name, None)
+        if len(records):
+            store["shards"][name] = {"entries": len(records), "tokens": int(records["tokens"].sum())}
+            keys.update(record.tobytes() for record in records["key"])
+    return keys
+
+
+def _records(folder: Path, name: str, store: dict[str, Any], size: int, everything: bool) -> Any:
+    """The whole records of a shard, which is cut where it is damaged."""
+    if not everything and name in store["shards"]:
+        with contextlib.suppress(DataError):
+            return encoded_shards.read_index(folder, name, store["shards"][name]["entries"])
+    return encoded_shards.recover(folder, name, size, compared=2**62 if everything else 64)

@@ -1,0 +1,221 @@
+"""Processes that encode: one for each device, each with a model and a shard of its own."""
+
+import logging
+import multiprocessing
+import os
+import time
+import traceback
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from src.config import Places
+from src.data.encoded import key_of
+from src.data.encoded_shards import Writer
+from src.errors import RunError, UserError
+from src.registry import Part
+
+log = logging.getLogger(__name__)
+Batch = Sequence[Sequence[int]]
+_AHEAD = 2
+"""Batches that a worker has been given at any time, so that it never waits for the next."""
+_REPORT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker must know."""
+
+    model: Part
+    places: Places
+    folder: Path
+    """Of the store."""
+    hidden_size: int
+    dtype: str
+    commit_seconds: float = 1.0
+    """Work that may be lost in a crash."""
+
+
+class Encoding:
+    """A base on one device that encodes batches into a new shard."""
+
+    def __init__(self, job: Job, device: str) -> None:
+        self._job, self._device = job, device
+        self._model: Any = None
+        self._writer: Writer | None = None
+        self._committed = time.monotonic()
+
+    def take(self, batch: Batch) -> None:
+        """Encode sequences of ids.
+
+        Raises:
+            RunError: the device has too little memory.
+            DataError: states are not finite.
+        """
+        import torch
+
+        from src.models.encoding import encode
+
+        if self._model is None:
+            self._load()
+        ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.int64)
+        mask = torch.zeros(ids.shape, dtype=torch.bool)
+        for n, sequence in enumerate(batch):
+            ids[n, : len(sequence)] = torch.tensor(sequence)
+            mask[n, : len(sequence)] = True
+        try:
+            hidden = encode(self._model, ids.to(self._device), mask.to(self._device))
+        except torch.OutOfMemoryError as error:
+            size = "x".join(map(str, ids.shape))
+            raise RunError(f"{self._device}: out of memory in a batch of {size} tokens. Make --batch_size smaller.") from error
+        assert self._writer is not None
+        for n, sequence in enumerate(batch):
+            self._writer.append(key_of(sequence), hidden[n, : len(sequence)])
+        if time.monotonic() - self._committed >= self._job.commit_seconds:
+            self._writer.commit()
+            self._committed = time.monotonic()
+
+    def close(self) -> None:
+        """Commit what was taken."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _load(self) -> None:
+        job = self._job
+        self._model = job.model(job.places).to(self._device).eval()
+        self._writer = Writer(job.folder, uuid.uuid4().hex[:12], job.hidden_size, job.dtype)
+
+
+def encode_all(job: Job, batches: Iterable[Batch], devices: Sequence[str]) -> int:
+    """Encode all `batches`: in this process where there is one device, else in a process for each. Returns how many sequences.
+
+    What was committed before an error is kept.
+
+    Raises:
+        RunError: a worker failed; says on which device and why. Nothing is tried again elsewhere.
+        UserError: what a worker was told.
+    """
+    progress = _Progress()
+    stream = iter(batches)
+    first = next(stream, None)
+    if first is None:
+        return 0
+    if len(devices) > 1:
+        _in_processes(job, _chained(first, stream), devices, progress)
+        return progress.sequences
+    encoding = Encoding(job, devices[0])
+    try:
+        for batch in _chained(first, stream):
+            encoding.take(batch)
+            progress.count(batch)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the device raises
+        raise RunError(_told(devices[0], _line(error))) from error
+    finally:
+        encoding.close()
+    return progress.sequences
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _told(device: str, what: str) -> str:
+    return f"{device}: {what.rstrip('.')}. Start again when that is mended: what was finished is kept."
+
+
+def _chained(first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
+    yield first
+    yield from rest
+
+
+class _Progress:
+    def __init__(self) -> None:
+        self.sequences = self.tokens = 0
+        self._began = self._told = time.monotonic()
+
+    def count(self, batch: Batch) -> None:
+        self.sequences += len(batch)
+        self.tokens += sum(map(len, batch))
+        now = time.monotonic()
+        if now - self._told >= _REPORT_SECONDS:
+            self._told = now
+            log.info("%d inputs encoded, %.0f tokens/s", self.sequences, self.tokens / (now - self._began))
+
+
+def _in_processes(job: Job, batches: Iterator[Batch], devices: Sequence[str], progress: _Progress) -> None:
+    context = multiprocessing.get_context("spawn")
+    workers: dict[Any, tuple[Any, str, list[Batch]]] = {}
+    threads = max((os.cpu_count() or 1) // len(devices), 1)
+    try:
+        for device in devices:
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(job, device, threads, there), daemon=True)
+            process.start()
+            there.close()
+            given = list(islice(batches, _AHEAD))
+            workers[here] = process, device, given
+            for batch in given:
+                here.send(batch)
+            if not given:
+                here.send(None)
+        while workers:
+            for pipe in wait(list(workers)):
+                _serve(pipe, workers, batches, progress)
+    finally:
+        for process, _, _ in workers.values():
+            process.terminate()
+            process.join()
+
+
+def _serve(pipe: Any, workers: dict[Any, tuple[Any, str, list[Batch]]], batches: Iterator[Batch], progress: _Progress) -> None:
+    """Answer one message of a worker: None for a batch that is done, "closed", or an error."""
+    process, device, given = workers[pipe]
+    try:
+        message = pipe.recv()
+    except EOFError:
+        process.join()
+        raise RunError(_told(device, f"its process ended with exit code {process.exitcode}")) from None
+    if isinstance(message, UserError):
+        raise message
+    if message == "closed":
+        process.join()
+        del workers[pipe]
+        return
+    if message is not None:
+        raise RunError(_told(device, message))
+    progress.count(given.pop(0))
+    batch = next(batches, None)
+    if batch is not None:
+        given.append(batch)
+        pipe.send(batch)
+    elif not given:
+        pipe.send(None)
+
+
+def _work(job: Job, device: str, threads: int, pipe: Connection) -> None:
+    """A worker: ends when it is told to, or when its parent is gone."""
+    import torch
+
+    torch.set_num_threads(threads)
+    encoding = Encoding(job, device)
+    try:
+        while (batch := pipe.recv()) is not None:
+            encoding.take(batch)
+            pipe.send(None)
+        encoding.close()
+        pipe.send("closed")
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):  # the parent is gone, or all were interrupted
+        encoding.close()
+    except UserError as error:
+        encoding.close()
+        pipe.send(error)
+    except Exception as error:  # noqa: BLE001  whatever the device raises is told by the parent
+        log.error("%s failed:\n%s", device, traceback.format_exc())
+        encoding.close()
+        pipe.send(_line(error))
