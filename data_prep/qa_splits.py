@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from src.data import jsonl
 from src.data.qa_layouts.placing import Placing
 from src.data.qa_layouts.question import UNANSWERABLE, Question, Skipped
 from src.data.qa_layouts.release import Release
@@ -19,6 +20,7 @@ from src.errors import DataError
 SPLITS = ("train", "val")
 
 _SALT = "prepare_qa/"
+_TEXTS = {"contexts_list": list[str], "titles_list": list[str], "question": str, "answers": list[str], "dataset": str}
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -150,7 +152,8 @@ class SplitFile:
         """Write one row. shuffled: where no position is asked for, the passages come in random order, not as they are given.
 
         Raises:
-            DataError: distractors or positions are asked for, and the release does not mark the useful passages.
+            DataError: distractors or positions are asked for, and the release does not mark the useful passages; or half of a
+            surrogate pair stands in a text.
         """
         options = self._options
         position = options.position or ("random" if shuffled else "given")
@@ -160,6 +163,8 @@ class SplitFile:
         self.unanswerable += question.answers == (UNANSWERABLE,)
         self.contexts |= {_digest(passage.text) for passage in placed.passages if passage.useful}
         row = row_of(placed, sum(self.rows.values()))
+        for name, kind in _TEXTS.items():
+            jsonl.check_type(row[name], kind, f"{question.where}: {name}")
         self.rows[question.dataset] += 1
         self._output.write(json.dumps(row, ensure_ascii=False) + "\n")
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,16 +51,18 @@ def records(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Reco
 def _open(path: Path) -> Iterator[Bytes]:
     """The bytes of a file, unpacked where they are packed. Damage is a DataError."""
     try:
-        with reading(path, DataError), open(path, "rb") as raw:
-            packed = raw.read(2) == _GZIP
-        with reading(path, DataError), gzip.open(path) if packed else open(path, "rb") as file:
-            yield file
+        with reading(path, DataError):
+            with open(path, "rb") as raw:
+                packed = raw.read(2) == _GZIP
+            try:
+                with gzip.open(path) if packed else open(path, "rb") as file:
+                    yield file
+            except EOFError:
+                raise DataError(f"{path}: the gzip file is cut off. Get it again.") from None
+            except (gzip.BadGzipFile, zlib.error) as bad:
+                raise DataError(f"{path}: a damaged gzip file: {bad}. Get it again.") from None
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None
-    except EOFError:
-        raise DataError(f"{path}: the gzip file is cut off. Get it again.") from None
-    except (gzip.BadGzipFile, zlib.error) as bad:
-        raise DataError(f"{path}: a damaged gzip file: {bad}. Get it again.") from None
 
 
 def _form(path: Path) -> tuple[str, str | None]:
@@ -112,14 +115,11 @@ def _items(path: Path, key: str | None) -> Iterator[tuple[int, Any]]:
 def _rows_of_columns(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Record]]:
     """Walks the file once for each column, all at the same time."""
     readers = [_column(path, column) for column in columns]
-    for cells in zip(*readers, strict=False):
+    for cells in zip_longest(*readers, fillvalue=("nothing", None)):
         keys = [key for key, _ in cells]
         if len(set(keys)) > 1:
-            raise DataError(f"{path}: the columns {', '.join(columns)} are not in the same order: they go on with {', '.join(keys)}.")
+            raise DataError(f"{path}: the columns {', '.join(columns)} do not go on with the same row, but with {', '.join(keys)}.")
         yield f"{path}: row {keys[0]!r}", {column: value for column, (_, value) in zip(columns, cells, strict=True)}
-    for column, reader in zip(columns, readers, strict=True):
-        if (more := next(reader, None)) is not None:
-            raise DataError(f"{path}: column {column!r} has a row {more[0]!r} that another one lacks.")
 
 
 def _column(path: Path, column: str) -> Iterator[tuple[str, Any]]:
@@ -185,9 +185,10 @@ class _Scanner:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as bad:
                 cut_off = bad.msg.startswith("Unterminated string") or bad.pos > len(self._text) - _NEAR_END
+                beyond = bad.pos - self._at
                 if cut_off and self._more():
                     continue
-                self._at = bad.pos
+                self._at += beyond
                 if cut_off:
                     raise DataError(f"{self._path}: ends within a value, {self._place()}: it is cut off. Get it again.") from None
                 raise DataError(f"{self._path}: not valid JSON, {self._place()}: {bad.msg}.") from None

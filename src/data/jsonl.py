@@ -196,7 +196,7 @@ class Rows(Sequence[dict[str, Any]]):
             while len(data) < end - start and (more := os.pread(self.file, end - start - len(data), start + len(data))):
                 data += more
         if len(data) < end - start:
-            raise DataError(f"{self.path}: {start + len(data)} bytes, {self.ends[-1]} when it was checked. Prepare it again.")
+            raise DataError(f"{self.path}: shorter than the {self.ends[-1]} bytes that were checked. Prepare it again.")
         return data
 
 

@@ -1,0 +1,133 @@
+"""Rows of a JSONL file: parsed when asked for, small in memory, and safe to share, pickle and replace."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import tracemalloc
+
+import pytest
+
+from src.data import jsonl
+from src.errors import DataError
+from src.files import new_directory
+
+
+def made(folder, rows):
+    with new_directory(folder) as beside:
+        (beside / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder / "train.jsonl"
+
+
+@pytest.fixture
+def written():
+    """Twelve rows of very different length, several mebibytes in all."""
+    return [{"text": f"row {i} " + "xé" * (150_000 if i % 3 else 1), "n": i} for i in range(12)]
+
+
+@pytest.fixture
+def rows(tmp_path, written):
+    """The same, read."""
+    return jsonl.read_rows(made(tmp_path / "c", written), {"text": str})
+
+
+def test_they_are_a_sequence(rows, written):
+    assert len(rows) == 12
+    assert rows == written
+    assert list(rows) == written, "one mebibyte after the other"
+    assert [rows[i] for i in (7, 0, 11, 7, -1, -12)] == [written[i] for i in (7, 0, 11, 7, 11, 0)]
+    assert rows[2:7:2] == [written[2], written[4], written[6]]
+    assert list(reversed(rows)) == written[::-1]
+    assert rows != written[:-1]
+    assert rows != [*written[:-1], {}]
+    for index in (12, -13):
+        with pytest.raises(IndexError, match=rf"row {index} of 12"):
+            rows[index]
+
+
+def test_the_row_asked_for_last_is_parsed_once(rows):
+    assert rows[3] is rows[3]
+    assert rows[3] is not rows[4]
+
+
+def test_they_cost_a_few_bytes_each(tmp_path):
+    path = made(tmp_path / "c", [{"text": f"{i} " * 40} for i in range(20_000)])
+    tracemalloc.start()
+    try:
+        rows = jsonl.read_rows(path, {"text": str})
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(rows) == 20_000
+    assert held < 400_000, "eight bytes a row and some slack; as dicts they take ten megabytes"
+
+
+def test_a_pickled_copy_reads_the_file_anew(rows, written):
+    rows[0]
+    data = pickle.dumps(rows)
+    assert len(data) < 1000
+    assert pickle.loads(data) == written
+
+
+def test_a_copy_refuses_other_data(rows, tmp_path, written):
+    copy = pickle.loads(pickle.dumps(rows))
+    made(tmp_path / "c", written)
+    assert copy[5] == written[5], "the same data, made again"
+    other = pickle.loads(pickle.dumps(rows))
+    made(tmp_path / "c", [{"text": "x"}])
+    assert rows == written, "what is open is read on as it was"
+    assert copy[4] == written[4]
+    with pytest.raises(DataError, match=r"c/train.jsonl: other data than when it was checked. Start again."):
+        other[0]
+    (tmp_path / "c" / "manifest.json").unlink()
+    with pytest.raises(DataError, match=r"c/manifest.json: no such file"):
+        other[0]
+
+
+def test_a_file_that_shrinks_is_named(rows):
+    os.truncate(rows.path, 1000)
+    with pytest.raises(DataError, match=r"train.jsonl: shorter than the \d{7} bytes that were checked. Prepare it again."):
+        rows[11]
+
+
+def test_a_row_that_was_altered_in_place_is_named(rows):
+    with open(rows.path, "r+b") as file:
+        file.write(b"#")
+    with pytest.raises(DataError, match=r"train.jsonl:1: not valid JSON: Expecting value at column 1."):
+        rows[0]
+
+
+def test_forked_workers_share_no_position(rows):
+    """Each reads the whole file many times over, through the descriptor that both have from their parent."""
+    rows[0]
+    orders = [[(7 * i + start) % 12 for i in range(120)] for start in (0, 5)]
+    context = multiprocessing.get_context("fork")
+    processes, pipes = [], []
+    for order in orders:
+        here, there = context.Pipe()
+        process = context.Process(target=lambda order=order, there=there: there.send([rows[i]["n"] for i in order]))
+        process.start()
+        processes.append(process)
+        pipes.append(here)
+    mine = [rows[i]["n"] for i in orders[0]]
+    assert all(pipe.poll(30) for pipe in pipes)
+    assert [pipe.recv() for pipe in pipes] == orders
+    assert mine == orders[0]
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+
+
+def test_a_caller_may_check_rows_too(tmp_path):
+    def check(row, where):
+        if row["n"] > 1:
+            raise DataError(f"{where}: too many.")
+
+    path = made(tmp_path / "c", [{"n": 1}, {"n": 2}])
+    with pytest.raises(DataError, match=r"c/train.jsonl:2: too many."):
+        jsonl.read_rows(path, {"n": int}, check=check)
+
+
+def test_who_asks_for_an_unknown_corpus_is_told_of_the_original_releases(places):
+    with pytest.raises(DataError, match=r"original releases \(SQuAD, .* -m data_prep.prepare_qa --data_path \S+ --name nq --train F"):
+        jsonl.corpus(places, "nq")
