@@ -29,7 +29,7 @@ class Config(src.config.Config):
     """Which model, and the type of its weights in memory."""
 
     path: str = Field(min_length=1)
-    """Hub id such as "bigcode/starcoderbase-1b", or a folder made by save_pretrained."""
+    """Hub id such as "bigcode/starcoderbase-1b", or a folder made by save_pretrained: its name below `--data_path`, or a path."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     revision: str | None = None
     """Branch, tag or commit of the hub id; None for main."""
@@ -62,7 +62,7 @@ def load(config: Config, places: Places, kind: str) -> "PreTrainedModel":
     from safetensors import SafetensorError
 
     require_files(config, places)
-    folder = _folder(config)
+    folder = _folder(config, places)
     try:
         loaded: Any = getattr(transformers, kind).from_pretrained(
             folder,
@@ -115,7 +115,7 @@ def check(config: Config, places: Places) -> None:
         CheckpointError: weights are missing, or their index is no index.
     """
     require_files(config, places)
-    path = _folder(config) / "config.json"
+    path = _folder(config, places) / "config.json"
     if read_json(path, ConfigError).get("is_encoder_decoder") is True:
         raise ConfigError(f"{path}: of an encoder-decoder, and 'hf' reads decoders. The model part 't5' reads a T5.")
 
@@ -123,10 +123,10 @@ def check(config: Config, places: Places) -> None:
 def require_files(config: Config, places: Places) -> None:
     """`check`, for a model of any kind."""
     architecture(config, places)
-    folder = _folder(config)
+    folder = _folder(config, places)
     if config.quantization is not None and find_spec("bitsandbytes") is None:
         raise ConfigError(f"quantization {config.quantization!r} needs a package that is not installed: pip install {BITSANDBYTES}")
-    if os.path.isdir(config.path) and config.revision is not None:
+    if _local(config, places) is not None and config.revision is not None:
         raise ConfigError(f"{config.path!r} is a folder, so revision {config.revision!r} would be ignored. Remove it, or name a hub id.")
     weights = _weights(folder)
     if weights is None:
@@ -142,8 +142,7 @@ def architecture(config: Config, places: Places) -> Architecture | None:
     Raises:
         ConfigError: the model is not on this machine, or its config.json is not one of a model.
     """
-    del places  # a hub id or an own folder, not a prepared data set
-    path = _folder(config) / "config.json"
+    path = _folder(config, places) / "config.json"
     raw = read_json(path, ConfigError)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a dict, got {type(raw).__name__}. Name a folder that save_pretrained made.")
@@ -170,8 +169,8 @@ def fingerprint(config: Config, places: Places) -> str:
         UserError: what `check` raises.
     """
     require_files(config, places)
-    folder = _folder(config)
-    if not os.path.isdir(config.path):
+    folder = _folder(config, places)
+    if _local(config, places) is None:
         return folder.name
     weights = _weights(folder)
     assert weights, "check found them"
@@ -187,10 +186,10 @@ def _ends(path: Path) -> str:
         return hashlib.sha256(first + file.read(_MIB)).hexdigest()
 
 
-def _folder(config: Config) -> Path:
+def _folder(config: Config, places: Places) -> Path:
     """The folder that has the model's config.json."""
-    given = Path(config.path)
-    if os.path.isdir(given):  # unlike Path.is_dir, False for a name that is too long
+    given = _local(config, places)
+    if given is not None:
         if not (given / "config.json").is_file():
             raise ConfigError(f"{config.path!r} is a folder without a config.json. Name one that save_pretrained made.")
         return given
@@ -206,6 +205,12 @@ def _folder(config: Config) -> Path:
             "(gated models: `hf auth login` first), or give a folder as the model's path."
         )
     return found
+
+
+def _local(config: Config, places: Places) -> Path | None:
+    """The folder that `path` names, below the prepared data or as it stands; None where it is a hub id."""
+    candidates = (places.data / config.path, Path(config.path))
+    return next((path for path in candidates if os.path.isdir(path)), None)  # unlike Path.is_dir, False for a name that is too long
 
 
 def _cache() -> Path:

@@ -1,0 +1,193 @@
+"""Turn a model of llama2.c into a folder that transformers loads: `python -m data_prep.llama2c WEIGHTS.bin TOKENIZER.bin`.
+
+The small models trained on TinyStories come in this form, such as stories260K with its vocabulary of 512. Layout: karpathy/llama2.c,
+run.c (checkpoint version 0: seven int32, then float32 matrices) and tokenizer.py (per token a float32 score, an int32 length, bytes).
+"""
+
+import argparse
+import logging
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from src import files
+from src.errors import DataError, UserError
+
+log = logging.getLogger(__name__)
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+SPECIAL = ("<unk>", "<s>", "</s>")
+HEADER_BYTES = 28
+
+
+class Sizes(NamedTuple):
+    """The header of the weights."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    """Negative where the output matrix is another than that of the embeddings."""
+    max_positions: int
+
+
+def read_tokens(path: Path) -> list[tuple[bytes, float]]:
+    """(text, score) of each token, in the order of their ids.
+
+    Raises:
+        DataError: the file is no vocabulary of llama2.c.
+    """
+    content, place, found = path.read_bytes(), 4, []
+    try:
+        while place < len(content):
+            score, length = struct.unpack_from("<fi", content, place)
+            place += 8 + length
+            if length < 0 or place > len(content):
+                raise struct.error("text is cut off")
+            found.append((content[place - length : place], score))
+    except struct.error as error:
+        raise DataError(f"{path}: token {len(found)}: {error}. Expected the tokenizer file of a llama2.c model.") from None
+    if not found:
+        raise DataError(f"{path}: no token in it. Expected the tokenizer file of a llama2.c model.")
+    return found
+
+
+def tokenizer_of(tokens: Sequence[tuple[bytes, float]]) -> Any:
+    """SentencePiece's byte-pair encoding as a tokenizer of transformers: the best-scored pair is joined first."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_from, bytes_to = len(SPECIAL), len(SPECIAL) + 256
+    names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *(text.decode().replace(" ", SPACE) for text, _ in tokens[bytes_to:])]
+    ids = {name: i for i, name in enumerate(names)}
+    ranked = sorted(range(bytes_to, len(names)), key=lambda i: (-tokens[i][1], i))
+    merges = [
+        (name[:cut], name[cut:])
+        for name in (names[i] for i in ranked)
+        for cut in range(1, len(name))
+        if name[:cut] in ids and name[cut:] in ids
+    ]
+    inner = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(Regex("^ "), "")]
+    inner.decoder = decoders.Sequence(steps)
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", ids["<s>"])])
+    assert bytes_from == ids["<0x00>"]
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+def read_model(path: Path) -> Any:
+    """The model of a weight file, in float32.
+
+    Raises:
+        DataError: the file is not of the size that its header says.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    content = path.read_bytes()
+    if len(content) < HEADER_BYTES:
+        raise DataError(f"{path}: {len(content)} bytes, too few for a header. Expected the weights of a llama2.c model, version 0.")
+    sizes = Sizes(*struct.unpack_from("<7i", content))
+    shapes = _shapes(sizes, path)
+    expected = HEADER_BYTES + 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
+    if len(content) != expected:
+        raise DataError(
+            f"{path}: {len(content)} bytes, but its header {tuple(sizes)} says {expected}. Expected a llama2.c model, version 0."
+        )
+    numbers, place, read = torch.frombuffer(bytearray(content[HEADER_BYTES:]), dtype=torch.float32), 0, {}
+    for name, shape in shapes.items():
+        read[name] = numbers[place : place + torch.Size(shape).numel()].view(shape).clone()
+        place += read[name].numel()
+    settings = LlamaConfig(
+        vocab_size=abs(sizes.vocab_size),
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_key_value_heads,
+        max_position_embeddings=sizes.max_positions,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=sizes.vocab_size > 0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(settings)
+    model.load_state_dict(_renamed(read, sizes), strict=sizes.vocab_size < 0)
+    return model
+
+
+def _shapes(sizes: Sizes, path: Path) -> dict[str, tuple[int, ...]]:
+    """What stands in the file, in its order."""
+    if min(sizes[:5]) < 1 or not sizes.vocab_size or sizes.max_positions < 1 or sizes.hidden_size % sizes.num_heads:
+        raise DataError(f"{path}: its header says {tuple(sizes)}, which are no sizes of a model. Expected a llama2.c model, version 0.")
+    D, inner, L = sizes.hidden_size, sizes.intermediate_size, sizes.num_layers
+    head = D // sizes.num_heads
+    shared = sizes.num_key_value_heads * head
+    return {
+        "embed": (abs(sizes.vocab_size), D),
+        "input_layernorm": (L, D),
+        "self_attn.q_proj": (L, D, D),
+        "self_attn.k_proj": (L, shared, D),
+        "self_attn.v_proj": (L, shared, D),
+        "self_attn.o_proj": (L, D, D),
+        "post_attention_layernorm": (L, D),
+        "mlp.gate_proj": (L, inner, D),
+        "mlp.down_proj": (L, D, inner),
+        "mlp.up_proj": (L, inner, D),
+        "norm": (D,),
+        "cosines": (sizes.max_positions, head // 2),
+        "sines": (sizes.max_positions, head // 2),
+        **({"head": (abs(sizes.vocab_size), D)} if sizes.vocab_size < 0 else {}),
+    }
+
+
+def _renamed(read: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """The weights by transformers' names. llama2.c turns neighbours by one angle, transformers the halves of a head."""
+    top = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+    made = {top[name]: tensor for name, tensor in read.items() if name in top}
+    head = sizes.hidden_size // sizes.num_heads
+    for name, tensor in read.items():
+        if name in top or name in ("cosines", "sines"):
+            continue
+        for i, one in enumerate(tensor):
+            if name in ("self_attn.q_proj", "self_attn.k_proj"):
+                one = one.view(-1, head // 2, 2, sizes.hidden_size).transpose(1, 2).reshape(one.shape)
+            made[f"model.layers.{i}.{name}.weight"] = one.clone()
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m data_prep.llama2c", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("tokenizer", type=Path)
+    parser.add_argument("--data_path", type=Path, default=Path("results/data"), help="where the folder is made (default: %(default)s)")
+    parser.add_argument("--name", help="of the folder, and in an experiment's model (default: that of the weights)")
+    args = parser.parse_args(argv)
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    try:
+        for path in (args.weights, args.tokenizer):
+            if not path.is_file():
+                raise DataError(f"{path}: no such file.")
+        target = args.data_path / (args.name or args.weights.stem.lower())
+        model, tokens = read_model(args.weights), read_tokens(args.tokenizer)
+        if len(tokens) != model.config.vocab_size:
+            raise DataError(
+                f"{args.tokenizer}: {len(tokens)} tokens, but the model has {model.config.vocab_size}. Take the tokenizer of that model."
+            )
+        with files.new_directory(target) as made:
+            model.save_pretrained(made)
+            tokenizer_of(tokens).save_pretrained(made)
+        log.info("%s: %d parameters, %d tokens.", target, model.num_parameters(), len(tokens))
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
