@@ -27,6 +27,7 @@ MATRICES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
+    "t5": ("k", "o", "q", "v", "wi", "wi_0", "wi_1", "wo"),
 }
 """Names of the matrices in the layers of a family, by `model_type`: what can be checked before a model is loaded."""
 
@@ -144,10 +145,10 @@ def merge(model: "nn.Module") -> int:
 
 
 def _decoder(model: "nn.Module") -> Any:
-    """The transformers model: `model` itself, or the one inside a cross-attention model."""
-    from src.models.cross_attention_layers import CrossAttentionLM
+    """The transformers model: `model` itself, or the one inside a cross-attention or Fusion-in-Decoder model."""
+    from transformers import PreTrainedModel
 
-    return model.base if isinstance(model, CrossAttentionLM) else model
+    return model if isinstance(model, PreTrainedModel) else model.base
 
 
 def _matrices(decoder: Any) -> Iterator[tuple[str, "nn.Module"]]:
