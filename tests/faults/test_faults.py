@@ -17,7 +17,10 @@ from tests.faults import harness
 
 EXP: dict[str, Any] = copy.deepcopy(toy.BASE)
 EXP["loop"] |= {"steps": 120, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 20, "max_grad_norm": 0.5}
-FAULTS = {"replicated": 13, "zero1": 13, "zero2": 12, "zero3": 12}
+SHORT = copy.deepcopy(EXP)
+SHORT["loop"]["steps"] = 40
+"""Of a mode that passes more messages, and so is slower."""
+FAULTS = {"replicated": 13, "zero1": 13, "zero2": 12, "zero3": 12, "fsdp": 3}
 SEEDS = {mode: number for number, mode in enumerate(FAULTS)}
 
 
@@ -28,18 +31,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     toy.write_data(folder / "data")
     for stage in (1, 2, 3):
         (folder / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    return toy.project(folder, f"EXP_GROUPS = {{'toy': [{EXP!r}]}}\n"), folder
+    return toy.project(folder, f"EXP_GROUPS = {{'toy': [{EXP!r}], 'short': [{SHORT!r}]}}\n"), folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", FAULTS)
 def test_random_kills_change_nothing(world: tuple[Path, Path], mode: str, tmp_path: Path):
     root, folder = world
-    words = ["-e", "toy", "--log_every", "4", *(["--deepspeed", str(folder / f"{mode}.json")] if mode.startswith("zero") else [])]
+    group, exp = ("short", SHORT) if mode == "fsdp" else ("toy", EXP)
+    words = ["-e", group, "--log_every", "4"]
     if mode.startswith("zero"):
         pytest.importorskip("deepspeed", reason="needs deepspeed")
+        words += ["--deepspeed", str(folder / f"{mode}.json")]
+    elif mode == "fsdp":
+        words.append("--fsdp")
     command = [*toy.command(root, words, folder, processes=2)[:-1], str(tmp_path / "runs")]
-    training = harness.Training(command, tmp_path / "runs" / exp_id(EXP), toy.environment(), warm=True)
+    training = harness.Training(command, tmp_path / "runs" / exp_id(exp), toy.environment(), warm=True)
     report = harness.disturb(training, FAULTS[mode], random.Random(SEEDS[mode]), tmp_path / "log", 2)
     assert len(report.faults) == FAULTS[mode]
 
@@ -50,7 +57,7 @@ def test_torchrun_starts_killed_processes_again(world: tuple[Path, Path], tmp_pa
     root, folder = world
     exp = copy.deepcopy(EXP)
     exp["loop"]["steps"] = 400
-    (root / "exp_configs.py").write_text(f"EXP_GROUPS = {{'toy': [{EXP!r}], 'long': [{exp!r}]}}\n")
+    (root / "exp_configs.py").write_text(f"EXP_GROUPS = {{'toy': [{EXP!r}], 'short': [{SHORT!r}], 'long': [{exp!r}]}}\n")
     command = toy.command(root, ["-e", "long", "--log_every", "4"], folder, processes=2)
     at = command.index("--nproc-per-node")
     command = [*command[:at], "--max-restarts", "30", *command[at:-1], str(tmp_path / "runs")]
