@@ -119,7 +119,7 @@ def pivoted(rows: Sequence[results.Row], index: str, columns: str, metric: str |
 def print_table(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std") -> None:
     """Print to stdout. csv and json hold every digit; the others four, as mean ± deviation (n)."""
     if style == "rich":
-        _print_rich(*_cells(table, keys, scores, interval), f"mean ± {INTERVALS[interval]} (number of runs), best first")
+        draw_rich(*_cells(table, keys, scores, interval), f"mean ± {INTERVALS[interval]} (number of runs), best first")
     else:
         print(rendered(table, keys, scores, style, interval), end="")
 
@@ -133,7 +133,7 @@ def rendered(table: Table, keys: Sequence[str], scores: Sequence[str], style: st
         columns = [*keys, "runs", "state", "step", *(name + end for name in scores for end in ends)]
         return _csv([columns, *([row[column] for column in columns] for row in table)])
     headings, lines = _cells(table, keys, scores, interval)
-    return _markdown(headings, lines) if style == "markdown" else _latex(headings, lines, len(keys))
+    return markdown(headings, lines) if style == "markdown" else _latex(headings, lines, len(keys))
 
 
 def print_pivot(cross: results.Pivot, keys: Sequence[str], score: str, style: str, interval: str = "std") -> None:
@@ -154,9 +154,9 @@ def print_pivot(cross: results.Pivot, keys: Sequence[str], score: str, style: st
         rows = zip(cross.rows, cross.cells, strict=True)
         lines = [[_plain(value), *("-" if cell is None else _score(cell, score, interval) for cell in line)] for value, line in rows]
         if style == "rich":
-            _print_rich(headings, lines, f"{score}: mean ± {INTERVALS[interval]} (number of runs)")
+            draw_rich(headings, lines, f"{score}: mean ± {INTERVALS[interval]} (number of runs)")
         else:
-            print(_markdown(headings, lines) if style == "markdown" else _latex(headings, lines, 1), end="")
+            print(markdown(headings, lines) if style == "markdown" else _latex(headings, lines, 1), end="")
 
 
 def _cells(table: Table, keys: Sequence[str], scores: Sequence[str], interval: str) -> tuple[list[str], list[list[str]]]:
@@ -201,7 +201,8 @@ def _raw(value: Any) -> str:
     return "" if value is None else json.dumps(value)
 
 
-def _markdown(headings: list[str], lines: list[list[str]]) -> str:
+def markdown(headings: list[str], lines: list[list[str]]) -> str:
+    """A table in Markdown; bars in cells are escaped."""
     rows = [headings, ["---"] * len(headings), *lines]
     return "".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |\n" for row in rows)
 
@@ -217,7 +218,8 @@ def _escaped(cell: str) -> str:
     return "".join(_LATEX.get(character, character) for character in cell).replace(" ± ", r" $\pm$ ").replace("\n", " ")
 
 
-def _print_rich(headings: list[str], lines: list[list[str]], caption: str) -> None:
+def draw_rich(headings: list[str], lines: list[list[str]], caption: str) -> None:
+    """Print a table to stdout, as wide as it must be where that is no terminal."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table as RichTable

@@ -17,7 +17,7 @@ from typing import Any
 from src import answered, distributed
 from src.answered import Answered
 from src.errors import RunError
-from src.experiments import checkpoints, heartbeat
+from src.experiments import checkpoints, heartbeat, references
 from src.experiments.run import Run
 from src.files import defect, new_directory, read_manifest, reading, writing
 from src.training.answer_configs import PREFIX, Inference
@@ -69,7 +69,7 @@ def make(run: Run, asked: Asked | None, respondent: Callable[[Any], Respondent])
     if asked is None:
         return {}
     who = respondent(asked.dataset)
-    facts = distributed.from_main(lambda: _facts(run.path, asked, who.batch_size))
+    facts = distributed.from_main(lambda: _facts(run, asked, who.batch_size))
     predictions = distributed.from_main(lambda: _finished(run.path, asked.config.split, facts))
     if predictions is None:
         predictions = _ask(run, asked, who, facts)
@@ -78,12 +78,13 @@ def make(run: Run, asked: Asked | None, respondent: Callable[[Any], Respondent])
     return {f"{PREFIX}{name}": value for name, value in scores.items()}
 
 
-def _facts(run: Path, asked: Asked, batch_size: int) -> dict[str, Any]:
+def _facts(run: Run, asked: Asked, batch_size: int) -> dict[str, Any]:
     """Whose answers to which questions: what was answered is of use where these are the same."""
-    folder = checkpoints.newest_whole(run)  # None where nothing is trained
+    folder = checkpoints.newest_whole(run.path)  # None where nothing is trained
     return {
         "step": checkpoints.step_of(folder) if folder else 0,
         "weights": read_manifest(folder, RunError)["files"]["model.safetensors"]["sha256"] if folder else None,
+        "parents": references.fingerprints(run.dir.exp, run.places.runs),
         "data": asked.dataset.fingerprint,
         "questions": hashlib.sha256(json.dumps([asked.config.split, *asked.indices]).encode()).hexdigest(),
         "max_new_tokens": asked.config.max_new_tokens,

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from results import rescore
 from src.answered import of_row
 from src.experiments import results
 from src.experiments.identity import exp_id
 from src.files import defect, new_directory
 from src.metrics import squad
+from src.registry import METRICS, bind
 from tests import toy, warm
 
 ROWS = 21
@@ -109,6 +111,15 @@ def test_every_row_is_answered_and_scored(world: World):
     assert last["cache_bytes_per_context_token"] == 4 * 32
     assert last["decoder_cache_bytes_per_context_token"] == 4 * 2 * 3 * 16
     assert last["projected_bytes_per_context_token"] == 4 * 2 * 32
+
+
+def test_scores_can_be_had_again_from_the_file_alone(world: World):
+    run = world.folder / "undisturbed"
+    metrics = [bind(METRICS, metric) for metric in EXP["inference"]["metrics"]]
+    found = rescore.scored(metrics, rescore.read(run / "inference" / "test.jsonl"), best_answer=False)
+    again = {f"inference/{name}": value for name, value in found["all"].items() if name != "rows"}
+    again |= {f"inference/{name}/{s}": found[s][name] for s in ("one", "two") for name in found[s] if name != "rows"}
+    assert again == {name: value for name, value in last_row(run).items() if name.startswith("inference/")}
 
 
 def test_tables_show_the_scores_of_the_trained_model(world: World):

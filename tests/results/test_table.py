@@ -66,7 +66,7 @@ def test_latex_escapes_what_latex_would_read(runs: Path, capsys: pytest.CaptureF
 
 
 def test_markdown_escapes_its_bars():
-    assert table._markdown(["a|b"], [["c\nd"]]) == "| a\\|b |\n| --- |\n| c d |\n"
+    assert table.markdown(["a|b"], [["c\nd"]]) == "| a\\|b |\n| --- |\n| c d |\n"
 
 
 def test_rich_cuts_nothing_when_it_is_not_a_terminal(runs: Path):

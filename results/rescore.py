@@ -1,0 +1,193 @@
+"""Score inferences again, without their models: `python -m results.rescore FILE.. --metrics squad rouge`.
+
+A FILE is a JSONL file of rows with `answer_pred`, as a run leaves it in <run>/inference, or the save directory of the run. By default
+every row counts, over all and over each source; --index_file, --datasets and --best_answer are as in an experiment's `inference`.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from results.table import draw_rich, markdown
+from src import answered
+from src.answered import Answered
+from src.config import Problems, join, unknown_text
+from src.errors import ConfigError, DataError, UserError
+from src.files import reading
+from src.registry import METRICS, Part, bind
+
+PREDICTION = "answer_pred"
+_FIELDS = {"question": str, "context": str, "answer": str, "dataset": str, PREDICTION: str}
+_LISTS = ("answers", "contexts_list")
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the scores of each file. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        metrics = [_metric(text) for text in options.metrics]
+        listed = _listed(options.index_file) if options.index_file else None
+        tables = {}
+        for file in [file for path in options.files for file in _files(path)]:
+            answers = chosen(read(file), file, options.datasets, listed)
+            tables[str(file)] = scored(metrics, answers, options.best_answer)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(tables, indent=4, ensure_ascii=False))
+        return 0
+    headings, lines = _cells(tables)
+    if options.markdown:
+        print(markdown(headings, lines), end="")
+    else:
+        draw_rich(headings, lines, "each answer against the best of its references")
+    return 0
+
+
+def read(file: Path) -> list[Answered]:
+    """The answers in a file.
+
+    Raises:
+        DataError: it is missing or empty, or a line is no row with an answer; names the line.
+    """
+    try:
+        with reading(file, DataError):
+            lines = file.read_bytes().splitlines()
+    except FileNotFoundError:
+        raise DataError(f"{file}: no such file.") from None
+    if not lines:
+        raise DataError(f"{file}: empty. It should have one JSON object on each line.")
+    rows = [_row(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
+    return [answered.of_row(row, row[PREDICTION]) for row in rows]
+
+
+def chosen(answers: Sequence[Answered], file: Path, datasets: Sequence[str] | None, listed: Sequence[int] | None) -> list[Answered]:
+    """Those at the places `listed`, and of these the ones whose source is one of `datasets`. None: all.
+
+    Raises:
+        ConfigError: a source that no row is of.
+        DataError: a number that is no row's or stands there twice, or nothing is left.
+    """
+    known = {answer.source for answer in answers}
+    for name in datasets or ():
+        if name not in known:
+            raise ConfigError(f"{file}: --datasets: {unknown_text('source', name, known)}")
+    for number in listed or ():
+        if number >= len(answers):
+            raise DataError(f"{file}: --index_file: row {number} of {len(answers)}, counted from 0.")
+    if listed is not None and (twice := [number for number, count in Counter(listed).items() if count > 1]):
+        raise DataError(f"{file}: --index_file: row {twice[0]} stands there more than once.")
+    found = list(answers) if listed is None else [answers[number] for number in listed]
+    found = [answer for answer in found if datasets is None or answer.source in datasets]
+    if not found:
+        raise DataError(f"{file}: no row is left of {len(answers)}.")
+    return found
+
+
+def scored(metrics: Sequence[Part], answers: Sequence[Answered], best_answer: bool) -> dict[str, dict[str, float]]:
+    """{"all": {"rows": …, "em": …}, "nq": …}; sources only where there are several."""
+    tables: dict[str, dict[str, float]] = {"all": {"rows": len(answers)}}
+    for name, value in answered.scores(metrics, answers, best_answer).items():
+        metric, _, source = name.partition("/")
+        rows = sum(answer.source == source for answer in answers)
+        tables.setdefault(source or "all", {"rows": rows})[metric] = value
+    return tables
+
+
+def _metric(text: str) -> Part:
+    """A name of METRICS, or a dict with one in JSON."""
+    raw: Any = {"name": text}
+    if text.startswith("{"):
+        try:
+            raw = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"--metrics {text}: not valid JSON: {error}.") from None
+    try:
+        return bind(METRICS, raw)
+    except Problems as error:
+        raise ConfigError("\n".join(f"{join('--metrics', path)}: {message}" for path, message in error.found)) from None
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself, or those of the inference in a save directory."""
+    if not path.is_dir():
+        return [path]
+    found = sorted((path / "inference").glob("*.jsonl")) or sorted(path.glob("*.jsonl")) * (path.name == "inference")
+    if not found:
+        raise DataError(f"{path}: no inference in this folder. Name a save directory whose run has ended, or a file.")
+    return found
+
+
+def _listed(path: Path) -> list[int]:
+    """The numbers in a file, one on each line; blank lines are passed over."""
+    try:
+        with reading(path, DataError):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        raise DataError(f"--index_file {path}: no such file.") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not (line.strip().isascii() and line.strip().isdigit()):
+            raise DataError(f"{path}:{number}: expected the number of a row, counted from 0, got {line.strip()[:60]!r}.")
+    return [int(line) for line in lines if line.strip()]
+
+
+def _row(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON: {error}.") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected a JSON object, got {line[:60].decode(errors='replace')!r}.")
+    for name, kind in _FIELDS.items():
+        if name == "context" and row.get("contexts_list"):
+            continue
+        if type(row.get(name)) is not kind:
+            raise DataError(f"{where}: field {name!r}: expected {kind.__name__}, got {row.get(name)!r:.60}.")
+    for name in _LISTS:
+        value = row.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise DataError(f"{where}: field {name!r}: expected a list of str, got {value!r:.60}.")
+    return row
+
+
+def _cells(tables: dict[str, dict[str, dict[str, float]]]) -> tuple[list[str], list[list[str]]]:
+    names = list(dict.fromkeys(name for table in tables.values() for scores in table.values() for name in scores))
+    lines = [
+        [*([file] if len(tables) > 1 else []), source, *("-" if name not in scores else f"{scores[name]:.4g}" for name in names)]
+        for file, table in tables.items()
+        for source, scores in table.items()
+    ]
+    return [*(["file"] if len(tables) > 1 else []), "source", *names], lines
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m results.rescore", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a file of answers, or the save directory of a run")
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        default=["squad"],
+        metavar="NAME",
+        help=f'of {", ".join(sorted(METRICS.modules))} (default: squad), or with options as JSON: \'{{"name": "rouge", "stemmer": true}}\'',
+    )
+    parser.add_argument("--datasets", nargs="+", metavar="SOURCE", help="only the rows of these sources")
+    parser.add_argument("--index_file", type=Path, metavar="PATH", help="only the rows whose numbers it lists, one on each line, from 0")
+    parser.add_argument(
+        "--best_answer", action="store_true", help="rows that ask one question on the same contexts count once, with the best"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="every digit, by file and source")
+    form.add_argument("--markdown", action="store_true", help="the table as Markdown")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
