@@ -124,9 +124,8 @@ def measure(family: str, args: argparse.Namespace) -> None:
             "prompted": operations(lambda: alone(model, prompt, prompt_mask, 9)) - operations(lambda: alone(model, prompt, prompt_mask, 1)),
         }
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    print(
-        f"{family}: {args.layers} layers of {args.hidden_size}, context {args.context}, question {args.question}, {args.new_tokens} new tokens"
-    )
+    lengths = f"context {args.context}, question {args.question}, {args.new_tokens} new tokens"
+    print(f"{family}: {args.layers} layers of {args.hidden_size}, {lengths}")
     for way in ("cached", "uncached", "prompted"):
         rate, first = args.new_tokens / median[f"{way} tokens"], 1e3 * median[f"{way} first"]
         print(f"  {way:9} {rate:8.1f} tokens/s   first token {first:8.1f} ms   {flops[way] / 8e6:8.1f} Mflop per further token")
@@ -150,7 +149,7 @@ def compare_bytes(model: CrossAttentionLM, context: Context, prompt: torch.Tenso
     positions = context.mask.shape[1]
     with model.reading(None):
         past = model.base(input_ids=prompt, attention_mask=prompt_mask.long(), use_cache=True).past_key_values
-    projected = [block.project(context.hidden) for block in model.blocks.values()]
+    projected = [block.project(context.hidden) for block in model.each_block()]
     counted = {
         "cache_bytes_per_context_token": size(context.hidden) / positions,
         "projected_bytes_per_context_token": size(projected) / positions,
@@ -160,7 +159,7 @@ def compare_bytes(model: CrossAttentionLM, context: Context, prompt: torch.Tenso
     assert sizes is not None
     if model.config.model_type == "gpt_bigcode":
         sizes = architecture.Architecture(**{**vars(sizes), "num_key_value_heads": 1})
-    attention = next(iter(model.blocks.values())).attention
+    attention = model.each_block()[0].attention
     block = attention.v.out_features * 2
     formula = cache_size.of_cross_attention(sizes, len(model.blocks), block, value_bytes=4)
     for name, value in counted.items():

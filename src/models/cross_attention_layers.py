@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -191,6 +191,10 @@ class CrossAttentionLM(nn.Module):
             else:
                 layers[i].register_forward_pre_hook(partial(self._before, block), with_kwargs=True)
         self.train()
+
+    def each_block(self) -> list[Block]:
+        """The blocks, one that stands at several places once."""
+        return cast(list[Block], list(self.blocks.values()))
 
     @property
     def config(self) -> Any:

@@ -41,7 +41,7 @@ _PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
 
 def names(model: "CrossAttentionLM") -> dict[str, list[str]]:
     """What XC-Cache calls each weight of the blocks, by our name; several names where a block stands at several places."""
-    block = next(iter(model.blocks.values()))
+    block = model.each_block()[0]
     gated, together = block.mlp.gate is not None, block.attention.k is None
     table = _LLAMA if gated else _GPT_TOGETHER if together else _GPT_APART
     found = {}
@@ -115,7 +115,7 @@ def save(model: "CrossAttentionLM", folder: Path) -> None:
 
 def _settings(model: "CrossAttentionLM") -> dict[str, Any]:
     """The blocks' sizes, as XC-Cache writes them into config.json."""
-    config, attention = model.settings, next(iter(model.blocks.values())).attention
+    config, attention = model.settings, model.each_block()[0].attention
     return {
         "_name_or_path": model.name_or_path,
         "n_cross_attn_layers": config.num_layers,

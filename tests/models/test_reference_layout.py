@@ -84,7 +84,7 @@ def plain_logits(model_type, saved, batch, places):
     gated = model_type == "llama"
     layers = base.model.layers if gated else base.transformer.h
     ids, mask = batch["context_ids"][:, 0], batch["context_mask"][:, 0]
-    body = base.model if gated else base.transformer
+    body: Any = base.model if gated else base.transformer
     context = body(input_ids=ids, attention_mask=mask.long()).last_hidden_state
     for i in places:
         weights = {name.removeprefix(f"cross_attn_layers.{i}."): value for name, value in saved.items() if f".{i}." in name[:21]}
