@@ -1,4 +1,7 @@
-"""Learning curves, one line for each configuration with a band over its seeds: `python -m results.plot [RUNS] [-e GROUP]`."""
+"""Learning curves, one line for each configuration with a band over its seeds: `python -m results.plot [RUNS] [-e GROUP]`.
+
+With --y one point for each experiment instead: `--x cache_bytes_per_context_token --y inference/f1`.
+"""
 
 import argparse
 import io
@@ -9,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from results.table import INTERVALS, RUNS, default_metric
 from src.config import unknown
-from src.errors import ConfigError, UserError
+from src.errors import ConfigError, DataError, UserError
 from src.experiments import curves, results
+from src.experiments.summary import is_finite
 from src.files import write_atomic, writing
 
 if TYPE_CHECKING:
@@ -25,7 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = options.output or PLOTS / f"{options.group or 'all'}.png"
     try:
         rows, warnings = results.select(options.runs, options.group, options.where)
-        figure, unread = drawn(options.runs, rows, options.metric, options.x, options.interval)
+        if options.y is None:
+            if options.log_x:
+                raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
+            figure, unread = drawn(options.runs, rows, options.metric, options.x, options.interval)
+        else:
+            if options.metric:
+                raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
+            figure, unread = points(options.runs, rows, options.x, options.y, options.log_x)
         save(figure, output)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -100,6 +111,42 @@ def drawn(
     return figure, warnings
 
 
+def points(runs: Path, rows: Sequence[results.Row], x: str, y: str, log_x: bool = False) -> tuple["Figure", list[str]]:
+    """One point for each experiment at the last values of two scores, a colour for each configuration but the seed; and who was left out.
+
+    x: may also be a dotted config key, such as "model.stride".
+
+    Raises:
+        ConfigError: a name that no run has.
+        DataError: no run has numbers of both.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    scores = results.score_names(rows)
+    if y not in scores:
+        raise unknown("score", y, scores, str(runs))
+    known = ["step", *scores, *dict.fromkeys(key for row in rows for key in results.config_keys(row))]
+    if x not in known:
+        raise unknown("axis", x, known, str(runs))
+    placed = [row for row in rows if is_finite(row.get(x)) and is_finite(row.get(y))]
+    if not placed:
+        raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.")
+    left_out = len(rows) - len(placed)
+    keys = results.distinguishing(rows)
+    figure = Figure(figsize=(6.4, 4.8), layout="constrained", dpi=120)
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")
+    axes.grid(alpha=0.3)
+    for group in results.grouped(placed, keys):
+        # A space in front, as names that begin with _ are left out of legends.
+        text = f" {label(group, keys) or group[0]['exp_id'][:8]}"
+        axes.plot([row[x] for row in group], [row[y] for row in group], "o", label=text)
+    axes.legend(fontsize="small")
+    write_plainly(figure)
+    return figure, [f"left out: {left_out} of {len(rows)} runs, which have no number for {x!r} or {y!r}."] if left_out else []
+
+
 def label(group: Sequence[results.Row], keys: Sequence[str]) -> str:
     """What tells this configuration from the others, and over how many runs its line is."""
     names = results.short_names(keys)
@@ -128,6 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-e", "--group", help="only the runs of this group")
     parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
     parser.add_argument("--x", default="step", metavar="NAME", help="step, seconds, or a score such as tokens (default: step)")
+    parser.add_argument("--y", metavar="NAME", help="one point for each experiment: its last value of this score over that of --x")
+    parser.add_argument("--log_x", action="store_true", help="the x axis of points is logarithmic")
     parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="of the bands (default: std; ci95: Student's t)")
     parser.add_argument("--metric", nargs="+", metavar="NAME", help="scores to plot, a panel for each (default: what the table sorts by)")
     parser.add_argument("--output", type=Path, help=f"PNG, or another format that matplotlib knows (default: {PLOTS}/GROUP.png)")

@@ -150,3 +150,49 @@ def test_the_runs_that_answer_a_question(runs: Path, tmp_path: Path, capsys: pyt
     assert "stride" not in Path(output).read_text(), "one configuration needs no legend"
     assert plot.main([str(runs), "--where", "stride == 1", "--output", output]) == 1
     assert "--where: unknown name 'stride'" in capsys.readouterr().err
+
+
+def test_one_point_for_each_experiment(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The last values: em is a quarter of the stride, val_loss stride / 4 + 0.1 seed + 1 / 3."""
+    rows, _ = results.load_rows(runs)
+    for x in ("em", "model.stride"):
+        figure, left_out = plot.points(runs, rows, x, "val_loss")
+        (axes,) = figure.axes
+        assert (axes.get_xlabel(), axes.get_ylabel(), left_out) == (x, "val_loss", [])
+        assert sorted(text.get_text() for text in axes.get_legend().get_texts()) == [" stride=1 (3)", " stride=2 (3)"]
+        for line in axes.lines:
+            stride = int(line.get_label()[8])
+            assert set(line.get_xdata()) == {stride / 4 if x == "em" else stride}
+            assert sorted(line.get_ydata()) == pytest.approx([stride / 4 + 0.1 * seed + 1 / 3 for seed in range(3)])
+            assert line.get_linestyle() == "None"
+    output = tmp_path / "points.svg"
+    assert plot.main([str(runs), "--x", "em", "--y", "val_loss", "--log_x", "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"{output}\n"
+    assert "stride=2" in output.read_text()
+
+
+def test_points_of_runs_that_lack_a_number_are_left_out(runs: Path):
+    exp = {"recipe": "toy", "seed": 0, "model": {"name": "m", "stride": 4, "kind": "a_b & 50%"}}
+    with RunDir.open(runs, exp, exp) as run:
+        run.scores.append({"step": 1, "val_loss": 1.0})
+        run.set_status("done")
+    rows, _ = results.load_rows(runs)
+    figure, left_out = plot.points(runs, rows, "em", "val_loss")
+    assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) == 6
+    assert left_out == ["left out: 1 of 7 runs, which have no number for 'em' or 'val_loss'."]
+    with pytest.raises(DataError, match=r"no run has a number for both 'model\.kind' and 'em'"):
+        plot.points(runs, rows, "model.kind", "em")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--y", "ems"], "unknown score 'ems'. Did you mean 'em'?"),
+        (["--y", "em", "--x", "model.strides"], "unknown axis 'model.strides'. Did you mean 'model.stride'?"),
+        (["--y", "em", "--metric", "em"], "--y: draws points, --metric curves. Leave one of the two out."),
+        (["--log_x"], "--log_x: is for points. Name their score with --y, or leave it out."),
+    ],
+)
+def test_mistakes_in_points(runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
+    assert plot.main([str(runs), *arguments]) == 1
+    assert message in capsys.readouterr().err
