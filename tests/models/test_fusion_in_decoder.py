@@ -25,8 +25,9 @@ PARENT = {"name": "experiment", "exp_id": "0" * 32}
 def t5() -> T5ForConditionalGeneration:
     """Two layers each; weights of a visible size, so that a fault is not lost in the rounding."""
     torch.manual_seed(3)
-    config = T5Config(vocab_size=29, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=START, dropout_rate=0.0)
-    model = T5ForConditionalGeneration(config).eval()
+    model = T5ForConditionalGeneration(T5Config(vocab_size=29, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, dropout_rate=0.0))
+    model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = START
+    model.eval()
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return model

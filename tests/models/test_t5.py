@@ -11,7 +11,7 @@ import torch
 
 from src.config import Places, load
 from src.errors import CheckpointError, ConfigError, DataError
-from src.models import hf, t5
+from src.models import hf, lora, t5
 from src.weights import load_trained, trained_weights
 from tests.models.conftest import VOCABULARY
 
@@ -88,6 +88,11 @@ def test_random_weights_follow_the_seed_and_dropout_is_as_told(places: Places):
 def dropout_rates(model: Any) -> set[float]:
     layers = {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
     return layers | {m.dropout for m in model.modules() if isinstance(getattr(m, "dropout", None), float)}
+
+
+def test_adapters_know_its_matrices(places: Places):
+    models = [t5.build(config(random={**SIZES, "version": version}), places) for version in ("v1.1", "original")]
+    assert {name.rpartition(".")[2] for model in models for name, _ in lora._matrices(model)} == set(lora.MATRICES["t5"])
 
 
 class TestPretrained:
