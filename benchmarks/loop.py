@@ -6,8 +6,9 @@
 All train the `base_tiny` model in float32 on the same sequences in the same order, in one process (or in the same processes, with
 DistributedDataParallel); the bare loop has nothing but the model, AdamW, clipping and the learning rate. The second half of the steps is
 measured, from the end of one step to the end of the last. Rounds alternate, so that a slow moment of the machine falls on all; the median
-ratio counts; the ratio by processor seconds is told besides, which other programs disturb less. All must end with the same weights, to
-rounding.
+ratio counts; the ratio by processor seconds is told besides, which other programs disturb less. All must have the same weights, to
+rounding, after the first steps: PyTorch's clipping and the Trainer's mean over tokens round otherwise, and Adam makes more of that with
+each step.
 """
 
 import argparse
@@ -44,17 +45,25 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {"bare": 0.97, "trainer": 1.0}
 
 
+COMPARED = 8
+"""Steps, at most, after which all must have the same weights."""
+
+
 @dataclass
 class Clock:
-    """Times the steps after the first half, by the wall and by the processor."""
+    """Times the steps after the first half, by the wall and by the processor. Before them it looks at the weights once."""
 
     steps: int
+    model: Any
     done: int = 0
     times: list[tuple[float, float]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
     def step(self) -> None:
         """An optimizer step has ended."""
         self.done += 1
+        if self.done == min(COMPARED, self.steps // 2):
+            self.weights = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         if self.done in (self.steps // 2, self.steps):
             self.times.append((time.perf_counter(), time.process_time()))
 
@@ -198,29 +207,31 @@ def round_of(names: list[str], exp: dict[str, Any], data: Path) -> dict[str, lis
     """Tokens/s and tokens per second of a processor, of all processes together, by way, trained in the order of `names`."""
     recipe = load_experiment(exp, "benchmark")
     config: Any = recipe.config
-    rates, models = {}, {}
+    rates, weights = {}, {}
     with tempfile.TemporaryDirectory() as own:
         folder = distributed.from_main(lambda: own)
         places = Places(data, Path(folder))
         for name in names:
             torch.manual_seed(0)
-            models[name] = config.model(places)
-            train = config.data(places, tokenizers.load(models[name].name_or_path), "train", config.seed)
-            clock = Clock(config.loop.steps)
-            WAYS[name](Work(models[name], train, recipe, exp, places, clock))
+            model = config.model(places)
+            train = config.data(places, tokenizers.load(model.name_or_path), "train", config.seed)
+            clock = Clock(config.loop.steps, model)
+            WAYS[name](Work(model, train, recipe, exp, places, clock))
+            weights[name] = clock.weights
             tokens = measured_tokens(train, config)
             rates[name] = distributed.total([tokens / seconds for seconds in clock.seconds()])
         distributed.gathered([None])  # nobody is in the folder any more
-    compare(models)
+    compare(weights)
     return rates
 
 
-def compare(models: dict[str, Any]) -> None:
+def compare(weights: dict[str, dict[str, Tensor]]) -> None:
     """Refuse a measurement whose ways did not do the same work."""
-    for name, model in models.items():
-        for one, other in zip(models["fit"].parameters(), model.parameters(), strict=True):
-            same = torch.allclose(one, other, rtol=1e-2, atol=1e-4)
-            assert same, f"{name} must end with the weights of fit, else it did other work: {(one - other).abs().max()}"
+    for name, theirs in weights.items():
+        assert theirs.keys() == weights["fit"].keys()
+        for key, ours in weights["fit"].items():
+            same = torch.allclose(ours, theirs[key], rtol=1e-3, atol=5e-5)
+            assert same, f"{name} must have the weights of fit, else it did other work: {key}, {(ours - theirs[key]).abs().max()}"
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """What monitoring costs: tokens/s of `fit` with the statistics of the default interval against none, in one process.
 
-    python -m benchmarks.monitoring [--rounds 5] [--every 50] [--hidden_size 256]
+    python -m benchmarks.monitoring [--rounds 5] [--every 50] [--hidden_size 192]
 
 Each training makes twice `every` steps; the second half, with one step whose statistics are due, is measured. Rounds alternate, so that
 a slow moment of the machine falls on both; the median ratio counts. Both must end with the same weights, bit for bit. Seconds of the
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--every", type=int, default=DEFAULT_EVERY)
-    parser.add_argument("--hidden_size", type=int, default=256)
+    parser.add_argument("--hidden_size", type=int, default=192)
     parser.add_argument("--data_path", type=Path, default=ROOT / "results" / "data")
     args = parser.parse_args()
     logging.disable(logging.INFO)
