@@ -16,6 +16,7 @@ import pytest
 
 from src.errors import DataError, RunError
 from src.experiments.scores import Scores, last_row, read_score_list
+from src.experiments.summary import summarized
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -224,3 +225,37 @@ def test_the_last_row_is_read_from_the_end(tmp_path: Path, content: str, step: i
     path.write_text("garbage\n")
     with pytest.raises(DataError, match=r"scores\.jsonl: its last line: not a row of scores"):
         last_row(path)
+
+
+def test_scores_that_join_the_last_row(scores: Scores):
+    scores.append({"step": 1, "em": 0.5})
+    scores.append({"step": 2, "em": 0.25, "loss": math.nan})
+    for value in (0.5, 0.75):  # made a second time, as after a crash
+        scores.complete({"inference/em": value})
+        assert scores.rows() == [{"step": 1, "em": 0.5}, {"step": 2, "em": 0.25, "loss": None, "inference/em": value}]
+    scores.append({"step": 3, "em": 1})
+    assert Scores(scores.path).rows()[1:] == [{"step": 2, "em": 0.25, "loss": None, "inference/em": 0.75}, {"step": 3, "em": 1}]
+
+
+def test_scores_that_join_a_row_before_a_torn_line(scores: Scores):
+    scores.append({"step": 1})
+    with open(scores.path, "a") as file:
+        file.write('{"step": 2, "em"')
+    again = Scores(scores.path)
+    again.complete({"em": 1})
+    assert scores.path.read_text() == '{"step": 1, "em": 1}\n'
+    again.append({"step": 2})
+    assert [row["step"] for row in again.rows()] == [1, 2]
+
+
+def test_tables_see_what_joins_the_last_row(scores: Scores):
+    scores.append({"step": 1, "em": 0.5})
+    known = summarized(scores.path)
+    scores.complete({"inference/em": 0.75})
+    assert summarized(scores.path, known).last == {"em": 0.5, "inference/em": 0.75}
+
+
+def test_only_who_holds_the_lease_completes(scores: Scores):
+    scores.append({"step": 1})
+    with pytest.raises(RunError, match="opened for reading only"):
+        Scores(scores.path, read_only=True).complete({"em": 1})

@@ -1,0 +1,125 @@
+"""Which questions an experiment asks, and what is refused of it before anything is loaded, or before the training."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src import config as configs
+from src.errors import ConfigError, DataError
+from src.training.answer_configs import Answers, Inference, measured, most_new_tokens
+from tests import toy
+
+INFERENCE: dict[str, Any] = {"max_new_tokens": 4, "metrics": [{"name": "squad"}]}
+ROUGE = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
+
+
+class Rows:
+    """Ten questions of two sources."""
+
+    num_questions = 10
+
+    def source(self, index: int) -> str:
+        return "odd" if index % 2 else "even"
+
+
+def inference(**settings: Any) -> Inference:
+    return configs.load(Inference, {**INFERENCE, **settings}, "inference")
+
+
+@pytest.mark.parametrize(
+    ("settings", "listed", "expected"),
+    [
+        ({}, None, list(range(10))),
+        ({"rows": 3}, None, [0, 1, 2]),
+        ({"datasets": ["odd"]}, None, [1, 3, 5, 7, 9]),
+        ({"datasets": ["odd"], "rows": 2}, None, [1, 3]),
+        ({"datasets": ["odd", "even"]}, None, list(range(10))),
+        ({"index_file": "x.txt"}, [9, 0, 4], [9, 0, 4]),
+        ({"index_file": "x.txt", "datasets": ["even"], "rows": 1}, [9, 4, 0], [4]),
+    ],
+)
+def test_chosen_questions(settings: dict[str, Any], listed: list[int] | None, expected: list[int]):
+    assert inference(**settings).chosen(Rows(), listed) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "listed", "error", "message"),
+    [
+        ({"rows": 11}, None, DataError, r"^inference\.rows: 11 of 10 that there are to choose from\."),
+        (
+            {"datasets": ["ood"]},
+            None,
+            ConfigError,
+            r"^inference\.datasets: unknown source 'ood'\. Did you mean 'odd'\? Known: even, odd\.$",
+        ),
+        ({"index_file": "x.txt"}, [3, 10], DataError, r"^inference\.index_file: x\.txt: row 10 of 10, counted from 0\.$"),
+        ({"index_file": "x.txt"}, [3, 5, 3], DataError, r"^inference\.index_file: x\.txt: row 3 stands there 2 times\.$"),
+        ({"index_file": "x.txt"}, [], DataError, r"^inference: no row of the split is in inference\.index_file"),
+        ({"index_file": "x.txt", "datasets": ["odd"]}, [2, 4], DataError, r"^inference: no row of the split is in inference\.index_file"),
+    ],
+)
+def test_questions_that_cannot_be_asked(settings: dict[str, Any], listed: list[int] | None, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        inference(**settings).chosen(Rows(), listed)
+
+
+def test_names_and_sizes_of_both():
+    answers = configs.load(Answers, {"questions": 10, "max_new_tokens": 7, "metrics": [{"name": "squad"}, {"name": "rouge"}]}, "answers")
+    assert measured(answers) == {"em", "f1", "precision", "recall", *ROUGE}
+    assert measured(None) == set()
+    assert [most_new_tokens(*pair) for pair in ((answers, inference()), (None, inference()), (answers, None), (None, None))] == [7, 4, 7, 0]
+    answers.require(Rows())
+    with pytest.raises(DataError, match=r"^answers\.questions: 11 of a validation set of 10\. Ask for fewer\.$"):
+        answers.model_copy(update={"questions": 11}).require(Rows())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("asked")
+    toy.write_data(made / "data")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"inference": {**INFERENCE, "metrics": [{"name": "rogue"}]}},
+            "c[0].inference.metrics[0].name: unknown metric 'rogue'. Did you mean",
+        ),
+        ({"inference": {**INFERENCE, "metrics": []}}, "c[0].inference.metrics: expected a list that is not empty"),
+        (
+            {"inference": {**INFERENCE, "metrics": [{"name": "rouge"}, {"name": "rouge", "stemmer": True}]}},
+            "rouge1, rouge2, rougeL, rougeLsum",
+        ),
+        ({"inference": {**INFERENCE, "rows": 0}}, "c[0].inference.rows: expected a number > 0"),
+        ({"inference": {**INFERENCE, "split": "../val"}}, "c[0].inference.split: expected text of the form"),
+        ({"inference": {**INFERENCE, "split": "tst"}}, "toy_qa: has no tst.jsonl. It holds: train.jsonl, val.jsonl."),
+        ({"inference": {**INFERENCE, "index_file": "hard.txt"}}, "toy_qa: has no hard.txt."),
+        ({"inference": {**INFERENCE, "max_new_tokens": 60}}, "data.sequence_tokens"),
+        ({"loop": {**toy.CROSSATTN["loop"], "best_metric": "rougeL", "best_mode": "max"}}, "loop.best_metric: unknown score 'rougeL'."),
+        ({"loop": {**toy.CROSSATTN["loop"], "best_metric": "inference/em", "best_mode": "max"}}, "loop.best_metric: unknown score"),
+    ],
+)
+def test_a_dry_run_tells(folder: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str):
+    exp = copy.deepcopy(toy.CROSSATTN) | changes
+    assert toy.main(["-e", "c", "--dry-run"], {"base": [toy.BASE], "c": [exp]}, folder) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_dry_run_of_what_is_right(folder: Path):
+    loop = {**toy.CROSSATTN["loop"], "best_metric": "rougeL", "best_mode": "max"}
+    answers = {**toy.CROSSATTN["answers"], "metrics": [{"name": "rouge"}]}
+    exp = {**toy.CROSSATTN, "loop": loop, "answers": answers, "inference": INFERENCE}
+    assert toy.main(["-e", "c", "--dry-run", "--with-parents"], {"base": [toy.BASE], "c": [exp]}, folder) == 0
+
+
+def test_too_many_rows_show_before_the_training(folder: Path, capsys: pytest.CaptureFixture[str]):
+    exp = {**toy.CROSSATTN, "inference": {**INFERENCE, "rows": 17}}
+    base = copy.deepcopy(toy.BASE)
+    base["loop"] |= {"steps": 1, "eval_every": 1}
+    exp["model"] = {**exp["model"], "base": toy.ref(base)}
+    assert toy.main(["-e", "base", "c"], {"base": [base], "c": [exp]}, folder) == 1
+    assert "inference.rows: 17 of 16 that there are to choose from." in capsys.readouterr().err
