@@ -101,9 +101,7 @@ def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
             written[split] = SplitFile(output, options, list(pools[split].values()))
         for split, layout, question in choice.questions():
             if options.distractors is None and getattr(LAYOUTS[layout], "MANY_DISTRACTORS", False):
-                raise DataError(
-                    f"{question.where}: {len(question.passages)} passages. Say how many distractors to keep with --distractors."
-                )
+                raise DataError(f"{question.where}: {len(question.passages)} passages. Say with --distractors how many to keep.")
             written[split].add(question, shuffled=getattr(LAYOUTS[layout], "SHUFFLED", False))
     skipped = {split: dict(sorted(reasons.items())) for split, reasons in choice.skipped.items()}
     for split in SPLITS:

@@ -1,0 +1,75 @@
+"""Sources that the `datasets` library has saved: folders, parquet files, and sets of the hub that lie in its cache."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_prep import prepare_qa
+from data_prep.qa_splits import Options
+from src.data import jsonl
+from src.errors import DataError
+
+ROWS = [
+    {
+        "id": str(i),
+        "title": "T",
+        "context": f"Town {i} is red.",
+        "question": f"What is {i}?",
+        "answers": {"text": ["red"] if i % 3 else [], "answer_start": [0] if i % 3 else []},
+    }
+    for i in range(30)
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """SQuAD-like rows as a folder with two splits, a folder of one set, and a parquet file."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("saved")
+    datasets.disable_progress_bars()
+    train, val = datasets.Dataset.from_list(ROWS[:20]), datasets.Dataset.from_list(ROWS[20:])
+    datasets.DatasetDict({"train": train, "validation": val}).save_to_disk(folder / "both")
+    datasets.DatasetDict({"test": val}).save_to_disk(folder / "test_alone")
+    train.save_to_disk(folder / "train_alone")
+    train.to_parquet(folder / "train.parquet")
+    return folder
+
+
+def prepared(folder, **options):
+    prepare_qa.prepare(folder, Options(name="c", **{key: (str(v),) if isinstance(v, Path) else v for key, v in options.items()}))
+    return {split: list(jsonl.read_rows(folder / "c" / f"{split}.jsonl", {"question": str, "answer": str})) for split in ("train", "val")}
+
+
+def test_a_folder_gives_its_splits(saved, tmp_path):
+    rows = prepared(tmp_path, train=saved / "both", val=saved / "both")
+    assert [row["id"] for row in rows["train"]] == [str(i) for i in range(20)]
+    assert [row["answer"] for row in rows["val"][:4]] == ["red", "UNANSWERABLE", "red", "red"]
+    facts = json.loads((tmp_path / "c" / "manifest.json").read_text())["made_from"]["sources"]["train"]
+    assert facts[0]["name"] == "both"
+    assert len(facts[0]["sha256"]) == 64
+
+
+def test_a_folder_of_one_set_and_a_parquet_file(saved, tmp_path):
+    whole = prepared(tmp_path, train=saved / "train_alone", val=saved / "test_alone")
+    assert len(whole["val"]) == 10
+    assert prepared(tmp_path, train=saved / "train.parquet", val=saved / "test_alone") == whole
+
+
+def test_what_cannot_be_read_is_named(saved, tmp_path):
+    with pytest.raises(DataError, match=r"test_alone: has no split 'train'. It holds: test."):
+        prepared(tmp_path, train=saved / "test_alone", val=saved / "both")
+    torn = tmp_path / "torn.parquet"
+    torn.write_bytes((saved / "train.parquet").read_bytes()[:-50])
+    with pytest.raises(DataError, match=r"torn.parquet: no parquet file, or a damaged one: "):
+        prepared(tmp_path, train=torn, val_percent=50)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "dataset_dict.json").write_text("{")
+    with pytest.raises(DataError, match=r"broken: `datasets` cannot read it: "):
+        prepared(tmp_path, train=tmp_path / "broken", val_percent=50)
+
+
+def test_a_set_of_the_hub_that_is_not_in_the_cache_says_how_to_get_it(tmp_path):
+    with pytest.raises(DataError, match=r"hub:org/qa@v2: cannot be had .*load_dataset\('org/qa', 'v2'\).save_to_disk\('FOLDER'\)"):
+        prepared(tmp_path, train=("hub:org/qa@v2",), val_percent=50)
