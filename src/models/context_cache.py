@@ -75,8 +75,8 @@ class ContextCache:
         if max_bytes < 1:
             raise ConfigError(f"max_bytes: expected at least 1, got {max_bytes}.")
         self.folder, self.max_bytes, self.dtype = folder, max_bytes, dtype
-        self.hits = self.misses = self.damaged = 0
-        """Contexts that were found, that were encoded, and how many of the latter because their file was damaged. Of this process."""
+        self.hits = self.misses = self.damaged = self.evicted = 0
+        """Contexts that were found, that were encoded, that were damaged (and encoded anew), and that made room. Of this process."""
         self._model = model
         base = model.base if isinstance(model, CrossAttentionLM) else model
         self._base, self._read_as = base_digest(base), base.dtype
@@ -192,6 +192,7 @@ class ContextCache:
                     break
                 path.unlink(missing_ok=True)
                 total -= size
+                self.evicted += 1
         for path in self.folder.glob(".*"):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS and path.name != _LOCK:

@@ -1,0 +1,75 @@
+"""The distinct encoder inputs of a prepared corpus, in batches of like length."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from src import files
+from src.data import encoded, jsonl, questions
+from src.data.encoder_inputs import EncoderInputs
+from src.errors import DataError
+
+_WINDOW = 64
+"""Batches among which inputs of like length are put together."""
+
+
+@dataclass
+class Counts:
+    """What a run did."""
+
+    rows: int = 0
+    inputs: int = 0
+    """Distinct ones."""
+    too_long: int = 0
+    """Distinct contexts that did not fit."""
+    kept: int = 0
+    """Inputs that were encoded before."""
+    encoded: int = 0
+    keys: set[bytes] = field(default_factory=set, repr=False)
+    texts: set[bytes] = field(default_factory=set, repr=False)
+
+
+def missing(source: Path, inputs: EncoderInputs, known: set[bytes], counts: Counts) -> Iterator[list[int]]:
+    """Encoder inputs of all rows that are not among the `known` keys, each once. Fills `counts`."""
+    for name in row_files(source):
+        for number, row in enumerate(jsonl.read_rows(source / name, questions.FIELDS, questions.OPTIONAL), 1):
+            counts.rows += 1
+            question = row["question"] if inputs.rules.questions_on_contexts else ""
+            text = hashlib.sha256(json.dumps([questions.all_contexts(row), question]).encode()).digest()
+            if text in counts.texts:
+                continue
+            counts.texts.add(text)
+            try:
+                chunks, too_long = inputs.counted(row, row["question"])
+            except DataError as error:
+                raise DataError(f"{source / name}:{number}: {error}") from None
+            counts.too_long += too_long
+            for ids in chunks:
+                key = encoded.key_of(ids)
+                if key not in counts.keys:
+                    counts.keys.add(key)
+                    if key not in known:
+                        yield ids
+
+
+def row_files(source: Path) -> list[str]:
+    return sorted(name for name in files.read_manifest(source, DataError)["files"] if re.fullmatch(r"[^/]+\.jsonl", name))
+
+
+def batches(inputs: Iterator[list[int]], size: int) -> Iterator[list[list[int]]]:
+    """Batches of inputs of like length: each window of the stream is sorted."""
+    window: list[list[int]] = []
+    for ids in inputs:
+        window.append(ids)
+        if len(window) == size * _WINDOW:
+            yield from _sorted_batches(window, size)
+            window = []
+    yield from _sorted_batches(window, size)
+
+
+def _sorted_batches(window: list[list[int]], size: int) -> Iterator[list[list[int]]]:
+    ordered = sorted(window, key=len, reverse=True)
+    yield from (ordered[first : first + size] for first in range(0, len(ordered), size))

@@ -1,0 +1,82 @@
+"""Options of the commands that encode a prepared corpus."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+from src.config import Places
+from src.data import encoded, questions, templates, tokenizers
+from src.data.encoder_inputs import EncoderInputs, Rules, TooLong
+from src.errors import ConfigError
+from src.registry import MODELS, Part, bind
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add what says which base encodes what."""
+    add = parser.add_argument
+    add("--embedding_model", required=True, help="the base: a folder of save_pretrained, a hub id in the cache, or an experiment's id")
+    add("--maximum_input_length", type=int, required=True, help="most tokens of an encoder input: data.context_tokens of the experiments")
+    add("--batch_size", type=int, default=8, help="inputs in one batch (default: %(default)s)")
+    add("--data_cache_path", type=Path, required=True, help="folder of prepared corpora")
+    add("--corpus", default="nq", help="folder of the prepared corpus (default: %(default)s)")
+    add("--template", choices=get_args(templates.Name), default="assistant", help="data.template (default: %(default)s)")
+    add("--chunked_contexts", action="store_true", help="data.chunked_contexts: each context is encoded on its own")
+    add("--questions_on_contexts", action="store_true", help="data.questions_on_contexts: the question stands before each context")
+    add("--too_long", choices=get_args(TooLong), default="truncate", help="data.too_long, of longer contexts (default: %(default)s)")
+    add("--model_dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the base (default: %(default)s)")
+    add("--savedir_base", "-sb", type=Path, default=Path("results/runs"), help="where an experiment that is the base was trained")
+
+
+def require_positive(options: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigError for a number that is less than 1. None is let pass."""
+    for name in ("maximum_input_length", *names):
+        given = getattr(options, name)
+        if given is not None and given < 1:
+            raise ConfigError(f"--{name}: expected at least 1, got {given}.")
+
+
+def model(options: argparse.Namespace) -> Part:
+    """The base."""
+    raw: dict[str, Any] = {"name": "hf", "path": options.embedding_model, "dtype": options.model_dtype}
+    if re.fullmatch(r"[0-9a-f]{32}", options.embedding_model):
+        raw = {"name": "experiment", "exp_id": options.embedding_model}
+    return bind(MODELS, raw)
+
+
+def rules(options: argparse.Namespace) -> Rules:
+    """What is encoded."""
+    given = (options.template, options.questions_on_contexts, options.chunked_contexts, options.too_long)
+    return Rules(options.maximum_input_length, *given)
+
+
+def architecture(base: Part, places: Places, rules: Rules) -> tuple[dict[str, Any], int]:
+    """Identity and hidden size of the base.
+
+    Raises:
+        ConfigError: it has no weights yet, is of no known family, or reads fewer tokens than `rules` allow.
+    """
+    base.ask("check", places)
+    sizes, who = base.ask("architecture", places), encoded.identity(base, places)
+    if who is None:
+        raise ConfigError(f"{base.name}: not trained yet, so there is nothing to encode with. Train it first.")
+    if sizes is None:
+        raise ConfigError(f"{encoded.described(who)}: no decoder that cross-attention can be attached to.")
+    if sizes.max_positions is not None and rules.context_tokens > sizes.max_positions:
+        raise ConfigError(
+            f"--maximum_input_length: {rules.context_tokens} tokens are more than the {sizes.max_positions} positions of the base."
+        )
+    return who, sizes.hidden_size
+
+
+def inputs(base: Part, places: Places, rules: Rules) -> tuple[EncoderInputs, str]:
+    """What writes the encoder inputs with the base's tokenizer, and the digest of that.
+
+    Raises:
+        DataError: the tokenizer cannot be had.
+        ConfigError: the template alone takes all the tokens.
+    """
+    tokenizer = tokenizers.load(base.ask("tokenizer", places) or base.config.path)  # type: ignore[attr-defined]  hf has one
+    prompter = templates.Prompter(tokenizers.Encoder(tokenizer), rules.template)
+    questions.require_room("context_tokens", rules.context_tokens, prompter.fixed_context_tokens + 1)
+    return EncoderInputs(prompter, rules), encoded.tokenizer_digest(tokenizer)
