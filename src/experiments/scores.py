@@ -64,9 +64,9 @@ class Scores:
         """
         self._check_writable()
         *before, (_, last) = self._read()
-        line = self._line({**{name: math.nan if value is None else value for name, value in last.items()}, **scores})
-        write_atomic(self.path, b"".join(old + b"\n" for old, _ in before) + line)
-        self._last_step, self._mended = last["step"], True
+        added = json.loads(self._line({**scores, "step": last["step"]}))
+        lines = [*(line for line, _ in before), json.dumps({**last, **added}).encode()]
+        write_atomic(self.path, b"".join(line + b"\n" for line in lines))
 
     def rows(self) -> list[Row]:
         """Every complete row. A last line without its newline was cut by a crash and is left out.

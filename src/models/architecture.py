@@ -18,6 +18,8 @@ class Architecture:
     num_key_value_heads: int
     max_positions: int | None = None
     """Most tokens of a sequence, where it is known."""
+    head_size: int | None = None
+    """Width of a head, where it is said; else the hidden size is divided among the heads."""
 
 
 _MAX_POSITIONS = ("max_position_embeddings", "n_positions")
@@ -35,13 +37,13 @@ def from_dict(raw: Mapping[str, Any]) -> Architecture | None:
     Raises:
         ValueError: a size is no positive int, or the family no str; says which key.
     """
-    for key in (*chain.from_iterable(_SPELLINGS.values()), "num_key_value_heads", *_MAX_POSITIONS):
+    for key in (*chain.from_iterable(_SPELLINGS.values()), "num_key_value_heads", "head_dim", *_MAX_POSITIONS):
         _check(key, raw.get(key))
     found: dict[str, Any] = {size: _first(raw, keys) for size, keys in _SPELLINGS.items()}
     if None in found.values():
         return None
     heads = raw.get("num_key_value_heads") or (1 if raw.get("multi_query") else found["num_heads"])
-    return Architecture(**found, num_key_value_heads=heads, max_positions=_first(raw, _MAX_POSITIONS))
+    return Architecture(**found, num_key_value_heads=heads, max_positions=_first(raw, _MAX_POSITIONS), head_size=raw.get("head_dim"))
 
 
 def _check(key: str, value: Any) -> None:

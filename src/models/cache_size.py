@@ -36,4 +36,4 @@ def of_cross_attention(sizes: Architecture, num_blocks: int, block_key_values: i
 
 def key_values(sizes: Architecture) -> int:
     """Numbers that self-attention keeps of one token: 2 L K d."""
-    return 2 * sizes.num_layers * sizes.num_key_value_heads * (sizes.hidden_size // sizes.num_heads)
+    return 2 * sizes.num_layers * sizes.num_key_value_heads * (sizes.head_size or sizes.hidden_size // sizes.num_heads)

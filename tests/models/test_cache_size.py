@@ -19,14 +19,14 @@ def nbytes(tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_decoders_cache(base_of, model_type):
-    """4 layers of width 16 with 4 heads; 2 key/value heads in the Llama style, 1 in GPTBigCode."""
-    base = base_of(model_type)
+@pytest.mark.parametrize(("model_type", "wide"), [*((name, False) for name in FAMILIES), ("llama", True), ("mistral", True)])
+def test_a_decoders_cache(base_of, model_type, wide):
+    """4 layers of width 16 with 4 heads; 2 key/value heads in the Llama style, 1 in GPTBigCode. wide: heads of 6, not of 16 / 4."""
+    base = base_of(model_type, **({"head_dim": 6} if wide else {}))
     cache = base(input_ids=torch.arange(3, 10)[None], use_cache=True).past_key_values
     live = nbytes(tensor for layer in cache.layers for tensor in (layer.keys, layer.values)) / 7
     heads = {"gpt_bigcode": 1, "llama": 2, "mistral": 2, "qwen2": 2}.get(model_type, 4)
-    assert live == 4 * 2 * 4 * heads * 4
+    assert live == 4 * 2 * 4 * heads * (6 if wide else 4)
     assert of_decoder(architecture.from_dict(base.config.to_dict()), 4) == {"cache_bytes_per_context_token": live}
 
 
