@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from data_prep.qa_splits import SPLITS, Choice, Options, SplitFile
 from src import files
 from src.data.qa_layouts import placing
@@ -99,7 +101,7 @@ def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
         for split in SPLITS:
             output = stack.enter_context(open(beside / f"{split}.jsonl", "w", encoding="utf-8", newline="\n"))
             written[split] = SplitFile(output, options, list(pools[split].values()))
-        for split, layout, question in choice.questions():
+        for split, layout, question in tqdm(choice.questions(), desc="rows", unit="", disable=None, leave=False):
             if options.distractors is None and getattr(LAYOUTS[layout], "MANY_DISTRACTORS", False):
                 raise DataError(f"{question.where}: {len(question.passages)} passages. Say with --distractors how many to keep.")
             written[split].add(question, shuffled=getattr(LAYOUTS[layout], "SHUFFLED", False))

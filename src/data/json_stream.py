@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -20,6 +21,8 @@ LISTS = ("data", "Data")
 _GZIP = b"\x1f\x8b"
 _PIECE = 1 << 20
 _NEAR_END = 16  # characters: no literal, number or escape of JSON that was cut off begins further from the end
+_SPACE = " \t\n\r"
+_SPACES = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 
 Record = dict[str, Any]
@@ -153,11 +156,10 @@ class _Scanner:
     def peek(self) -> str:
         """The next character that is not white space; "" at the end."""
         while True:
-            while self._at < len(self._text) and self._text[self._at] in " \t\n\r":
-                self._at += 1
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._more():
+            if self._at < len(self._text) and (character := self._text[self._at]) not in _SPACE:
+                return character
+            self._at = _SPACES.match(self._text, self._at).end()  # pyright: ignore[reportOptionalMemberAccess]  it matches nothing too
+            if self._at == len(self._text) and not self._more():
                 return ""
 
     def items(self) -> Iterator[int]:

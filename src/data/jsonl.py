@@ -240,8 +240,10 @@ def check_type(value: Any, kind: Any, where: str) -> None:
     if outer is str and not value.isascii():
         _check_text(value, where)
     for inner in get_args(kind):
+        plain = inner if get_origin(inner) is None else None
         for index, item in enumerate(value):
-            check_type(item, inner, f"{where}[{index}]")
+            if type(item) is not plain or (plain is str and not item.isascii()):
+                check_type(item, inner, f"{where}[{index}]")
 
 
 def _check_text(text: str, where: str) -> None:
