@@ -8,8 +8,7 @@ manifest of the folder, says whose answers to which questions these are: what do
 import hashlib
 import json
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from src.answered import Answered
 from src.errors import RunError
 from src.experiments import checkpoints, heartbeat, references
 from src.experiments.run import Run
-from src.files import defect, new_directory, read_manifest, reading, writing
+from src.files import defect, new_directory, read_manifest, reading, write_atomic, writing
 from src.training.answer_configs import PREFIX, Inference
 from src.training.answers import Respondent
 
@@ -118,23 +117,31 @@ def _ask(run: Run, asked: Asked, who: Respondent, facts: dict[str, Any]) -> list
 
 
 def _begin(run: Run, part: Path, facts: dict[str, Any]) -> list[str]:
-    """The answers in `part`, which holds whole lines of this inference alone when this returns."""
+    """The answers in `part`, which holds whole batches of this inference alone when this returns."""
     run.dir.confirm()
-    head = json.dumps(facts, sort_keys=True).encode()
     try:
         with reading(part):
             lines = part.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         lines = []
-    if not lines or lines[0] != head:
-        lines = [head]
-    whole = 1 + (len(lines) - 1) // facts["batch_size"] * facts["batch_size"]  # so that all batches are those of an undisturbed inference
-    del lines[whole:]
-    with writing(part), open(part, "wb") as file:
-        file.write(b"".join(line + b"\n" for line in lines))
-        file.flush()
-        os.fsync(file.fileno())
-    return [json.loads(line) for line in lines[1:]]
+    head = json.dumps(facts, sort_keys=True).encode()
+    texts = list(_texts(lines[1:])) if lines and lines[0] == head else []
+    # A batch is answered together, so that all batches are those of an undisturbed inference.
+    del texts[len(texts) // facts["batch_size"] * facts["batch_size"] :]
+    write_atomic(part, b"".join(line + b"\n" for line in (head, *(json.dumps(text).encode() for text in texts))))
+    return texts
+
+
+def _texts(lines: Iterable[bytes]) -> Iterator[str]:
+    """Up to the first line that is no text in JSON: a power cut may leave such."""
+    for line in lines:
+        try:
+            text = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(text, str):
+            return
+        yield text
 
 
 def _note(run: Run, part: Path, texts: Sequence[str], step: int) -> None:
