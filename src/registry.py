@@ -195,11 +195,11 @@ def kind_of(model: Part, places: Places | None) -> str | None:
     return model.ask("kind", places)
 
 
-def require_kind(model: Part, wanted: str, places: Places | None) -> None:
-    """Raises ValueError where `model` is known to be of another kind than `wanted`, one of `KINDS`."""
+def require_kind(model: Part, wanted: str, places: Places | None, field: str = "model") -> None:
+    """Raises ValueError where `model`, which stands in `field`, is known to be of another kind than `wanted`, one of `KINDS`."""
     found = kind_of(model, places)
     if found not in (None, wanted):
-        raise ValueError(f"expected {KINDS[wanted]}; got {model.name!r}, which is of the kind {found!r}.")
+        raise ValueError(f"{field}: expected {KINDS[wanted]}; got {model.name!r}, which is of the kind {found!r}.")
 
 
 def load_experiment(raw: dict[str, Any], where: str) -> Part:

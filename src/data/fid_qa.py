@@ -41,7 +41,7 @@ class Config(StrictConfig):
 
     @model_validator(mode="after")
     def _passages_are_read(self) -> "Config":
-        if self.contexts == "none" and self.model_fields_set & {"num_passages", "too_long"}:
+        if self.contexts == "none" and (self.num_passages is not None or self.too_long != "truncate"):
             raise ValueError("contexts: with 'none' there is one passage, so num_passages and too_long would be ignored. Remove them.")
         return self
 

@@ -27,7 +27,7 @@ class Config(src.config.Config):
     def _base_is_an_encoder_decoder(self) -> "Config":
         if self.base.name == "lora":
             raise ValueError("base: put 'lora' around 'fusion_in_decoder'.")
-        require_kind(self.base, ENCODER_DECODER, None)
+        require_kind(self.base, ENCODER_DECODER, None, "base")
         return self
 
 
@@ -51,9 +51,9 @@ def check(config: Config, places: Places) -> None:
     """
     config.base.ask("check", places)
     try:
-        require_kind(config.base, ENCODER_DECODER, places)
+        require_kind(config.base, ENCODER_DECODER, places, "fusion_in_decoder.base")
     except ValueError as error:
-        raise ConfigError(f"fusion_in_decoder.base: {error}") from None
+        raise ConfigError(str(error)) from None
 
 
 def architecture(config: Config, places: Places) -> Architecture | None:

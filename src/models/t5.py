@@ -51,8 +51,8 @@ class Config(src.config.Config):
     path: str | None = Field(default=None, min_length=1)
     """Hub id such as "google/flan-t5-xl", or a folder made by save_pretrained."""
     random: Random | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the pretrained weights in memory. In float16 T5's feed-forward layers may overflow."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the pretrained weights in memory; None for float32. In float16 T5's feed-forward layers may overflow."""
     revision: str | None = None
     """Branch, tag or commit of the hub id; None for main."""
     dropout_rate: float | None = Field(default=None, ge=0, lt=1)
@@ -62,8 +62,9 @@ class Config(src.config.Config):
     def _pretrained_or_random(self) -> "Config":
         if (self.path is None) == (self.random is None):
             raise ValueError("expected either path, of pretrained weights, or random, the sizes of a model without.")
-        if self.random and (ignored := sorted(self.model_fields_set & {"dtype", "revision"})):
-            raise ValueError(f"{ignored[0]}: it is of pretrained weights, so random ones would ignore it. Remove it.")
+        if self.random and (self.dtype or self.revision):
+            ignored = "dtype" if self.dtype else "revision"
+            raise ValueError(f"{ignored}: it is of pretrained weights, so random ones would ignore it. Remove it.")
         return self
 
 
@@ -168,4 +169,4 @@ def kind(config: Config, places: Places | None) -> str:
 
 
 def _pretrained(config: Config) -> hf.Config:
-    return hf.Config(path=config.path or "", dtype=config.dtype, revision=config.revision)
+    return hf.Config(path=config.path or "", dtype=config.dtype or "float32", revision=config.revision)

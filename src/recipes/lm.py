@@ -9,7 +9,7 @@ from src import distributed
 from src.config import Places
 from src.errors import check_all
 from src.experiments.run import Run
-from src.registry import Dataset, Model, max_positions, resolved
+from src.registry import DECODER, Dataset, Model, max_positions, require_kind, resolved
 from src.training.config import LoopConfig
 
 
@@ -25,10 +25,12 @@ class Config(configs.Config):
     def _reads_text_alone(self) -> "Config":
         if self.model.ask("reads_contexts"):
             raise ValueError("the model of this recipe reads no contexts; recipe 'crossattn' trains a 'cross_attention' model.")
+        require_kind(self.model, DECODER, None)
         if self.model.ask("frozen"):
             raise ValueError("model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out.")
-        if self.data.name == "qa":
-            raise ValueError("this recipe would leave the contexts of 'qa' data unread; recipe 'crossattn' reads them.")
+        if self.data.name in ("qa", "fid_qa"):
+            reads = {"qa": "crossattn", "fid_qa": "fid"}[self.data.name]
+            raise ValueError(f"this recipe would leave the contexts of {self.data.name!r} data unread; recipe {reads!r} reads them.")
         return self
 
 

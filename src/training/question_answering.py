@@ -45,10 +45,7 @@ class QuestionAnswering(configs.Config):
 
     def require(self, kind: str, data: str) -> None:
         """Raises ValueError where the model is not of that kind, as far as that is known, or the data set has another name."""
-        try:
-            require_kind(self.model, kind, None)
-        except ValueError as error:
-            raise ValueError(f"model: {error}") from None
+        require_kind(self.model, kind, None)
         if self.data.name != data:
             raise ValueError(f"data: the data of this recipe are {data!r}, got {self.data.name!r}.")
 
@@ -65,7 +62,7 @@ def checks(config: QuestionAnswering, places: Places, kind: str) -> list[Callabl
         try:
             require_kind(config.model, kind, places)
         except ValueError as error:
-            raise ConfigError(f"model: {error}") from None
+            raise ConfigError(str(error)) from None
 
     def learns() -> None:
         if config.loop and config.model.ask("frozen"):

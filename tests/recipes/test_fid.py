@@ -1,0 +1,108 @@
+"""Fusion-in-Decoder through the command line: it learns from its passages, resumes bit for bit, and refuses what does not fit."""
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.experiments.grid import ref, set_path
+from src.experiments.identity import exp_id
+from tests import toy
+
+T5: dict[str, Any] = {
+    "name": "t5",
+    "random": {"tokenizer": "toy_tokenizer", "hidden_size": 32, "feed_forward_size": 64, "num_layers": 2, "num_heads": 2},
+    "dropout_rate": 0.1,
+}
+METRICS = [{"name": "squad"}]
+FID: dict[str, Any] = {
+    "recipe": "fid",
+    "seed": 0,
+    "model": {"name": "fusion_in_decoder", "base": T5},
+    "data": {"name": "fid_qa", "corpus": "toy_qa", "contexts": "all", "passage_tokens": 16, "answer_tokens": 4},
+    "loop": {"steps": 80, "sequences_per_step": 16, "micro_batch": 8, "learning_rate": 1e-2, "eval_every": 40},
+    "answers": {"questions": 16, "max_new_tokens": 4, "metrics": METRICS},
+}
+SCORED: dict[str, Any] = {name: value for name, value in FID.items() if name != "loop"} | {
+    "model": {"name": "fusion_in_decoder", "base": T5},
+    "evaluation": {"micro_batch": 8},
+}
+GROUPS = {"fid": [FID], "scored": [SCORED]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With data and a trained model."""
+    folder = tmp_path_factory.mktemp("fid")
+    toy.write_data(folder / "data")
+    assert toy.main(["-e", "fid"], GROUPS, folder) == 0
+    return folder
+
+
+def test_it_learns_to_read_its_passages(folder: Path):
+    _, last = toy.rows(folder, exp_id(FID))
+    assert last["val_loss"] < 0.5
+    assert last["val_loss_shuffled_context"] > 2.0
+    assert last["em"] > 0.75
+
+
+def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
+    """Dropout and all."""
+    run, last = folder / "runs" / exp_id(FID), "checkpoints/step-00000080"
+    files = [run / last / name for name in ("model.safetensors", "optimizer.safetensors", "state.json")] + [run / "scores.jsonl"]
+    before = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    shutil.rmtree(run / last)
+    (run / "status.json").unlink()
+    assert toy.main(["-e", "fid"], GROUPS, folder) == 0
+    assert "continues from step 40" in (run / "logs" / "train.log").read_text()
+    assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
+
+
+def test_another_run_may_start_from_it_or_score_it(folder: Path):
+    child = {**SCORED, "model": ref(FID)}
+    assert toy.main(["-e", "g"], {"g": [child], "fid": [FID]}, folder) == 0
+    (row,) = toy.rows(folder, exp_id(child))
+    expected = toy.rows(folder, exp_id(FID))[-1]
+    for name in ("val_loss", "val_loss_shuffled_context", "em", "f1"):
+        assert row[name] == expected[name]
+
+
+def test_without_training_it_knows_nothing(folder: Path):
+    assert toy.main(["-e", "scored"], GROUPS, folder) == 0
+    (row,) = toy.rows(folder, exp_id(SCORED))
+    assert row["step"] == 0
+    assert row["val_loss"] > 3.0  # ln 39 = 3.7 of that vocabulary
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("model", toy.BASE["model"], "model: expected 'fusion_in_decoder' around an encoder-decoder; got 'gpt_bigcode'"),
+        ("model", T5, "model: expected 'fusion_in_decoder' around an encoder-decoder; got 't5', which is of the kind 'encoder_decoder'"),
+        ("model.base", toy.BASE["model"], "expected an encoder-decoder, such as 't5'; got 'gpt_bigcode'"),
+        ("data", toy.CROSSATTN["data"], "data: the data of this recipe are 'fid_qa', got 'qa'."),
+        ("loop.compile", True, "loop.compile: passages of 'fid_qa' come in many numbers and lengths"),
+        ("model.base.random.tokenizer", "nowhere", "nowhere: no tokenizer here"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_anything_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, message: str
+):
+    assert toy.main(["-e", "g", "--dry-run"], {"g": [set_path(FID, path, value, must_exist=False)]}, folder) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("exp", "message"),
+    [
+        ({**toy.BASE, "model": T5}, "model: expected a decoder, such as 'hf' or 'gpt_bigcode'; got 't5'"),
+        ({**toy.BASE, "data": FID["data"]}, "this recipe would leave the contexts of 'fid_qa' data unread; recipe 'fid' reads them."),
+        (set_path(toy.CROSSATTN, "model.base", T5, must_exist=True), "unknown family of the base 't5'"),
+        (set_path(toy.CROSSATTN, "model", FID["model"], must_exist=True), "the model of this recipe is 'cross_attention'"),
+    ],
+)
+def test_other_recipes_take_none_of_its_parts(folder: Path, capsys: pytest.CaptureFixture[str], exp: dict[str, Any], message: str):
+    assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1
+    assert message in capsys.readouterr().err

@@ -1,0 +1,189 @@
+"""A prompted decoder through the command line: it learns to read its prompt, and one that is not trained is scored as it stands."""
+
+import copy
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.experiments.grid import ref, set_path
+from src.experiments.identity import exp_id
+from tests import toy
+
+METRICS = [{"name": "squad"}]
+PROMPTED: dict[str, Any] = {
+    "recipe": "prompted",
+    "seed": 0,
+    "model": ref(toy.BASE),
+    "data": {
+        "name": "prompted_qa",
+        "corpus": "toy_qa",
+        "contexts": "all",
+        "context_tokens": 16,
+        "sequence_tokens": 16,
+        "loss_on": "answer",
+    },
+    "loop": {"steps": 160, "sequences_per_step": 16, "micro_batch": 16, "learning_rate": 5e-3, "eval_every": 80},
+    "answers": {"questions": 16, "max_new_tokens": 4, "metrics": METRICS},
+}
+SCORED: dict[str, Any] = {name: value for name, value in PROMPTED.items() if name != "loop"} | {
+    "model": ref(PROMPTED),
+    "evaluation": {"micro_batch": 16},
+    "inference": {"max_new_tokens": 4, "metrics": METRICS},
+}
+CLOSED: dict[str, Any] = copy.deepcopy(SCORED)
+CLOSED["data"] = {"name": "prompted_qa", "corpus": "toy_qa", "contexts": "none", "sequence_tokens": 16, "loss_on": "answer"}
+LORA: dict[str, Any] = copy.deepcopy(PROMPTED)
+LORA["model"] = {"name": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["c_attn", "c_fc", "c_proj"], "base": ref(toy.BASE)}
+LORA["loop"] |= {"steps": 6, "eval_every": 3, "sequences_per_step": 8, "micro_batch": 4}
+GROUPS = {"base": [toy.BASE], "prompted": [PROMPTED], "scored": [SCORED], "closed": [CLOSED], "lora": [LORA]}
+MEASURED = ("val_loss", "val_loss_shuffled_context", "em", "f1", "precision", "recall")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With data, a base and a prompted model trained from it."""
+    folder = tmp_path_factory.mktemp("prompted")
+    toy.write_data(folder / "data")
+    assert toy.main(["-e", "prompted", "--with-parents"], GROUPS, folder) == 0
+    return folder
+
+
+@pytest.fixture
+def scored(folder: Path) -> Path:
+    """The save directory of `scored`, new for every test."""
+    shutil.rmtree(folder / "runs" / exp_id(SCORED), ignore_errors=True)
+    return folder / "runs" / exp_id(SCORED)
+
+
+def bits(run: Path, *names: str) -> dict[str, str]:
+    return {name: hashlib.sha256((run / name).read_bytes()).hexdigest() for name in names}
+
+
+def errors(exp: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str], *others: dict[str, Any]) -> str:
+    """What --dry-run says against `exp`."""
+    assert toy.main(["-e", "g", "--dry-run", "--with-parents"], {"g": [exp], "others": list(others), "base": [toy.BASE]}, folder) == 1
+    return capsys.readouterr().err
+
+
+class TestTraining:
+    def test_it_learns_to_read_its_prompt(self, folder: Path):
+        first, last = toy.rows(folder, exp_id(PROMPTED))
+        assert last["val_loss"] < first["train_loss"]
+        assert last["val_loss"] < last["val_loss_shuffled_context"] - 0.5
+        # A colour is one of eight; with the end token known that is log(8) / 2 = 1.04 nats a token for who does not read.
+        assert last["val_loss"] < 0.8
+        assert last["em"] > 0.25
+
+    def test_adapters_alone_learn_and_a_run_that_was_cut_short_ends_with_the_same_bits(self, folder: Path):
+        run, last = folder / "runs" / exp_id(LORA), "checkpoints/step-00000006"
+        assert toy.main(["-e", "lora"], GROUPS, folder) == 0
+        files = (f"{last}/model.safetensors", f"{last}/optimizer.safetensors", f"{last}/state.json", "scores.jsonl")
+        before = bits(run, *files)
+        shutil.rmtree(run / last)
+        (run / "status.json").unlink()
+        assert toy.main(["-e", "lora"], GROUPS, folder) == 0
+        assert "continues from step 3" in (run / "logs" / "train.log").read_text()
+        assert bits(run, *files) == before
+        rows = toy.rows(folder, exp_id(LORA))
+        assert rows[-1]["val_loss"] < rows[0]["val_loss"]
+        model = json.loads((run / last / "model.json").read_text())
+        assert model["name"] == "lora"
+
+
+class TestScoring:
+    def test_a_trained_model_is_scored_as_at_its_last_step(self, folder: Path, scored: Path):
+        assert toy.main(["-e", "scored"], GROUPS, folder) == 0
+        (row,) = toy.rows(folder, exp_id(SCORED))
+        expected = toy.rows(folder, exp_id(PROMPTED))[-1]
+        assert row["step"] == 0
+        assert {name: row[name] for name in MEASURED} == {name: expected[name] for name in MEASURED}
+        assert row["inference/em"] == row["em"], "the validation set has as many questions as are asked"
+        # Keys and values of one head of width 16 in three layers, in float32.
+        assert row["cache_bytes_per_context_token"] == 2 * 3 * 16 * 4
+        assert not list((scored / "checkpoints").glob("*"))
+        assert json.loads((scored / "status.json").read_text())["state"] == "done"
+        assert [json.loads(line)["event"] for line in (scored / "ledger.jsonl").read_text().splitlines()] == ["start", "stop"]
+        answered = [json.loads(line) for line in (scored / "inference" / "val.jsonl").read_text().splitlines()]
+        assert len(answered) == 16
+        assert sum(line["answer_pred"] == line["answer"] for line in answered) / 16 == row["em"]
+
+    def test_a_finished_one_is_left_and_an_interrupted_one_made_again(self, folder: Path, scored: Path, caplog: pytest.LogCaptureFixture):
+        caplog.set_level("INFO")
+        assert toy.main(["-e", "scored"], GROUPS, folder) == 0
+        before = bits(scored, "scores.jsonl", "inference/val.jsonl")
+        assert toy.main(["-e", "scored"], GROUPS, folder) == 0
+        assert "done already" in caplog.text
+        status = json.loads((scored / "status.json").read_text())
+        (scored / "status.json").write_text(json.dumps({**status, "state": "running"}))
+        with (scored / "scores.jsonl").open("a") as file:
+            file.write('{"step": 0, "val_lo')  # what a killed writer leaves
+        assert toy.main(["-e", "scored"], GROUPS, folder) == 0
+        assert bits(scored, "scores.jsonl", "inference/val.jsonl") == before
+
+    def test_a_stop_file_stops_it_until_it_is_removed(self, folder: Path, scored: Path):
+        scored.mkdir()
+        (scored / "stop").touch()
+        assert toy.main(["-e", "scored"], GROUPS, folder) != 0
+        assert json.loads((scored / "status.json").read_text())["state"] == "stopped"
+        assert not (scored / "scores.jsonl").exists()
+        (scored / "stop").unlink()
+        assert toy.main(["-e", "scored"], GROUPS, folder) == 0
+        assert len(toy.rows(folder, exp_id(SCORED))) == 1
+
+    def test_without_contexts_there_are_none_to_shuffle(self, folder: Path):
+        assert toy.main(["-e", "closed"], GROUPS, folder) == 0
+        (row,) = toy.rows(folder, exp_id(CLOSED))
+        assert row["val_loss"] > toy.rows(folder, exp_id(PROMPTED))[-1]["val_loss"]
+        assert "val_loss_shuffled_context" not in row
+        assert "cache_bytes_per_context_token" not in row
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("path", "value", "message"),
+        [
+            ("model", toy.CROSSATTN["model"], "model: expected a decoder, such as 'hf' or 'gpt_bigcode'; got 'cross_attention'"),
+            ("data", toy.CROSSATTN["data"], "data: the data of this recipe are 'prompted_qa', got 'qa'."),
+            ("evaluation", {"micro_batch": 1}, "expected either loop, which trains the model, or evaluation"),
+            ("loop", None, "expected either loop, which trains the model, or evaluation"),
+            (
+                "data.context_tokens",
+                48,
+                "data.sequence_tokens + data.context_tokens: 68 tokens are more than the 64 positions",
+            ),
+            ("loop.compile", True, "data.fixed_length: False, but loop.compile needs batches of one length."),
+            ("loop.best_metric", "bleu", "loop.best_metric: unknown score 'bleu'."),
+            ("data.corpus", "toy_q", "no such data set"),
+        ],
+    )
+    def test_what_does_not_fit_is_told_before_anything_starts(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, message: str
+    ):
+        assert message in errors(set_path(PROMPTED, path, value, must_exist=False), folder, capsys)
+
+    def test_a_parent_that_reads_contexts_beside_its_prompt(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        told = errors({**PROMPTED, "model": ref(toy.CROSSATTN)}, folder, capsys, toy.CROSSATTN)
+        assert "model: expected a decoder" in told
+        assert "got 'experiment', which is of the kind 'cross_attention'" in told
+
+    def test_new_adapters_without_training(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        told = errors({**SCORED, "model": LORA["model"]}, folder, capsys)
+        assert "model: new adapters change nothing before they are trained. Take their base, or write loop." in told
+
+    def test_a_child_of_an_experiment_that_trains_nothing(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        told = errors({**PROMPTED, "model": ref(SCORED)}, folder, capsys, SCORED, PROMPTED)
+        assert "its experiment trains nothing. Take the model that it evaluates." in told
+
+    def test_another_precision_that_the_launcher_was_told(self):
+        from src.config import load
+        from src.errors import ConfigError
+        from src.training.evaluation_config import Evaluation
+
+        config = load(Evaluation, {"micro_batch": 2, "precision": "bfloat16"}, "evaluation")
+        config.agree({"precision": "bfloat16"})
+        with pytest.raises(ConfigError, match=r"evaluation.precision is bfloat16, but accelerate launch --mixed_precision says float16"):
+            config.agree({"precision": "float16"})
