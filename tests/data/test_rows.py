@@ -75,6 +75,8 @@ def test_a_copy_refuses_other_data(rows, tmp_path, written):
     assert copy[5] == written[5], "the same data, made again"
     other = pickle.loads(pickle.dumps(rows))
     made(tmp_path / "c", [{"text": "x"}])
+    with pytest.raises(DataError, match=r"c/train.jsonl: other data than when it was checked"):
+        pickle.loads(pickle.dumps(rows))[0]
     assert rows == written, "what is open is read on as it was"
     assert copy[4] == written[4]
     with pytest.raises(DataError, match=r"c/train.jsonl: other data than when it was checked. Start again."):
@@ -97,25 +99,22 @@ def test_a_row_that_was_altered_in_place_is_named(rows):
         rows[0]
 
 
-def test_forked_workers_share_no_position(rows):
-    """Each reads the whole file many times over, through the descriptor that both have from their parent."""
-    rows[0]
-    orders = [[(7 * i + start) % 12 for i in range(120)] for start in (0, 5)]
-    context = multiprocessing.get_context("fork")
-    processes, pipes = [], []
-    for order in orders:
-        here, there = context.Pipe()
-        process = context.Process(target=lambda order=order, there=there: there.send([rows[i]["n"] for i in order]))
-        process.start()
-        processes.append(process)
-        pipes.append(here)
-    mine = [rows[i]["n"] for i in orders[0]]
-    assert all(pipe.poll(30) for pipe in pipes)
-    assert [pipe.recv() for pipe in pipes] == orders
-    assert mine == orders[0]
-    for process in processes:
-        process.join(30)
-        assert process.exitcode == 0
+def test_no_read_moves_the_position_that_forked_workers_share(rows):
+    before = os.lseek(rows.file, 0, os.SEEK_CUR)
+    assert rows[5]["n"] == 5
+    assert sum(row["n"] for row in rows) == 66
+    assert os.lseek(rows.file, 0, os.SEEK_CUR) == before
+
+
+def test_forked_workers_read_through_the_descriptor_of_their_parent(rows):
+    os.unlink(rows.path)
+    here, there = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=lambda: there.send([row["n"] for row in rows]))
+    process.start()
+    assert here.poll(30)
+    assert here.recv() == [row["n"] for row in rows] == list(range(12))
+    process.join(30)
+    assert process.exitcode == 0
 
 
 def test_a_caller_may_check_rows_too(tmp_path):
