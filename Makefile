@@ -2,7 +2,7 @@
 # It is set up once, and again when those files change; an installation that was interrupted is done again.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo study test lint format clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -37,6 +37,15 @@ demo: run-environment  ## data, a tiny base model, cross-attention on it, the ta
 	$(BIN)/torchrun --nproc-per-node 2 trainval.py -e crossattn_tiny --with-parents --log_every 50
 	$(BIN)/python -m results.table -e crossattn_tiny
 	$(BIN)/python -m results.plot -e crossattn_tiny
+
+study: run-environment  ## cross-attention beside prompting on real questions; needs TRAINVAL_DATA, a folder with squad/, nq_oracle/ and weights/
+	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }
+	$(BIN)/python -m data_prep.llama2c $(TRAINVAL_DATA)/weights/stories260K/stories260K.bin $(TRAINVAL_DATA)/weights/stories260K/tok512.bin
+	$(BIN)/python -m data_prep.prepare_qa --name squad_nq --val_percent 12 \
+	  --train $(TRAINVAL_DATA)/squad/squad_v1.1-dev-shared.json $(TRAINVAL_DATA)/nq_oracle/nq-open-oracle.shared.jsonl
+	$(BIN)/python trainval.py -e study_crossattn study_prompted
+	$(BIN)/python -m results.table -e study_crossattn study_prompted --interval ci95
+	$(BIN)/python -m results.plot -e study_crossattn study_prompted --x cache_bytes_per_context_token --y val_loss
 
 test: dev-environment  ## everything that this machine can test; says what was skipped and why
 	$(BIN)/python -m pytest

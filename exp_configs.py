@@ -1,6 +1,6 @@
 """Every experiment: EXP_GROUPS maps the name of a group to a list of plain dicts. `python trainval.py -e NAME` runs a group."""
 
-from src.experiments.grid import changed, grid, ref
+from src.experiments.grid import changed, grid, ref, seeds
 
 # A GPTBigCode model of 2.4 M parameters, trained from scratch on the source of the Python standard library.
 BASE_TINY = {
@@ -139,6 +139,40 @@ CROSSATTN_TULU = changed(
 )
 CROSSATTN_TULU_ABLATION = changed(CROSSATTN_TULU, {"model.context_dropout_rate": 0.2, "loop.schedule": "cosine", "loop.weight_decay": 1e-3})
 
+# A study on real questions that one core can carry out: a decoder of 260 thousand parameters that knows children's stories is to
+# answer from 192 tokens of Wikipedia. Data and base: `make study`.
+STUDY_DATA = {"corpus": "squad_nq", "context_tokens": 192, "sequence_tokens": 96, "loss_on": "answer", "val_samples": 256}
+STUDY_BASE = {"name": "hf", "path": "stories260k"}
+STUDY_CROSSATTN = {
+    "recipe": "crossattn",
+    "seed": 0,
+    "model": {"name": "cross_attention", "num_layers": 2, "stride": 1, "base": STUDY_BASE},
+    "data": {"name": "qa", **STUDY_DATA},
+    "loop": {
+        "steps": 300,
+        "sequences_per_step": 8,
+        "micro_batch": 8,
+        "learning_rate": 2e-3,
+        "schedule": "cosine",
+        "warmup_rate": 0.1,
+        "eval_every": 150,
+    },
+    "inference": {"split": "val", "rows": 128, "max_new_tokens": 16, "metrics": [{"name": "squad"}]},
+}
+STUDY_PROMPTED = changed(
+    STUDY_CROSSATTN,
+    {
+        "recipe": "prompted",
+        "model": {"name": "lora", "rank": 8, "alpha": 16.0, "target_modules": ["q_proj", "v_proj"], "base": STUDY_BASE},
+        "data": {"name": "prompted_qa", "contexts": "all", **STUDY_DATA},
+    },
+)
+
+STUDY_CLOSED_BOOK = changed(
+    STUDY_PROMPTED,
+    {"data": {"name": "prompted_qa", "contexts": "none", **{key: STUDY_DATA[key] for key in STUDY_DATA if key != "context_tokens"}}},
+)
+
 EXP_GROUPS = {
     "base_tiny": [BASE_TINY],
     "crossattn_tiny": grid(
@@ -146,6 +180,15 @@ EXP_GROUPS = {
         {"model.num_layers": [1, 2, 3], "model.stride": [1, 2], "seed": [0, 1]},
         where=lambda e: (e["model"]["num_layers"], e["model"]["stride"]) in [(1, 1), (2, 1), (2, 2), (3, 1)],
     ),
+    "study_crossattn": seeds(
+        grid(
+            STUDY_CROSSATTN,
+            {"model.num_layers": [1, 2, 5], "model.stride": [1, 2]},
+            where=lambda e: e["model"]["num_layers"] * e["model"]["stride"] <= 5,
+        ),
+        3,
+    ),
+    "study_prompted": seeds([STUDY_PROMPTED, STUDY_CLOSED_BOOK], 3),
     "crossattn_santacoder": [
         changed(
             CROSSATTN,
@@ -178,7 +221,8 @@ EXP_GROUPS = {
             },
         )
     ],
-    "crossattn_starcoderbase-3b": [CROSSATTN_STARCODERBASE_3B],
+    # Its contexts are encoded by data_prep.preproc_nq, before the training; those of the others at each step.
+    "crossattn_starcoderbase-3b": [changed(CROSSATTN_STARCODERBASE_3B, {"data.encoded_contexts": True})],
     "crossattn_starcoderbase-7b": [
         changed(
             CROSSATTN_STARCODERBASE_3B,

@@ -24,8 +24,17 @@ def test_relative_links_lead_somewhere(name: str):
 
 
 def commands(name: str) -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
-    return [line.split(" #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+    """Each line of the document's bash blocks, with what the block exports filled in."""
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(), re.DOTALL):
+        exported: dict[str, str] = {}
+        for line in block.splitlines():
+            text = re.sub(r"\$(\w+)", lambda match, known=exported: known[match[1]], line.split(" #")[0].strip())
+            if text.startswith("export "):
+                exported |= dict(word.split("=", 1) for word in shlex.split(text)[1:])
+            elif text:
+                found.append(text)
+    return found
 
 
 @pytest.mark.parametrize("line", [line for line in commands("README.md") if "trainval.py" in line])
