@@ -8,7 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src import distributed
@@ -33,6 +33,8 @@ class FullyShardedEngine(Engine):
             fully_shard(layer, mesh=mesh)
         root = fully_shard(module, mesh=mesh)
         assert isinstance(root, FSDPModule)
+        if hasattr(module, "generate"):  # it begins below the root, whose parameters must be whole there too
+            register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
         self.optimizer = optim.adamw(module, config)
 

@@ -54,6 +54,7 @@ class World:
                 (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
             (made / "hard.txt").write_text("7\n4\n\n5\n20\n1\n3\n")
         self.rows = rows[:ROWS]
+        self.project = toy.project(folder, f"EXP_GROUPS = {GROUPS!r}\n")
         assert self.main("base") == 0
 
     def main(self, group: str) -> int:
@@ -194,16 +195,16 @@ def test_an_interrupted_inference_goes_on(world: World, ended: Path, caplog: pyt
         assert (ended / name).read_bytes() == (world.folder / "undisturbed" / name).read_bytes()
 
 
-def test_two_processes_give_the_same_answers(world: World, ended: Path):
-    """21 rows in batches of 2 are 11 batches, so that one process has one more than the other."""
+@pytest.mark.parametrize("more", [[], ["--fsdp"]], ids=["replicated", "fsdp"])
+def test_two_processes_give_the_same_answers(world: World, ended: Path, more: list[str]):
+    """21 rows in batches of 2; the first is answered already, and half of the second. So one process has a batch more than the other."""
     shutil.rmtree(ended / "inference")
     head = json.loads((world.folder / "undisturbed" / "inference" / "manifest.json").read_text())
     del head["files"]
     first = [json.dumps(row["answer_pred"]) for row in lines(world.folder / "undisturbed")][:2]
-    (ended / "inference.part.jsonl").write_text("\n".join([json.dumps(head, sort_keys=True), *first, ""]))
-    root = toy.project(world.folder, f"EXP_GROUPS = {GROUPS!r}\n")
-    log = world.folder / "log"
-    process = warm.Process(toy.command(root, ["-e", "all"], world.folder, processes=2), toy.environment(), None, log)
+    (ended / "inference.part.jsonl").write_text("\n".join([json.dumps(head, sort_keys=True), *first, '"wrong"', ""]))
+    log = world.folder / f"log{len(more)}"
+    process = warm.Process(toy.command(world.project, ["-e", "all", *more], world.folder, processes=2), toy.environment(), None, log)
     try:
         assert process.wait(timeout=100) == 0, log.read_text()
     finally:
