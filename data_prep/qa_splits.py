@@ -20,7 +20,6 @@ from src.errors import DataError
 SPLITS = ("train", "val")
 
 _SALT = "prepare_qa/"
-_TEXTS = {"contexts_list": list[str], "titles_list": list[str], "question": str, "answers": list[str], "dataset": str}
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -84,7 +83,7 @@ class Choice:
         """(Split, layout, question) in the order of the sources, up to `max_rows` of each split.
 
         Raises:
-            DataError: a source is damaged, has an id twice, or has questions without contexts.
+            DataError: a source is damaged, has an id twice, has questions without contexts, or text that is none.
         """
         self.skipped = {split: Counter() for split in SPLITS}
         most, kept = self._options.max_rows, Counter[str]()
@@ -98,6 +97,7 @@ class Choice:
                 if isinstance(chosen, Skipped):
                     self.skipped[given][chosen.reason] += 1
                     continue
+                _require_text(chosen)
                 _require_new(chosen, ids)
                 split = self._split(chosen) if self._options.val_percent is not None else given
                 if split is None:
@@ -152,8 +152,7 @@ class SplitFile:
         """Write one row. shuffled: where no position is asked for, the passages come in random order, not as they are given.
 
         Raises:
-            DataError: distractors or positions are asked for, and the release does not mark the useful passages; or half of a
-            surrogate pair stands in a text.
+            DataError: distractors or positions are asked for, and the release does not mark the useful passages.
         """
         options = self._options
         position = options.position or ("random" if shuffled else "given")
@@ -163,8 +162,6 @@ class SplitFile:
         self.unanswerable += question.answers == (UNANSWERABLE,)
         self.contexts |= {_digest(passage.text) for passage in placed.passages if passage.useful}
         row = row_of(placed, sum(self.rows.values()))
-        for name, kind in _TEXTS.items():
-            jsonl.check_type(row[name], kind, f"{question.where}: {name}")
         self.rows[question.dataset] += 1
         self._output.write(json.dumps(row, ensure_ascii=False) + "\n")
 
@@ -196,6 +193,14 @@ def row_of(question: Question, index: int) -> dict[str, Any]:
     if question.id is not None:
         row["id"] = question.id
     return row
+
+
+def _require_text(question: Question) -> None:
+    """Raises DataError where half of a surrogate pair stands in what will be written."""
+    passages, where = question.passages, question.where
+    jsonl.check_type([passage.text for passage in passages], list[str], f"{where}: context")
+    jsonl.check_type([passage.title for passage in passages], list[str], f"{where}: title")
+    jsonl.check_type([question.text, question.dataset, *question.answers], list[str], f"{where}: question or answer")
 
 
 def _require_new(question: Question, ids: set[tuple[str, str]]) -> None:

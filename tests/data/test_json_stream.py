@@ -108,6 +108,7 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path, text, message):
         ('{"n": {"0": 1, "1": 2}, "q": {"0": "a"}}', "not go on with the same row, but with 1, nothing."),
         ('{"n": {"0": 1}, "q": {"0": "a", "1": "b"}}', "not go on with the same row, but with nothing, 1."),
         ('{"n": {"0": 1}}', "has no 'q'. It holds: n."),
+        (COLUMN_TEXT + "]", "not valid JSON, at character 103: expected the end of the file, got ']'."),
     ],
 )
 def test_columns_that_do_not_agree_are_refused(tmp_path, text, message):

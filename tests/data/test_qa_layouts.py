@@ -176,6 +176,8 @@ def test_squad():
     first, second = read(SQUAD)
     assert first == Question("here, paragraphs[0].qas[0]", "q1", "How heavy?", ("100 t", "100 t."), passage, "squad")
     assert second == Question("here, paragraphs[0].qas[1]", "q2", "How old?", (UNANSWERABLE,), passage, "squad_v2")
+    plausible = in_squad(is_impossible=True)
+    assert next(iter(read(plausible))).answers == (UNANSWERABLE,), "whatever answers stand beside the mark"
     row = {"id": "q1", "title": "T_U", "context": "C.", "question": "Q?", "answers": {"text": ["no"], "answer_start": [0]}}
     assert one(row) == Question("here", "q1", "Q?", ("No",), (Passage("C.", "T U", useful=True),), "squad")
     assert one(changed(row, answers={"text": [], "answer_start": []})).answers == (UNANSWERABLE,)
@@ -210,6 +212,15 @@ def test_nq_in_its_three_layouts(record):
     """Html is left out of the context; the title comes from the address where it is nowhere else."""
     passage = Passage("Ann sails since 1990 .", "Ann (sailor)", useful=True)
     assert one(record) == Question("here", "-42", "since when does ann sail", ("1990",), (passage,), "nq")
+
+
+def test_the_title_of_a_page_comes_from_its_address():
+    for address, title in (
+        ("https://x/?oldid=1&amp;title=Ann_B", "Ann B"),
+        ("https://x/?title=A%26B_%28C%29&oldid=1", "A&B (C)"),
+        ("", ""),
+    ):
+        assert one(changed(NQ, document_url=address)).passages[0].title == title
 
 
 def annotated(*found):
@@ -381,7 +392,7 @@ def test_a_random_order_depends_on_the_seed_and_the_question_alone():
 
 def test_distractors_may_be_drawn_from_other_questions():
     pool = [*LETTERS.passages, *(Passage(text, useful=True) for text in ("p", "q", "has Z in it", "p", "r"))]
-    placed = Placing(0, distractors=7, position="first", pool=pool).placed(LETTERS).passages
+    placed = Placing(0, distractors=8, position="first", pool=pool).placed(LETTERS).passages
     assert [p.text for p in placed[:6]] == list("UVabcd")
     assert sorted(p.text for p in placed[6:]) == ["p", "q", "r"], "none with the answer, none twice, none of its own"
     assert [p.useful for p in placed] == [True] * 2 + [False] * 7

@@ -250,7 +250,17 @@ def lines(path, *records):
 
 CTX = {"question": "who", "answers": ["a"], "ctxs": [{"text": "a."}]}
 DPR = {"question": "who", "answers": ["a"], "positive_ctxs": [{"text": "a."}], "negative_ctxs": [{"text": "b."}]}
+HOTPOT = {"_id": "1", "question": "q", "answer": "a", "supporting_facts": [["A", 0]], "context": [["A", ["a."]]]}
 ROW = {"id": "1", "context": "c", "question": "q", "answers": {"text": ["a"]}}
+
+
+def test_passages_are_not_called_useful_where_nobody_said_so(tmp_path, prepare):
+    found = [{**CTX, "question": str(i), "ctxs": [{"text": f"{i}."}, {"text": "z."}]} for i in range(9)]
+    rows = prepare(train=(lines(tmp_path / "f.jsonl", *found),), val_percent=50)
+    for row in rows["train"] + rows["val"]:
+        assert row.keys() == {"context", "contexts_list", "titles_list", "question", "answer", "answers", "sample_idx", "dataset"}
+        assert row["contexts_list"] == [f"{row['question']}.", "z."]
+        assert row["context"] == f"{row['question']}. z."
 
 
 @pytest.mark.parametrize(
@@ -260,6 +270,7 @@ ROW = {"id": "1", "context": "c", "question": "q", "answers": {"text": ["a"]}}
         ([ROW, CTX], {}, "f.jsonl:2: field 'context' is missing. Fields: question, answers, ctxs."),
         ([{**ROW, "answers": {"text": [""]}}], {}, "f.jsonl:1: every answer is empty."),
         ([{**CTX, "answers": ["\udc00"]}], {}, r"f.jsonl:1: field 'answers'[0]: \udc00 at character 0 is half of a surrogate pair"),
+        ([{**HOTPOT, "context": [["A", ["\ud800"]]]}], {}, r"f.jsonl:1: context[0]: \ud800 at character 0 is half of a surrogate"),
         ([CTX], {"layout": "squad"}, "f.jsonl:1: not of the layout squad, which is SQuAD"),
         ([{"text": "x"}], {}, "f.jsonl:1: of no layout that is known. Fields: text."),
         ([DPR], {}, "f.jsonl:1: 2 passages. Say with --distractors how many to keep."),
