@@ -4,6 +4,7 @@ The command is that of torchrun or python, read by torchrun's own parser and run
 Only this differs: a process is forked where it would be started anew. Nothing of ours is loaded before.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -62,6 +63,7 @@ class Process:
 
 def _run(command: list[str], environment: dict[str, str], cwd: Path | None, log: Path) -> None:
     """What the forked process does: become `command`."""
+    gc.freeze()  # else its first full collection would copy all that was loaded, for seconds
     os.setsid()
     assert "src" not in sys.modules, "the main module loads src, which a project of its own is to load"
     with open(log, "ab") as file, open(os.devnull, "rb") as null:
