@@ -20,12 +20,6 @@ class Config(StrictConfig):
     """Nothing to choose."""
 
 
-def names(config: Config) -> tuple[str, ...]:
-    """What `score` gives."""
-    del config
-    return _PLAIN + _PLUS_PLUS
-
-
 def score(config: Config, answers: Sequence[Answered]) -> dict[str, list[float]]:
     """{"k_precision", "k_recall", "k_f1" and each with "_plus_plus"}, of each answer, between 0 and 1. References do not count.
 
@@ -33,8 +27,9 @@ def score(config: Config, answers: Sequence[Answered]) -> dict[str, list[float]]
     over the words of the answer, recall over those of the knowledge. An answer without words has 0, unless the knowledge has none either.
     One that has none left without those of the question has 1 in the ++ forms: it claims nothing.
     """
+    del config
     rows = [_score(answer) for answer in answers]
-    return {name: [row[place] for row in rows] for place, name in enumerate(names(config))}
+    return {name: [row[place] for row in rows] for place, name in enumerate(_PLAIN + _PLUS_PLUS)}
 
 
 def _score(answer: Answered) -> tuple[float, ...]:

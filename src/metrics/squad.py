@@ -8,19 +8,13 @@ from collections.abc import Sequence
 from src.answered import Answered
 from src.config import Config as StrictConfig
 
-NAMES = ("em", "f1", "precision", "recall")
+_NAMES = ("em", "f1", "precision", "recall")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Config(StrictConfig):
     """Nothing to choose."""
-
-
-def names(config: Config) -> tuple[str, ...]:
-    """What `score` gives."""
-    del config
-    return NAMES
 
 
 def score(config: Config, answers: Sequence[Answered]) -> dict[str, list[float]]:
@@ -31,7 +25,7 @@ def score(config: Config, answers: Sequence[Answered]) -> dict[str, list[float]]
     """
     del config
     rows = [_score(answer) for answer in answers]
-    return {name: [row[place] for row in rows] for place, name in enumerate(NAMES)}
+    return {name: [row[place] for row in rows] for place, name in enumerate(_NAMES)}
 
 
 def normalise(text: str) -> str:

@@ -3,12 +3,11 @@
 import pytest
 
 from src.answered import Answered
-from src.metrics.squad import Config, names, normalise, score
+from src.metrics.squad import Config, normalise, score
 
 
 def one(prediction, *references):
     scores = score(Config(), [Answered(prediction, list(references))])
-    assert tuple(scores) == names(Config())
     return {name: value for name, (value,) in scores.items()}
 
 
