@@ -136,6 +136,14 @@ def test_long_contexts_are_counted_cut_or_refused(cache, request_of):
         preproc_nq.prepare(request_of(rules=replace(RULES, too_long="refuse")))
 
 
+def test_contexts_that_are_alike_up_to_the_limit_are_one(cache, request_of):
+    begin = "the thing0 is red . " * 3
+    rewrite(cache, [{"context": begin + end, "question": "what", "answer": "red", "dataset": "d"} for end in ("red", "blue")])
+    counts = preproc_nq.prepare(request_of())
+    assert (counts.rows, counts.inputs, counts.encoded, counts.too_long) == (4, 1, 1, 2)
+    assert len(store_of(request_of())) == 1
+
+
 def in_child(prepare):
     """Run `prepare` in a forked process; returns its id."""
     child = os.fork()

@@ -223,6 +223,15 @@ def test_several_processes_and_one_that_is_killed(make, contexts, tmp_path):
     assert torch.allclose(got.hidden, expected, atol=1e-2)
 
 
+def test_who_comes_second_does_not_count_a_context_again(make, contexts, tmp_path):
+    cache = ContextCache(tmp_path / "c", make(), PLENTY)
+    cache.contexts(*contexts)
+    for _ in range(2):
+        cache._write(cache.key(contexts[0][0, 0]), cache._stored(torch.zeros(9, 16)))
+    assert int.from_bytes((tmp_path / "c" / ".lock").read_bytes(), "little") == cache.num_bytes()
+    assert cache.contexts(*contexts).hidden[0].any()
+
+
 def test_what_killed_writers_left_is_removed_in_time(make, contexts, tmp_path):
     model, (ids, mask) = make(), contexts
     cache = ContextCache(tmp_path / "c", model, PLENTY)
