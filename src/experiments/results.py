@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 FACTS = ("exp_id", "state", "group", "step")
 _LOWER_IS_BETTER = {"loss", "ppl", "perplexity", "error", "errors", "err", "nll", "wer", "cer", "bpb", "bpc", "mse", "mae", "rmse", "kl"}
 
-DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens")
-"""What the training loop reports of itself in each score row, beside its loss."""
+_SIZES = ("projected_bytes_per_context_token", "decoder_cache_bytes_per_context_token")
+DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens", *_SIZES)
+"""What the training loop reports of itself in each score row, beside its loss; and sizes that the model's own is compared with."""
 
 
 class Row(dict[str, Any]):
