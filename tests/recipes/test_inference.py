@@ -24,7 +24,7 @@ from tests import toy, warm
 ROWS = 21
 EXP: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
 EXP["data"]["corpus"] = "asked_qa"
-EXP["loop"] |= {"steps": 30, "sequences_per_step": 16, "micro_batch": 2, "eval_every": 15}
+EXP["loop"] |= {"steps": 30, "sequences_per_step": 12, "micro_batch": 2, "eval_every": 15}
 EXP["answers"] = {"questions": 3, "max_new_tokens": 4, "metrics": [{"name": "squad"}, {"name": "rouge"}]}
 EXP["inference"] = {"max_new_tokens": 4, "metrics": [{"name": "squad"}, {"name": "knowledge"}], "split": "test"}
 SOME = copy.deepcopy(EXP)
@@ -195,16 +195,18 @@ def test_an_interrupted_inference_goes_on(world: World, ended: Path, caplog: pyt
         assert (ended / name).read_bytes() == (world.folder / "undisturbed" / name).read_bytes()
 
 
-@pytest.mark.parametrize("more", [[], ["--fsdp"]], ids=["replicated", "fsdp"])
-def test_two_processes_give_the_same_answers(world: World, ended: Path, more: list[str]):
-    """21 rows in batches of 2; the first is answered already, and half of the second. So one process has a batch more than the other."""
+@pytest.mark.parametrize(("processes", "more"), [(3, []), (2, ["--fsdp"])], ids=["replicated", "fsdp"])
+def test_several_processes_give_the_same_answers(world: World, ended: Path, processes: int, more: list[str]):
+    """21 rows in batches of 2; the first is answered already, and half of the second. Three do not share the ten others evenly."""
     shutil.rmtree(ended / "inference")
     head = json.loads((world.folder / "undisturbed" / "inference" / "manifest.json").read_text())
     del head["files"]
     first = [json.dumps(row["answer_pred"]) for row in lines(world.folder / "undisturbed")][:2]
     (ended / "inference.part.jsonl").write_text("\n".join([json.dumps(head, sort_keys=True), *first, '"wrong"', ""]))
     log = world.folder / f"log{len(more)}"
-    process = warm.Process(toy.command(world.project, ["-e", "all", *more], world.folder, processes=2), toy.environment(), None, log)
+    process = warm.Process(
+        toy.command(world.project, ["-e", "all", *more], world.folder, processes=processes), toy.environment(), None, log
+    )
     try:
         assert process.wait(timeout=100) == 0, log.read_text()
     finally:
