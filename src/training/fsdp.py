@@ -75,9 +75,14 @@ class FullyShardedEngine(Engine):
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The entries of the lists of layers, which are gathered one at a time."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    return [layer for part in lists for layer in part if any(True for _ in layer.parameters())]
+    """The entries of the lists of layers, which are gathered one at a time. None is in another, as T5's sublayers are."""
+    found: list[nn.Module] = []
+    inner: set[int] = set()
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and id(part) not in inner:
+            found += [layer for layer in part if any(True for _ in layer.parameters())]
+            inner |= {id(below) for below in part.modules()}
+    return found
 
 
 def _local(tensor: Tensor) -> Tensor:

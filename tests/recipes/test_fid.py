@@ -76,6 +76,44 @@ def test_without_training_it_knows_nothing(folder: Path):
     assert row["val_loss"] > 3.0  # ln 39 = 3.7 of that vocabulary
 
 
+SHORT = {**FID, "loop": {**FID["loop"], "steps": 4, "eval_every": 2}}
+
+
+def test_gradient_checkpointing_changes_no_bit(folder: Path):
+    found = []
+    for words in ([], ["--gradient_checkpointing"]):
+        assert toy.main(["-e", "g", *words], {"g": [SHORT]}, folder) == 0
+        run = folder / "runs" / exp_id(SHORT)
+        weights = (run / "checkpoints" / "step-00000004" / "model.safetensors").read_bytes()
+        found.append((hashlib.sha256(weights).hexdigest(), toy.rows(folder, exp_id(SHORT))))
+        shutil.rmtree(run)
+    assert found[0] == found[1]
+
+
+def test_what_processes_gather_together_is_a_whole_block(folder: Path):
+    """A block of T5 has a list of its own parts, which go with it."""
+    from src.config import Places
+    from src.registry import MODELS, bind
+    from src.training.fsdp import _layers
+
+    model = bind(MODELS, FID["model"])(Places(folder / "data", folder / "runs"))
+    assert _layers(model) == [*model.base.encoder.block, *model.base.decoder.block]
+
+
+@pytest.mark.slow
+def test_processes_may_share_the_model(tmp_path: Path):
+    """The shares add up in another order, so the last digits may differ."""
+    toy.write_data(tmp_path / "data")
+    root, found = toy.project(tmp_path, f"EXP_GROUPS = {{'g': [{SHORT!r}]}}\n"), []
+    for words in ([], ["--fsdp"]):
+        done = toy.run(root, ["-e", "g", *words], tmp_path, processes=2)
+        assert done.returncode == 0, done.stderr
+        found.append(toy.rows(tmp_path, exp_id(SHORT)))
+        shutil.rmtree(tmp_path / "runs")
+    for alone, shared in zip(*found, strict=True):
+        assert shared == pytest.approx(alone, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
