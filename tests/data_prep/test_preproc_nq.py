@@ -1,5 +1,6 @@
 """Contexts encoded ahead: each once, whatever kills the command, and training on them is training."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -216,6 +217,37 @@ def test_a_worker_whose_parent_is_gone_keeps_what_it_did_and_ends(bases, cache, 
     there.close()
     counts = preproc_nq.prepare(request)
     assert (counts.kept, counts.encoded) == (3, 61)
+
+
+def worker_that(says, code=0):
+    """A forked process that says one thing and ends."""
+
+    def work(here, there):
+        here.close()
+        if says is not None:
+            there.send(says)
+        os._exit(code)
+
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=work, args=(here, there))
+    process.start()
+    there.close()
+    return here, process
+
+
+@pytest.mark.parametrize(
+    ("says", "code", "error", "message"),
+    [
+        (None, 3, RunError, r"cuda:1: its process ended with exit code 3\. Start again when that is mended: what was finished is kept"),
+        ("RuntimeError: lost", 1, RunError, r"cuda:1: RuntimeError: lost\. Start again"),
+        (DataError("states are not finite"), 1, DataError, r"^states are not finite$"),
+    ],
+)
+def test_what_a_worker_ends_with_is_told(says, code, error, message):
+    pipe, process = worker_that(says, code)
+    with contextlib.closing(pipe), pytest.raises(error, match=message):
+        encoding_workers._serve(pipe, {pipe: (process, "cuda:1", [[[1]]])}, iter(()), encoding_workers._Progress())
+    process.join()
 
 
 def test_a_device_that_fails_is_an_error(request_of):
