@@ -103,6 +103,8 @@ def prepare(request: Request) -> distinct_inputs.Counts:
             "contexts_too_long": counts.too_long,
         }
         _finish(folder, store, made, source)
+        if request.model.name == "experiment":
+            _carry_tokenizers(request)
     return counts
 
 
@@ -129,6 +131,18 @@ def _finish(folder: Path, store: dict[str, Any], made: dict[str, Any], source: P
         for name in new["files"]:
             _copy(source / name, target / name)
         files.write_json(target / files.MANIFEST, new)
+
+
+def _carry_tokenizers(request: Request) -> None:
+    """Put the prepared tokenizers beside the corpus too: a base that was trained here names its own below --data_path."""
+    beside = folder_of(request).parent
+    for path in request.places.data.glob("*/tokenizer.json"):
+        folder = path.parent
+        if (folder / files.MANIFEST).is_file() and not (beside / folder.name).exists():
+            facts = {k: v for k, v in files.read_manifest(folder, DataError).items() if k != "files"}
+            with files.new_directory(beside / folder.name, facts) as made:
+                for name in files.read_manifest(folder, DataError)["files"]:
+                    _copy(folder / name, made / name)
 
 
 def _copy(source: Path, target: Path) -> None:

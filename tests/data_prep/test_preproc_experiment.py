@@ -1,0 +1,59 @@
+"""Contexts encoded by a model that was trained here: named by its id, and known by its weights."""
+
+import hashlib
+import json
+
+import pytest
+
+from data_prep import preproc_nq
+from src.config import Places
+from src.data import encoded
+from src.experiments.grid import ref
+from src.registry import MODELS, bind
+from tests import toy
+
+BASE = {**toy.BASE, "loop": {**toy.BASE["loop"], "steps": 2, "eval_every": 2}}
+LOOP = {**toy.CROSSATTN["loop"], "steps": 2, "sequences_per_step": 2, "micro_batch": 2, "eval_every": 2}
+CROSSATTN = {**toy.CROSSATTN, "model": {**toy.CROSSATTN["model"], "base": ref(BASE)}, "loop": LOOP}
+ARGUMENTS = ["--maximum_input_length", "16", "--corpus", "toy_qa", "--devices", "cpu"]
+
+
+@pytest.fixture
+def world(tmp_path):
+    """Toy data, and a base that was trained on them."""
+    toy.write_data(tmp_path / "data")
+    assert toy.main(["-e", "base"], {"base": [BASE]}, tmp_path) == 0
+    return tmp_path
+
+
+def encode(world, exp_id, capsys):
+    places = ["--data_cache_path", str(world / "data"), "-sb", str(world / "runs")]
+    code = preproc_nq.main(["--embedding_model", exp_id, *places, *ARGUMENTS])
+    return code, capsys.readouterr()
+
+
+def test_a_base_that_was_trained_here(world, capsys):
+    (run,) = (world / "runs").iterdir()
+    code, said = encode(world, run.name, capsys)
+    assert (code, "64 distinct inputs, 64 encoded now" in said.out) == (0, True)
+    groups = {"g": [{**CROSSATTN, "data": {**CROSSATTN["data"], "encoded_contexts": True}}], "base": [BASE]}
+    (world / "data").rename(world / "prepared")
+    (world / "data").symlink_to(world / "prepared" / "processed_data" / run.name)
+    assert toy.main(["-e", "g"], groups, world) == 0
+
+    places = Places(world / "data", world / "runs")
+    part = bind(MODELS, {"name": "experiment", "exp_id": run.name})
+    first = encoded.identity(part, places)
+    manifest = next(run.glob("checkpoints/step-*2/manifest.json"))
+    facts = json.loads(manifest.read_text())
+    (manifest.parent / "model.safetensors").write_bytes(b"others")
+    facts["files"]["model.safetensors"] = {"bytes": 6, "sha256": hashlib.sha256(b"others").hexdigest()}
+    manifest.write_text(json.dumps(facts))
+    assert not encoded.same(encoded.identity(part, places), first)
+    assert toy.main(["-e", "g", "--dry-run"], {**groups, "g": [{**groups["g"][0], "seed": 1}]}, world) == 1
+    assert f"encoded by {run.name} (fingerprint" in capsys.readouterr().err
+
+
+def test_a_base_that_is_not_trained_yet_is_refused(world, capsys):
+    code, said = encode(world, "0" * 32, capsys)
+    assert (code, "neither under" in said.err) == (1, True)
