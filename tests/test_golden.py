@@ -11,17 +11,20 @@ import pytest
 
 from src.experiments.identity import exp_id
 from tests import toy
+from tests.recipes.test_fid import FID
+from tests.recipes.test_prompted import PROMPTED
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
 NAMES = ("train_loss", "grad_norm", "val_loss", "val_loss_shuffled_context", "em")
 
 
 def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
-    """The score rows of `lm` and `crossattn` on the toy world."""
+    """The score rows of each recipe on the toy world."""
     toy.write_data(folder / "data")
-    child = {**toy.CROSSATTN, "loop": {**toy.CROSSATTN["loop"], "steps": 8, "eval_every": 4}}
-    groups = {"lm": [toy.BASE], "crossattn": [child]}
-    assert toy.main(["-e", "lm", "crossattn"], groups, folder) == 0
+    groups = {"lm": [toy.BASE]}
+    for exp in (toy.CROSSATTN, PROMPTED, FID):
+        groups[exp["recipe"]] = [{**exp, "loop": {**exp["loop"], "steps": 8, "eval_every": 4}}]
+    assert toy.main(["-e", *groups], groups, folder) == 0
     rows = {name: toy.rows(folder, exp_id(group[0])) for name, group in groups.items()}
     return {name: [{"step": row["step"], **{k: row[k] for k in NAMES if k in row}} for row in found] for name, found in rows.items()}
 

@@ -14,7 +14,7 @@ from src.models.fusion_in_decoder_layers import FusionInDecoder
 from src.registry import DECODER, FUSION_IN_DECODER, MODELS, Part, bind, kind_of
 
 EOS, PAD = 1, 0
-START = 0
+START = 3  # not the padding, as in T5, so that a mix-up shows
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 7, "eos_token_id": EOS, "pad_token_id": PAD}
 T5 = {"name": "t5", "random": {"tokenizer": "tokenizer", "hidden_size": 16, "feed_forward_size": 24, "num_layers": 2, "num_heads": 4}}
 
