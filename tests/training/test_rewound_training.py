@@ -4,9 +4,9 @@ import copy
 import hashlib
 import json
 import math
+import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 
 from src.experiments.identity import exp_id
 from src.training import interventions
-from tests import toy
+from tests import toy, warm
 
 pytestmark = pytest.mark.slow
 STEPS, MIDDLE = 24, 12
@@ -59,25 +59,29 @@ def run_in(folder: Path) -> Path:
     return folder / "runs" / exp_id(EXP)
 
 
-def finish(root: Path, folder: Path, processes: int = 1) -> None:
-    done = toy.run(root, ARGUMENTS, folder, processes=processes)
-    assert done.returncode == 0, done.stderr
+def begin(root: Path, folder: Path, arguments: Sequence[str] = ARGUMENTS, processes: int = 1) -> warm.Process:
+    (folder / "log").unlink(missing_ok=True)
+    return warm.Process(toy.command(root, arguments, folder, processes), toy.environment(), None, folder / "log")
+
+
+def finish(root: Path, folder: Path, arguments: Sequence[str] = ARGUMENTS, processes: int = 1) -> None:
+    assert begin(root, folder, arguments, processes).wait(120) == 0, (folder / "log").read_text()
 
 
 def stop_at(root: Path, folder: Path, step: int, kill: bool = False) -> None:
     """Start, and end it when the checkpoint of `step` is there: by SIGTERM, or kill -9."""
-    process = subprocess.Popen(toy.command(root, ARGUMENTS, folder), env=toy.environment(), stderr=subprocess.DEVNULL)
+    process = begin(root, folder)
     checkpoint = run_in(folder) / "checkpoints" / f"step-{step:08d}"
     until = time.monotonic() + 120
     while not checkpoint.exists():
         assert time.monotonic() < until
         assert process.poll() is None
         time.sleep(0.0005)
-    process.send_signal(signal.SIGKILL if kill else signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGKILL if kill else signal.SIGSTOP)
     if not kill:
         shutil.copytree(checkpoint, folder / "saved")
-        process.send_signal(signal.SIGCONT)
-        process.send_signal(signal.SIGTERM)
+        os.kill(process.pid, signal.SIGCONT)
+        os.kill(process.pid, signal.SIGTERM)
     process.wait(60)
     if not kill and not checkpoint.exists():
         shutil.copytree(folder / "saved", checkpoint)
@@ -135,7 +139,7 @@ def test_a_kill_behind_a_rewind_changes_nothing(root: Path, trained: Path, folde
     shutil.copytree(run_in(folder), run_in(other))
     finish(root, folder)
     assert result(folder) != result(trained)
-    process = subprocess.Popen(toy.command(root, ARGUMENTS, other), env=toy.environment(), stderr=subprocess.DEVNULL)
+    process = begin(root, other)
     until = time.monotonic() + 60
     while json.loads((run_in(other) / "status.json").read_text())["state"] != "running" and time.monotonic() < until:
         time.sleep(0.001)
@@ -149,8 +153,7 @@ def test_a_kill_behind_a_rewind_changes_nothing(root: Path, trained: Path, folde
 
 def test_the_first_step_of_the_branch_has_its_learning_rate(root: Path, trained: Path, folder: Path):
     rewind(folder, "--lr", "=1e-4")
-    stop = toy.run(root, [*ARGUMENTS[:2], "--log_every", "1"], folder)
-    assert stop.returncode == 0, stop.stderr
+    finish(root, folder, [*ARGUMENTS[:2], "--log_every", "1"])
     before, after = rates(trained), rates(folder)
     assert after[MIDDLE + 1] == 1e-4
     shape = [math.cos(math.pi * (step - 2) / (STEPS - 2)) / 2 + 0.5 for step in (MIDDLE, STEPS - 4)]

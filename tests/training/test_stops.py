@@ -1,7 +1,7 @@
 """A signal to one of two processes stops both at the same step, however they share the model, and changes nothing in the end."""
 
 import json
-import shutil
+import os
 import signal
 import time
 
@@ -15,10 +15,10 @@ from tests.training.modes import MODES, Modes, scores, weights
 ROWS = ("--log_every", "4")
 
 
-def wait_for_rows(modes: Modes, process: warm.Process, group: str = "long") -> None:
-    """Return when the run has two."""
+def wait_for_rows(modes: Modes, process: warm.Process, group: str = "long", number: int = 2) -> None:
+    """Return when the run has so many."""
     rows, until = modes.run(group) / "scores.jsonl", time.monotonic() + 100
-    while not rows.exists() or rows.read_bytes().count(b"\n") < 2:
+    while not rows.exists() or rows.read_bytes().count(b"\n") < number:
         assert process.poll() is None, modes.log.read_text()
         assert time.monotonic() < until, "no progress"
         time.sleep(0.002)
@@ -30,6 +30,12 @@ def told(modes: Modes, process: warm.Process, rank: int, number: signal.Signals)
     ranks = sorted(psutil.Process(process.pid).children(), key=psutil.Process.create_time)
     assert len(ranks) == 2
     ranks[rank].send_signal(number)
+
+
+def told_all(process: warm.Process) -> None:
+    """Send SIGTERM to torchrun, which passes it on, and wait."""
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=100)
 
 
 @pytest.mark.slow
@@ -63,9 +69,7 @@ def test_one_signal_stops_both(modes: Modes, mode: str):
 
 @pytest.mark.slow
 def test_a_stop_file_stops_both_until_it_is_removed(modes: Modes):
-    """Each process looks at the file by its own clock, once a second, so one sees it first."""
-    undisturbed = modes.trained("replicated", "longer")
-    shutil.rmtree(modes.run("longer"), ignore_errors=True)
+    """Each process looks at the file by its own clock, once a second, so one sees it first. test_pair.py lets such a training end."""
     process, run = modes.begin("replicated", "longer", more=ROWS), modes.run("longer")
     try:
         wait_for_rows(modes, process, "longer")
@@ -78,6 +82,12 @@ def test_a_stop_file_stops_both_until_it_is_removed(modes: Modes):
     assert (status["state"], status["stopped_by"]) == ("stopped", "person")
     assert checkpoints.step_of(checkpoints.every(run)[-1]) == status["step"] < 600
     assert "exitcode: 130" in modes.start("replicated", "longer", more=ROWS), "the file is still there"
+    assert json.loads((run / "status.json").read_text())["step"] == status["step"]
     (run / "stop").unlink()
-    assert modes.start("replicated", "longer", more=ROWS) == ""
-    assert weights(run) == weights(undisturbed)
+    process = modes.begin("replicated", "longer", more=ROWS)
+    try:
+        wait_for_rows(modes, process, "longer", len(scores(run)) + 2)
+        told_all(process)
+    finally:
+        process.kill()
+    assert json.loads((run / "status.json").read_text())["step"] > status["step"]
