@@ -1,14 +1,14 @@
 """A disk that is full while a checkpoint is written: the one before stays usable, and all processes say why they end."""
 
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from src.experiments import checkpoints
-from tests import toy
 from tests.training.modes import FIRST, LAST, MODES, Modes, scores, weights
 
 PAGE = 4096
@@ -59,14 +59,18 @@ def test_the_checkpoint_before_stays_usable(modes: Modes, disk: Path, mode: str)
 
 @pytest.mark.slow
 def test_one_process_that_cannot_write_refuses_for_all(modes: Modes):
-    command = modes.command("zero1")
-    at = command.index(str(modes.root / "trainval.py"))
-    limited = ["--no-python", "bash", "-c", 'if [ $RANK = 1 ]; then ulimit -f 100; fi; exec "$0" "$@"', sys.executable]
-    done = subprocess.run(
-        [*command[:at], *limited, *command[at:]], env=toy.environment(), capture_output=True, text=True, check=False, timeout=150
-    )
-    assert done.returncode == 1
-    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt: cannot write: File too large." in done.stderr
-    assert done.stderr.count("cannot write") == 1, "rank 0 alone says it"
-    assert "Traceback" not in done.stderr.partition("failed (exitcode: 1)")[0]
+    process, until = modes.begin("zero1"), time.monotonic() + 60
+    try:
+        while len(ranks := sorted(psutil.Process(process.pid).children(), key=psutil.Process.create_time)) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert not modes.run().exists(), "it must be limited before it writes"
+        ranks[1].rlimit(psutil.RLIMIT_FSIZE, (100 * 1024, 100 * 1024))
+        assert process.wait(timeout=150) == 1
+    finally:
+        process.kill()
+    said = modes.log.read_text()
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt: cannot write: File too large." in said
+    assert said.count("cannot write") == 1, "rank 0 alone says it"
+    assert "Traceback" not in said.partition("failed (exitcode: 1)")[0]
     assert not list((modes.run() / "checkpoints").glob("*step-*"))
