@@ -1,6 +1,7 @@
 """Options of the commands that encode a prepared corpus."""
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -76,7 +77,13 @@ def inputs(base: Part, places: Places, rules: Rules) -> tuple[EncoderInputs, str
         DataError: the tokenizer cannot be had.
         ConfigError: the template alone takes all the tokens.
     """
-    tokenizer = tokenizers.load(base.ask("tokenizer", places) or base.config.path)  # type: ignore[attr-defined]  hf has one
+    tokenizer = tokenizers.load(base.ask("tokenizer", places) or _named(base, places))
     prompter = templates.Prompter(tokenizers.Encoder(tokenizer), rules.template)
     questions.require_room("context_tokens", rules.context_tokens, prompter.fixed_context_tokens + 1)
     return EncoderInputs(prompter, rules), encoded.tokenizer_digest(tokenizer)
+
+
+def _named(base: Part, places: Places) -> str | Path:
+    """The folder below the prepared data that the base is named by, else its path or hub id."""
+    path: str = base.config.path  # type: ignore[attr-defined]  hf has one
+    return places.data / path if os.path.isdir(places.data / path) else path

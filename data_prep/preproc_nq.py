@@ -103,8 +103,7 @@ def prepare(request: Request) -> distinct_inputs.Counts:
             "contexts_too_long": counts.too_long,
         }
         _finish(folder, store, made, source)
-        if request.model.name == "experiment":
-            _carry_tokenizers(request)
+        _link(request)
     return counts
 
 
@@ -133,16 +132,17 @@ def _finish(folder: Path, store: dict[str, Any], made: dict[str, Any], source: P
         files.write_json(target / files.MANIFEST, new)
 
 
-def _carry_tokenizers(request: Request) -> None:
-    """Put the prepared tokenizers beside the corpus too: a base that was trained here names its own below --data_path."""
-    beside = folder_of(request).parent
-    for path in request.places.data.glob("*/tokenizer.json"):
-        folder = path.parent
-        if (folder / files.MANIFEST).is_file() and not (beside / folder.name).exists():
-            facts = {k: v for k, v in files.read_manifest(folder, DataError).items() if k != "files"}
-            with files.new_directory(beside / folder.name, facts) as made:
-                for name in files.read_manifest(folder, DataError)["files"]:
-                    _copy(folder / name, made / name)
+def _link(request: Request) -> None:
+    """Let the names of models and tokenizers lead from beside the encoded corpus to where they are: --data_path will be there."""
+    data, beside = request.places.data, folder_of(request).parent
+    names = {path.parent.name for path in data.glob("*/tokenizer.json")} | {getattr(request.model.config, "path", "")}
+    for name in sorted(names):
+        link = beside / name
+        if name and not Path(name).is_absolute() and (data / name).is_dir() and not link.exists():
+            with files.writing(link):
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.unlink(missing_ok=True)  # one that leads nowhere
+                link.symlink_to(os.path.relpath(data / name, link.parent))
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -137,6 +137,17 @@ def test_long_contexts_are_counted_cut_or_refused(cache, request_of):
         preproc_nq.prepare(request_of(rules=replace(RULES, too_long="refuse")))
 
 
+def test_a_base_that_is_named_below_the_data_is_there_beside_the_encoded_corpus(bases, cache, request_of):
+    shutil.copytree(bases / "one", cache / "tiny")
+    preproc_nq.prepare(request_of(model=bind(MODELS, {"name": "hf", "path": "tiny"})))
+    made = Places(cache / "processed_data" / "tiny", cache)
+    part = bind(MODELS, {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": {"name": "hf", "path": "tiny"}})
+    encoded.check_base(made.data / "toy_qa" / "encoded", part, made)
+    assert tokenizers.load(made.data / "toy_tokenizer").eos_token_id == 0
+    moved = cache.rename(cache.parent / "moved")
+    assert (moved / "processed_data" / "tiny" / "tiny" / "config.json").is_file()
+
+
 def test_contexts_that_are_alike_up_to_the_limit_are_one(cache, request_of):
     begin = "the thing0 is red . " * 3
     rewrite(cache, [{"context": begin + end, "question": "what", "answer": "red", "dataset": "d"} for end in ("red", "blue")])
