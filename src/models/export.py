@@ -55,8 +55,11 @@ def _write(model: Any, moved: bool, made: Path, folder: Path) -> None:
     from transformers import PreTrainedModel
 
     from src.models.cross_attention_layers import CrossAttentionLM
+    from src.models.fusion_in_decoder_layers import FusionInDecoder
 
-    if isinstance(model, CrossAttentionLM):
+    if isinstance(model, FusionInDecoder):
+        model.base.save_pretrained(made)  # others read it as the encoder-decoder that it is
+    elif isinstance(model, CrossAttentionLM):
         if moved or model.settings.train_all_params:
             model.base.save_pretrained(made / "base")
             model.name_or_path = "base"

@@ -69,6 +69,26 @@ def test_another_run_may_start_from_it_or_score_it(folder: Path):
         assert row[name] == expected[name]
 
 
+def test_another_program_reads_it_as_the_t5_that_it_is(folder: Path, tmp_path: Path):
+    import torch
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    from src.config import Places
+    from src.models.export import export
+    from src.models.load import load
+
+    run, places = folder / "runs" / exp_id(FID), Places(folder / "data", folder / "runs")
+    export(run, tmp_path / "exported", places)
+    theirs, (ours, tokenizer) = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval(), load(run, places)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "exported")) == len(tokenizer)
+    ids = torch.tensor([[9, 17, 25, 33]])
+    there = torch.ones_like(ids)
+    passage = {"context_ids": ids[:, None], "context_mask": there[:, None].bool()}
+    decoder = torch.cat([torch.full((1, 1), theirs.config.decoder_start_token_id), ids[:, 1:]], dim=1)
+    expected = theirs(input_ids=ids, attention_mask=there, decoder_input_ids=decoder).logits
+    assert torch.equal(ours(input_ids=ids, attention_mask=there, **passage), expected)
+
+
 def test_without_training_it_knows_nothing(folder: Path):
     assert toy.main(["-e", "scored"], GROUPS, folder) == 0
     (row,) = toy.rows(folder, exp_id(SCORED))
