@@ -1,5 +1,6 @@
 """Processes that encode: one for each device, each with a model and a shard of its own."""
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -160,10 +161,9 @@ def _in_processes(job: Job, batches: Iterator[Batch], devices: Sequence[str], pr
             there.close()
             given = list(islice(batches, _AHEAD))
             workers[here] = process, device, given
-            for batch in given:
-                here.send(batch)
-            if not given:
-                here.send(None)
+            with contextlib.suppress(ConnectionError):
+                for batch in given or [None]:
+                    here.send(batch)
         while workers:
             for pipe in wait(list(workers)):
                 _serve(pipe, workers, batches, progress)
@@ -178,9 +178,8 @@ def _serve(pipe: Any, workers: dict[Any, tuple[Any, str, list[Batch]]], batches:
     process, device, given = workers[pipe]
     try:
         message = pipe.recv()
-    except EOFError:
-        process.join()
-        raise RunError(_told(device, f"its process ended with exit code {process.exitcode}")) from None
+    except (EOFError, ConnectionError):
+        raise _lost(process, device) from None
     if isinstance(message, UserError):
         raise message
     if message == "closed":
@@ -193,9 +192,14 @@ def _serve(pipe: Any, workers: dict[Any, tuple[Any, str, list[Batch]]], batches:
     batch = next(batches, None)
     if batch is not None:
         given.append(batch)
-        pipe.send(batch)
-    elif not given:
-        pipe.send(None)
+    if batch is not None or not given:
+        with contextlib.suppress(ConnectionError):  # it has ended: what it said last is read next
+            pipe.send(batch)
+
+
+def _lost(process: Any, device: str) -> RunError:
+    process.join()
+    return RunError(_told(device, f"its process ended with exit code {process.exitcode}"))
 
 
 def _work(job: Job, device: str, threads: int, pipe: Connection) -> None:
@@ -210,7 +214,7 @@ def _work(job: Job, device: str, threads: int, pipe: Connection) -> None:
             pipe.send(None)
         encoding.close()
         pipe.send("closed")
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):  # the parent is gone, or all were interrupted
+    except (EOFError, ConnectionError, KeyboardInterrupt):  # the parent is gone, or all were interrupted
         encoding.close()
     except UserError as error:
         encoding.close()
