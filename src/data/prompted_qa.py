@@ -11,7 +11,7 @@ from src.config import Places
 from src.data import jsonl, questions, templates
 from src.data.positions import require_fit
 from src.data.tokenizers import Encoder
-from src.errors import ConfigError
+from src.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -25,7 +25,9 @@ class Config(StrictConfig):
     contexts: Literal["all", "useful", "none"]
     """Which of a row's contexts stand in the prompt, joined by spaces. useful: all of them where none is marked."""
     context_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens that the contexts add to a prompt. Longer ones lose their end."""
+    """Most tokens that the contexts add to a prompt."""
+    too_long: Literal["truncate", "refuse"] = "truncate"
+    """Contexts of more tokens lose their end, or are refused when the data are read."""
     sequence_tokens: int = Field(gt=0)
     """Most tokens of question and answer. A longer question loses its beginning; an answer that alone is too long loses its end."""
     loss_on: Literal["answer", "all"]
@@ -38,8 +40,9 @@ class Config(StrictConfig):
 
     @model_validator(mode="after")
     def _tokens_for_contexts(self) -> "Config":
-        if self.contexts == "none" and self.context_tokens is not None:
-            raise ValueError("context_tokens: with contexts 'none' there is nothing to read, so it would be ignored. Remove it.")
+        if self.contexts == "none" and (self.context_tokens is not None or self.too_long != "truncate"):
+            ignored = "context_tokens" if self.context_tokens is not None else "too_long"
+            raise ValueError(f"{ignored}: with contexts 'none' there is nothing to read, so it would be ignored. Remove it.")
         if self.contexts != "none" and self.context_tokens is None:
             raise ValueError(f"context_tokens: missing. With contexts {self.contexts!r} it says how much of them is read.")
         return self
@@ -78,7 +81,7 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
     """The rows of one split, tokenised when they are asked for.
 
     Raises:
-        DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`.
+        DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`; or a context is too long and refused.
         ConfigError: too few tokens are allowed for the template alone.
     """
     rows, fingerprint = questions.read(places, config.corpus, split, config.val_samples)
@@ -105,6 +108,8 @@ class PromptedQADataset(questions.Questions):
         questions.require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
         if config.context_tokens is not None:
             questions.require_room("context_tokens", config.context_tokens, self._prompter.fixed_reading_tokens + 1)
+            if config.too_long == "refuse":
+                self._require_short_contexts(config.context_tokens)
 
     def __len__(self) -> int:
         """Samples in one epoch."""
@@ -142,6 +147,16 @@ class PromptedQADataset(questions.Questions):
         length = _longest(self._config) if self._config.fixed_length and not left else None
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
         return collate.pad_tokens(ids, masks, self._encoder.pad_id, left, length)
+
+    def _require_short_contexts(self, most: int) -> None:
+        """Raises DataError for the first row whose contexts would be cut."""
+        for number, row in enumerate(self._rows, 1):
+            needed = len(self._encoder.text(" ".join(self._texts_of(row)))) + self._prompter.fixed_reading_tokens
+            if needed > most:
+                raise DataError(
+                    f"{self._name}: row {number}: its contexts take {needed} tokens, more than data.context_tokens, {most}. "
+                    "Allow more, or write too_long 'truncate'."
+                )
 
     def _prompt(self, index: int, max_tokens: int) -> list[int]:
         question = self._rows[index]["question"]

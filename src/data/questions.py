@@ -30,15 +30,14 @@ def read(places: Places, name: str, split: str, val_samples: int | None) -> tupl
     """
     folder = jsonl.corpus(places, name)
     path = jsonl.require_file(folder, f"{split}.jsonl")
-    rows = jsonl.read_rows(path, FIELDS, OPTIONAL)
-    for number, row in enumerate(rows, 1):
-        _require_as_many(row, f"{path}:{number}")
+    rows: Sequence[Row] = jsonl.read_rows(path, FIELDS, OPTIONAL, _require_as_many)
     if split == "val" and val_samples is not None:
         rows = [rows[i] for i in jsonl.first_of_permutation(len(rows), val_samples, path)]
     return rows, jsonl.fingerprint(folder)
 
 
 def _require_as_many(row: Row, where: str) -> None:
+    """Raises DataError where a list that says something of each context has more or fewer entries."""
     for field in ("useful_contexts", "titles_list"):
         values, contexts = row.get(field), row.get("contexts_list") or []
         if values is not None and len(values) != len(contexts):

@@ -87,6 +87,15 @@ def test_a_long_context_loses_its_end_whatever_room_the_question_leaves(build, t
     assert len(data.prompt(0)["input_ids"]) == 20 + len("question?") + 5
 
 
+def test_contexts_that_are_too_long_are_refused_where_that_is_wanted(build):
+    rows = [row(context="a" * 8), row(context="a" * 9)]  # the template adds 12 tokens
+    assert len(build(rows, context_tokens=21, too_long="refuse")) == 2
+    with pytest.raises(DataError, match=r"c: row 2: its contexts take 21 tokens, more than data\.context_tokens, 20\. Allow more"):
+        build(rows, context_tokens=20, too_long="refuse")
+    with pytest.raises(ConfigError, match=r"^data: too_long: with contexts 'none' there is nothing to read"):
+        build(rows, contexts="none", context_tokens=None, too_long="refuse")
+
+
 def test_a_long_question_loses_its_beginning_and_the_context_stays(build, tokenizer):
     data = build([row("0123456789" * 5, "answer", "context")], sequence_tokens=20)
     sample = data.sample(0, 0)
