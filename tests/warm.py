@@ -61,6 +61,27 @@ class Process:
         self._process.kill()
 
 
+def torchrun(script: Path, arguments: Sequence[str], processes: int, log: Path) -> str:
+    """Run a script of ours on several processes to its end; what it printed, "" where all went well."""
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(processes),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    process = Process([sys.executable, *launcher, str(script), *arguments], environment, None, log)
+    try:
+        code = process.wait(timeout=150)
+    finally:
+        process.kill()
+    return log.read_text() or f"exit code {code}" if code else ""
+
+
 def _run(command: list[str], environment: dict[str, str], cwd: Path | None, log: Path) -> None:
     """What the forked process does: become `command`."""
     gc.freeze()  # else its first full collection would copy all that was loaded, for seconds

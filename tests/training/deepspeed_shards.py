@@ -1,6 +1,6 @@
 """Real ZeRO shards of a small model: run by torchrun, one folder per stage, with what DeepSpeed itself says of weights and moments.
 
-python -m torch.distributed.run --nproc-per-node 2 -m tests.training.deepspeed_shards FOLDER
+torchrun --nproc-per-node 2 tests/training/deepspeed_shards.py FOLDER
 """
 
 import sys
@@ -100,7 +100,10 @@ def main() -> None:
     """Every stage, one after the other."""
     torch.set_num_threads(1)
     import deepspeed
+    from deepspeed.accelerator import set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+    set_accelerator(CPU_Accelerator())
     dist.init_process_group("gloo")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see ZeroEngine
     deepspeed.init_distributed("gloo")

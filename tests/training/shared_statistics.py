@@ -1,10 +1,13 @@
 """Run by two processes: sums over shared parameters are those of a model that one process has whole. Argument: fsdp, or a ZeRO stage."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from src import distributed
 from src.training import weight_statistics
@@ -44,7 +47,10 @@ def fully_sharded() -> list[Measured]:
 
 def zero(stage: int) -> list[Measured]:
     import deepspeed
+    from deepspeed.accelerator import set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+    set_accelerator(CPU_Accelerator())
     model, x = made()
     config = {
         "train_batch_size": 2,

@@ -23,6 +23,7 @@ from src.errors import CheckpointError
 from src.training import checkpoint, tensor_files
 from src.training.consolidate import Export, byte_count, consolidate, main, verify
 from src.weights import trained_weights
+from tests import warm
 from tests.conftest import ROOT
 from tests.training import deepspeed_shards, shard_sets
 
@@ -38,13 +39,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def folder(stage: int, world: int) -> Path:
         if world not in made:
             out = tmp_path_factory.mktemp(f"world{world}")
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-            environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-            done = subprocess.run(
-                [*command, "-m", "tests.training.deepspeed_shards", str(out)],
-                cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr[-3000:]
+            assert warm.torchrun(Path(deepspeed_shards.__file__), [str(out)], world, out / "log") == ""
             made[world] = out
         return made[world] / f"stage{stage}"
 

@@ -1,7 +1,6 @@
 """What happens to one of two processes, both do alike, at the same step; started again, they end as if it never had."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from src import distributed
 from src.experiments import branches, checkpoints, ledger
 from src.experiments.identity import exp_id
 from src.training import order
-from tests import toy, warm
+from tests import warm
 from tests.training import small
 from tests.training.pair import BATCHES, LAST_UNDISTURBED
 from tests.training.test_judge import STEPS
@@ -24,13 +23,7 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         self.folder = small.write_data(folder)
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        command = [sys.executable, *launcher, str(Path(__file__).with_name("pair.py")), str(folder)]
-        process, log = warm.Process(command, toy.environment(), None, folder / "log"), folder / "log"
-        try:
-            assert process.wait(timeout=100) == 0, log.read_text()
-        finally:
-            process.kill()
+        assert warm.torchrun(Path(__file__).with_name("pair.py"), [str(folder)], 2, folder / "log") == ""
         self.ranks: list[dict[str, Any]] = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
     def ends(self, name: str, start: int) -> dict[str, Any]:
