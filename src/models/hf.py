@@ -160,7 +160,7 @@ def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, i
 
 
 def fingerprint(config: Config, places: Places) -> str:
-    """Of the weights that `build` loads: the commit of a hub id; of a folder a sha256 over config.json and the weight files.
+    """sha256 over config.json and the weight files that `build` loads, the same for a hub id and for a copy of its files.
 
     Of a weight file count name, size and the first and last MiB: weights of many gigabytes need not be read whole, and those
     of another training differ there.
@@ -170,8 +170,6 @@ def fingerprint(config: Config, places: Places) -> str:
     """
     require_files(config, places)
     folder = _folder(config, places)
-    if _local(config, places) is None:
-        return folder.name
     weights = _weights(folder)
     assert weights, "check found them"
     listed = {path.name: [path.stat().st_size, _ends(path)] for path in _weight_files(weights)}
