@@ -4,6 +4,7 @@ A recipe adds which models and data sets it takes and what the loss is.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -95,14 +96,12 @@ def carry_out(
     """Train to the last step, or score the model as it stands; and then make the inference. Collective.
 
     loss: (model, batch) and, for training, the label smoothing -> summed loss. load_tokenizer: of the model's name_or_path. listed: name
-    of an index file -> the row numbers in it. Scores: train_loss; val_loss with the right contexts and, where the samples have any,
-    val_loss_shuffled_context with another question's (nats per token); those of `answers` and of `inference`.
+    of an index file -> the row numbers in it. Scores: train_loss and those of `_Exam`.
     """
     import torch
 
-    from src.training import answers, inference, scoring
+    from src.training import inference, scoring
     from src.training.checkpoint import About
-    from src.training.evaluation import mean_loss
     from src.training.inputs import fingerprints
     from src.training.loop import Task, fit
 
@@ -115,29 +114,58 @@ def carry_out(
             return config.data(run.places, tokenizer, split, config.seed)
 
         val = build("val")
-        read = {"val_loss": val} | ({"val_loss_shuffled_context": val.with_shuffled_contexts()} if val.reads_contexts else {})
+        shuffled = val.with_shuffled_contexts() if val.reads_contexts else None
         if config.answers:
             config.answers.require(val)
-        asked = inference.prepare(config.inference, build, listed)
+        exam = _Exam(config, run, model, tokenizer, loss, val, shuffled, inference.prepare(config.inference, build, listed))
         train = build("train") if config.loop else None
         inputs = fingerprints(run, train, tokenizer, config.model.ask("fingerprint", run.places)) if config.loop else {}
-
-    def respondent(dataset: Any, accelerator: Any) -> answers.Respondent:
-        return answers.Respondent(model, dataset, tokenizer, config.micro_batch, accelerator.device)
-
-    def evaluate(accelerator: Any) -> dict[str, float]:
-        found = {name: mean_loss(model, data, loss, config.micro_batch, accelerator.device) for name, data in read.items()}
-        return found | (answers.evaluate(config.answers, respondent(val, accelerator)) if config.answers else {})
-
-    def finish(accelerator: Any) -> dict[str, float]:
-        sizes = config.model.ask("cache_bytes", run.places, next(model.parameters()).dtype.itemsize) if val.reads_contexts else None
-        return (sizes or {}) | inference.make(run, asked, lambda dataset: respondent(dataset, accelerator))
-
     if config.evaluation:
-        return scoring.score(model, run, config.evaluation, evaluate, finish)
+        return scoring.score(model, run, config.evaluation, exam.evaluate, exam.finish)
     assert config.loop, "the validator has seen to it"
     smoothing = config.loop.label_smoothing
     about = About(resolved(config.model), tokenizer)
-    task = Task(model, about, train, inputs, lambda module, batch: loss(module, batch, smoothing), evaluate, finish)
+    task = Task(model, about, train, inputs, lambda module, batch: loss(module, batch, smoothing), exam.evaluate, exam.finish)
     fit(task, run, config.loop, config.seed)
     return None
+
+
+@dataclass(frozen=True)
+class _Exam:
+    """A model and what it is asked. Both methods are called on every rank and give the same scores on each."""
+
+    config: QuestionAnswering
+    run: Run
+    model: Any
+    tokenizer: Any
+    loss: "Callable[..., Tensor]"
+    val: Any
+    shuffled: Any
+    """`val` with other questions' contexts; None where the samples have none."""
+    asked: Any
+    """What `inference.prepare` gave."""
+
+    def evaluate(self, accelerator: Any) -> dict[str, float]:
+        """val_loss and, where there are contexts, val_loss_shuffled_context (nats per token), and the scores of `answers`."""
+        from src.training import answers
+        from src.training.evaluation import mean_loss
+
+        found = {}
+        for name, data in zip(VAL_LOSSES, (self.val, self.shuffled), strict=True):
+            if data is not None:
+                found[name] = mean_loss(self.model, data, self.loss, self.config.micro_batch, accelerator.device)
+        asked = self.config.answers
+        return found | (answers.evaluate(asked, self._respondent(self.val, accelerator)) if asked else {})
+
+    def finish(self, accelerator: Any) -> dict[str, float]:
+        """What is kept of a context, where that is known, and the scores of `inference`."""
+        from src.training import inference
+
+        value_bytes = next(self.model.parameters()).dtype.itemsize
+        kept = self.config.model.ask("cache_bytes", self.run.places, value_bytes) if self.shuffled is not None else None
+        return (kept or {}) | inference.make(self.run, self.asked, lambda dataset: self._respondent(dataset, accelerator))
+
+    def _respondent(self, dataset: Any, accelerator: Any) -> Any:
+        from src.training.answers import Respondent
+
+        return Respondent(self.model, dataset, self.tokenizer, self.config.micro_batch, accelerator.device)
