@@ -206,7 +206,7 @@ class ZeroEngine(Engine):
             if not own and not (folder / checkpoint.OPTIMIZER).exists():
                 raise checkpoint.cut_otherwise(folder, f"ZeRO-{self.stage} with world size {now['world_size']}")
         if own:
-            self.engine.load_checkpoint(str(folder), tag=SHARDS)
+            self.engine.load_checkpoint(str(folder), tag=SHARDS, load_module_strict=False)  # frozen weights are not in it
         else:
             self._distribute(folder)
 

@@ -61,6 +61,17 @@ class World:
         """Train a group in this process."""
         return toy.main(["-e", group], self.groups, self.folder)
 
+    def start(self, processes: int, more: list[str]) -> str:
+        """Train "all" in several processes; what they print."""
+        log = self.folder / "log"
+        log.unlink(missing_ok=True)
+        process = warm.Process(toy.command(self.project, ["-e", "all", *more], self.folder, processes), toy.environment(), None, log)
+        try:
+            assert process.wait(timeout=150) == 0, log.read_text()
+        finally:
+            process.kill()
+        return log.read_text()
+
     def run(self, group: str) -> Path:
         """Its save directory."""
         return self.folder / "runs" / exp_id(self.groups[group][0])
@@ -215,17 +226,25 @@ def test_several_processes_give_the_same_answers(world: World, ended: Path, proc
     del head["files"]
     first = [json.dumps(row["answer_pred"]) for row in lines(world.folder / "undisturbed")][:4]
     (ended / "inference.part.jsonl").write_text("\n".join([json.dumps(head, sort_keys=True), *first, '"wrong"', ""]))
-    log = world.folder / f"log{len(more)}"
-    process = warm.Process(
-        toy.command(world.project, ["-e", "all", *more], world.folder, processes=processes), toy.environment(), None, log
-    )
-    try:
-        assert process.wait(timeout=100) == 0, log.read_text()
-    finally:
-        process.kill()
-    assert "goes on after 4 of 21 questions" in log.read_text()
+    log = world.start(processes, more)
+    assert "goes on after 4 of 21 questions" in log
     assert lines(ended) == lines(world.folder / "undisturbed")
     assert last_row(ended) == last_row(world.folder / "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_start_under_zero_that_has_only_the_inference_left(world: World, ended: Path, stage: int):
+    """The base is frozen, so it is in no shard that DeepSpeed reads back."""
+    pytest.importorskip("deepspeed", reason="needs deepspeed")
+    settings = world.folder / "zero.json"
+    settings.write_text(json.dumps({"zero_optimization": {"stage": stage}, "train_batch_size": "auto"}))
+    shutil.rmtree(ended)
+    world.start(2, ["--deepspeed", str(settings)])
+    shutil.rmtree(ended / "inference")
+    (ended / "status.json").unlink()
+    assert "continues from step 4" in world.start(2, ["--deepspeed", str(settings)])
+    assert lines(ended) == lines(world.folder / "undisturbed")
 
 
 def test_some_rows(world: World):
