@@ -117,6 +117,20 @@ def test_it_goes_on_with_the_same_bits(modes: Modes, mode: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp", "zero1", "zero2", "zero3"])
+def test_a_model_on_frozen_weights_goes_on_with_the_same_bits(modes: Modes, mode: str):
+    """They are the parent's, and in no checkpoint of it."""
+    whole = first_steps(modes, mode, "uneven", 2)
+    shutil.copytree(modes.trained("replicated", "base", processes=1), modes.run("base"), dirs_exist_ok=True)
+    shutil.copytree(whole, modes.run("uneven"))
+    modes.drop_last("uneven")
+    assert modes.start(mode, "uneven", 2, ["--log_every", "1"]) == ""
+    assert "continues from step 1" in (modes.run("uneven") / "logs" / "train.log").read_text()
+    assert weights(modes.run("uneven")) == weights(whole)
+    assert scores(modes.run("uneven")) == scores(whole)
+
+
+@pytest.mark.slow
 def test_what_two_shared_one_alone_continues(modes: Modes):
     modes.cut_back("fsdp")
     assert modes.start("replicated", processes=1) == ""
