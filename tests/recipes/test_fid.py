@@ -121,6 +121,20 @@ def test_what_processes_gather_together_is_a_whole_block(folder: Path):
 
 
 @pytest.mark.slow
+def test_two_processes_score_it_together(folder: Path):
+    """Each has the whole model, also where the command line would have them share one that is trained."""
+    root, run = toy.project(folder, f"EXP_GROUPS = {GROUPS!r}\n"), folder / "runs" / exp_id(SCORED)
+    shutil.rmtree(run, ignore_errors=True)
+    assert toy.main(["-e", "scored"], GROUPS, folder) == 0
+    alone = toy.rows(folder, exp_id(SCORED))
+    shutil.rmtree(run)
+    done = toy.run(root, ["-e", "scored", "--fsdp"], folder, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "nothing is trained, so every process has the whole model" in done.stderr
+    assert toy.rows(folder, exp_id(SCORED)) == alone
+
+
+@pytest.mark.slow
 def test_processes_may_share_the_model(tmp_path: Path):
     """The shares add up in another order, so the last digits may differ."""
     toy.write_data(tmp_path / "data")
