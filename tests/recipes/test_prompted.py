@@ -11,6 +11,7 @@ import pytest
 
 from src.experiments.grid import ref, set_path
 from src.experiments.identity import exp_id
+from src.files import new_directory
 from tests import toy
 
 METRICS = [{"name": "squad"}]
@@ -133,6 +134,27 @@ class TestScoring:
         (scored / "stop").unlink()
         assert toy.main(["-e", "scored"], GROUPS, folder) == 0
         assert len(toy.rows(folder, exp_id(SCORED))) == 1
+
+    def test_prompts_of_several_lengths_are_answered_together_as_alone(self, folder: Path):
+        """Padded on the left, they keep their positions, and nothing reads the padding."""
+        lines = (folder / "data" / "toy_qa" / "val.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        for i, row in enumerate(rows):
+            row["context"] = " ".join([row["context"], *["the", "is", "it"][: i % 4]] * (1 + i % 2))
+        with new_directory(folder / "data" / "uneven") as made:
+            for split in ("train", "val"):
+                (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found = []
+        for size in (1, 16):
+            exp = set_path(set_path(SCORED, "data.corpus", "uneven", must_exist=True), "evaluation.micro_batch", size, must_exist=True)
+            assert toy.main(["-e", "g"], {**GROUPS, "g": [exp]}, folder) == 0
+            answered = (folder / "runs" / exp_id(exp) / "inference" / "val.jsonl").read_text().splitlines()
+            found.append(([json.loads(line)["answer_pred"] for line in answered], toy.rows(folder, exp_id(exp))[0]))
+        (alone, one), (together, many) = found
+        assert together == alone
+        assert len(set(alone)) > 2, "not the same answer everywhere"
+        for name in ("val_loss", "val_loss_shuffled_context"):
+            assert many[name] == pytest.approx(one[name], rel=1e-5)
 
     def test_without_contexts_there_are_none_to_shuffle(self, folder: Path):
         assert toy.main(["-e", "closed"], GROUPS, folder) == 0
