@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -401,3 +402,21 @@ def test_many_small_files_are_synced_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_folder_that_is_gone_cannot_be_synced(tmp_path: Path):
     with pytest.raises(RunError, match="gone"), files.synced_once(tmp_path / "gone"):
         pass
+
+
+def test_a_folder_that_must_not_be_replaced_now_stays(tmp_path: Path):
+    """What is entered around the replacement may refuse it, after all else is done."""
+
+    @contextlib.contextmanager
+    def refuse() -> Iterator[None]:
+        raise RunError("in use")
+        yield
+
+    final = tmp_path / "step-4"
+    with files.new_directory(final) as folder:
+        (folder / "a").write_text("old")
+    with pytest.raises(RunError, match="in use"), files.new_directory(final, around=refuse) as folder:
+        (folder / "a").write_text("new")
+    assert (final / "a").read_text() == "old"
+    assert files.defect(final) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-4"]
