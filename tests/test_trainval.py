@@ -310,11 +310,11 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("recipe", "values", "message"),
         [
-            ("crossattn", {"data": SHORT["data"]}, "the data of this recipe are 'qa', questions on contexts, got 'text'"),
+            ("crossattn", {"data": SHORT["data"]}, "the data of this recipe are 'qa', got 'text'"),
             (
                 "crossattn",
                 {"model": SHORT["model"]},
-                "the model of this recipe is 'cross_attention' around a base model, got 'gpt_bigcode'",
+                "expected 'cross_attention' around a decoder; got 'gpt_bigcode'",
             ),
             ("lm", {"data": toy.CROSSATTN["data"]}, "this recipe would leave the contexts of 'qa' data unread"),
             ("lm", {"model": toy.CROSSATTN["model"]}, "the model of this recipe reads no contexts"),

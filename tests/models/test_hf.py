@@ -36,11 +36,11 @@ def test_hf_loads_a_folder(pretrained, places, base_of):
     assert part({"name": "hf", "path": str(pretrained), "dtype": "bfloat16"})(places).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("model_type", "groups"), [("llama", 2), ("gpt_bigcode", 1), ("gpt_neox", 4)])
-def test_hf_knows_the_sizes_before_loading(base_of, tmp_path, places, model_type, groups):
+@pytest.mark.parametrize(("model_type", "groups", "head_size"), [("llama", 2, 4), ("gpt_bigcode", 1, None), ("gpt_neox", 4, None)])
+def test_hf_knows_the_sizes_before_loading(base_of, tmp_path, places, model_type, groups, head_size):
     base_of(model_type).save_pretrained(tmp_path / "m")
     raw = part({"name": "hf", "path": str(tmp_path / "m")})
-    assert raw.function("architecture")(places) == Architecture(model_type, 4, 16, 4, groups, max_positions=64)
+    assert raw.function("architecture")(places) == Architecture(model_type, 4, 16, 4, groups, max_positions=64, head_size=head_size)
 
 
 def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeypatch):

@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_told_before_anything_starts(
         ({**toy.BASE, "model": T5}, "model: expected a decoder, such as 'hf' or 'gpt_bigcode'; got 't5'"),
         ({**toy.BASE, "data": FID["data"]}, "this recipe would leave the contexts of 'fid_qa' data unread; recipe 'fid' reads them."),
         (set_path(toy.CROSSATTN, "model.base", T5, must_exist=True), "unknown family of the base 't5'"),
-        (set_path(toy.CROSSATTN, "model", FID["model"], must_exist=True), "the model of this recipe is 'cross_attention'"),
+        (set_path(toy.CROSSATTN, "model", FID["model"], must_exist=True), "expected 'cross_attention' around a decoder"),
     ],
 )
 def test_other_recipes_take_none_of_its_parts(folder: Path, capsys: pytest.CaptureFixture[str], exp: dict[str, Any], message: str):
