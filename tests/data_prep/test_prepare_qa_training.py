@@ -43,9 +43,30 @@ SHORT = changed(
         "answers.questions": 4,
     },
 )
+ASKED = {key: SHORT[key] for key in ("loop", "answers", "seed")}
+RANDOM_T5 = {"tokenizer": "starcoder", "hidden_size": 32, "feed_forward_size": 48, "num_layers": 1, "num_heads": 2}
 VARIANTS = [
     changed(SHORT, {"model.shared_weights": True, "model.num_layers": 2, "data.chunked_contexts": True}),
     changed(SHORT, {"data.questions_on_contexts": True, "data.include_contexts": True, "data.loss_on": "all"}),
+    {
+        "recipe": "prompted",
+        "model": SHORT["model"]["base"],
+        "data": {
+            "name": "prompted_qa",
+            "corpus": "nq",
+            "contexts": "useful",
+            "context_tokens": 36,
+            "sequence_tokens": 24,
+            "loss_on": "answer",
+        },
+        **ASKED,
+    },
+    {
+        "recipe": "fid",
+        "model": {"name": "fusion_in_decoder", "base": {"name": "t5", "random": RANDOM_T5}},
+        "data": {"name": "fid_qa", "corpus": "nq", "contexts": "all", "num_passages": 2, "passage_tokens": 60, "answer_tokens": 12},
+        **ASKED,
+    },
 ]
 
 
