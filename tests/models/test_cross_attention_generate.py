@@ -74,6 +74,26 @@ def test_beams_read_the_context_of_their_sample(make, batch, model_type):
         assert torch.equal(got[2 * b : 2 * b + 2], alone)
 
 
+@pytest.mark.parametrize("model_type", ["gpt_bigcode", "gpt_neox", "llama"])
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"do_sample": True, "temperature": 1.5}, {"num_beams": 2, "do_sample": True}])
+def test_every_way_of_generating_is_the_same_without_caches(make, batch, model_type, way):
+    model = make(model_type)
+    inputs = prompts_and_contexts(batch)
+    made = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        made.append(model.generate(**inputs, **{**GREEDY, "max_new_tokens": 12, **way}, use_cache=use_cache))
+    assert torch.equal(*made)
+
+
+def test_encoded_contexts_are_answered_like_their_ids(make, batch):
+    model = make()
+    inputs = prompts_and_contexts(batch)
+    context = model.encode(inputs.pop("context_ids"), inputs.pop("context_mask"))
+    got = model.generate(**inputs, context_hidden=context.hidden, context_mask=context.mask, **GREEDY)
+    assert torch.equal(got, model.generate(**prompts_and_contexts(batch), **GREEDY))
+
+
 def test_beams_of_a_duplicated_sample_are_duplicates(make, batch):
     model = make()
     inputs = {name: tensor[:1].repeat_interleave(2, 0) for name, tensor in prompts_and_contexts(batch).items()}
