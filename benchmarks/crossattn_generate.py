@@ -149,7 +149,7 @@ def compare_bytes(model: CrossAttentionLM, context: Context, prompt: torch.Tenso
     positions = context.mask.shape[1]
     with model.reading(None):
         past = model.base(input_ids=prompt, attention_mask=prompt_mask.long(), use_cache=True).past_key_values
-    projected = [block.project(context.hidden) for block in model.each_block()]
+    projected = [block.project(context.hidden, context.mask) for block in model.each_block()]
     counted = {
         "cache_bytes_per_context_token": size(context.hidden) / positions,
         "projected_bytes_per_context_token": size(projected) / positions,

@@ -5,7 +5,7 @@ base, H heads, K key/value heads, d width of a head. R rows of the decoder per c
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -71,13 +71,14 @@ class CrossAttention(nn.Module):
         self.attention_dropout = getattr(base, sizes.family.attention_dropout)
         self.residual_dropout = nn.Dropout(getattr(base, sizes.family.residual_dropout) if sizes.family.residual_dropout else 0.0)
 
-    def project(self, context_BPD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, (B, K, P, d) each, of the encoded contexts."""
+    def project(self, context_BPD: Tensor, mask_BP: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, (B, K, P, d) each, of the encoded contexts. Positions count real tokens: so that those of others
+        in the batch, which chunks are padded to, do not count."""
         B, P, _ = context_BPD.shape
         k = (self.q if self.k is None else self.k)(context_BPD).view(B, P, -1, self.head_size)
         v = self.v(context_BPD).view(B, P, -1, self.head_size)
         if self.theta is not None:
-            k = rotate(k, torch.arange(P, device=k.device)[None], self.theta)
+            k = rotate(k, (mask_BP.long().cumsum(dim=-1) - 1).clamp(min=0), self.theta)
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
@@ -134,9 +135,9 @@ class Block(nn.Module):
         self.context_dropout_rate = config.context_dropout_rate
         self.apply(partial(_initialize, std=base.initializer_range))
 
-    def project(self, context_BPD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the encoded contexts, (B, K, P, d) each."""
-        return self.attention.project(context_BPD.to(self.norm1.weight.dtype))
+    def project(self, context_BPD: Tensor, mask_BP: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the encoded contexts, (B, K, P, d) each. mask_BP: True on real tokens."""
+        return self.attention.project(context_BPD.to(self.norm1.weight.dtype), mask_BP)
 
     def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
         """Decoder states (B * R, T, D) in and out, in the type of `h`; the rest as in CrossAttention."""
@@ -246,7 +247,7 @@ class CrossAttentionLM(nn.Module):
         Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each predicted from the
         tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token after it.
         """
-        with self.reading(self.read(context_ids, context_mask, context_hidden)):
+        with self._read_now(context_ids, context_mask, context_hidden):
             hidden = last_hidden(self.base, input_ids, attention_mask)
         if loss_mask is not None:
             hidden = hidden[:, :-1][loss_mask[:, 1:]]
@@ -266,14 +267,27 @@ class CrossAttentionLM(nn.Module):
     ) -> Tensor:
         """Continue left-padded prompts (B, T); returns prompts and continuations. `kwargs` are those of transformers' generate.
 
-        Call it in eval mode: in train mode positions of the context are dropped.
+        Without a context it reads the one of the `reading` around it. Call it in eval mode: in train mode positions of the context are
+        dropped.
+
+        Raises:
+            ConfigError: there is no context, neither here nor around.
         """
-        with self.reading(self.read(context_ids, context_mask, context_hidden)):
+        with self._read_now(context_ids, context_mask, context_hidden):
             return self.base.generate(input_ids=input_ids, attention_mask=attention_mask.long(), **kwargs)
 
-    def read(self, context_ids: Tensor | None, context_mask: Tensor | None, context_hidden: Tensor | None = None) -> Context:
+    def _read_now(
+        self, context_ids: Tensor | None, context_mask: Tensor | None, context_hidden: Tensor | None
+    ) -> AbstractContextManager[None]:
+        """While the contexts of a batch are read; those that are being read already where it has none."""
+        if context_mask is not None:
+            return self.reading(self.read(context_ids, context_mask, context_hidden))
+        if self._reading is None:
+            raise ConfigError("no context to read: give context_ids and context_mask, or call it inside `with model.reading(context):`.")
+        return nullcontext()
+
+    def read(self, context_ids: Tensor | None, context_mask: Tensor, context_hidden: Tensor | None = None) -> Context:
         """Contexts to be read: (B, C, S) ids and mask are encoded now; states (B, P, D) were before, and the mask is (B, P)."""
-        assert context_mask is not None
         if context_hidden is not None:
             return Context(context_hidden, context_mask.bool())
         assert context_ids is not None
@@ -296,7 +310,7 @@ class CrossAttentionLM(nn.Module):
         assert self._reading is not None
         reading = self._reading
         if block not in reading.projected:
-            reading.projected[block] = block.project(reading.context.hidden)
+            reading.projected[block] = block.project(reading.context.hidden, reading.context.mask)
         return block(h, *reading.projected[block], reading.context.mask, kwargs.get("position_ids"))
 
     def _before(self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,9 @@
 """Cross-attention blocks under the names that XC-Cache gives them, to begin with published weights and to give ours away.
 
 A folder has config.json and the weights as safetensors or PyTorch files, whole or in several. Of these only
-`cross_attn_layers.<i>.…` are read; a block that stands at several places is there once for each. Names: ServiceNow/xc-cache,
-xc_cache/models/cross_attn.
+`cross_attn_layers.<i>.…` are read; a block that stands at several places is there once for each. What config.json says of the blocks
+must be what the experiment says. Names: ServiceNow/xc-cache, xc_cache/models/cross_attn; its own code loads Llama-style blocks with
+LayerNorm alone (`norm: layer`).
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.errors import CheckpointError
-from src.files import sha256, write_json
+from src.files import read_json, sha256, write_json
 from src.weights import some
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
     """
     import torch
 
+    _agree(model, folder)
     saved: dict[str, Tensor] = {}
     for path in require(folder):
         saved |= _read(path)
@@ -99,6 +101,21 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
     with torch.no_grad():
         for ours, several in wanted.items():
             weights[ours].copy_(saved[several[0]])
+
+
+def _agree(model: "CrossAttentionLM", folder: Path) -> None:
+    """Refuse blocks that stand or compute otherwise, as far as their config.json tells."""
+    path = folder / "config.json"
+    told = read_json(path, CheckpointError) if path.is_file() else {}
+    ours = _settings(model)
+    # Dropout is a choice of the training; where they come from is not one of the blocks.
+    wrong = [
+        f"{name} is {told[name]!r}, the experiment's is {value!r}"
+        for name, value in ours.items()
+        if name.startswith(("n_cross_attn", "cross_attn")) and name != "cross_attn_dropout_prob" and told.get(name) not in (None, value)
+    ]
+    if wrong:
+        raise CheckpointError(f"{path}: of other blocks: {'; '.join(wrong)}. Change the experiment's model.")
 
 
 def save(model: "CrossAttentionLM", folder: Path) -> None:

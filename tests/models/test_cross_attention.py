@@ -80,7 +80,7 @@ def test_a_block_runs_before_or_after_its_layer(make, batch, model_type, final_l
 
         def forward(h, *args, inner=inner, block=block, **kwargs):
             def read(x):
-                return block(x, *block.project(context.hidden), context.mask, positions)
+                return block(x, *block.project(context.hidden, context.mask), context.mask, positions)
 
             return read(inner(h, *args, **kwargs)) if final_layer else inner(read(h), *args, **kwargs)
 
@@ -179,6 +179,20 @@ def test_a_sample_never_reads_the_chunks_of_another(make, batch, model_type):
     for b in range(3):
         alone = model(**{name: tensor[b : b + 1] for name, tensor in batch.items()})
         torch.testing.assert_close(alone[0][batch["attention_mask"][b]], whole[b][batch["attention_mask"][b]], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_bigcode", "llama"])
+def test_how_long_the_chunks_of_others_are_does_not_matter(make, batch, model_type):
+    model = make(model_type)
+    with torch.no_grad():
+        together = model(**batch)
+        for b in range(3):
+            alone = {name: tensor[b : b + 1] for name, tensor in batch.items()}
+            longest = int(batch["context_mask"][b].sum(dim=-1).max())
+            chunks = int(batch["context_mask"][b].any(dim=-1).sum())
+            alone |= {name: alone[name][:, :chunks, :longest] for name in ("context_ids", "context_mask")}
+            real = batch["attention_mask"][b]
+            torch.testing.assert_close(model(**alone)[0, real], together[b, real], atol=1e-5, rtol=1e-4)
 
 
 def test_chunks_are_encoded_each_on_its_own(make, batch):

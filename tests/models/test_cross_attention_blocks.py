@@ -19,7 +19,7 @@ def plain_rotary(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
 
 
 def plain_attention(block: Block, h: torch.Tensor, context: torch.Tensor, mask: torch.Tensor, positions: list[int]) -> torch.Tensor:
-    """One sample: h (T, D) reads context (P, D)."""
+    """One sample: h (T, D) reads context (P, D), whose positions count what can be read."""
     a = block.attention
     d, groups = a.head_size, a.heads // (a.v.out_features // a.head_size)
     key_map = a.q if a.k is None else a.k
@@ -33,11 +33,10 @@ def plain_attention(block: Block, h: torch.Tensor, context: torch.Tensor, mask: 
             own, group = slice(head * d, (head + 1) * d), slice(head // groups * d, (head // groups + 1) * d)
             query = q[t, own] if a.theta is None else plain_rotary(q[t, own], positions[t], a.theta)
             scores, values = [], []
-            for p in range(len(context)):
-                if mask[p]:
-                    key = k[p, group] if a.theta is None else plain_rotary(k[p, group], p, a.theta)
-                    scores.append(query @ key / math.sqrt(d))
-                    values.append(v[p, group])
+            for place, p in enumerate(mask.nonzero()[:, 0].tolist()):
+                key = k[p, group] if a.theta is None else plain_rotary(k[p, group], place, a.theta)
+                scores.append(query @ key / math.sqrt(d))
+                values.append(v[p, group])
             read.append(torch.softmax(torch.stack(scores), 0) @ torch.stack(values))
         rows.append(torch.cat(read))
     out = torch.stack(rows) @ a.out.weight.T
@@ -79,7 +78,7 @@ def test_block_equals_a_plain_reference(make, case):
     h, context = torch.randn(2, 4, 16), torch.randn(2, 6, 16)
     mask = torch.tensor([[True, True, False, True, True, False], [False, True, True, True, False, True]])
     positions = torch.tensor([[0, 1, 2, 3], [0, 0, 1, 2]])
-    got = block(h, *block.project(context), mask, positions)
+    got = block(h, *block.project(context, mask), mask, positions)
     for b in range(2):
         x = h[b] + plain_attention(block, plain_norm(block.norm1, h[b]), context[b], mask[b], positions[b].tolist())
         x = x + plain_mlp(block, plain_norm(block.norm2, x), activation)
@@ -127,7 +126,7 @@ def test_nothing_to_read_is_exactly_zero(make):
     block = make("gpt_bigcode").blocks["3"]
     h, context = torch.randn(2, 4, 16), torch.randn(2, 6, 16)
     mask = torch.tensor([[False] * 6, [True] * 6])
-    keys, values = block.project(context)
+    keys, values = block.project(context, mask)
     read = block.attention(h, keys, values, mask, None)
     assert (read[0] == 0).all()
     assert (read[1] != 0).any()
@@ -138,15 +137,17 @@ def test_rows_that_share_a_context_read_as_if_it_were_repeated(make):
     h, context = torch.randn(6, 4, 16), torch.randn(2, 5, 16)
     mask = torch.tensor([[True, True, False, True, True], [False] * 5])
     positions = torch.arange(4).expand(6, 4)
-    once = block(h, *block.project(context), mask, positions)
-    repeated = block(h, *block.project(context.repeat_interleave(3, 0)), mask.repeat_interleave(3, 0), positions)
+    once = block(h, *block.project(context, mask), mask, positions)
+    repeated = block(
+        h, *block.project(context.repeat_interleave(3, 0), mask.repeat_interleave(3, 0)), mask.repeat_interleave(3, 0), positions
+    )
     torch.testing.assert_close(once, repeated, atol=1e-6, rtol=1e-5)
 
 
 def test_context_dropout_hides_whole_positions_in_training_only(make):
     block = make("gpt_bigcode", context_dropout_rate=0.5).blocks["3"]
     h, context, mask = torch.randn(4, 3, 16), torch.randn(4, 8, 16), torch.ones(4, 8, dtype=torch.bool)
-    projected = block.project(context)
+    projected = block.project(context, mask)
     whole = block(h, *projected, mask)
     assert torch.equal(whole, block(h, *projected, mask))
     block.train()
@@ -165,7 +166,8 @@ def test_dropout_rates_are_the_base_s(make, base_of):
     block = make(base=base_of("gpt_bigcode", attn_pdrop=0.25, resid_pdrop=0.125)).blocks["3"]
     assert block.attention.attention_dropout == 0.25
     assert block.attention.residual_dropout.p == block.mlp.dropout.p == 0.125
-    h, projected, mask = torch.randn(2, 3, 16), block.project(torch.randn(2, 8, 16)), torch.ones(2, 8, dtype=torch.bool)
+    h, mask = torch.randn(2, 3, 16), torch.ones(2, 8, dtype=torch.bool)
+    projected = block.project(torch.randn(2, 8, 16), mask)
     assert torch.equal(block(h, *projected, mask), block(h, *projected, mask))
     block.train()
     block.attention.residual_dropout.p = block.mlp.dropout.p = 0.0

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from src.errors import ConfigError
+
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -51,13 +53,15 @@ def test_further_questions_on_one_context(make, batch):
     inputs = prompts_and_contexts(batch)
     projected = []
     model.blocks["3"].attention.k.register_forward_hook(lambda *_: projected.append(1))
+    questions = [{name: inputs[name] for name in ("input_ids", "attention_mask")}]
+    questions.append({name: tensor.flip(0) for name, tensor in questions[0].items()})
     with torch.no_grad(), model.reading(model.encode(inputs["context_ids"], inputs["context_mask"])):
-        answers = [
-            model.base.generate(input_ids=ids, attention_mask=inputs["attention_mask"].long(), **GREEDY)
-            for ids in (inputs["input_ids"], inputs["input_ids"].flip(0))
-        ]
+        answers = [model.generate(**question, **GREEDY) for question in questions]
     assert len(projected) == 1
-    assert torch.equal(answers[0], model.generate(**inputs, **GREEDY))
+    for question, answer in zip(questions, answers, strict=True):
+        assert torch.equal(answer, model.generate(**{**inputs, **question}, **GREEDY))
+    with pytest.raises(ConfigError, match=r"no context to read: give context_ids and context_mask, or call it inside"):
+        model.generate(**questions[0], **GREEDY)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", "llama"])

@@ -124,6 +124,21 @@ def test_what_is_saved_is_loaded(make, tmp_path: Path, model_type: str, settings
     assert (written["n_cross_attn_layers"], written["cross_attn_layers_stride"], written["cross_attn_hidden_size"]) == (2, 2, 16)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_heads": 2}, "cross_attn_num_attention_heads is 4, the experiment's is 2"),
+        ({"final_layer": True}, "cross_attn_final_layer is False, the experiment's is True"),
+        ({"skip_connections": True}, "cross_attn_skip_connections is False, the experiment's is True"),
+    ],
+)
+def test_blocks_that_compute_otherwise_are_refused(make, tmp_path: Path, settings: dict, message: str):
+    reference_layout.save(make(context_dropout_rate=0.5), tmp_path)
+    reference_layout.load(make(), tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        reference_layout.load(make(**settings), tmp_path)
+
+
 def test_pytorch_files_in_several_parts(make, tmp_path: Path):
     saved = drawn(GPT_SHAPES, [3, 1])
     halves = list(saved.items())
