@@ -93,11 +93,14 @@ def test_the_commands_of_the_readme(environment: dict[str, str]):
     assert done.returncode == 0, done.stderr
     losses = []
     for line in ways:
-        done = carry_out(line, environment, tuple(ON_A_PROCESSOR))
+        precision = () if "--set" in line else ("--set", "loop.precision=float32")
+        done = carry_out(line, environment, (*ON_A_PROCESSOR, *precision))
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        (run,) = (Path(environment["ROOT"]) / "runs" / "crossattn_starcoder_nq").glob("*/scores.jsonl")
+        runs = (Path(environment["ROOT"]) / "runs" / "crossattn_starcoder_nq").glob("*/scores.jsonl")
+        run = max(runs, key=lambda path: path.stat().st_mtime)
         rows = [json.loads(row) for row in run.read_text().splitlines()]
         assert rows[-1]["step"] == 2
         losses.append([row["train_loss"] for row in rows])
         assert json.loads((run.parent / "config.json").read_text())["data"]["encoded_contexts"] is True
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6), "ZeRO-2 trains as copies do"
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2), "in bfloat16 ZeRO-2 trains as copies do in float32, but for rounding"

@@ -8,7 +8,7 @@ manifest of the folder, says whose answers to which questions these are: what do
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from src import answered, distributed
 from src.answered import Answered
 from src.errors import RunError
-from src.experiments import checkpoints, heartbeat, references
+from src.experiments import checkpoints, heartbeat
 from src.experiments.run import Run
 from src.files import defect, new_directory, read_manifest, reading, write_atomic, writing
 from src.training.answer_configs import PREFIX, Inference
@@ -55,11 +55,12 @@ def prepare(config: Inference | None, build: Callable[[str], Any], listed: Calla
     return Asked(config, dataset, chosen)
 
 
-def make(run: Run, asked: Asked | None, respondent: Callable[[Any], Respondent]) -> dict[str, float]:
+def make(run: Run, asked: Asked | None, respondent: Callable[[Any], Respondent], inputs: Mapping[str, str]) -> dict[str, float]:
     """Ask the questions, where they are not answered yet; the scores, {"inference/em": …, "inference/em/nq": …}. Collective.
 
     To be called when the last checkpoint is written: the answers are noted as those of its weights. None asked: no scores.
-    respondent: data set -> who answers its questions.
+    respondent: data set -> who answers its questions. inputs: what `training.inputs.fingerprints` gives: answers are of use only where
+    all that the model is made from is as it was.
 
     Raises:
         distributed.Stopped: a process was asked to stop meanwhile. What was answered stays.
@@ -68,7 +69,7 @@ def make(run: Run, asked: Asked | None, respondent: Callable[[Any], Respondent])
     if asked is None:
         return {}
     who = respondent(asked.dataset)
-    facts = distributed.from_main(lambda: _facts(run, asked, who.batch_size))
+    facts = distributed.from_main(lambda: _facts(run, asked, who.batch_size, inputs))
     predictions = distributed.from_main(lambda: _finished(run.path, asked.config.split, facts))
     if predictions is None:
         predictions = _ask(run, asked, who, facts)
@@ -77,13 +78,13 @@ def make(run: Run, asked: Asked | None, respondent: Callable[[Any], Respondent])
     return {f"{PREFIX}{name}": value for name, value in scores.items()}
 
 
-def _facts(run: Run, asked: Asked, batch_size: int) -> dict[str, Any]:
+def _facts(run: Run, asked: Asked, batch_size: int, inputs: Mapping[str, str]) -> dict[str, Any]:
     """Whose answers to which questions: what was answered is of use where these are the same."""
     folder = checkpoints.newest_whole(run.path)  # None where nothing is trained
     return {
         "step": checkpoints.step_of(folder) if folder else 0,
         "weights": read_manifest(folder, RunError)["files"]["model.safetensors"]["sha256"] if folder else None,
-        "parents": references.fingerprints(run.dir.exp, run.places.runs),
+        "inputs": dict(inputs),
         "data": asked.dataset.fingerprint,
         "questions": hashlib.sha256(json.dumps([asked.config.split, *asked.indices]).encode()).hexdigest(),
         "max_new_tokens": asked.config.max_new_tokens,

@@ -117,9 +117,10 @@ def carry_out(
         shuffled = val.with_shuffled_contexts() if val.reads_contexts else None
         if config.answers:
             config.answers.require(val)
-        exam = _Exam(config, run, model, tokenizer, loss, val, shuffled, inference.prepare(config.inference, build, listed))
+        asked = inference.prepare(config.inference, build, listed)
         train = build("train") if config.loop else None
-        inputs = fingerprints(run, train, tokenizer, config.model.ask("fingerprint", run.places)) if config.loop else {}
+        inputs = fingerprints(run, val if train is None else train, tokenizer, config.model.ask("fingerprint", run.places))
+        exam = _Exam(config, run, model, tokenizer, loss, val, shuffled, asked, inputs)
     if config.evaluation:
         return scoring.score(model, run, config.evaluation, exam.evaluate, exam.finish)
     assert config.loop, "the validator has seen to it"
@@ -144,6 +145,8 @@ class _Exam:
     """`val` with other questions' contexts; None where the samples have none."""
     asked: Any
     """What `inference.prepare` gave."""
+    inputs: dict[str, str]
+    """What `training.inputs.fingerprints` gave."""
 
     def evaluate(self, accelerator: Any) -> dict[str, float]:
         """val_loss and, where there are contexts, val_loss_shuffled_context (nats per token), and the scores of `answers`."""
@@ -163,7 +166,7 @@ class _Exam:
 
         value_bytes = next(self.model.parameters()).dtype.itemsize
         kept = self.config.model.ask("cache_bytes", self.run.places, value_bytes) if self.shuffled is not None else None
-        return (kept or {}) | inference.make(self.run, self.asked, lambda dataset: self._respondent(dataset, accelerator))
+        return (kept or {}) | inference.make(self.run, self.asked, lambda dataset: self._respondent(dataset, accelerator), self.inputs)
 
     def _respondent(self, dataset: Any, accelerator: Any) -> Any:
         from src.training.answers import Respondent

@@ -184,6 +184,7 @@ def test_a_sample_never_reads_the_chunks_of_another(make, batch, model_type):
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", "llama"])
 def test_how_long_the_chunks_of_others_are_does_not_matter(make, batch, model_type):
     model = make(model_type)
+    batch = {**batch, "context_mask": torch.arange(5) < torch.tensor([[3, 2], [4, 5], [2, 0]])[..., None]}
     with torch.no_grad():
         together = model(**batch)
         for b in range(3):

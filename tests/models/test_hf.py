@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,33 @@ def test_hf_fingerprint_of_shards_and_of_a_hub_id(base_of, places, tmp_path, mon
     shard = max(folder.glob("model-*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"~")
     assert raw.ask("fingerprint", places) != first
+
+
+def test_hf_fingerprint_meets_every_large_matrix(base_of, places, tmp_path):
+    """As the export of merged adapters leaves it: the same sizes, and one matrix in the middle of the file is another."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    model = base_of("llama", **sizes)
+    model.save_pretrained(tmp_path / "m")
+    assert (tmp_path / "m" / "model.safetensors").stat().st_size > 3 * 2**20
+    raw = part({"name": "hf", "path": str(tmp_path / "m")})
+    found = {raw.ask("fingerprint", places)}
+    for layer in model.model.layers:
+        with torch.no_grad():
+            layer.self_attn.q_proj.weight += 1e-3
+        model.save_pretrained(tmp_path / "m")
+        found.add(raw.ask("fingerprint", places))
+    assert len(found) == 5
+
+
+def test_hf_fingerprint_does_not_read_a_large_file_whole(pretrained, places):
+    with open(pretrained / "model.safetensors", "r+b") as file:
+        file.truncate(10 * 2**30)  # a file with holes
+        raw, found = part({"name": "hf", "path": str(pretrained)}), set()
+        began = time.monotonic()
+        for changed in (b"", b"~" * 2**24):  # more than a thousandth of it
+            file.seek(5 * 2**30 + 12345)
+            file.write(changed)
+            file.flush()
+            found.add(raw.ask("fingerprint", places))
+    assert len(found) == 2
+    assert time.monotonic() - began < 2  # to read it whole takes longer

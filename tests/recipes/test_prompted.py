@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,19 @@ def errors(exp: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
     """What --dry-run says against `exp`."""
     assert toy.main(["-e", "g", "--dry-run", "--with-parents"], {"g": [exp], "others": list(others), "base": [toy.BASE]}, folder) == 1
     return capsys.readouterr().err
+
+
+def write_model(folder: Path, tokenizer: Path, seed: int) -> None:
+    """A decoder with weights so large that it answers differently to each question."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), max_position_embeddings=64, initializer_range=0.5, **sizes))
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
 
 
 class TestTraining:
@@ -162,6 +176,43 @@ class TestScoring:
         assert row["val_loss"] > toy.rows(folder, exp_id(PROMPTED))[-1]["val_loss"]
         assert "val_loss_shuffled_context" not in row
         assert "cache_bytes_per_context_token" not in row
+
+
+class TestFilesFromElsewhere:
+    """A model that no experiment trained: its files are all that says whose answers there are."""
+
+    @pytest.fixture
+    def elsewhere(self, folder: Path, tmp_path: Path) -> tuple[Callable[[int], list[str]], Path]:
+        """(Seed -> writes the model, scores it and gives its answers, its save directory)."""
+        exp = {**SCORED, "model": {"name": "hf", "path": str(tmp_path / "model")}, "inference": {**SCORED["inference"], "rows": 8}}
+        exp["evaluation"] = {"micro_batch": 4}
+        run = folder / "runs" / exp_id(exp)
+
+        def scored(seed: int) -> list[str]:
+            write_model(tmp_path / "model", folder / "data" / "toy_tokenizer", seed)
+            (run / "status.json").unlink(missing_ok=True)
+            assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
+            return [json.loads(line)["answer_pred"] for line in (run / "inference" / "val.jsonl").read_text().splitlines()]
+
+        return scored, run
+
+    def test_answers_of_other_files_are_made_anew(self, elsewhere: tuple[Callable[[int], list[str]], Path]):
+        scored, run = elsewhere
+        first = scored(0)
+        made = (run / "inference").stat().st_ino
+        assert scored(0) == first
+        assert (run / "inference").stat().st_ino == made, "the same files, so the same answers"
+        assert scored(1) != first
+
+    def test_an_answered_part_is_of_use_for_the_same_files_alone(self, elsewhere: tuple[Callable[[int], list[str]], Path]):
+        scored, run = elsewhere
+        scored(0)
+        facts = json.loads((run / "inference" / "manifest.json").read_text())
+        assert facts.pop("files")
+        for seed, kept in ((0, 4), (1, 0)):
+            shutil.rmtree(run / "inference")
+            (run / "inference.part.jsonl").write_text("\n".join([json.dumps(facts, sort_keys=True), *['"noted"'] * 4, ""]))
+            assert scored(seed).count("noted") == kept
 
 
 class TestRefusals:
