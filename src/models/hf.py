@@ -23,6 +23,8 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Weight files that transformers looks for, in its order; each may instead be an index of shards."""
 BITSANDBYTES = "bitsandbytes==0.50.2"
 _MIB = 2**20
+_SLICES, _SLICE = 1024, 4096
+"""Of a weight file, how many pieces of how many bytes a fingerprint reads between the first and the last MiB."""
 
 
 class Config(src.config.Config):
@@ -162,8 +164,9 @@ def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, i
 def fingerprint(config: Config, places: Places) -> str:
     """sha256 over config.json and the weight files that `build` loads, the same for a hub id and for a copy of its files.
 
-    Of a weight file count name, size and the first and last MiB: weights of many gigabytes need not be read whole, and those
-    of another training differ there.
+    Of a weight file count name, size, the first and last MiB, and 1,024 pieces of 4 KiB at even distances: 6 MiB at most are read
+    of many gigabytes. A change is met where it fills a thousandth of its file or more in one stretch, as another training does, or
+    adapters that were merged into the matrices of each layer. One of a few bytes may not be.
 
     Raises:
         UserError: what `check` raises.
@@ -172,16 +175,19 @@ def fingerprint(config: Config, places: Places) -> str:
     folder = _folder(config, places)
     weights = _weights(folder)
     assert weights, "check found them"
-    listed = {path.name: [path.stat().st_size, _ends(path)] for path in _weight_files(weights)}
+    listed = {path.name: [path.stat().st_size, _sampled(path)] for path in _weight_files(weights)}
     return hashlib.sha256(json.dumps([sha256(folder / "config.json"), listed], sort_keys=True).encode()).hexdigest()
 
 
-def _ends(path: Path) -> str:
-    """sha256 of the first and last MiB."""
-    with open(path, "rb") as file:
-        first = file.read(_MIB)
-        file.seek(max(path.stat().st_size - _MIB, 0))
-        return hashlib.sha256(first + file.read(_MIB)).hexdigest()
+def _sampled(path: Path) -> str:
+    """sha256 of the first and last MiB and of the pieces between, whose places follow from the size alone."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with open(path, "rb", buffering=0) as file:
+        digest.update(os.pread(file.fileno(), _MIB, 0) + os.pread(file.fileno(), _MIB, max(size - _MIB, 0)))
+        if size > 2 * _MIB:
+            for n in range(_SLICES):
+                digest.update(os.pread(file.fileno(), _SLICE, _MIB + (size - 2 * _MIB) * n // _SLICES))
+    return digest.hexdigest()
 
 
 def _folder(config: Config, places: Places) -> Path:
