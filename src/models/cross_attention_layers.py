@@ -227,9 +227,9 @@ class CrossAttentionLM(nn.Module):
         training = self.base.training
         self.base.eval()
         with self.reading(None):
-            hidden = encode(self.base, context_ids.view(B * C, S), mask.view(B * C, S), self.passes)
+            hidden = encode(self.base, context_ids.reshape(B * C, S), mask.reshape(B * C, S), self.passes)
         self.base.train(training)
-        return Context(hidden.view(B, C * S, -1), mask.view(B, C * S))
+        return Context(hidden.view(B, C * S, -1), mask.reshape(B, C * S))
 
     def forward(
         self,
