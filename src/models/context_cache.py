@@ -26,8 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from src.errors import CheckpointError, ConfigError
-from src.files import read_json, write_json, writing
+from src.errors import CheckpointError, ConfigError, DataError
+from src.files import read_json, reading, write_json, writing
 from src.models.cross_attention_layers import Context, CrossAttentionLM
 from src.models.encoding import encode
 
@@ -37,21 +37,20 @@ FORMAT = 1
 SUFFIX = ".safetensors"
 _SAMPLED = 1024
 """Values of each matrix that an identity is made of. Training moves nearly all of them."""
-_MADE_OF = (
-    "model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "hidden_act", "activation_function", "rope_parameters",
-    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "sliding_window",
-)  # fmt: skip
+_NOT_WHICH = {"architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version", "use_cache"}
+"""Settings of a base that change no state: names and versions; the type, which its parameters tell; whether a cache is kept."""
 _LOCK = ".lock"
 _KEPT_AFTER_EVICTION = 0.9
 _ABANDONED_SECONDS = 3600.0
 
 
 def base_digest(base: Any) -> str:
-    """Identity of a transformers model in memory: sha256 over names, shapes, types and evenly spaced values of all parameters.
+    """Identity of a transformers model in memory: sha256 over config, and names, shapes, types and evenly spaced values of parameters.
 
-    The same wherever its files lie and however it was loaded; another for other weights, another type or other adapters.
+    The same wherever its files lie and however it was loaded; another for other weights, another type, other adapters or settings.
     """
-    digest = hashlib.sha256(json.dumps({k: getattr(base.config, k, None) for k in _MADE_OF}, sort_keys=True, default=str).encode())
+    config = {k: v for k, v in base.config.to_dict().items() if k not in _NOT_WHICH and not k.startswith("_")}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in sorted(base.named_parameters()):
         flat = parameter.detach().reshape(-1)
         picked = flat[torch.linspace(0, len(flat) - 1, min(len(flat), _SAMPLED), device=flat.device, dtype=torch.float64).long()]
@@ -92,6 +91,7 @@ class ContextCache:
 
         Raises:
             ConfigError: one context is larger than the whole cache may be.
+            DataError: states are not finite, or not in the type on disk.
             RunError: the disk refuses.
         """
         B, C, S = context_ids.shape
@@ -128,14 +128,26 @@ class ContextCache:
         if isinstance(self._model, CrossAttentionLM):
             hidden = self._model.encode(ids[:, None], mask[:, None]).hidden
         else:
-            hidden = encode(self._model, ids, mask)
+            training = self._model.training
+            self._model.eval()
+            try:
+                hidden = encode(self._model, ids, mask)
+            finally:
+                self._model.train(training)
         return [states[real].cpu() for states, real in zip(hidden, mask, strict=True)]
 
     def _stored(self, states: Tensor) -> dict[str, Tensor]:
-        if self.dtype != "int8":
-            return {"states": states.to(getattr(torch, self.dtype)).contiguous()}
-        scales = states.float().abs().amax(dim=-1).clamp(min=1e-12) / 127
-        return {"states": (states.float() / scales[:, None]).round().to(torch.int8), "scales": scales}
+        if self.dtype == "int8":
+            scales = states.float().abs().amax(dim=-1).clamp(min=1e-12) / 127
+            stored = {"states": (states.float() / scales[:, None]).round().to(torch.int8), "scales": scales}
+        else:
+            stored = {"states": states.to(getattr(torch, self.dtype)).contiguous()}
+        if not all(bool(tensor.isfinite().all()) for tensor in stored.values()):
+            raise DataError(
+                f"{self.folder}: states of a context of {len(states)} tokens are not finite in {self.dtype}. "
+                "The base is damaged, or of too small a type."
+            )
+        return stored
 
     def _states(self, stored: dict[str, Tensor]) -> Tensor:
         return stored["states"] * stored["scales"][:, None] if self.dtype == "int8" else stored["states"]
@@ -144,7 +156,8 @@ class ContextCache:
         """States (S, D) of an entry; None where there is none. A damaged one is deleted."""
         path = self._path(key)
         try:
-            data = path.read_bytes()
+            with reading(path):
+                data = path.read_bytes()
         except FileNotFoundError:
             return None
         try:
@@ -155,7 +168,8 @@ class ContextCache:
         if not whole:
             log.warning("%s: damaged, so it is encoded anew.", path)
             self.damaged += 1
-            path.unlink(missing_ok=True)
+            with writing(path):
+                path.unlink(missing_ok=True)
             return None
         with contextlib.suppress(OSError):  # gone meanwhile, or a folder that may only be read
             os.utime(path)
@@ -174,13 +188,18 @@ class ContextCache:
                 with self._locked() as lock:
                     if path.exists():  # another process was faster
                         return
-                    total = _total(lock) + len(data)
+                    total = self._total(lock) + len(data)
                     _set_total(lock, total)  # before the file is there: who is killed between leaves it too large, never too small
                     os.replace(beside, path)
                     if total > self.max_bytes:
                         _set_total(lock, self._evict())
             finally:
                 beside.unlink(missing_ok=True)
+
+    def _total(self, lock: int) -> int:
+        """Bytes of all entries, as the file of the lock says; counted where it is new, or was lost."""
+        data = os.pread(lock, 8, 0)
+        return struct.unpack("<q", data)[0] if len(data) == 8 else self.num_bytes()
 
     def _evict(self) -> int:
         """Delete the entries that were not read for the longest time, and what killed writers left; returns the bytes that stay."""
@@ -237,11 +256,6 @@ class ContextCache:
             yield descriptor
         finally:
             os.close(descriptor)
-
-
-def _total(lock: int) -> int:
-    data = os.pread(lock, 8, 0)
-    return struct.unpack("<q", data)[0] if len(data) == 8 else 0
 
 
 def _set_total(lock: int, total: int) -> None:

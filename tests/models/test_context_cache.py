@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from src.errors import CheckpointError, ConfigError
+from src.errors import CheckpointError, ConfigError, DataError, RunError
 from src.models.context_cache import ContextCache, base_digest
 from tests.models.conftest import make_base
 from tests.models.test_cross_attention_generate import GREEDY, prompts_and_contexts
@@ -167,6 +167,8 @@ def test_a_base_is_known_by_its_weights_wherever_it_comes_from(tmp_path):
     assert base_digest(copy) == base_digest(base)
     assert base_digest(copy.bfloat16()) != base_digest(base)
     assert base_digest(make_base("llama", rms_norm_eps=1e-3)) != base_digest(base)
+    unscaled = make_base("gpt_bigcode", scale_attn_weights=False)  # the same weights, and other states
+    assert base_digest(unscaled) != base_digest(make_base("gpt_bigcode"))
 
 
 def test_the_blocks_do_not_matter_and_the_base_alone_will_do(make, contexts, tmp_path):
@@ -175,6 +177,57 @@ def test_the_blocks_do_not_matter_and_the_base_alone_will_do(make, contexts, tmp
     cache = ContextCache(tmp_path / "c", make(num_layers=1, stride=1), PLENTY)
     cache.contexts(*contexts)
     assert (cache.hits, cache.misses) == (20, 0)
+
+
+def test_a_base_that_is_training_is_read_as_it_is_served(contexts, tmp_path):
+    base = make_base("gpt_bigcode", embd_pdrop=0.5, resid_pdrop=0.5)
+    expected = base.transformer(input_ids=contexts[0][:, 0]).last_hidden_state
+    cache = ContextCache(tmp_path / "c", base.train(), PLENTY, "float32")
+    assert (cache.contexts(*contexts).hidden - expected).abs().max() < 1e-4
+    assert base.training
+    assert base.transformer.drop.training
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 3.4e38])
+def test_states_that_are_not_finite_are_refused_and_not_kept(contexts, tmp_path, dtype, bad):
+    base = make_base("gpt_bigcode")
+    with torch.no_grad():
+        base.transformer.ln_f.weight.fill_(0.0)
+        base.transformer.ln_f.bias.fill_(bad)
+    cache = ContextCache(tmp_path / "c", base, PLENTY, dtype)
+    if bad == 3.4e38 and dtype != "bfloat16":  # finite as it is; bfloat16 rounds it up, and has no such number
+        assert cache.contexts(*contexts).hidden.isfinite().all()
+        return
+    with pytest.raises(DataError, match=rf"c: states of a context of 9 tokens are not finite in {dtype}\. The base is damaged"):
+        cache.contexts(*contexts)
+    assert not entries(tmp_path / "c")
+
+
+@pytest.mark.parametrize("reopened", [True, False])
+def test_a_lost_lock_does_not_lift_the_bound(make, contexts, tmp_path, reopened):
+    model, (ids, mask) = make(), contexts
+    first = ContextCache(tmp_path / "c", model, PLENTY)
+    first.contexts(ids[:1], mask[:1])
+    most = first.num_bytes() * 4
+    cache = ContextCache(tmp_path / "c", model, most)
+    cache.contexts(ids[:4], mask[:4])
+    (tmp_path / "c" / ".lock").unlink()
+    if reopened:
+        cache = ContextCache(tmp_path / "c", model, most)
+    for n in range(4, 9):
+        cache.contexts(ids[n : n + 1], mask[n : n + 1])
+        assert cache.num_bytes() <= most
+
+
+def test_an_entry_that_cannot_be_read_is_named(make, contexts, tmp_path):
+    cache = ContextCache(tmp_path / "c", make(), PLENTY)
+    cache.contexts(*contexts)
+    victim = entries(tmp_path / "c")[3]
+    victim.unlink()
+    victim.mkdir()  # root may read everything, but no folder as a file
+    with pytest.raises(RunError, match=rf"{victim.name}: cannot read: Is a directory\."):
+        cache.contexts(*contexts)
 
 
 def in_child(work):
