@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from results.table import RUNS
+from results.run_arguments import RUNS
 from src.errors import ConfigError, LaunchError, UserError
 from src.experiments import results, retention
 from src.experiments.lease import holder_is_dead

@@ -12,7 +12,7 @@ import panel as pn
 
 from results import chart, markup, overview, panes
 from results.lineage import tree
-from results.table import RUNS
+from results.run_arguments import RUNS
 from src.errors import ConfigError, UserError
 from src.experiments import lineage, results
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from results.table import RUNS
+from results.run_arguments import RUNS
 from src.errors import CheckpointError, ConfigError, DataError, RunError, UserError
 from src.experiments import checkpoints
 from src.experiments.saved import CONFIG, DIFF, ENV, attempts, flat, read_exp_dict, read_status, state_of

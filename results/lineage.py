@@ -5,9 +5,9 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from results.table import RUNS, default_metric
+from results import run_arguments
+from results.table import default_metric
 from src.errors import UserError
 from src.experiments import lineage
 from src.experiments.lineage import Lineage, Node
@@ -20,11 +20,11 @@ _BAD_COLOUR = "#ffcdd2"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the ancestry; skipped directories and parents that cannot be started from are told on stderr. Returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = run_arguments.parsed(_parser(), arguments)
     try:
         found = lineage.build(options.runs)
-        if options.group:
-            found = lineage.of_group(options.runs, found, options.group)
+        if options.groups:
+            found = found.family(name for group in options.groups for name in lineage.of_group(options.runs, found, group).nodes)
         if options.exp_id:
             found = found.family([found.find(options.exp_id)])
     except UserError as error:
@@ -155,8 +155,7 @@ def _quoted(text: str, escapes: dict[str, str]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.lineage", description=__doc__)
-    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
-    parser.add_argument("-e", "--group", help="only the runs of this group, what they come from and what came from them")
+    run_arguments.add(parser, "only the runs of these groups, what they come from and what came from them")
     parser.add_argument("--exp_id", help="only this experiment, what it comes from and what came from it; an id may be cut")
     parser.add_argument("--format", choices=list(FORMATS), default="table")
     return parser

@@ -66,8 +66,8 @@ class Curves:
     notes: list[str] = field(default_factory=list)
 
 
-def load(runs: Path, group: str | None = None) -> Overview:
-    """Everything in `runs`, of `group` only if one is given. What cannot be read is told in the warnings; never raises for it."""
+def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
+    """Everything in `runs`, of `group` only if one or several are given. What cannot be read is told in warnings; never raises for it."""
     ids: list[str] = []
     try:
         with reading(runs):
@@ -79,12 +79,13 @@ def load(runs: Path, group: str | None = None) -> Overview:
     groups = sorted({name for item in (*everything, *map(vars, table_of_jobs)) if (name := item["group"])})
     rows = everything
     if group is not None:
+        wanted = [group] if isinstance(group, str) else group
         try:
             rows, warnings = results.load_rows(runs, group)
         except UserError as error:
             rows, warnings = [], [*warnings, str(error)]
         members = {row["exp_id"] for row in rows}
-        table_of_jobs = [job for job in table_of_jobs if job.exp_id in members or job.group == group]
+        table_of_jobs = [job for job in table_of_jobs if job.exp_id in members or job.group in wanted]
     waiting = {job.exp_id for job in table_of_jobs if job.state in ("queued", "never")}
     told = [text for text in warnings if not waiting & set(_ID.findall(text))]
     states = {job.exp_id: job.state for job in table_of_jobs}

@@ -1,4 +1,4 @@
-"""Learning curves, one line for each configuration with a band over its seeds: `python -m results.plot [RUNS] [-e GROUP]`.
+"""Learning curves, one line for each configuration with a band over its seeds: `python -m results.plot [RUNS] [-e GROUP ..]`.
 
 With --y one point for each experiment instead: `--x cache_bytes_per_context_token --y inference/f1`.
 """
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from results.table import INTERVALS, RUNS, default_metric
+from results import run_arguments
+from results.table import INTERVALS, default_metric
 from src.config import unknown
 from src.errors import ConfigError, DataError, UserError
 from src.experiments import curves, results
@@ -25,10 +26,10 @@ PLOTS = Path("results/plots")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the plot and print its path. Returns the exit code."""
-    options = _parser().parse_args(arguments)
-    output = options.output or PLOTS / f"{options.group or 'all'}.png"
+    options = run_arguments.parsed(_parser(), arguments)
+    output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.png"
     try:
-        rows, warnings = results.select(options.runs, options.group, options.where)
+        rows, warnings = results.select(options.runs, options.groups, options.where)
         if options.y is None:
             if options.log_x:
                 raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
@@ -171,8 +172,7 @@ def write_plainly(figure: Any) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.plot", description=__doc__)
-    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
-    parser.add_argument("-e", "--group", help="only the runs of this group")
+    run_arguments.add(parser, "only the runs of these groups")
     parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
     parser.add_argument("--x", default="step", metavar="NAME", help="step, seconds, or a score such as tokens (default: step)")
     parser.add_argument("--y", metavar="NAME", help="one point for each experiment: its last value of this score over that of --x")

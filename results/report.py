@@ -1,4 +1,4 @@
-"""A group of runs as one HTML file that opens offline and needs no scripts: `python -m results.report [RUNS] [-e GROUP] [-o FILE]`."""
+"""Groups of runs as one HTML file that opens offline and needs no scripts: `python -m results.report [RUNS] [-e GROUP ..] [-o FILE]`."""
 
 import argparse
 import base64
@@ -10,10 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from results import markup, overview
+from results import markup, overview, run_arguments
 from results.lineage import tree
 from results.plot import PLOTS, draw_line, write_plainly
-from results.table import RUNS
 from src.config import unknown
 from src.errors import DataError, UserError
 from src.experiments import lineage, results
@@ -30,10 +29,10 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report and print its path. Returns the exit code."""
-    options = _parser().parse_args(arguments)
-    output = options.output or PLOTS / f"{options.group or 'all'}.html"
+    options = run_arguments.parsed(_parser(), arguments)
+    output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.html"
     try:
-        page = render(overview.load(options.runs, options.group), options.group, options.metric)
+        page = render(overview.load(options.runs, options.groups), options.groups, options.metric)
         with writing(output):
             output.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(output, page)
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def render(found: overview.Overview, group: str | None = None, metrics: Sequence[str] | None = None) -> str:
+def render(found: overview.Overview, groups: Sequence[str] | None = None, metrics: Sequence[str] | None = None) -> str:
     """The page. metrics: scores whose curves are drawn; None: the first headline ones.
 
     Raises:
@@ -58,7 +57,7 @@ def render(found: overview.Overview, group: str | None = None, metrics: Sequence
         if name not in known:
             raise unknown("score", name, known, str(found.runs))
     drawn = list(metrics) if metrics else results.headline(overview.metrics(found))[:PANELS]
-    title = f"Experiments: {group}" if group else "Experiments"
+    title = f"Experiments: {', '.join(groups)}" if groups else "Experiments"
     body = "".join(
         [
             _header(found, title),
@@ -211,8 +210,7 @@ def _counted(values: Iterable[tuple[str, int]]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.report", description=__doc__)
-    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
-    parser.add_argument("-e", "--group", help="only the runs of this group")
+    run_arguments.add(parser, "only the runs of these groups")
     parser.add_argument("--metric", nargs="+", metavar="NAME", help=f"scores whose curves are drawn (default: the first {PANELS})")
     parser.add_argument("-o", "--output", type=Path, help=f"the file (default: {PLOTS}/GROUP.html)")
     return parser

@@ -12,7 +12,7 @@ from typing import Any
 from results import layers, markup, overview, report
 from results.diff import resolve
 from results.plot import PLOTS
-from results.table import RUNS
+from results.run_arguments import RUNS
 from src.errors import UserError
 from src.experiments import ledger
 from src.experiments.saved import flat, read_exp_dict, read_status, state_of

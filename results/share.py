@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from results.table import RUNS, rendered, tabulate
+from results.run_arguments import RUNS
+from results.table import rendered, tabulate
 from src.errors import DataError, UserError
 from src.experiments import results
 from src.experiments.environment import SECRET_FILES

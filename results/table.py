@@ -1,4 +1,4 @@
-"""The scores of a folder of runs as a table, mean ± deviation over seeds: `python -m results.table [RUNS] [-e GROUP] [--where EXPR]`."""
+"""The scores of a folder of runs as a table, mean ± deviation over seeds: `python -m results.table [RUNS] [-e GROUP ..] [--where EXPR]`."""
 
 import argparse
 import csv
@@ -7,13 +7,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from results import run_arguments
 from src.errors import ConfigError, UserError
 from src.experiments import results
 
-RUNS = Path("results/runs")
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
 INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the mean"}
 """What may follow ±, as `results.aggregate` calls it."""
@@ -29,9 +28,9 @@ Table = list[dict[str, Any]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; warnings about runs that cannot be read or are not done go to stderr. Returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = run_arguments.parsed(_parser(), arguments)
     try:
-        rows, warnings = results.select(options.runs, options.group, options.where)
+        rows, warnings = results.select(options.runs, options.groups, options.where)
         output: Callable[[], None]
         if options.pivot:
             if options.by or options.scores or options.best:
@@ -239,8 +238,7 @@ def draw_rich(headings: list[str], lines: list[list[str]], caption: str) -> None
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.table", description=__doc__)
-    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
-    parser.add_argument("-e", "--group", help="only the runs of this group")
+    run_arguments.add(parser, "only the runs of these groups")
     parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
     parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
     parser.add_argument("--metric", help="score to sort by, best first (default: val_loss, else the first val_ score)")

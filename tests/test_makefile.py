@@ -1,11 +1,17 @@
 """`make` sets up .venv once, again when the requirements change, and never trusts half an installation."""
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from data_prep import prepare_qa
+from exp_configs import EXP_GROUPS
+from results import plot, run_arguments, table
+from src.launch import arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 # stands for python3 and, copied by `-m venv`, for .venv/bin/python: it writes down what it was asked to do
@@ -27,12 +33,17 @@ def make(tmp_path: Path):
     recorder.write_text(RECORDER)
     recorder.chmod(0o755)
 
-    def run(target: str, fail_on: str = "nothing at all") -> list[str]:
+    def run(target: str, fail_on: str = "nothing at all", **variables: str) -> list[str]:
         record = tmp_path / "record"
         record.write_text("")
         environment = {**os.environ, "RECORD": str(record), "FAIL_ON": fail_on, "PYTHON": str(recorder)}
         done = subprocess.run(
-            ["make", f"PYTHON={recorder}", target], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            ["make", f"PYTHON={recorder}", *(f"{k}={v}" for k, v in variables.items()), target],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert (done.returncode != 0) == (fail_on in record.read_text()), done.stderr
         return [line.replace(" --quiet --disable-pip-version-check", "") for line in record.read_text().splitlines()]
@@ -85,3 +96,17 @@ def test_an_environment_without_pip_is_made_anew(make, tmp_path: Path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     shutil.copy("/bin/false", tmp_path / ".venv" / "bin" / "python")
     assert "-m venv .venv" in make("run-environment")
+
+
+def test_every_line_of_the_study_is_understood(make):
+    """The recorder ran no Python: here the real parsers read what it was asked."""
+    lines = make("study", TRAINVAL_DATA="released")
+    asked = {words[1]: words[2:] for line in lines if (words := shlex.split(line))[:1] == ["-m"]}
+    for module in (table, plot):
+        options = run_arguments.parsed(module._parser(), asked[module.__name__])
+        assert (options.groups, options.runs) == (["study_crossattn", "study_prompted"], run_arguments.RUNS)
+    (training,) = (shlex.split(line)[1:] for line in lines if line.startswith("trainval.py"))
+    assert arguments.parse(training, "", ROOT).exp_group == options.groups
+    prepared = prepare_qa._parser().parse_args(asked["data_prep.prepare_qa"])
+    assert [path.split("/")[0] for path in prepared.train] == ["released", "released"]
+    assert set(options.groups) <= EXP_GROUPS.keys()

@@ -37,30 +37,35 @@ class Row(dict[str, Any]):
     """Which of the keys are scores, in the order in which they first appeared."""
 
 
-def load_rows(runs: Path, group: str | None = None) -> tuple[list[Row], list[str]]:
-    """One row for each save directory in `runs`, those of `group` only if one is given; and a warning for each that cannot be read.
+def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[list[Row], list[str]]:
+    """One row for each save directory in `runs`, those of `group` only if one or several are given; and a warning for each that
+    cannot be read. A run of several groups is told as of the first of them.
 
     "state" is that of `saved.state_of`, or "haven" for a directory that haven wrote. "step" is that of the last row of scores,
     or None. A config key named like a fact is called "config.<name>", a score named like any of them "score.<name>".
 
     Raises:
         DataError: there is no such folder, or it holds no run.
-        ConfigError: no run is of `group`.
+        ConfigError: no run is of `group`, or of one of them.
     """
     if not runs.is_dir():
         raise DataError(f"{runs}: no such folder of runs. Train something first, or name the folder given as --savedir_base.")
+    wanted = [group] if group is None or isinstance(group, str) else group
     rows, warnings, known = [], [], set()
     with reading(runs), Scan(runs) as scan:
         for name in scan.names:
             try:
-                groups, found = scan.read(name, group)
-                known.update(groups)
-                if found is not None:
-                    rows.append(_row(runs / name, found, group or (groups or [""])[0]))
+                for each in wanted:
+                    groups, found = scan.read(name, each)
+                    known.update(groups)
+                    if found is not None:
+                        rows.append(_row(runs / name, found, each or (groups or [""])[0]))
+                        break
             except UserError as error:
                 warnings.append(f"skipped: {error}")
-    if not rows and group is not None and group not in known:
-        raise unknown("group", group, known, str(runs))
+    for each in wanted:
+        if each is not None and each not in known:
+            raise unknown("group", each, known, str(runs))
     if not rows and not warnings:
         raise DataError(f"{runs}: no runs in this folder. Train something first, or name the folder given as --savedir_base.")
     return rows, warnings
@@ -163,12 +168,12 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def select(runs: Path, group: str | None = None, question: str | None = None) -> tuple[list[Row], list[str]]:
+def select(runs: Path, group: str | Sequence[str] | None = None, question: str | None = None) -> tuple[list[Row], list[str]]:
     """`load_rows` and, if there is a `question`, `where`; at least one row, unless none can be read.
 
     Raises:
         DataError: there is no such folder, or it holds no run.
-        ConfigError: no run is of `group`, none answers the question, or that cannot be understood.
+        ConfigError: no run is of one of the groups, none answers the question, or that cannot be understood.
     """
     rows, warnings = load_rows(runs, group)
     if question is None or not rows:

@@ -77,6 +77,14 @@ def test_a_tree(family: Path, capsys: pytest.CaptureFixture[str]):
     assert lines in (first_child, second_child)
 
 
+def test_the_families_of_several_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for seed, group in enumerate("abc"):
+        exp = {"recipe": "toy", "seed": seed}
+        with RunDir.open(tmp_path, exp, exp, facts={"groups": [group]}) as run:
+            run.set_status("done")
+    assert {line.split()[1] for line in printed(capsys, tmp_path, "-e", "a", "c").splitlines()[1:]} == {"a", "c"}
+
+
 def test_a_tree_of_diamonds_writes_no_branch_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Each generation has two, both children of both before: 2^20 paths, 40 experiments."""
     before: list[dict[str, Any]] = []

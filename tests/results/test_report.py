@@ -48,6 +48,13 @@ def add(runs: Path, exp: dict, state: str = "done", **facts: object) -> str:
     return run.exp_id
 
 
+def test_it_may_be_on_several_groups(runs: Path, tmp_path: Path):
+    add(runs, {"recipe": "toy", "seed": 0, "model": {"name": "m", "stride": 7}}, env={"groups": ["late"]})
+    text = written(runs, tmp_path, "-e", "tiny", "late")
+    assert "Experiments: tiny, late" in text
+    assert "of 3 configurations." in text
+
+
 def test_everything_is_in_it(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     text = written(runs, tmp_path, "-e", "tiny")
     assert capsys.readouterr().out == f"{tmp_path}/new/report.html\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from results import table
+from results import run_arguments, table
 from src.experiments.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +55,26 @@ def test_markdown(runs: Path, capsys: pytest.CaptureFixture[str]):
         "| 1 | 3 | done | 4 | 0.6833 ± 0.1 (3) | 0.25 ± 0 (3) |",
         "| 2 | 3 | done | 4 | 0.9333 ± 0.1 (3) | 0.5 ± 0 (3) |",
     ]
+
+
+def test_several_groups_and_where_the_runs_are(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """The runs of both; the folder stands before -e, or as its last word."""
+    for seed in range(3):
+        exp = {"recipe": "toy", "seed": seed, "model": {"name": "m", "stride": 7, "kind": "a_b & 50%"}}
+        with RunDir.open(runs, exp, exp, facts={"groups": ["late/one"]}) as run:
+            run.scores.append({"step": 1, "val_loss": 5.0})
+            run.set_status("done")
+    for words, strides in (
+        ([runs, "-e", "late/one", "tiny"], [1, 2, 7]),
+        (["-e", "tiny", "late/one", runs], [1, 2, 7]),
+        (["-e", "tiny", "-e", "late/one", runs], [1, 2, 7]),
+        (["-e", "tiny", runs], [1, 2]),
+        (["--group", "late/one", "--", runs], [7]),
+    ):
+        found = json.loads(printed(capsys, "--by", "model.stride", "--format", "json", *words))
+        assert [row["model.stride"] for row in found] == strides, words
+    monkeypatch.setattr(run_arguments, "RUNS", runs)
+    assert len(json.loads(printed(capsys, "-e", "tiny", "late/one", "--by", "model.stride", "--format", "json"))) == 3
 
 
 def test_latex_escapes_what_latex_would_read(runs: Path, capsys: pytest.CaptureFixture[str]):
@@ -103,6 +123,7 @@ def test_what_is_not_done_or_not_readable_is_said_beside_the_table(runs: Path, c
         (["--metric", "val_los"], "unknown score 'val_los'. Did you mean 'val_loss'?"),
         (["--by", "stride"], "unknown key 'stride'."),
         (["-e", "tny"], "unknown group 'tny'. Did you mean 'tiny'?"),
+        (["-e", "tiny", "tny"], "unknown group 'tny'. Did you mean 'tiny'?"),
     ],
 )
 def test_mistakes_are_one_line(runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
