@@ -81,12 +81,13 @@ def _form(path: Path) -> tuple[str, str | None]:
             first = text.peek()
             if first == "[" and key in LISTS:
                 return "list", key
-            if first == "{":
-                number = next(text.members(), "")
-                if number.isdigit():
+            if first != "{":
+                text.skip()
+                continue
+            for number, name in enumerate(text.members()):
+                if number == 0 and name.isdigit():
                     return "columns", None
-                return "lines", None
-            text.value()
+                text.skip()
     return "lines", None
 
 

@@ -18,6 +18,7 @@ FORMS = {
     "pretty list": json.dumps(RECORDS, indent=2),
     "list": json.dumps(RECORDS, ensure_ascii=False),
     "list in an object": json.dumps({"version": "1.1", "data": RECORDS, "n": [1, {"x": 2}]}),
+    "list in an object after other objects": json.dumps({"info": {"by": {"x": [1]}}, "none": {}, "data": RECORDS}, indent=1),
     "list in an object that comes first": json.dumps({"Data": RECORDS, "Domain": "Web", "Version": 1.0}),
 }
 COLUMN_TEXT = '{"other": {"0": [1], "1": [2]}, "n": {"0": 10, "1": 234}, "q": {"0": "a", "1": "b"}, "last": {"0": 1}}'

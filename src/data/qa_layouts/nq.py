@@ -120,8 +120,11 @@ def _annotation(given: dict[str, Any], document: _Document) -> _Annotation:
     else:
         short = field(given, "short_answers", list[dict], document.where) if short else []
     answers = [answer for span in short if (answer := document.words(span, "short answer"))]
-    if not answers and given.get("yes_no_answer") in _SPELLED:
-        answers = [_SPELLED[given["yes_no_answer"]]]
+    said = given.get("yes_no_answer")
+    if said is not None and not isinstance(said, (str, int)):
+        raise DataError(f"{document.where}: field 'yes_no_answer': expected str or int, got {said!r:.60} ({type(said).__name__}).")
+    if not answers and said in _SPELLED:
+        answers = [_SPELLED[said]]
     return _Annotation(document.words(long, "long answer"), tuple(answers))
 
 
