@@ -3,7 +3,8 @@
 One folder is made below --data_path: train.jsonl, val.jsonl and manifest.json, which says what they were made from and what was
 left out; or none. Two runs on the same files give the same bytes. A SOURCE is a file (JSON or JSON lines, plain or with gzip; or
 parquet), a folder saved by `datasets`, or hub:ID[@CONFIG]. Layouts: SQuAD 1.1 and 2.0, HotpotQA, Natural Questions (simplified,
-original, NQ-open), MS MARCO, TopiOCQA, TriviaQA, DPR, and questions with retrieved passages (src/data/qa_layouts).
+original, NQ-open), MS MARCO, TopiOCQA, TriviaQA, DPR, questions with retrieved passages, and
+rows that are prepared already (src/data/qa_layouts).
 """
 
 import argparse

@@ -126,7 +126,18 @@ TRIVIA = {
     "SearchResults": [{"Description": "Ann sails on ...", "Filename": "3/3_1.txt", "Rank": 0, "Title": "Sails", "Url": "http://a"}],
 }
 NQ_OPEN = {"question": "who sails", "answer": ["Ann", "Ann S."]}
+PREPARED = {
+    "context": "Ann sails.",
+    "contexts_list": ["The sea is wet.", "Ann sails.", " "],
+    "titles_list": ["Sea", "Ann", ""],
+    "useful_contexts": [0, 1, 0],
+    "question": " who sails ",
+    "answer": "Ann",
+    "sample_idx": 7,
+    "dataset": "nq",
+}
 ALL = {
+    "prepared": PREPARED,
     "squad": SQUAD,
     "hotpotqa": HOTPOT,
     "nq": NQ,
@@ -165,7 +176,9 @@ def test_every_layout_is_told_from_its_record():
         DataError, match=r"here: not of the layout squad, which is SQuAD .* Fields: question, answer. It looks like nq_open."
     ):
         layout_of(NQ_OPEN, "here", "squad")
-    with pytest.raises(DataError, match=r"(?s)here: of no layout that is known. Fields: text. Known:\n  squad: .*nq_open: NQ-open"):
+    with pytest.raises(
+        DataError, match=r"(?s)here: of no layout that is known. Fields: text. Known:\n  prepared: .*squad: .*nq_open: NQ-open"
+    ):
         layout_of({"text": "x"}, "here", None)
     with pytest.raises(DataError, match=r"--layout: unknown layout 'sqad'. Did you mean 'squad'\?"):
         layout_of(SQUAD, "here", "sqad")
@@ -261,6 +274,15 @@ def test_retrieved_passages():
     assert one(fid).id == "7"
 
 
+def test_rows_that_are_prepared_already():
+    sea, ann = Passage("The sea is wet.", "Sea", useful=False), Passage("Ann sails.", "Ann", useful=True)
+    assert one(PREPARED) == Question("here", None, "who sails", ("Ann",), (sea, ann), "nq")
+    ours = changed(PREPARED, id="42", answers=["Ann", "Ann S."], titles_list=None)
+    assert (one(ours).id, one(ours).answers, one(ours).passages[1].title) == ("42", ("Ann", "Ann S."), "")
+    assert [passage.useful for passage in one(without(PREPARED, "useful_contexts")).passages] == [None, None]
+    assert read(changed(PREPARED, contexts_list=[" "], titles_list=[], useful_contexts=[])) == [Skipped("no context has any text")]
+
+
 def test_dpr():
     """Each text once, useful where it is positive anywhere; hard negatives before random ones."""
     ann, hard, other = (
@@ -342,6 +364,10 @@ def in_squad(**fields):
         (annotated(((3, 15), [], "NONE")), "here: the long answer is said to be tokens 3 to 15 of 14."),
         (annotated(((3, 10), [(5, 5)], "NONE")), "here: the short answer is said to be tokens 5 to 5 of 14."),
         (annotated(((3, None), [], "NONE")), "here: the long answer is said to be tokens 3 to None of 14."),
+        (annotated(((3, 10), [], ["YES"])), "here: field 'yes_no_answer': expected str or int, got ['YES'] (list)."),
+        (changed(PREPARED, useful_contexts=[1]), "here: field 'useful_contexts': 1 values for 3 contexts."),
+        (changed(PREPARED, titles_list=["a"]), "here: field 'titles_list': 1 values for 3 contexts."),
+        (changed(PREPARED, contexts_list="text"), "here: field 'contexts_list': expected list, got 'text' (str)."),
         (without(CTXS, "answers"), "here: field 'answers' is missing. Fields: question, ctxs, nq_annotated_gold."),
         (changed(CTXS, ctxs=[{"title": "a"}]), "here: ctxs[0]: field 'text' is missing. Fields: title."),
         (changed(MARCO, passages={"is_selected": [0], "passage_text": []}), "field 'passages': 0 texts for 1 of 'is_selected'."),

@@ -57,6 +57,37 @@ def test_a_folder_of_one_set_and_a_parquet_file(saved, tmp_path):
     assert prepared(tmp_path, train=saved / "train.parquet", val=saved / "test_alone") == whole
 
 
+def test_a_published_set_that_is_prepared_is_read_without_its_encodings(tmp_path):
+    """The fields of the published form of xc-cache, encodings among them; and what is prepared of it can be prepared again."""
+    import datasets
+
+    rows = [
+        {
+            "context": f"Town {i} is red.",
+            "contexts_list": [f"Town {i} is blue.", f"Town {i} is red."],
+            "titles_list": ["Other", "Town"],
+            "useful_contexts": [0, 1],
+            "question": f"What is {i}?",
+            "answer": "yes" if i % 2 else "UNANSWERABLE",
+            "sample_idx": i // 2,
+            "dataset": "hotpot_qa" if i % 2 else "squad_v2",
+            "encoder_hidden_states": [[0.5, 0.25]] * 3,
+        }
+        for i in range(8)
+    ]
+    made = {name: datasets.Dataset.from_list(some) for name, some in (("train", rows[:6]), ("val", rows[6:]))}
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "published")
+    made["train"].to_parquet(tmp_path / "train.parquet")
+    found = prepared(tmp_path, train=tmp_path / "published", val=tmp_path / "published")
+    expected = {key: value for key, value in rows[1].items() if key != "encoder_hidden_states"} | {"answer": "Yes", "answers": ["Yes"]}
+    assert found["train"][1] == expected | {"sample_idx": 1}
+    assert [row["answer"] for row in found["val"]] == ["UNANSWERABLE", "Yes"]
+    files = {split: tmp_path / "c" / f"{split}.jsonl" for split in found}
+    prepare_qa.prepare(tmp_path, Options(name="again", train=(str(files["train"]),), val=(str(files["val"]),)))
+    assert (tmp_path / "again" / "train.jsonl").read_bytes() == files["train"].read_bytes()
+    assert prepared(tmp_path, train=tmp_path / "train.parquet", val=tmp_path / "published") == found
+
+
 def test_what_cannot_be_read_is_named(saved, tmp_path):
     with pytest.raises(DataError, match=r"test_alone: has no split 'train'. It holds: test."):
         prepared(tmp_path, train=saved / "test_alone", val=saved / "both")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from src.config import unknown_text
-from src.data.qa_layouts import ctxs, dpr, hotpotqa, msmarco, nq, nq_open, squad, topiocqa, triviaqa
+from src.data.qa_layouts import ctxs, dpr, hotpotqa, msmarco, nq, nq_open, prepared, squad, topiocqa, triviaqa
 from src.data.qa_layouts.question import Question, Skipped
 from src.errors import DataError
 
@@ -20,6 +20,7 @@ class Layout(Protocol):
 
 
 LAYOUTS: dict[str, Layout] = {
+    "prepared": prepared,  # first, as such rows have the fields of others too
     "squad": squad,
     "hotpotqa": hotpotqa,
     "nq": nq,

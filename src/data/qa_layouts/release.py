@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.data import json_stream
-from src.data.qa_layouts import msmarco, triviaqa
+from src.data.qa_layouts import msmarco, prepared, triviaqa
 from src.data.qa_layouts.detection import LAYOUTS, layout_of
 from src.data.qa_layouts.question import Question, Skipped
 from src.errors import DataError
@@ -119,11 +119,16 @@ def _from_hub(source: str, split: str) -> "Dataset":
 
 def _one_split(loaded: Any, source: str, split: str) -> "Dataset":
     if not isinstance(loaded, dict):
-        return loaded
+        return _read_alone(loaded)
     for name in _HUB_SPLITS[split]:
         if name in loaded:
-            return loaded[name]
+            return _read_alone(loaded[name])
     raise DataError(f"{source}: has no split {' or '.join(map(repr, _HUB_SPLITS[split]))}. It holds: {', '.join(loaded)}.")
+
+
+def _read_alone(rows: "Dataset") -> "Dataset":
+    """Without the fields that would be unpacked for nothing."""
+    return rows.remove_columns([name for name in rows.column_names if name in prepared.DROPPED])
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -133,7 +138,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
         with reading(path, DataError), ParquetFile(path) as file:
-            for batch in file.iter_batches(_BATCH_ROWS):
+            columns = [name for name in file.schema_arrow.names if name not in prepared.DROPPED]
+            for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}: row {number}", row
