@@ -58,6 +58,8 @@ def recovered(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
 def _records(folder: Path, name: str, store: dict[str, Any], size: int, everything: bool) -> Any:
     """The whole records of a shard, which is cut where it is damaged."""
     if not everything and name in store["shards"]:
-        with contextlib.suppress(DataError):
+        try:
             return encoded_shards.read_index(folder, name, store["shards"][name]["entries"])
+        except DataError as error:
+            log.warning("%s It is encoded anew.", str(error).removesuffix(" Run data_prep.preproc_nq again."))
     return encoded_shards.recover(folder, name, size, compared=2**62 if everything else 64)

@@ -122,7 +122,8 @@ def read_index(folder: Path, name: str, entries: int | None = None) -> np.ndarra
 
 
 def recover(folder: Path, name: str, row_bytes: int, compared: int = 64) -> np.ndarray:
-    """The records of a shard whose writer was killed; what is not whole at its end is cut off. A shard without a record is deleted.
+    """The records of a shard whose writer was killed; what is not whole at its end is cut off. A shard without a record, or without
+    its index, is deleted.
 
     row_bytes: of the vector of one token. compared: of how many records, the last ones, the vectors are read and their checksums
     compared. What was committed before them is on the disk.
@@ -131,6 +132,10 @@ def recover(folder: Path, name: str, row_bytes: int, compared: int = 64) -> np.n
         RunError: a process is still writing it.
     """
     index, states = folder / f"{name}{INDEX}", folder / f"{name}{STATES}"
+    if not index.is_file():
+        with writing(states):
+            states.unlink(missing_ok=True)
+        return np.empty(0, RECORD)
     with writing(index), open(index, "r+b") as file:
         _wait_for(file, index)
         records, size = read_index(folder, name), states.stat().st_size if states.is_file() else 0

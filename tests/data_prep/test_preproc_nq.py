@@ -286,6 +286,20 @@ def test_damage_is_found_and_encoded_anew(request_of):
     store_of(request)
 
 
+def test_states_without_their_index_are_encoded_anew(request_of, caplog):
+    request = request_of()
+    preproc_nq.prepare(request)
+    folder = preproc_nq.folder_of(request) / "encoded"
+    (index,) = folder.glob("*.index")
+    index.unlink()
+    with pytest.raises(DataError, match=rf"{index.name}: missing, though the store lists it\. Run data_prep\.preproc_nq again"):
+        store_of(request)
+    assert preproc_nq.prepare(request).encoded == 64
+    assert f"{index.name}: missing, though the store lists it. It is encoded anew." in caplog.text
+    assert len(store_of(request)) == 64
+    assert len(list(folder.glob("*.states"))) == 1
+
+
 def test_another_base_and_another_type_are_refused(cache, bases, request_of, tmp_path):
     preproc_nq.prepare(request_of())
     (cache / "processed_data" / "one").rename(cache / "processed_data" / "other")
