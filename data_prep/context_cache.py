@@ -49,12 +49,12 @@ def fill(options: argparse.Namespace) -> tuple[context_cache.ContextCache, disti
     """
     import torch
 
+    device = encoding_options.device(options.device)
     places, rules = Places(options.data_cache_path, options.savedir_base), encoding_options.rules(options)
     source = jsonl.corpus(places, options.corpus)
     base = encoding_options.model(options)
     encoding_options.architecture(base, places, rules)
     inputs, _ = encoding_options.inputs(base, places, rules)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     cache = context_cache.ContextCache(options.cache, base(places).to(device).eval(), options.max_bytes, options.dtype)
     counts = distinct_inputs.Counts()
     for batch in distinct_inputs.batches(distinct_inputs.missing(source, inputs, set(), counts), options.batch_size):

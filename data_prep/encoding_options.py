@@ -10,7 +10,7 @@ from src.config import Places
 from src.data import encoded, questions, templates, tokenizers
 from src.data.encoder_inputs import EncoderInputs, Rules, TooLong
 from src.errors import ConfigError
-from src.registry import MODELS, Part, bind
+from src.registry import CROSS_ATTENTION, DECODER, MODELS, Part, bind, kind_of, require_kind
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +55,15 @@ def architecture(base: Part, places: Places, rules: Rules) -> tuple[dict[str, An
     """Identity and hidden size of the base.
 
     Raises:
-        ConfigError: it has no weights yet, is of no known family, or reads fewer tokens than `rules` allow.
+        ConfigError: it is no decoder, has no weights yet, is of no known family, or reads fewer tokens than `rules` allow.
     """
     base.ask("check", places)
+    try:
+        require_kind(base, DECODER, places, "--embedding_model")
+    except ValueError as error:
+        inside = encoded.identity(base, places) if kind_of(base, places) == CROSS_ATTENTION else None
+        advice = f" What encodes its contexts is {encoded.described(inside)}: name that." if inside else ""
+        raise ConfigError(f"{error}{advice}") from None
     sizes, who = base.ask("architecture", places), encoded.identity(base, places)
     if who is None:
         raise ConfigError(f"{base.name}: not trained yet, so there is nothing to encode with. Train it first.")
@@ -68,6 +74,23 @@ def architecture(base: Part, places: Places, rules: Rules) -> tuple[dict[str, An
             f"--maximum_input_length: {rules.context_tokens} tokens are more than the {sizes.max_positions} positions of the base."
         )
     return who, sizes.hidden_size
+
+
+def device(named: str | None) -> str:
+    """The device itself, or where none is named the first GPU, or cpu.
+
+    Raises:
+        ConfigError: torch cannot use it here.
+    """
+    import torch
+
+    chosen = named or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=chosen).cpu()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"--device: {chosen!r} cannot be used ({reason}). Name one that is here, such as cpu or cuda:0.") from None
+    return chosen
 
 
 def inputs(base: Part, places: Places, rules: Rules) -> tuple[EncoderInputs, str]:

@@ -18,7 +18,7 @@ from src.config import Places
 from src.data.encoder_inputs import Rules
 from src.errors import ConfigError, DataError
 from src.files import read_json
-from src.registry import Part
+from src.registry import CROSS_ATTENTION, Part, kind_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,13 +29,9 @@ FORMAT = 1
 WHERE = frozenset({"path", "revision", "exp_id", "checkpoint"})
 """What of an identity tells where a base is, not which it is."""
 AGAIN = "Run data_prep.preproc_nq again: what is encoded already is kept."
-FLAGS = {
-    "context_tokens": "--maximum_input_length",
-    "template": "--template",
-    "questions_on_contexts": "--questions_on_contexts",
-    "chunked_contexts": "--chunked_contexts",
-    "too_long": "--too_long",
-}
+_ALIKE = ("template", "questions_on_contexts", "chunked_contexts", "too_long")
+FLAGS = {"context_tokens": "--maximum_input_length", **{name: f"--{name}" for name in _ALIKE}}
+"""Options of a data set that decide what is encoded, and those of data_prep.preproc_nq."""
 
 
 def key_of(ids: Sequence[int]) -> bytes:
@@ -49,15 +45,31 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def identity(model: Part, places: Places) -> dict[str, Any] | None:
-    """Who encodes the contexts of `model`, itself or the base of a cross-attention model; None where that is not known before training.
+    """Who encodes the contexts of `model`; None where that is not known before training.
 
     {"name", "fingerprint", and what the config of the base says}. Equal where all but the place and its revision are.
+
+    Raises:
+        UserError: an experiment that nobody knows, or something damaged.
+    """
+    base, changed = _encoder(model, places)
+    found = None if changed else base.ask("identity", places) or base.ask("fingerprint", places)
+    return {"name": base.name, "fingerprint": found, **base.config.model_dump(mode="json")} if found else None
+
+
+def _encoder(model: Part, places: Places) -> tuple[Part, str]:
+    """What encodes the contexts of `model`, and what of its training changes that, in words; "" where nothing does.
+
+    It is the base of a cross-attention model, also of one that an experiment trained: its blocks alone. Any other encodes for itself.
     """
     if model.name == "lora" or model.ask("learns_everything"):
-        return None
-    base = model.config.base if model.name == "cross_attention" else model  # type: ignore[attr-defined]  its Config has one
-    found = base.ask("identity", places) or base.ask("fingerprint", places)
-    return {"name": base.name, "fingerprint": found, **base.config.model_dump(mode="json")} if found else None
+        return model, "adapters" if model.name == "lora" else "train_all_params"
+    if kind_of(model, places) != CROSS_ATTENTION:
+        return model, ""
+    if model.name == "cross_attention":
+        return model.config.base, ""  # type: ignore[attr-defined]  its Config has one
+    base, changed = _encoder(model.ask("parent", places), places)
+    return base, changed and f"{changed} of {model.config.exp_id}"  # type: ignore[attr-defined]  an experiment's has one
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -135,11 +147,9 @@ def check_base(folder: Path, model: Part, places: Places) -> None:
     Raises:
         ConfigError: names both, or says why the contexts of `model` cannot be encoded ahead.
     """
-    if model.name == "lora" or model.ask("learns_everything"):
-        raise ConfigError(
-            "data.encoded_contexts: true, but what encodes the contexts changes in training "
-            f"({'adapters' if model.name == 'lora' else 'train_all_params'}). Write false."
-        )
+    changed = _encoder(model, places)[1]
+    if changed:
+        raise ConfigError(f"data.encoded_contexts: true, but what encodes the contexts changes in training ({changed}). Write false.")
     made, mine = read_store(folder)["model"], identity(model, places)
     if mine is not None and not same(made, mine):
         raise ConfigError(

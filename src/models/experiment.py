@@ -96,25 +96,25 @@ def check(config: Config, places: Places) -> None:
     Raises:
         ConfigError: nobody knows the id, or its dict is not one of an experiment.
     """
-    _parent(config, places)
+    parent(config, places)
 
 
 def architecture(config: Config, places: Places) -> Architecture | None:
     """The parent's."""
-    return _parent(config, places).ask("architecture", places)
+    return parent(config, places).ask("architecture", places)
 
 
 def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, int] | None:
     """The parent's: of what is kept of a context, in bytes per token."""
-    return _parent(config, places).ask("cache_bytes", places, value_bytes)
+    return parent(config, places).ask("cache_bytes", places, value_bytes)
 
 
 def kind(config: Config, places: Places | None) -> str | None:
     """The parent's; None without `places`, which know the parent."""
-    return None if places is None else kind_of(_parent(config, places), places)
+    return None if places is None else kind_of(parent(config, places), places)
 
 
-def _parent(config: Config, places: Places) -> Part:
+def parent(config: Config, places: Places) -> Part:
     """The model part of the parent's dict, from its save directory or else from exp_configs.py."""
     written = places.runs / config.exp_id / "exp_dict.json"
     raw = read_json(written, ConfigError) if written.is_file() else places.experiments.get(config.exp_id)

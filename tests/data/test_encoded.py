@@ -174,6 +174,31 @@ def test_the_base_must_be_the_one_that_encoded(tmp_path, places, base):
         encoded.check_base(tmp_path / "e", cross(mine, train_all_params=True), places)
 
 
+def test_what_a_run_trained_around_a_base_is_encoded_by_that_base(tmp_path, places, base):
+    mine = base()
+    made = encoded.identity(bind(MODELS, mine), places)
+    write_store(tmp_path / "e", CHUNKS, model=made)
+    written = cross(mine).config.model_dump(mode="json") | {"name": "cross_attention"}
+    adapted = {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["x"], "base": written}
+
+    def child(exp_id, model):
+        (places.runs / exp_id).mkdir(parents=True, exist_ok=True)
+        write_json(places.runs / exp_id / "exp_dict.json", {"recipe": "crossattn", "model": model})
+        return bind(MODELS, {"name": "experiment", "exp_id": exp_id})
+
+    trained = child("1" * 32, written)  # not trained yet: its base is known all the same
+    grandchild = child("2" * 32, {"name": "experiment", "exp_id": "1" * 32})
+    for model in (trained, grandchild):
+        assert encoded.identity(model, places) == made
+        encoded.check_base(tmp_path / "e", model, places)
+    with pytest.raises(ConfigError, match=r"e: encoded by \S+/base \(.*\), but the base of this model is \S+/other \("):
+        encoded.check_base(tmp_path / "e", child("3" * 32, {**written, "base": base("other", b"x")}), places)
+    for exp_id, model, how in (("4" * 32, adapted, "adapters"), ("5" * 32, {**written, "train_all_params": True}, "train_all_params")):
+        assert encoded.identity(child(exp_id, model), places) is None
+        with pytest.raises(ConfigError, match=rf"what encodes the contexts changes in training \({how} of {exp_id}\)\. Write false"):
+            encoded.check_base(tmp_path / "e", child(exp_id, model), places)
+
+
 def test_a_killed_writer_leaves_what_it_committed(tmp_path):
     writer = Writer(tmp_path, "s", D, "float32")
     for ids in CHUNKS[:2]:

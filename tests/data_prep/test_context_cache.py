@@ -51,3 +51,11 @@ def test_what_does_not_fit_is_told(arguments, capsys):
     assert "--max_bytes: expected at least 1, got 0" in capsys.readouterr().err
     assert context_cache.main([*arguments, "--max_bytes", "10", "--corpus", "toy_qa"]) == 1
     assert "max_bytes: 10 cannot hold one context of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda:93", "cpu:x", "meta"])
+def test_a_device_that_is_not_there_is_named(arguments, device, capsys):
+    assert context_cache.main([*arguments[:-1], device, "--max_bytes", "1000000"]) == 1
+    error = capsys.readouterr().err
+    assert f"error: --device: {device!r} cannot be used (" in error
+    assert len(error.splitlines()) == 1

@@ -40,6 +40,7 @@ def test_a_base_that_was_trained_here(world, capsys):
     (world / "data").rename(world / "prepared")
     (world / "data").symlink_to(world / "prepared" / "processed_data" / run.name)
     assert toy.main(["-e", "g"], groups, world) == 0
+    _evaluates_and_encodes(world, run.name, groups["g"][0], capsys)
 
     places = Places(world / "data", world / "runs")
     part = bind(MODELS, {"name": "experiment", "exp_id": run.name})
@@ -52,6 +53,17 @@ def test_a_base_that_was_trained_here(world, capsys):
     assert not encoded.same(encoded.identity(part, places), first)
     assert toy.main(["-e", "g", "--dry-run"], {**groups, "g": [{**groups["g"][0], "seed": 1}]}, world) == 1
     assert f"encoded by {run.name} (fingerprint" in capsys.readouterr().err
+
+
+def _evaluates_and_encodes(world, base, crossattn, capsys):
+    """What was trained on the states can be scored on them. It encodes nothing itself: its base does."""
+    scored = {**crossattn, "model": ref(crossattn), "evaluation": {"micro_batch": 2}}
+    del scored["loop"]
+    assert toy.main(["-e", "scored"], {"scored": [scored]}, world) == 0, capsys.readouterr().err
+    code, said = encode(world, ref(crossattn)["exp_id"], capsys)
+    assert code == 1
+    assert "error: --embedding_model: expected a decoder" in said.err
+    assert f"of the kind 'cross_attention'. What encodes its contexts is {base}" in said.err
 
 
 def test_a_base_that_is_not_trained_yet_is_refused(world, capsys):
