@@ -115,6 +115,7 @@ class FidQADataset(questions.Questions):
         if config.contexts == "useful":
             self._texts_of = questions.useful_contexts
         self._words = _Words(*(self._encoder.text(word) for word in ("question:", " title:", " context:")))
+        self._shortened = questions.Shortened(config.corpus, "passage_tokens", config.passage_tokens)
         questions.require_room("passage_tokens", config.passage_tokens, self._words.count(titled=True) + 4)
 
     def __len__(self) -> int:
@@ -153,6 +154,7 @@ class FidQADataset(questions.Questions):
         row = self._context_row(index)
         titles, contexts = row.get("titles_list") or [], questions.all_contexts(row)
         chosen = questions.useful(row) if self._config.contexts == "useful" else range(len(contexts))
+        chosen = chosen[: self._config.num_passages]  # each is a passage at least
         passages = [part for i in chosen for part in self._parts(question, titles[i] if titles else "", contexts[i])]
         return passages[: self._config.num_passages]
 
@@ -165,5 +167,7 @@ class FidQADataset(questions.Questions):
             question, title_ids = question[max(0, len(question) - room // 2) :], title_ids[: room // 4]
         head = [*words.question, *question, *(words.title if title_ids else ()), *title_ids, *words.context]
         left = room - len(question) - len(title_ids)
+        if self._config.too_long == "truncate":
+            self._shortened.count(1, len(context_ids) > left)
         starts = range(0, max(1, len(context_ids)), left) if self._config.too_long == "split" else [0]
         return [[*head, *context_ids[start : start + left], self._encoder.eos_id] for start in starts]

@@ -108,6 +108,7 @@ class PromptedQADataset(questions.Questions):
         questions.require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
         if config.context_tokens is not None:
             questions.require_room("context_tokens", config.context_tokens, self._prompter.fixed_reading_tokens + 1)
+            self._shortened = questions.Shortened(config.corpus, "context_tokens", config.context_tokens)
             if config.too_long == "refuse":
                 self._require_short_contexts(config.context_tokens)
 
@@ -151,16 +152,23 @@ class PromptedQADataset(questions.Questions):
     def _require_short_contexts(self, most: int) -> None:
         """Raises DataError for the first row whose contexts would be cut."""
         for number, row in enumerate(self._rows, 1):
-            needed = len(self._encoder.text(" ".join(self._texts_of(row)))) + self._prompter.fixed_reading_tokens
+            needed = self._needed(" ".join(self._texts_of(row)))
             if needed > most:
                 raise DataError(
                     f"{self._name}: row {number}: its contexts take {needed} tokens, more than data.context_tokens, {most}. "
                     "Allow more, or write too_long 'truncate'."
                 )
 
+    def _needed(self, context: str) -> int:
+        """Tokens that a context adds to a prompt where none is lost."""
+        return len(self._encoder.text(context)) + self._prompter.fixed_reading_tokens
+
     def _prompt(self, index: int, max_tokens: int) -> list[int]:
-        question = self._rows[index]["question"]
-        if self._config.context_tokens is None:
+        question, most = self._rows[index]["question"], self._config.context_tokens
+        if most is None:
             return self._prompter.prompt(question, max_tokens)
         context = " ".join(self._texts_of(self._context_row(index)))
-        return self._prompter.reading(context, question, self._config.context_tokens, max_tokens)
+        ids = self._prompter.reading(context, question, most, max_tokens)
+        full = len(ids) >= most + self._prompter.fixed_tokens  # only then something may be lost, and tokens are counted once more
+        self._shortened.count(1, full and self._needed(context) > most)
+        return ids

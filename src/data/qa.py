@@ -139,6 +139,7 @@ class QADataset(questions.Questions):
         self._encoder = Encoder(tokenizer)
         self._prompter = templates.Prompter(self._encoder, config.template)
         self._inputs = encoder_inputs.EncoderInputs(self._prompter, rules(config))
+        self._shortened = questions.Shortened(config.corpus, "context_tokens", config.context_tokens)
         self._store: encoded.Store | None = None
         self._fim_tokens = fim.fim_tokens(self._encoder)
         longest = max(config.sequence_tokens, config.context_tokens if both_views else 0)
@@ -183,7 +184,7 @@ class QADataset(questions.Questions):
         digest = encoded.tokenizer_digest(tokenizer)
         if digest not in {made["tokenizer"] for made in store["prepared"]}:
             raise DataError(f"{folder}: encoded with another tokenizer than the one of this base. {encoded.AGAIN}")
-        self._store = encoded.Store(folder, store)
+        self._store, self.stored_bytes_per_token = encoded.Store(folder, store), encoded.row_bytes(store)
         said = [self.fingerprint, store["dtype"], encoded.which(store["model"])]
         self.fingerprint = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -219,7 +220,10 @@ class QADataset(questions.Questions):
     def _chunks(self, index: int) -> list[list[int]]:
         row = self._context_row(index)
         asked = row if self._store is not None else self._rows[index]
-        return self._inputs.chunks(row, asked["question"])
+        chunks, too_long = self._inputs.counted(row, asked["question"])
+        if self._config.too_long == "truncate":  # where a context is one chunk
+            self._shortened.count(len(chunks), too_long)
+        return chunks
 
     def _require_short_contexts(self) -> None:
         for index, row in enumerate(self._rows):

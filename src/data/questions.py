@@ -1,6 +1,7 @@
 """Rows of questions, answers and contexts, as they are on disk: what every data set made of them shares."""
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from random import Random
@@ -11,6 +12,7 @@ from src.config import Places
 from src.data import jsonl
 from src.errors import ConfigError, DataError
 
+log = logging.getLogger(__name__)
 Row = dict[str, Any]
 FIELDS = {"context": str, "question": str, "answer": str, "dataset": str}
 OPTIONAL = {
@@ -61,11 +63,31 @@ def useful(row: Row) -> list[int]:
     return marked or list(range(len(all_contexts(row))))
 
 
+class Shortened:
+    """How many contexts lost their end, of those that this process read. Tells it at the first, the 10th, the 100th and so on."""
+
+    def __init__(self, name: str, field: str, most: int) -> None:
+        """field: of the data set's config, which allows `most` tokens."""
+        self._name, self._why = name, f"data.{field} is {most}, and data.too_long 'truncate'"
+        self.read = self.cut = 0
+        self._next = 1
+
+    def count(self, read: int, cut: int) -> None:
+        """Add so many contexts, and those of them that lost their end."""
+        self.read += read
+        self.cut += cut
+        if self.cut >= self._next:
+            log.warning("%s: %d of %d contexts read by this process lost their end: %s.", self._name, self.cut, self.read, self._why)
+            self._next = 10 ** len(str(self.cut))
+
+
 class Questions:
     """Rows, and which row's contexts each question stands with: its own, or another's as a control."""
 
     reads_contexts = True
     """Whether the contexts are in the samples."""
+    stored_bytes_per_token: int | None = None
+    """On disk, of a token of a context that was encoded before; None where contexts are read as text."""
 
     def __init__(self, rows: Sequence[Row], seed: int, name: str, fingerprint: str) -> None:
         self.fingerprint = fingerprint

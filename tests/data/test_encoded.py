@@ -319,6 +319,8 @@ def test_batches_are_of_states_and_otherwise_the_same(encoded_corpus, places, to
         assert all(torch.equal(got[name], expected[name]) for name in expected)
         assert got.keys() == expected.keys()
     assert data.fingerprint != plain.fingerprint
+    assert (data.stored_bytes_per_token, plain.stored_bytes_per_token) == (D * 4, None)
+    assert encoded.row_bytes({"hidden_size": D, "dtype": "bfloat16"}) == D * 2
 
 
 def test_shuffled_contexts_are_in_the_store_too(encoded_corpus, places, tokenizer):
@@ -356,3 +358,18 @@ def test_too_long_contexts_are_refused_before_the_first_step(places, write_corpu
     config = load(qa.Config, {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES, "too_long": "refuse"}, "data")
     with pytest.raises(DataError, match=re.escape("c: row 2: a context of 66 tokens with its template")):
         qa.build(config, places, tokenizer, "train", 0)
+
+
+def test_contexts_that_lose_their_end_are_told_without_reading_them_first(places, write_corpus, tokenizer, caplog):
+    write_corpus("c", [row("q", "short"), *(row("q", f"{n}" + "x" * 60) for n in range(12))])
+    raw = {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES}
+    data = qa.build(load(qa.Config, raw, "data"), places, tokenizer, "train", 0)
+    assert not caplog.messages
+    for sample in (*(data.sample(0, i) for i in range(10)), data.prompt(10), data.with_shuffled_contexts().sample(0, 5)):
+        assert len(sample["context_chunks"][0]) <= 64
+    told = "contexts read by this process lost their end: data.context_tokens is 64, and data.too_long 'truncate'."
+    assert caplog.messages == [f"c: {n} of {n + 1} {told}" for n in (1, 10)]  # the 100th and the 1000th would be told next
+    caplog.clear()
+    data = qa.build(load(qa.Config, {**raw, "too_long": "chunk"}, "data"), places, tokenizer, "train", 0)
+    assert len(data.sample(0, 1)["context_chunks"]) == 2
+    assert not caplog.messages

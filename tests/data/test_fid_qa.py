@@ -92,6 +92,17 @@ def test_a_long_context_loses_its_end_or_goes_on(build, texts):
     assert texts(build(rows, passage_tokens=32, too_long="split", num_passages=2)) == texts(split)[:2]
 
 
+def test_contexts_that_lose_their_end_are_told(build, caplog):
+    contexts = ["x" * 10, "x" * 100, "x" * 100]
+    data = build([row(contexts_list=contexts)], num_passages=2)
+    data.sample(0, 0)
+    told = "c: 1 of 2 contexts read by this process lost their end: data.passage_tokens is 64, and data.too_long 'truncate'."
+    assert caplog.messages == [told]
+    caplog.clear()
+    build([row(contexts_list=contexts)], too_long="split").sample(0, 0)
+    assert not caplog.messages
+
+
 def test_parts_stay_beside_each_other_with_their_title(build, texts):
     rows = [row("q?", contexts_list=["abcdef", "x"], titles_list=["T", "U"])]
     head = "question: q? title: T context:"  # 30 tokens, and the end token

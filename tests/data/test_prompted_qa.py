@@ -87,6 +87,14 @@ def test_a_long_context_loses_its_end_whatever_room_the_question_leaves(build, t
     assert len(data.prompt(0)["input_ids"]) == 20 + len("question?") + 5
 
 
+def test_contexts_that_lose_their_end_are_told(build, caplog):
+    data = build([row(context="x" * 52), row(context="x" * 53), row(question="y" * 99)], sequence_tokens=16)
+    for i in range(3):
+        data.sample(0, i)
+    told = "c: 1 of 2 contexts read by this process lost their end: data.context_tokens is 64, and data.too_long 'truncate'."
+    assert caplog.messages == [told]  # the template adds 12 tokens
+
+
 def test_contexts_that_are_too_long_are_refused_where_that_is_wanted(build):
     rows = [row(context="a" * 8), row(context="a" * 9)]  # the template adds 12 tokens
     assert len(build(rows, context_tokens=21, too_long="refuse")) == 2
