@@ -7,20 +7,18 @@ every row counts, over all and over each source; --index_file, --datasets and --
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from results.table import draw_rich, markdown
 from src import answered
-from src.answered import Answered
+from src.answered import PREDICTION, Answered
 from src.config import Problems, join, unknown_text
 from src.errors import ConfigError, DataError, UserError
 from src.files import reading
 from src.registry import METRICS, Part, bind
 
-PREDICTION = "answer_pred"
 _FIELDS = {"question": str, "context": str, "answer": str, "dataset": str, PREDICTION: str}
 _LISTS = ("answers", "contexts_list")
 Row = dict[str, Any]
@@ -31,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         metrics = [_metric(text) for text in options.metrics]
-        listed = _listed(options.index_file) if options.index_file else None
+        listed = answered.listed(options.index_file) if options.index_file else None
         tables = {}
         for file in [file for path in options.files for file in _files(path)]:
             answers = chosen(read(file), file, options.datasets, listed)
@@ -78,13 +76,8 @@ def chosen(answers: Sequence[Answered], file: Path, datasets: Sequence[str] | No
     for name in datasets or ():
         if name not in known:
             raise ConfigError(f"{file}: --datasets: {unknown_text('source', name, known)}")
-    for number in listed or ():
-        if number >= len(answers):
-            raise DataError(f"{file}: --index_file: row {number} of {len(answers)}, counted from 0.")
-    if listed is not None and (twice := [number for number, count in Counter(listed).items() if count > 1]):
-        raise DataError(f"{file}: --index_file: row {twice[0]} stands there more than once.")
-    found = list(answers) if listed is None else [answers[number] for number in listed]
-    found = [answer for answer in found if datasets is None or answer.source in datasets]
+    places = answered.chosen(lambda i: answers[i].source, len(answers), listed, datasets, f"{file}: --index_file")
+    found = [answers[place] for place in places]
     if not found:
         raise DataError(f"{file}: no row is left of {len(answers)}.")
     return found
@@ -122,19 +115,6 @@ def _files(path: Path) -> list[Path]:
     if not found:
         raise DataError(f"{path}: no inference in this folder. Name a save directory whose run has ended, or a file.")
     return found
-
-
-def _listed(path: Path) -> list[int]:
-    """The numbers in a file, one on each line; blank lines are passed over."""
-    try:
-        with reading(path, DataError):
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        raise DataError(f"--index_file {path}: no such file.") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip() and not (line.strip().isascii() and line.strip().isdigit()):
-            raise DataError(f"{path}:{number}: expected the number of a row, counted from 0, got {line.strip()[:60]!r}.")
-    return [int(line) for line in lines if line.strip()]
 
 
 def _row(line: bytes, where: str) -> Row:

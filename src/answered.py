@@ -1,8 +1,16 @@
 """What crosses from models to metrics: answered questions, and how the scores of single answers become scores of many."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from src.errors import DataError
+from src.files import reading
+
+PREDICTION = "answer_pred"
+"""Field of a row of an inference with what the model has answered."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,44 @@ def contexts(row: Mapping[str, Any]) -> list[str]:
 def source(row: Mapping[str, Any]) -> str:
     """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as "stdlib_calls"."""
     return f"{row['dataset']}_{row['kind']}" if row.get("kind") else row["dataset"]
+
+
+def listed(path: Path) -> list[int]:
+    """The numbers of rows in an index file, one on each line, counted from 0; blank lines are passed over.
+
+    Raises:
+        DataError: the file is missing, or a line is no number; names it.
+    """
+    try:
+        with reading(path, DataError):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file.") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if text and not (text.isascii() and text.isdigit()):
+            raise DataError(f"{path}:{number}: expected the number of a row, counted from 0, got {text[:60]!r}.")
+        if text:
+            found.append(int(text))
+    return found
+
+
+def chosen(
+    source_of: Callable[[int], str], count: int, numbers: Sequence[int] | None, sources: Sequence[str] | None, place: str
+) -> list[int]:
+    """Which of `count` rows: those that `numbers` lists, in its order, and of these the ones of one of `sources`. None: all.
+
+    Raises:
+        DataError: one of `numbers` is no row's, or stands there twice; names `place`.
+    """
+    for number, times in Counter(numbers or ()).items():
+        if not 0 <= number < count:
+            raise DataError(f"{place}: row {number} of {count}, counted from 0.")
+        if times > 1:
+            raise DataError(f"{place}: row {number} stands there {times} times.")
+    found = range(count) if numbers is None else numbers
+    return [i for i in found if sources is None or source_of(i) in sources]
 
 
 def best(reference_scores: Callable[[str, str], float], answer: Answered) -> float:

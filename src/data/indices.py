@@ -1,8 +1,9 @@
 """Files that list rows of a prepared data set by number: which questions of a split are asked."""
 
+from src import answered
 from src.config import Config, Places
 from src.data import jsonl
-from src.errors import ConfigError, DataError
+from src.errors import ConfigError
 
 
 def check(places: Places, data: Config, split: str, name: str | None) -> None:
@@ -25,17 +26,9 @@ def check(places: Places, data: Config, split: str, name: str | None) -> None:
 
 
 def read(places: Places, data: Config, name: str) -> list[int]:
-    """The numbers in the file `name` of the data set, one on each line, counted from 0; blank lines are passed over.
+    """The numbers in the file `name` of the data set.
 
     Raises:
         DataError: the data set or the file is missing, or a line is no number; names it.
     """
-    path = jsonl.require_file(jsonl.corpus(places, data.model_dump()["corpus"]), name)
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        text = line.strip()
-        if text and not (text.isascii() and text.isdigit()):
-            raise DataError(f"{path}:{number}: expected the number of a row, counted from 0, got {text[:60]!r}.")
-        if text:
-            found.append(int(text))
-    return found
+    return answered.listed(jsonl.require_file(jsonl.corpus(places, data.model_dump()["corpus"]), name))

@@ -1,7 +1,5 @@
 """Recipe `crossattn`: train cross-attention layers in a frozen language model, to answer questions about a context that they read."""
 
-from functools import partial
-
 from pydantic import model_validator
 
 from src import distributed
@@ -25,11 +23,9 @@ def check(config: Config, places: Places) -> None:
     """Raises a UserError for what can be known to fail before anything is loaded."""
     from src.data import indices
 
-    asked = config.inference
     check_all(
-        *checks(config, places, CROSS_ATTENTION),
+        *checks(config, places, CROSS_ATTENTION, indices.check),
         lambda: config.data.ask("check_base", places, config.model),
-        lambda: asked and indices.check(places, config.data.config, asked.split, asked.index_file),
     )
 
 
@@ -40,4 +36,4 @@ def run(config: Config, run: Run) -> None:
 
     with distributed.together():
         config.data.ask("check_base", run.places, config.model)  # a parent may have been trained since the check
-    carry_out(config, run, read_loss, tokenizers.load, partial(indices.read, run.places, config.data.config))
+    carry_out(config, run, read_loss, tokenizers.load, indices.read)

@@ -1,7 +1,5 @@
 """Recipe `fid`: Fusion-in-Decoder answers questions: an encoder reads each passage on its own, the decoder all of them together."""
 
-from functools import partial
-
 from pydantic import model_validator
 
 from src.config import Places
@@ -24,11 +22,7 @@ def check(config: Config, places: Places) -> None:
     """Raises a UserError for what can be known to fail before anything is loaded."""
     from src.data import indices
 
-    asked = config.inference
-    check_all(
-        *checks(config, places, FUSION_IN_DECODER),
-        lambda: asked and indices.check(places, config.data.config, asked.split, asked.index_file),
-    )
+    check_all(*checks(config, places, FUSION_IN_DECODER, indices.check))
 
 
 def run(config: Config, run: Run) -> None:
@@ -36,4 +30,4 @@ def run(config: Config, run: Run) -> None:
     from src.data import indices, tokenizers
     from src.training.loss import read_loss
 
-    carry_out(config, run, read_loss, tokenizers.load, partial(indices.read, run.places, config.data.config))
+    carry_out(config, run, read_loss, tokenizers.load, indices.read)

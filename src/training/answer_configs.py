@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from src import answered
 from src.config import Config, unknown_text
 from src.errors import ConfigError, DataError
 from src.registry import Metric, Part
@@ -81,18 +82,13 @@ class Inference(Config):
             DataError: nothing is left to ask, there are fewer rows than `rows`, or `listed` has a number that is no row's, or one twice.
         """
         assert (listed is None) == (self.index_file is None)
-        found = list(range(dataset.num_questions)) if listed is None else listed
-        for number, count in Counter(found).items() if listed is not None else ():
-            if not 0 <= number < dataset.num_questions:
-                raise DataError(f"inference.index_file: {self.index_file}: row {number} of {dataset.num_questions}, counted from 0.")
-            if count > 1:
-                raise DataError(f"inference.index_file: {self.index_file}: row {number} stands there {count} times.")
         if self.datasets is not None:
             known = {dataset.source(i) for i in range(dataset.num_questions)}
             for name in self.datasets:
                 if name not in known:
                     raise ConfigError(f"inference.datasets: {unknown_text('source', name, known)}")
-            found = [i for i in found if dataset.source(i) in self.datasets]
+        place = f"inference.index_file: {self.index_file}"
+        found = answered.chosen(dataset.source, dataset.num_questions, listed, self.datasets, place)
         if not found:
             raise DataError("inference: no row of the split is in inference.index_file and of inference.datasets: nothing to ask.")
         if self.rows is not None and self.rows > len(found):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from src import answered, distributed
-from src.answered import Answered
+from src.answered import PREDICTION, Answered
 from src.errors import RunError
 from src.experiments import checkpoints, heartbeat
 from src.experiments.run import Run
@@ -24,7 +24,6 @@ from src.training.answers import Respondent
 
 FOLDER = "inference"
 PART = "inference.part.jsonl"
-PREDICTION = "answer_pred"
 
 log = logging.getLogger(__name__)
 

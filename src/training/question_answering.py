@@ -5,6 +5,7 @@ A recipe adds which models and data sets it takes and what the loss is.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -56,8 +57,13 @@ class QuestionAnswering(configs.Config):
         return (self.loop or self.evaluation).micro_batch  # type: ignore[union-attr]  one of them is there
 
 
-def checks(config: QuestionAnswering, places: Places, kind: str) -> list[Callable[[], object]]:
-    """For `errors.check_all`: each raises a UserError for what can be known to fail before anything is loaded."""
+def checks(
+    config: QuestionAnswering, places: Places, kind: str, check_split: Callable[[Places, configs.Config, str, str | None], None]
+) -> list[Callable[[], object]]:
+    """For `errors.check_all`: each raises a UserError for what can be known to fail before anything is loaded.
+
+    check_split: raises one where the data set of a config lacks a split, or an index file where one is named.
+    """
 
     def right_kind() -> None:
         try:
@@ -69,6 +75,7 @@ def checks(config: QuestionAnswering, places: Places, kind: str) -> list[Callabl
         if config.loop and config.model.ask("frozen"):
             raise ConfigError("model: its weights are frozen, so there is nothing to train. Put 'lora' around it, or write evaluation.")
 
+    asked = config.inference
     new_tokens = most_new_tokens(config.answers, config.inference)
     found = [
         lambda: config.model.ask("check", places),
@@ -76,6 +83,7 @@ def checks(config: QuestionAnswering, places: Places, kind: str) -> list[Callabl
         learns,
         lambda: config.data.ask("check", places),
         lambda: config.data.ask("fits", max_positions(config.model, places), new_tokens),
+        lambda: asked and check_split(places, config.data.config, asked.split, asked.index_file),
     ]
     loop = config.loop
     if loop:
@@ -91,12 +99,12 @@ def carry_out(
     run: Run,
     loss: "Callable[..., Tensor]",
     load_tokenizer: Callable[[str], Any],
-    listed: Callable[[str], list[int]],
+    listed: Callable[[Places, configs.Config, str], list[int]],
 ) -> None:
     """Train to the last step, or score the model as it stands; and then make the inference. Collective.
 
-    loss: (model, batch) and, for training, the label smoothing -> summed loss. load_tokenizer: of the model's name_or_path. listed: name
-    of an index file -> the row numbers in it. Scores: train_loss and those of `_Exam`.
+    loss: (model, batch) and, for training, the label smoothing -> summed loss. load_tokenizer: of the model's name_or_path. listed: an
+    index file of the data set of a config, by name -> the row numbers in it. Scores: train_loss and those of `_Exam`.
     """
     import torch
 
@@ -117,7 +125,7 @@ def carry_out(
         shuffled = val.with_shuffled_contexts() if val.reads_contexts else None
         if config.answers:
             config.answers.require(val)
-        asked = inference.prepare(config.inference, build, listed)
+        asked = inference.prepare(config.inference, build, partial(listed, run.places, config.data.config))
         train = build("train") if config.loop else None
         inputs = fingerprints(run, val if train is None else train, tokenizer, config.model.ask("fingerprint", run.places))
         exam = _Exam(config, run, model, tokenizer, loss, val, shuffled, asked, inputs)
