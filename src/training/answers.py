@@ -33,20 +33,31 @@ class Respondent:
         Raises:
             distributed.Stopped: a process was asked to stop meanwhile.
         """
+        for some in self.counted_rounds(indices, max_new_tokens):
+            yield [text for text, _ in some]
+
+    def counted_rounds(self, indices: Sequence[int], max_new_tokens: int) -> Iterator[list[tuple[str, int]]]:
+        """`rounds`, each answer with the number of tokens that were generated for it, the end-of-text token included."""
         together = self.batch_size * distributed.world_size()
         for start in range(0, len(indices), together):
             distributed.stop_together()
             some = indices[start : start + together]
             ((batch, counts),) = share(len(some), self.batch_size)
-            texts = self._answers([some[place] for place in batch], max_new_tokens)
-            mine = list(zip(batch, texts, strict=True)) if counts else []
-            yield [text for _, text in sorted(distributed.gathered(mine))]
+            ids = self.generate(self.prompts([some[place] for place in batch]), max_new_tokens)
+            mine = list(zip(batch, self._texts(ids), self._counts(ids), strict=True)) if counts else []
+            yield [(text, count) for _, text, count in sorted(distributed.gathered(mine))]
+
+    def prompts(self, indices: Sequence[int]) -> dict[str, Any]:
+        """What `generate` takes: the questions as one batch, on the device."""
+        prompts = self.dataset.collate_prompts([self.dataset.prompt(i) for i in indices])
+        return to_device({name: tensor for name, tensor in prompts.items() if name != "loss_mask"}, self.device)
 
     @torch.no_grad()
-    def _answers(self, indices: Sequence[int], max_new_tokens: int) -> list[str]:
-        """Of one batch."""
-        prompts = self.dataset.collate_prompts([self.dataset.prompt(i) for i in indices])
-        batch = to_device({name: tensor for name, tensor in prompts.items() if name != "loss_mask"}, self.device)
+    def generate(self, batch: dict[str, Any], max_new_tokens: int, **more: Any) -> torch.Tensor:
+        """Tokens (B, T) written greedily after the prompts, T <= max_new_tokens, filled up with the end-of-text token. Collective.
+
+        more: for transformers' `generate`.
+        """
         ids = self.model.generate(
             **batch,
             do_sample=False,
@@ -54,10 +65,17 @@ class Respondent:
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.eos_token_id,
             synced_gpus=distributed.world_size() > 1,  # where the model is shared, all must make as many passes
+            **more,
         )
-        # A decoder continues its prompt; the decoder of an encoder-decoder begins with a token of its own, which is special.
-        written = ids if self.model.config.is_encoder_decoder else ids[:, batch["input_ids"].shape[1] :]
-        return [text.strip() for text in self.tokenizer.batch_decode(written, skip_special_tokens=True)]
+        # A decoder continues its prompt; the decoder of an encoder-decoder begins with one token of its own.
+        return ids[:, 1:] if self.model.config.is_encoder_decoder else ids[:, batch["input_ids"].shape[1] :]
+
+    def _texts(self, ids: torch.Tensor) -> list[str]:
+        return [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+
+    def _counts(self, ids: torch.Tensor) -> list[int]:
+        ends = ids == self.tokenizer.eos_token_id
+        return (ends.logical_not().sum(1) + ends.any(1)).tolist()
 
     def answered(self, indices: Sequence[int], predictions: Sequence[str]) -> list[Answered]:
         """The questions with their predictions, to be scored."""

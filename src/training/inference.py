@@ -8,6 +8,7 @@ manifest of the folder, says whose answers to which questions these are: what do
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from src.answered import PREDICTION, Answered
 from src.errors import RunError
 from src.experiments import checkpoints, heartbeat
 from src.experiments.run import Run
-from src.files import defect, new_directory, read_manifest, reading, write_atomic, writing
+from src.files import defect, new_directory, read_manifest, reading, write_atomic, write_json, writing
+from src.training import answering_speed
 from src.training.answer_configs import PREFIX, Inference
 from src.training.answers import Respondent
 
@@ -109,9 +111,18 @@ def _ask(run: Run, asked: Asked, who: Respondent, facts: dict[str, Any]) -> list
     predictions = distributed.from_main(lambda: _begin(run, part, facts))
     if predictions:
         log.info("%s: goes on after %d of %d questions.", part, len(predictions), len(asked.indices))
-    for some in who.rounds(asked.indices[len(predictions) :], asked.config.max_new_tokens):
-        distributed.from_main(lambda texts=some: _note(run, part, texts, facts["step"]))
-        predictions += some
+    most, tokens, seconds, began = asked.config.max_new_tokens, 0, 0.0, time.perf_counter()
+    for some in who.counted_rounds(asked.indices[len(predictions) :], most):
+        seconds += time.perf_counter() - began
+        tokens += sum(count for _, count in some)
+        texts = [text for text, _ in some]
+        distributed.from_main(lambda texts=texts: _note(run, part, texts, facts["step"]))
+        predictions += texts
+        began = time.perf_counter()
+    if tokens:
+        speed = answering_speed.of_answers(who, asked.indices[0], most, tokens, seconds)
+        log.info("%.4g tokens/s, %.3g s to the first token.", speed["tokens_per_second"], speed["seconds_to_first_token"])
+        distributed.from_main(lambda: write_json(run.path / answering_speed.FILE, speed))
     distributed.from_main(lambda: _write(run, asked, predictions, facts))
     return predictions
 

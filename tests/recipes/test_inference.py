@@ -137,6 +137,15 @@ def test_every_row_is_answered_and_scored(world: World):
     assert last["projected_bytes_per_context_token"] == 4 * 2 * 16
 
 
+def test_its_speed_is_beside_it(world: World):
+    speed = json.loads((world.folder / "undisturbed" / "inference.speed.json").read_text())
+    assert ROWS < speed["generated_tokens"] <= 4 * ROWS
+    assert (speed["batch_size"], speed["processes"], speed["device"]) == (4, 1, "cpu")
+    assert 0 < speed["seconds_to_first_token"] < 10
+    assert speed["tokens_per_second"] > 1
+    assert speed["flops_per_generated_token"] > 0
+
+
 def test_scores_can_be_had_again_from_the_file_alone(world: World):
     run = world.folder / "undisturbed"
     metrics = [bind(METRICS, metric) for metric in EXP["inference"]["metrics"]]
