@@ -27,7 +27,8 @@ def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
     (root / "src").unlink()
     shutil.copytree(toy.ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
     (root / "results").mkdir()
-    shutil.copy(toy.ROOT / "results" / "table.py", root / "results")
+    for name in ("table.py", "run_arguments.py"):
+        shutil.copy(toy.ROOT / "results" / name, root / "results")
     (root / "src/metrics/prefix_match.py").write_text(metric)
     registry = root / "src/registry.py"
     before = '        "squad": "src.metrics.squad",\n'
