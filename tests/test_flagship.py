@@ -100,6 +100,7 @@ def test_the_commands_of_the_readme(environment: dict[str, str]):
         run = max(runs, key=lambda path: path.stat().st_mtime)
         rows = [json.loads(row) for row in run.read_text().splitlines()]
         assert rows[-1]["step"] == 2
+        assert rows[-1]["cache_bytes_per_context_token"] == 16 * 2, "what is on disk: 16 numbers in bfloat16"
         losses.append([row["train_loss"] for row in rows])
         assert json.loads((run.parent / "config.json").read_text())["data"]["encoded_contexts"] is True
     assert losses[0] != losses[1]

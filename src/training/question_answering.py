@@ -174,6 +174,8 @@ class _Exam:
 
         value_bytes = next(self.model.parameters()).dtype.itemsize
         kept = self.config.model.ask("cache_bytes", self.run.places, value_bytes) if self.shuffled is not None else None
+        if self.val.stored_bytes_per_token is not None:
+            kept = {**(kept or {}), "cache_bytes_per_context_token": self.val.stored_bytes_per_token}
         return (kept or {}) | inference.make(self.run, self.asked, lambda dataset: self._respondent(dataset, accelerator), self.inputs)
 
     def _respondent(self, dataset: Any, accelerator: Any) -> Any:
