@@ -44,8 +44,9 @@ study: run-environment  ## cross-attention beside prompting on real questions; n
 	$(BIN)/python -m data_prep.prepare_qa --name squad_nq --val_percent 12 \
 	  --train $(TRAINVAL_DATA)/squad/squad_v1.1-dev-shared.json $(TRAINVAL_DATA)/nq_oracle/nq-open-oracle.shared.jsonl
 	$(BIN)/python trainval.py -e study_crossattn study_prompted
-	$(BIN)/python -m results.table -e study_crossattn study_prompted --interval ci95
-	$(BIN)/python -m results.plot -e study_crossattn study_prompted --x cache_bytes_per_context_token --y val_loss
+	$(BIN)/python -m results.table -e study_crossattn study_prompted --by recipe data.contexts model.num_layers model.stride --interval ci95
+	$(BIN)/python -m results.plot -e study_crossattn study_prompted --by recipe model.num_layers model.stride \
+	  --x cache_bytes_per_context_token --y val_loss --output results/plots/study.png
 
 test: dev-environment  ## everything that this machine can test; says what was skipped and why
 	$(BIN)/python -m pytest

@@ -6,6 +6,7 @@ With --y one point for each experiment instead: `--x cache_bytes_per_context_tok
 import argparse
 import io
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLOTS = Path("results/plots")
+LABEL_CHARACTERS = 48
+"""In a line of the legend."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,11 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.y is None:
             if options.log_x:
                 raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
-            figure, unread = drawn(options.runs, rows, options.metric, options.x, options.interval)
+            figure, unread = drawn(options.runs, rows, options.metric, options.x, options.interval, options.by)
         else:
             if options.metric:
                 raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
-            figure, unread = points(options.runs, rows, options.x, options.y, options.log_x)
+            figure, unread = points(options.runs, rows, options.x, options.y, options.log_x, options.by)
         save(figure, output)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -71,14 +74,20 @@ def draw(runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None 
 
 
 def drawn(
-    runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None = None, x: str = "step", interval: str = "std"
+    runs: Path,
+    rows: Sequence[results.Row],
+    metrics: Sequence[str] | None = None,
+    x: str = "step",
+    interval: str = "std",
+    by: Sequence[str] | None = None,
 ) -> tuple["Figure", list[str]]:
     """One panel for each metric (default: that of the table), one line for each configuration but the seed; and what was left out.
 
     x: "step", a score such as "tokens", or "seconds" of training. interval: "std" or "ci95", half the height of the bands.
+    by: dotted config keys that tell configurations apart; None takes those that vary.
 
     Raises:
-        ConfigError: a metric that no run has.
+        ConfigError: a metric, or a key of `by`, that no run has.
         DataError: no run has an `x`.
     """
     import numpy
@@ -95,7 +104,7 @@ def drawn(
             raise unknown("score", metric, known, str(runs))
     if x not in ("step", "seconds", *known):
         raise unknown("axis", x, ["step", "seconds", *known], str(runs))
-    keys = results.distinguishing(rows)
+    keys = results.telling(rows, by)
     groups = results.grouped(rows, keys)
     found, warnings = curves.bands(runs, groups, chosen, x)
     figure = Figure(figsize=(6.4 * len(chosen), 4.8), layout="constrained", dpi=120)
@@ -112,10 +121,12 @@ def drawn(
     return figure, warnings
 
 
-def points(runs: Path, rows: Sequence[results.Row], x: str, y: str, log_x: bool = False) -> tuple["Figure", list[str]]:
+def points(
+    runs: Path, rows: Sequence[results.Row], x: str, y: str, log_x: bool = False, by: Sequence[str] | None = None
+) -> tuple["Figure", list[str]]:
     """One point for each experiment at the last values of two scores, a colour for each configuration but the seed; and who was left out.
 
-    x: may also be a dotted config key, such as "model.stride".
+    x: may also be a dotted config key, such as "model.stride". by: as in `drawn`.
 
     Raises:
         ConfigError: a name that no run has.
@@ -134,14 +145,13 @@ def points(runs: Path, rows: Sequence[results.Row], x: str, y: str, log_x: bool 
     if not placed:
         raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.")
     left_out = len(rows) - len(placed)
-    keys = results.distinguishing(rows)
+    keys = results.telling(rows, by)
     figure = Figure(figsize=(6.4, 4.8), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")
     axes.grid(alpha=0.3)
     for group in results.grouped(placed, keys):
-        # A space in front, as names that begin with _ are left out of legends.
-        text = f" {label(group, keys) or group[0]['exp_id'][:8]}"
+        text = in_legend(label(group, keys) or group[0]["exp_id"][:8])
         axes.plot([row[x] for row in group], [row[y] for row in group], "o", label=text)
     axes.legend(fontsize="small")
     write_plainly(figure)
@@ -151,14 +161,18 @@ def points(runs: Path, rows: Sequence[results.Row], x: str, y: str, log_x: bool 
 def label(group: Sequence[results.Row], keys: Sequence[str]) -> str:
     """What tells this configuration from the others, and over how many runs its line is."""
     names = results.short_names(keys)
-    told = ", ".join(f"{names[key]}={str(group[0].get(key, '-'))[:16]}" for key in keys)
+    told = ", ".join(f"{names[key]}={str(group[0][key])[:16]}" for key in keys if key in group[0])
     return f"{told} ({len(group)})" if len(group) > 1 else told
+
+
+def in_legend(text: str) -> str:
+    """In lines short enough to leave room for the plot. A space in front, as names that begin with _ are left out of legends."""
+    return " " + textwrap.fill(text, LABEL_CHARACTERS)
 
 
 def draw_line(axes: Any, x: Any, mean: Any, low: Any, high: Any, text: str) -> None:
     """One line with its band, in the next colour. Without runs to deviate from each other, `low` and `high` are `mean`."""
-    # A space in front, as names that begin with _ are left out of legends.
-    (line,) = axes.plot(x, mean, label=f" {text}", marker="o" if len(x) < 20 else None, markersize=3)
+    (line,) = axes.plot(x, mean, label=in_legend(text), marker="o" if len(x) < 20 else None, markersize=3)
     axes.fill_between(x, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
 
 
@@ -176,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
     parser.add_argument("--x", default="step", metavar="NAME", help="step, seconds, or a score such as tokens (default: step)")
     parser.add_argument("--y", metavar="NAME", help="one point for each experiment: its last value of this score over that of --x")
+    parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
     parser.add_argument("--log_x", action="store_true", help="the x axis of points is logarithmic")
     parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="of the bands (default: std; ci95: Student's t)")
     parser.add_argument("--metric", nargs="+", metavar="NAME", help="scores to plot, a panel for each (default: what the table sorts by)")

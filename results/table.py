@@ -82,7 +82,7 @@ def tabulate(
         ConfigError: a key or a score that no run has.
     """
     known = results.score_names(rows)
-    keys = results.distinguishing(rows) if by is None else list(by)
+    keys = results.telling(rows, by)
     if scores is None:
         shown = results.headline(known)
     else:

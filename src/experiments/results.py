@@ -127,6 +127,18 @@ def grouped(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
     return list(groups.values())
 
 
+def telling(rows: Sequence[Row], by: Sequence[str] | None) -> list[str]:
+    """The keys `by`, or where it is None those that tell the configurations of `rows` apart.
+
+    Raises:
+        ConfigError: a key of `by` that no row has.
+    """
+    if by is None:
+        return distinguishing(rows)
+    _check_known("key", by, {key for row in rows for key in [*config_keys(row), *FACTS]})
+    return list(by)
+
+
 def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> list[dict[str, Any]]:
     """One row for each combination of `by`.
 
@@ -137,7 +149,7 @@ def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> 
     Raises:
         ConfigError: a key of `by` or a score that no row has.
     """
-    _check_known("key", by, {key for row in rows for key in [*config_keys(row), *FACTS]})
+    by = telling(rows, by)
     _check_known("score", scores, score_names(rows))
     return [_aggregated(group, by, scores) for group in grouped(rows, by)]
 

@@ -171,6 +171,31 @@ def test_one_point_for_each_experiment(runs: Path, tmp_path: Path, capsys: pytes
     assert "stride=2" in output.read_text()
 
 
+def test_long_names_leave_room_for_the_plot(runs: Path):
+    """Two recipes have many keys that only one of them has: a label names its own, in short lines."""
+    for seed in range(2):
+        exp = {"recipe": "other", "seed": seed, **{f"a_rather_long_key_{i}": f"with_a_value_{i}" for i in range(6)}}
+        with RunDir.open(runs, exp, exp) as run:
+            run.scores.append({"step": 1, "val_loss": 1.0 + seed, "em": 0.5})
+            run.set_status("done")
+    rows, _ = results.load_rows(runs)
+    for figure in (plot.points(runs, rows, "em", "val_loss")[0], plot.drawn(runs, rows)[0]):
+        figure.canvas.draw()  # a legend that leaves nothing of the axes is a warning, and so an error
+        texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+        assert max(len(line) for text in texts for line in text.splitlines()) <= plot.LABEL_CHARACTERS + 1
+        (other,) = [text for text in texts if "other" in text]
+        assert "with_a_value_5" in other
+        assert "stride" not in other
+
+
+def test_which_keys_tell_configurations_apart_may_be_said(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows, _ = results.load_rows(runs)
+    for figure in (plot.points(runs, rows, "em", "val_loss", by=["recipe"])[0], plot.drawn(runs, rows, by=["recipe"])[0]):
+        assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [" recipe=toy (6)"]
+    assert plot.main([str(runs), "--by", "model.strde", "--output", str(tmp_path / "x.png")]) == 1
+    assert "unknown key 'model.strde'. Did you mean 'model.stride'?" in capsys.readouterr().err
+
+
 def test_points_of_runs_that_lack_a_number_are_left_out(runs: Path):
     exp = {"recipe": "toy", "seed": 0, "model": {"name": "m", "stride": 4, "kind": "a_b & 50%"}}
     with RunDir.open(runs, exp, exp) as run:
