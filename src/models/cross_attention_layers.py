@@ -21,6 +21,7 @@ from src.errors import ConfigError
 from src.models import architecture
 from src.models.cross_attention import FAMILIES, Config, Plan, plan
 from src.models.encoding import encode, last_hidden
+from src.models.wrapper import Wrapper
 
 
 @dataclass
@@ -156,15 +157,12 @@ def _initialize(module: nn.Module, std: float) -> None:
             nn.init.zeros_(module.bias)
 
 
-class CrossAttentionLM(nn.Module):
+class CrossAttentionLM(Wrapper):
     """A causal language model, and trained blocks between its layers that read a context.
 
     Unless `train_all_params` says otherwise the base is frozen: its weights have no gradients, and it is never in train mode, so
     its dropout is off. It always is while it encodes.
     """
-
-    base: Any
-    """A transformers causal language model; their classes do not tell a type checker what they can do."""
 
     def __init__(self, config: Config, base: PreTrainedModel) -> None:
         """Attach the blocks of `config` to `base`, which gets hooks that sleep until a context is read.
@@ -196,20 +194,6 @@ class CrossAttentionLM(nn.Module):
     def each_block(self) -> list[Block]:
         """The blocks, one that stands at several places once."""
         return cast(list[Block], list(self.blocks.values()))
-
-    @property
-    def config(self) -> Any:
-        """The base's transformers config."""
-        return self.base.config
-
-    @property
-    def name_or_path(self) -> str:
-        """Where the tokenizer is loaded from."""
-        return str(self.base.name_or_path)
-
-    @name_or_path.setter
-    def name_or_path(self, value: str) -> None:
-        self.base.name_or_path = value
 
     def train(self, mode: bool = True) -> "CrossAttentionLM":
         """Set the blocks to train or eval mode; the base too where it learns, else it stays in eval."""

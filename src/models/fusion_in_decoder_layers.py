@@ -6,30 +6,18 @@ Shapes: B samples, T tokens of the longest decoder input, C passages of the samp
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from src.models.wrapper import Wrapper
 
-class FusionInDecoder(nn.Module):
+
+class FusionInDecoder(Wrapper):
     """`base` is a transformers encoder-decoder whose encoder knows relative positions only, such as T5."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.base = base
-
-    @property
-    def config(self) -> Any:
-        """The base's transformers config."""
-        return self.base.config
-
-    @property
-    def name_or_path(self) -> str:
-        """Where the tokenizer is loaded from."""
-        return str(self.base.name_or_path)
-
-    @name_or_path.setter
-    def name_or_path(self, value: str) -> None:
-        self.base.name_or_path = value
 
     def encode(self, context_ids: Tensor, context_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states (B, P, D) of passages (B, C, S) and their mask (B, P), True on real tokens; zeros where it is False.

@@ -51,5 +51,22 @@ def test_where_operations_cannot_be_counted_nothing_is_said(who: Respondent):
     assert answering_speed.of_answers(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_only_a_lack_of_memory_leaves_the_operations_out(who: Respondent, error: type[Exception]):
+    passes = []
+
+    def refuse(*_: object) -> None:
+        passes.append(1)
+        if len(passes) > 3:  # the three first tokens are timed before
+            raise error("too much")
+
+    who.model.register_forward_pre_hook(refuse)
+    if error is RuntimeError:
+        with pytest.raises(RuntimeError, match="too much"):
+            answering_speed.of_answers(who, 0, 9, 1, 1.0)
+    else:
+        assert answering_speed.of_answers(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
+
+
 def test_written_tokens_are_counted_up_to_the_end(who: Respondent):
     assert who._counts(torch.tensor([[5, 6, END, END], [5, 6, 7, END], [5, 6, 7, 8], [END, END, END, END]])) == [3, 4, 4, 1]
