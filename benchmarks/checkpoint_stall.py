@@ -2,10 +2,11 @@
 
     python -m benchmarks.checkpoint_stall [--rounds 3] [--steps 24] [--hidden_size 768] [--num_layers 8]
 
-The same training three times a round, in another order each: without a checkpoint in the measured steps, with one that is waited for at
-once, and with one in the background. Two stalls are told: for how long the loop stands still in `save`, and how much longer the measured
-steps, half of all, take than those without a checkpoint: that holds, too, what the writing takes from the steps that follow where there
-is no core to spare. All end with the same weights, bit for bit.
+The same training three times a round, in another order each: without checkpoints, with one after each quarter that is waited for at
+once, and with these written in the background. The second and the third are measured; the first also takes the memory that all copies
+use. Two stalls are told of a checkpoint: for how long the loop stands still in `save`, and how much longer the second half of the steps
+takes than without checkpoints: that holds, too, what the writing takes from the steps that follow where there is no core to spare. All
+end with the same weights, bit for bit.
 """
 
 import argparse
@@ -69,7 +70,7 @@ def timed(standing: list[float]) -> Iterator[None]:
 
 
 def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, float, float, int]:
-    """The model, seconds from the step before the checkpoint to the last step, of them in `save`, and bytes of the checkpoint."""
+    """The model, seconds of the second half of the steps, seconds in one `save` of them, and bytes of a checkpoint."""
     recipe = load_experiment(exp, "benchmark")
     config: Any = recipe.config
     half, began, ended = config.loop.steps // 2, 0.0, 0.0
@@ -78,7 +79,7 @@ def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, floa
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         nonlocal calls, began
         calls += 1
-        if calls == half:  # a step has one micro-batch; the checkpoint comes when this step is done
+        if calls == half:  # a step has one micro-batch; the second checkpoint comes when this step is done
             began = time.perf_counter()
         return causal_lm_loss(model, batch)
 
@@ -94,10 +95,10 @@ def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, floa
         tokenizer = tokenizers.load(model.name_or_path)
         train = config.data(places, tokenizer, "train", config.seed)
         with RunDir.open(places.runs, exp, resolved(recipe, key="recipe")) as run_dir:
-            options = Options(log_every=config.loop.steps if mode == "none" else half, statistics_every=0)
+            options = Options(log_every=config.loop.steps if mode == "none" else half // 2, statistics_every=0)
             fit(Task(model, About({}, tokenizer), train, {}, loss, evaluate), Run(run_dir, places, options), config.loop, config.seed)
             size = max(sum(file.stat().st_size for file in step.iterdir()) for step in (run_dir.path / "checkpoints").glob("step-*"))
-        return model, ended - began, standing[0] if mode != "none" else 0.0, size
+        return model, ended - began, statistics.mean(standing[1:3]) if mode != "none" else 0.0, size
 
 
 def main() -> None:
@@ -122,7 +123,7 @@ def main() -> None:
         first = found["none"][0]
         assert all(torch.equal(a, b) for model, *_ in found.values() for a, b in zip(first.parameters(), model.parameters(), strict=True))
         for mode, of in stalls.items():
-            of.append(found[mode][1] - found["none"][1])
+            of.append((found[mode][1] - found["none"][1]) / 2)
             blocked[mode].append(found[mode][2])
         if i == 0:
             parameters = sum(p.numel() for p in first.parameters())

@@ -4,21 +4,27 @@
     torchrun --nproc-per-node 2 -m benchmarks.loop
 
 All train the `base_tiny` model in float32 on the same sequences in the same order, in one process (or in the same processes, with
-DistributedDataParallel); the bare loop has nothing but the model, AdamW, clipping and the learning rate. The second half of the steps is
-measured, from the end of one step to the end of the last. Rounds alternate, so that a slow moment of the machine falls on all; the median
-ratio counts; the ratio by processor seconds is told besides, which other programs disturb less. All must have the same weights, to
-rounding, after the first steps: PyTorch's clipping and the Trainer's mean over tokens round otherwise, and Adam makes more of that with
-each step.
+DistributedDataParallel); the bare loop has nothing but the model, AdamW, clipping and the learning rate. They take turns after every
+step, so that a slow moment of the machine falls on all, and each waits while another computes. A step is timed from the end of the one
+before, in its second half of the training; the median over the steps of the ratio of two ways at the same step counts: both read the same
+sequences in it. All must have the same weights, to rounding, after the first steps: PyTorch's clipping and the Trainer's mean over tokens
+round otherwise, and Adam makes more of that with each step.
+
+Freed memory stays with the process: otherwise the C library gives it back and takes it again in each step, or not, by what else has left
+holes in it, and the ways differ by up to 15 % for no reason of their own.
 """
 
 import argparse
 import contextlib
+import ctypes
 import logging
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -49,28 +55,74 @@ COMPARED = 8
 """Steps, at most, after which all must have the same weights."""
 
 
+class Turns:
+    """Threads of which one works at a time: each works until it passes on, in the order in which they were started, or ends."""
+
+    def __init__(self) -> None:
+        self.waiting: list[threading.Event] = []  # the first of them works
+        self.failed: list[BaseException] = []
+
+    def run(self, works: list[Callable[[], None]]) -> None:
+        """Do all works, step by step in turns. The first error is raised when all have ended."""
+        threads = [threading.Thread(target=self._work, args=(work, event)) for work in works for event in [self._event()]]
+        for thread in threads:
+            thread.start()
+        self.waiting[0].set()
+        for thread in threads:
+            thread.join()
+        if self.failed:
+            raise self.failed[0]
+
+    def _event(self) -> threading.Event:
+        self.waiting.append(threading.Event())
+        return self.waiting[-1]
+
+    def _work(self, work: Callable[[], None], event: threading.Event) -> None:
+        event.wait()
+        try:
+            torch.set_num_threads(1)  # a setting of the thread
+            if not self.failed:
+                work()
+        except BaseException as error:
+            self.failed.append(error)
+        self.waiting.remove(event)
+        if self.waiting:
+            self.waiting[0].set()
+
+    def pass_on(self) -> None:
+        """Let the others work, one step each."""
+        event = self.waiting.pop(0)
+        self.waiting.append(event)
+        event.clear()
+        self.waiting[0].set()
+        event.wait()
+        if self.failed:
+            raise RuntimeError("another way has failed")
+
+
 @dataclass
 class Clock:
     """Times the steps after the first half, by the wall and by the processor. Before them it looks at the weights once."""
 
     steps: int
     model: Any
+    turns: Turns
     done: int = 0
-    times: list[tuple[float, float]] = field(default_factory=list)
+    began: tuple[float, float] = (0.0, 0.0)
+    seconds: list[tuple[float, float]] = field(default_factory=list)
+    """Of each step of the second half: that passed, and that this thread computed for."""
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def step(self) -> None:
         """An optimizer step has ended."""
+        ended = time.perf_counter(), time.thread_time()
+        if self.done >= self.steps // 2:
+            self.seconds.append((ended[0] - self.began[0], ended[1] - self.began[1]))
         self.done += 1
         if self.done == min(COMPARED, self.steps // 2):
             self.weights = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
-        if self.done in (self.steps // 2, self.steps):
-            self.times.append((time.perf_counter(), time.process_time()))
-
-    def seconds(self) -> tuple[float, float]:
-        """That passed, and that this process computed for."""
-        (began, worked), (ended, done) = self.times
-        return ended - began, done - worked
+        self.turns.pass_on()
+        self.began = time.perf_counter(), time.thread_time()
 
 
 @dataclass
@@ -196,33 +248,26 @@ def trainer(work: Work) -> None:
 WAYS = {"bare": bare, "fit": ours, "trainer": trainer}
 
 
-def measured_tokens(train: Any, config: Any) -> int:
-    """Real tokens that this process reads in the second half of the steps."""
-    first = config.loop.steps // 2
-    stream = loader.steps(train, config.loop, config.seed, first, torch.device("cpu"))
-    return sum(step.read_tokens for step in islice(stream, config.loop.steps - first))
+def round_of(names: list[str], exp: dict[str, Any], data: Path) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of each measured step, by the wall and by the processor, by way; the ways begin in the order of `names`.
 
-
-def round_of(names: list[str], exp: dict[str, Any], data: Path) -> dict[str, list[float]]:
-    """Tokens/s and tokens per second of a processor, of all processes together, by way, trained in the order of `names`."""
+    Where there are several processes, those of rank 0: all wait for each other in each step.
+    """
     recipe = load_experiment(exp, "benchmark")
     config: Any = recipe.config
-    rates, weights = {}, {}
+    turns, clocks, works = Turns(), {}, []
     with tempfile.TemporaryDirectory() as own:
-        folder = distributed.from_main(lambda: own)
-        places = Places(data, Path(folder))
+        places = Places(data, Path(distributed.from_main(lambda: own)))
         for name in names:
             torch.manual_seed(0)
             model = config.model(places)
             train = config.data(places, tokenizers.load(model.name_or_path), "train", config.seed)
-            clock = Clock(config.loop.steps, model)
-            WAYS[name](Work(model, train, recipe, exp, places, clock))
-            weights[name] = clock.weights
-            tokens = measured_tokens(train, config)
-            rates[name] = distributed.total([tokens / seconds for seconds in clock.seconds()])
+            clocks[name] = Clock(config.loop.steps, model, turns)
+            works.append(partial(WAYS[name], Work(model, train, recipe, exp, places, clocks[name])))
+        turns.run(works)
         distributed.gathered([None])  # nobody is in the folder any more
-    compare(weights)
-    return rates
+    compare({name: clock.weights for name, clock in clocks.items()})
+    return {name: clock.seconds for name, clock in clocks.items()}
 
 
 def compare(weights: dict[str, dict[str, Tensor]]) -> None:
@@ -242,33 +287,42 @@ def quiet() -> Iterator[None]:
     yield
 
 
+def keep_memory() -> None:
+    """Let the C library keep freed memory for the next step: no pages are given back, and none taken again."""
+    trim_threshold, mmap_max, arena_max = -1, -4, -8  # malloc.h
+    library = ctypes.CDLL(None)
+    for parameter, value in ((trim_threshold, 2**31 - 1), (mmap_max, 0), (arena_max, 1)):
+        assert library.mallopt(parameter, value), "glibc takes these settings"
+
+
 def main() -> None:
     """Print one line per round and the median ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden_size", type=int, default=192)
     parser.add_argument("--against", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--data_path", type=Path, default=ROOT / "results" / "data")
     args = parser.parse_args()
+    keep_memory()
     exp = exp_configs.BASE_TINY
     for path, value in {"loop.steps": args.steps, "loop.eval_every": args.steps, "model.hidden_size": args.hidden_size}.items():
         exp = set_path(exp, path, value, True)
     names = ["fit", *args.against]
-    ratios: dict[str, list[list[float]]] = {name: [] for name in args.against}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with quiet(), distributed.session():
         for i in range(args.rounds):
-            turned = names[i % len(names) :] + names[: i % len(names)]
-            rates = round_of(turned, exp, args.data_path)
-            for name in args.against:
-                ratios[name].append([ours / theirs for ours, theirs in zip(rates["fit"], rates[name], strict=True)])
+            seconds = round_of(names[i % len(names) :] + names[: i % len(names)], exp, args.data_path)
+            for name in names:
+                found[name] += seconds[name]
             if distributed.is_main():
-                print(f"round {i}: " + "   ".join(f"{name} {rates[name][0]:,.0f} tokens/s" for name in names), flush=True)
+                medians = (f"{name} {statistics.median(wall for wall, _ in seconds[name]):.4f} s" for name in names)
+                print(f"round {i}, a step: " + "   ".join(medians), flush=True)
         if distributed.is_main():
-            for name, found in ratios.items():
-                wall, work = zip(*found, strict=True)
-                spread = f"{statistics.median(wall):.3f} of {min(wall):.3f} to {max(wall):.3f} (target: at least {TARGETS[name]})"
-                print(f"fit / {name}: median {spread}; by processor seconds {statistics.median(work):.3f}")
+            for name in args.against:
+                wall, work = (sorted(b[k] / a[k] for a, b in zip(found["fit"], found[name], strict=True)) for k in (0, 1))
+                spread = f"{statistics.median(wall):.3f}, half of {len(wall)} steps {wall[len(wall) // 4]:.3f} to {wall[3 * len(wall) // 4]:.3f}"
+                print(f"tokens/s of fit / {name}: median {spread} (target: at least {TARGETS[name]}); by processor seconds {statistics.median(work):.3f}")
 
 
 if __name__ == "__main__":

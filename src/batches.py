@@ -30,6 +30,21 @@ class ContextBatch(TokenBatch):
     """(B, C, S) bool, True on real tokens; all False for a chunk that a sample does not have."""
 
 
+class Seq2SeqBatch(TypedDict):
+    """Inputs of an encoder, and the targets that its decoder learns to write. S tokens of the longest input, T of the longest target."""
+
+    input_ids: "Tensor"
+    """(B, S) int64."""
+    attention_mask: "Tensor"
+    """(B, S) bool, True on real tokens; or (B, S, S), True where a token (second axis) sees another (third)."""
+    decoder_input_ids: "Tensor"
+    """(B, T) int64: what the decoder reads, a start token and the targets but the last."""
+    labels: "Tensor"
+    """(B, T) int64: the targets, -100 where nothing is learned."""
+    loss_mask: "Tensor"
+    """(B, T) bool, True on targets that are learned: where `labels` is not -100."""
+
+
 class EncodedBatch(TokenBatch):
     """Sequences and, beside them, contexts that were encoded before."""
 

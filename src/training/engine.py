@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from src import distributed
 from src.training import checkpoint, optim
 from src.training.config import LoopConfig
+from src.training.copies import Copies
 from src.weights import trained_weights
 
 
@@ -36,6 +37,7 @@ class Engine(ABC):
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
         self.accelerator, self.module, self.config = accelerator, module, config
+        self._weights, self._moments = Copies(), Copies()
 
     def alike(self) -> None:
         """Have the parts of the model whose number of passes depends on the data make as many as on the process that needs most."""
@@ -80,13 +82,12 @@ class Engine(ABC):
         return True
 
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights, whole, on the CPU: a copy, which later steps do not change. Collective; empty but on rank 0."""
-        return {name: tensor.to("cpu", copy=True) for name, tensor in trained_weights(self.module).items()} if distributed.is_main() else {}
+        """The trained weights, whole, on the CPU: copies, which only the next call changes. Collective; empty but on rank 0."""
+        return self._weights.of(trained_weights(self.module).items()) if distributed.is_main() else {}
 
     def moments(self) -> dict[str, Tensor] | None:
         """The optimizer's state by parameter name, as `weights`. None where it is written with `save_shards`."""
-        found = checkpoint.optimizer_tensors(self.module, self.optimizer) if distributed.is_main() else {}
-        return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
+        return self._moments.of(checkpoint.optimizer_tensors(self.module, self.optimizer).items()) if distributed.is_main() else {}
 
     def save_shards(self, folder: Path) -> None:  # noqa: B027  most modes have none
         """Write what `moments` does not give into a folder that all processes see. Collective."""

@@ -1,6 +1,7 @@
 """Fully sharded data parallelism (FSDP2): each process keeps a part of every weight, gradient and optimizer state."""
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from src import distributed
 from src.training import alone, checkpoint, optim
 from src.training.config import LoopConfig
+from src.training.copies import Copies
 from src.training.engine import Engine
 from src.weights import trained_weights
 
@@ -63,11 +65,11 @@ class FullyShardedEngine(Engine):
 
     def weights(self) -> dict[str, Tensor]:
         """Gathered one by one."""
-        return _whole(trained_weights(self.module))
+        return _whole(trained_weights(self.module), self._weights)
 
     def moments(self) -> dict[str, Tensor] | None:
         """Gathered one by one."""
-        return _whole(checkpoint.optimizer_tensors(self.module, self.optimizer))
+        return _whole(checkpoint.optimizer_tensors(self.module, self.optimizer), self._moments)
 
     def load_optimizer(self, folder: Path) -> None:
         """From optimizer.safetensors, of which each process keeps its parts."""
@@ -89,13 +91,12 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {}
-    for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if distributed.is_main():
-            found[name] = whole.to("cpu", copy=True)
-    return found
+def _whole(tensors: dict[str, Tensor], copies: Copies) -> dict[str, Tensor]:
+    whole = ((name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in tensors.items())
+    if distributed.is_main():
+        return copies.of(whole)
+    deque(whole, maxlen=0)  # gathering takes all processes
+    return {}
 
 
 def _cut_like(parameter: Tensor, value: Tensor) -> Tensor:

@@ -97,3 +97,10 @@ def test_processes_must_share_a_step_evenly(monkeypatch: pytest.MonkeyPatch):
     assert distributed.world_size() == 3
     with pytest.raises(ConfigError, match="make 4 micro-batches a step, which 3 processes cannot share evenly"):
         loop(sequences_per_step=8, micro_batch=2).check({"val_loss"})
+
+
+def test_only_a_lone_process_on_a_cpu_takes_the_fused_kernel(monkeypatch):
+    model = nn.Linear(2, 2)
+    assert all(group["fused"] for group in adamw(model, loop()).param_groups)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not any(group["fused"] for group in adamw(model, loop()).param_groups)
