@@ -23,22 +23,28 @@ def watched(seen: Seen) -> Iterator[None]:
         _watching.remove(seen)
 
 
-def cross_entropy(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def cross_entropy(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Sum over N targets of the cross entropy in nats, in float32, with the uniform smoothing of Szegedy et al. 2016 (section 7).
 
-    Targets that are `NOT_LEARNED` count nothing.
+    z_loss: weight of the squared logarithm of the softmax's denominator, which keeps the logits near 0 (PaLM, Chowdhery et al. 2022,
+    section 5). Targets that are `NOT_LEARNED` count nothing.
     """
     for seen in _watching:
         seen(logits_NV.detach(), targets_N)
-    return F.cross_entropy(logits_NV.float(), targets_N, reduction="sum", ignore_index=NOT_LEARNED, label_smoothing=label_smoothing)
+    logits_NV = logits_NV.float()
+    loss = F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=NOT_LEARNED, label_smoothing=label_smoothing)
+    if z_loss:
+        log_z_N = logits_NV.logsumexp(dim=-1).where(targets_N != NOT_LEARNED, 0.0)
+        loss = loss + z_loss * log_z_N.square().sum()
+    return loss
 
 
-def read_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
+def read_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Summed loss, on the tokens where `loss_mask` is True, of a model that reads contexts too and gives logits for these tokens alone."""
-    return cross_entropy(model(**batch), batch["input_ids"][batch["loss_mask"]], label_smoothing)
+    return cross_entropy(model(**batch), batch["input_ids"][batch["loss_mask"]], label_smoothing, z_loss)
 
 
-def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
+def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True; never so for the first of a sequence.
 
     Logits are not picked by the mask, which would copy them and their gradient, and have a GPU wait for the count.
@@ -46,4 +52,11 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothin
     logits_BTV = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long(), use_cache=False).logits
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
     targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
-    return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), label_smoothing)
+    return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), label_smoothing, z_loss)
+
+
+def seq2seq_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    """Summed loss of a Hugging Face encoder-decoder on the `labels` of a Seq2SeqBatch that are learned."""
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
+    logits_BTV = model(**inputs, use_cache=False).logits
+    return cross_entropy(logits_BTV.flatten(0, 1), batch["labels"].flatten(), label_smoothing, z_loss)
