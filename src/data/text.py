@@ -10,16 +10,16 @@ from src.config import Config as StrictConfig
 from src.config import Places
 from src.data import jsonl
 from src.data.positions import require_fit
-from src.data.tokenizers import Encoder
 from src.errors import DataError
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerFast
+
+    from src.data.packing import Packed
 
 
 class Config(StrictConfig):
-    """A prepared folder of rows {"text", "source"} in train.jsonl and val.jsonl."""
+    """A folder made by data_prep.tokenize, or one of rows {"text", "source"} in train.jsonl and val.jsonl, which are tokenised here."""
 
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
@@ -43,7 +43,9 @@ def check(config: Config, places: Places) -> None:
     Raises:
         DataError: says what makes it.
     """
-    jsonl.require_splits(places, config.corpus)
+    from src.data import documents
+
+    documents.check(places, config.corpus)
 
 
 def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
@@ -57,43 +59,37 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
     Raises:
         DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
     """
-    folder = jsonl.corpus(places, config.corpus)
-    path = jsonl.require_file(folder, f"{split}.jsonl")
-    texts = [row["text"] for row in jsonl.read_rows(path, {"text": str})]
-    sequences = pack(texts, Encoder(tokenizer), config.sequence_tokens)
-    if not len(sequences):
-        raise DataError(f"{path}: fewer than {config.sequence_tokens} tokens, which is one sequence of data.sequence_tokens.")
+    from src.data import documents
+    from src.data.packing import Packed
+
+    found = documents.read(places, config.corpus, tokenizer, split)
+    rows = Packed(found, found.eos_id, config.sequence_tokens)
+    if not len(rows):
+        raise DataError(f"{found.path}: fewer than {config.sequence_tokens} tokens, which is one sequence of data.sequence_tokens.")
+    chosen = None
     if split == "val" and config.val_sequences is not None:
-        sequences = sequences[jsonl.first_of_permutation(len(sequences), config.val_sequences, path)]
-    return TextDataset(sequences, jsonl.fingerprint(folder))
-
-
-def pack(texts: Sequence[str], encoder: Encoder, sequence_tokens: int) -> "np.ndarray":
-    """Ids of all texts, each ended by the end token, as (N, sequence_tokens) int32; the remainder is dropped."""
-    import numpy as np
-
-    pieces = [np.array([*ids, encoder.eos_id], dtype=np.int32) for ids in encoder.texts(texts)]
-    ids = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int32)
-    count = len(ids) // sequence_tokens
-    return ids[: count * sequence_tokens].reshape(count, sequence_tokens)
+        chosen = jsonl.first_of_permutation(len(rows), config.val_sequences, found.path)
+    return TextDataset(rows, found.fingerprint, chosen)
 
 
 class TextDataset:
     """Sequences of one length; the same in every epoch."""
 
-    def __init__(self, sequences: "np.ndarray", fingerprint: str) -> None:
+    def __init__(self, rows: "Packed", fingerprint: str, chosen: Sequence[int] | None = None) -> None:
+        """chosen: which rows are the sequences; None: all."""
         self.fingerprint = fingerprint
-        self._sequences = sequences
+        self._rows = rows
+        self._chosen = range(len(rows)) if chosen is None else chosen
 
     def __len__(self) -> int:
         """Sequences in one epoch."""
-        return len(self._sequences)
+        return len(self._chosen)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sequence `index`, whatever the epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        ids = self._sequences[index].tolist()
+        ids = self._rows.row(self._chosen[index]).tolist()
         return {"input_ids": ids, "loss_mask": [False] + [True] * (len(ids) - 1)}
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
