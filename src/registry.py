@@ -30,6 +30,7 @@ RECIPES = Table(
         "fid": "src.recipes.fid",
         "lm": "src.recipes.lm",
         "prompted": "src.recipes.prompted",
+        "t5_pretrain": "src.recipes.t5_pretrain",
     },
 )
 MODELS = Table(
@@ -52,6 +53,7 @@ DATASETS = Table(
         "fid_qa": "src.data.fid_qa",
         "prompted_qa": "src.data.prompted_qa",
         "qa": "src.data.qa",
+        "span_corruption": "src.data.span_corruption",
         "text": "src.data.text",
     },
 )

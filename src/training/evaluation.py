@@ -1,5 +1,6 @@
 """Mean token loss over a whole data set, shared between the processes."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,11 +9,11 @@ from torch import Tensor, nn
 
 from src import distributed
 from src.errors import TrainingError
+from src.training.loss import watched
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
 
-@torch.no_grad()
 def mean_loss(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, device: torch.device) -> float:
     """Loss per scored token, in nats, over every sample of `dataset` once. Collective: each rank reads every W-th batch.
 
@@ -20,18 +21,32 @@ def mean_loss(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, devic
         distributed.Stopped: a process was asked to stop meanwhile.
         TrainingError: the data set scores no token.
     """
-    loss_sum, tokens = 0.0, 0
-    for indices, counts in share(len(dataset), batch_size):
-        distributed.stop_together()
-        batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
-        value = float(loss(model, batch))
-        if counts:
-            loss_sum += value
-            tokens += int(batch["loss_mask"].sum())
-    loss_sum, tokens = distributed.total([loss_sum, tokens])
+    return mean_loss_and_accuracy(model, dataset, loss, batch_size, device)[0]
+
+
+@torch.no_grad()
+def mean_loss_and_accuracy(
+    model: nn.Module, dataset: Any, loss: Loss, batch_size: int, device: torch.device, accuracy: bool = False
+) -> tuple[float, float]:
+    """`mean_loss` and, where `accuracy` is asked for, the share of scored tokens that the model finds the likeliest; else 0."""
+    loss_sum, tokens, correct = 0.0, 0, 0
+
+    def seen(logits_NV: Tensor, targets_N: Tensor) -> None:
+        nonlocal correct
+        correct += counts * int((logits_NV.argmax(dim=-1) == targets_N).sum())  # what is not learned is no token's id
+
+    with watched(seen) if accuracy else contextlib.nullcontext():
+        for indices, counts in share(len(dataset), batch_size):
+            distributed.stop_together()
+            batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
+            value = float(loss(model, batch))
+            if counts:
+                loss_sum += value
+                tokens += int(batch["loss_mask"].sum())
+    loss_sum, tokens, correct = distributed.total([loss_sum, tokens, correct])
     if not tokens:
         raise TrainingError("the evaluation data score no token: nothing to take a mean loss of.")
-    return loss_sum / tokens
+    return loss_sum / tokens, correct / tokens
 
 
 def share(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:

@@ -103,7 +103,7 @@ def carry_out(
 ) -> None:
     """Train to the last step, or score the model as it stands; and then make the inference. Collective.
 
-    loss: (model, batch) and, for training, the label smoothing -> summed loss. load_tokenizer: of the model's name_or_path. listed: an
+    loss: (model, batch) and, for training, label smoothing and z-loss -> summed loss. load_tokenizer: of the model's name_or_path. listed: an
     index file of the data set of a config, by name -> the row numbers in it. Scores: train_loss and those of `_Exam`.
     """
     import torch
@@ -132,9 +132,9 @@ def carry_out(
     if config.evaluation:
         return scoring.score(model, run, config.evaluation, exam.evaluate, exam.finish)
     assert config.loop, "the validator has seen to it"
-    smoothing = config.loop.label_smoothing
+    smoothing, z_loss = config.loop.label_smoothing, config.loop.z_loss
     about = About(resolved(config.model), tokenizer)
-    task = Task(model, about, train, inputs, lambda module, batch: loss(module, batch, smoothing), exam.evaluate, exam.finish)
+    task = Task(model, about, train, inputs, lambda module, batch: loss(module, batch, smoothing, z_loss), exam.evaluate, exam.finish)
     fit(task, run, config.loop, config.seed)
     return None
 

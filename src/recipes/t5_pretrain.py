@@ -1,0 +1,39 @@
+"""Recipe `t5_pretrain`: an encoder-decoder learns to restore what is missing from texts, from scratch or from given weights."""
+
+from pydantic import model_validator
+
+from src.config import Places
+from src.errors import ConfigError, check_all
+from src.experiments.run import Run
+from src.registry import ENCODER_DECODER, require_kind
+from src.training.pretraining import Pretraining, carry_out, checks
+
+
+class Config(Pretraining):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    @model_validator(mode="after")
+    def _reads_and_writes(self) -> "Config":
+        self.require(ENCODER_DECODER)
+        return self
+
+
+def check(config: Config, places: Places) -> None:
+    """Raises a UserError for what can be known to fail before anything is loaded."""
+
+    def right_kind() -> None:
+        try:
+            require_kind(config.model, ENCODER_DECODER, places)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    check_all(*checks(config, places, ["val_accuracy"]), right_kind)
+
+
+def run(config: Config, run: Run) -> None:
+    """Train to the last step. Scores: train_loss, val_loss (nats per token), val_perplexity, and val_accuracy: the share of target tokens
+    that the model finds the likeliest, given those before. Collective.
+    """
+    from src.training.loss import seq2seq_loss
+
+    carry_out(config, run, seq2seq_loss, accuracy=True)

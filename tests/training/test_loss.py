@@ -1,0 +1,70 @@
+"""The z-loss, and the loss and accuracy of encoder-decoders. The loss itself: test_optim.py."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from src.training.evaluation import mean_loss, mean_loss_and_accuracy
+from src.training.loss import cross_entropy, seq2seq_loss
+
+
+def test_z_loss_adds_the_squared_logarithm_of_the_softmax_denominator_where_something_is_learned():
+    logits = torch.tensor([[math.log(2.0), math.log(6.0)], [5.0, 5.0]])
+    found = cross_entropy(logits, torch.tensor([1, -100]), z_loss=0.5)
+    assert found.item() == pytest.approx(math.log(8 / 6) + 0.5 * math.log(8) ** 2)
+
+
+def test_z_loss_pulls_the_logits_to_zero():
+    logits = torch.full((1, 3), 4.0, requires_grad=True)
+    cross_entropy(logits, torch.tensor([0]), z_loss=1.0).backward()
+    # d/dx of log(sum exp x)^2 is 2 log(sum exp x) softmax(x); the cross entropy's own gradient sums to 0.
+    assert logits.grad is not None
+    assert logits.grad.sum().item() == pytest.approx(2 * (4 + math.log(3)))
+
+
+class Echo(nn.Module):
+    """Finds the token that the decoder has read the likeliest, with odds of 3 to 1 each against the three others; reads no input."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, decoder_input_ids: torch.Tensor, use_cache: bool) -> object:
+        del input_ids, attention_mask, use_cache
+        return SimpleNamespace(logits=nn.functional.one_hot(decoder_input_ids, 4).float() * math.log(3.0))
+
+
+class Pairs:
+    """Three samples of other lengths."""
+
+    targets = ([1, 1, 2], [3], [0, 2])
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def sample(self, epoch: int, index: int) -> list[int]:
+        return self.targets[index]
+
+    def collate(self, samples: list[list[int]]) -> dict[str, torch.Tensor]:
+        T = max(map(len, samples))
+        labels = torch.tensor([ids + [-100] * (T - len(ids)) for ids in samples])
+        start = torch.zeros(len(samples), 1, dtype=torch.int64)
+        return {
+            "input_ids": start,
+            "attention_mask": start.bool(),
+            "decoder_input_ids": torch.cat([start, labels[:, :-1].clamp(min=0)], dim=1),
+            "labels": labels,
+            "loss_mask": labels != -100,
+        }
+
+
+def test_the_loss_of_an_encoder_decoder_is_that_of_its_labels():
+    # The decoder reads 0 1 1 | 0 | 0 0 and should write 1 1 2 | 3 | 0 2: two of six tokens are those that it has read.
+    batch = Pairs().collate([*Pairs.targets])
+    assert seq2seq_loss(Echo(), batch).item() == pytest.approx(2 * math.log(2) + 4 * math.log(6))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_accuracy_is_the_share_of_learned_tokens_that_are_likeliest(batch_size: int):
+    found = mean_loss_and_accuracy(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu"), accuracy=True)
+    assert found == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 6, 2 / 6))
+    assert mean_loss(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu")) == pytest.approx(found[0])
