@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from src.errors import DataError
 from src.files import reading
@@ -31,8 +31,8 @@ class Answered:
             raise ValueError(f"references: expected a list of one or more answers, got {self.references!r}")
 
 
-Metric = Callable[[Sequence[Answered]], dict[str, list[float]]]
-"""Scores by name, one for each answer, all better when higher."""
+Metric = Callable[[Sequence[Answered]], Mapping[str, list[float] | float]]
+"""Scores by name, all better when higher: a list has one for each answer, a float is that of all of them as one set."""
 
 
 def of_row(row: Mapping[str, Any], prediction: str) -> Answered:
@@ -101,8 +101,9 @@ def best(reference_scores: Callable[[str, str], float], answer: Answered) -> flo
 def scores(metrics: Iterable[Metric], answers: Sequence[Answered], best_answer: bool = False) -> dict[str, float]:
     """Means over all answers and, where these are of several sources, over each source: {"em": …, "em/nq": …}.
 
+    A score of a whole set is computed for all answers, and for those of each source.
     best_answer: rows that ask one question on the same contexts count as one. A prediction of any of them is right where it is right
-    for any, and the highest score counts.
+    for any, and the highest score counts. Scores of a whole set count every row.
 
     Raises:
         ValueError: no answers.
@@ -114,13 +115,22 @@ def scores(metrics: Iterable[Metric], answers: Sequence[Answered], best_answer: 
         accepted = {i: list(dict.fromkeys(r for j in group for r in answers[j].references)) for group in groups for i in group}
         answers = [Answered(a.prediction, accepted[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)]
     sources = [answers[group[0]].source for group in groups]
+    parts = sorted(set(sources)) if len(set(sources)) > 1 else []
     found: dict[str, float] = {}
     for metric in metrics:
-        for name, values in metric(answers).items():
+        of_all = metric(answers)
+        of_parts = {}
+        if any(isinstance(values, float) for values in of_all.values()):
+            of_parts = {part: metric([answer for answer in answers if answer.source == part]) for part in parts}
+        for name, values in of_all.items():
+            if isinstance(values, float):
+                found[name] = values
+                found |= {f"{name}/{part}": cast("float", of_parts[part][name]) for part in parts}
+                continue
             assert len(values) == len(answers), name
             of_groups = [max(values[i] for i in group) for group in groups]
             found[name] = _mean(of_groups)
-            for part in sorted(set(sources)) if len(set(sources)) > 1 else []:
+            for part in parts:
                 found[f"{name}/{part}"] = _mean([value for value, s in zip(of_groups, sources, strict=True) if s == part])
     return found
 

@@ -62,6 +62,7 @@ METRICS = Table(
     "score",
     {
         "bleu": "src.metrics.bleu",
+        "classification": "src.metrics.classification",
         "knowledge": "src.metrics.knowledge",
         "meteor": "src.metrics.meteor",
         "rouge": "src.metrics.rouge",
