@@ -15,7 +15,10 @@ from src.errors import DataError
 from src.files import MANIFEST, read_manifest, reading
 
 SPLITS = ("train", "val")
-_MADE_BY = {f"stdlib_{kind}": "python -m data_prep.stdlib_qa" for kind in ("qa", "text", "tokenizer")}
+_MADE_BY = {
+    **{f"stdlib_{kind}": "python -m data_prep.stdlib_qa" for kind in ("qa", "text", "tokenizer")},
+    "stdlib_t5_tokenizer": "python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer",
+}
 _RELEASES = "SQuAD, HotpotQA, Natural Questions, MS MARCO, TopiOCQA, TriviaQA"
 
 
@@ -282,7 +285,8 @@ def _instead(places: Places, name: str) -> str:
     command = made_by(places.data / name)
     if command:
         return f". {command}"
-    known = [p.parent.name for p in places.data.glob(f"*/{MANIFEST}") if (p.parent / f"{SPLITS[0]}.jsonl").exists()]
+    whole = [manifest.parent for manifest in places.data.glob(f"*/{MANIFEST}")]
+    known = [path.name for path in whole if (path / f"{SPLITS[0]}.jsonl").exists() or any(path.glob("*.ids"))]
     files = ", ".join(f"{split}.jsonl" for split in SPLITS)
     return (
         f": {unknown_text('corpus', name, known)} These are prepared in {places.data}; a script of data_prep adds another, "

@@ -1,0 +1,198 @@
+"""Make a tokenizer with T5's sentinels: `python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer`.
+
+Either --from, a tokenizer that is there already, or --spiece, the SentencePiece model of T5. A folder is made below --data_path: the
+tokenizer with <extra_id_99> to <extra_id_0> behind all other tokens, so that <extra_id_0> has the highest id (Raffel et al. 2020,
+arXiv 1910.10683; T5's own has 32,000 pieces and 100 sentinels), with a padding token of its own and an end token. No text becomes a
+sentinel, an end or padding through src.data.tokenizers.Encoder.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src import files
+from src.data import tokenizers
+from src.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+COMMAND = "python -m data_prep.t5_tokenizer"
+NUM_SENTINELS = 100
+PAD = "<pad>"
+_SPACE = "\u2581"
+_NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # types of pieces, sentencepiece_model.proto
+_UNIGRAM = 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line. Exits 1 with one line on a mistake that the user can mend."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n", 1)[0])
+    add = parser.add_argument
+    add("--data_path", type=Path, default=Path("results/data"), help="folder of prepared data sets (default: %(default)s)")
+    add("--name", required=True, help="the new folder below it")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--from", dest="source", metavar="TOKENIZER", help="a folder below --data_path, any other folder, or a hub id")
+    source.add_argument("--spiece", type=Path, metavar="FILE", help="a SentencePiece model of unigrams, as T5's spiece.model")
+    options = parser.parse_args(argv)
+    try:
+        made = prepare(options.data_path, options.name, options.source, options.spiece)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+    print(f"{options.data_path / options.name}: " + ("made" if made else "whole and made from this: nothing to do."))
+
+
+def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path | None = None) -> bool:
+    """Make the folder `data_path / name` from one of two sources; False where it is whole and was made from the same.
+
+    Raises:
+        DataError: the source is missing, damaged, or has sentinels already.
+        RunError: the disk refuses.
+    """
+    folder = data_path / name
+    if spiece is not None:
+        with_sentinels = from_sentencepiece(spiece)
+    else:
+        assert source is not None, "one of the two is given"
+        place = data_path / source
+        if place.resolve() == folder.resolve():
+            raise DataError(f"--name: {folder} is what --from names. Choose another name.")
+        with_sentinels = add_sentinels(tokenizers.load(place if place.is_dir() else source), source)
+    text = with_sentinels.backend_tokenizer.to_str()
+    made_from = {
+        "tokenizer_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "eos_token": with_sentinels.eos_token,
+        "pad_token": with_sentinels.pad_token,
+        "packages": {package: importlib.metadata.version(package) for package in ("tokenizers", "transformers")},
+    }
+    if files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from:
+        return False
+    facts = {"command": COMMAND, "made_from": made_from, "tokens": len(with_sentinels)}
+    with files.new_directory(folder, facts) as beside, files.writing(folder):
+        with_sentinels.save_pretrained(beside)
+    return True
+
+
+def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str) -> "PreTrainedTokenizerFast":
+    """A copy with 100 sentinels and, where it has no padding token of its own, one.
+
+    Raises:
+        DataError: it has sentinels already.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    _refuse_sentinels(tokenizer.get_vocab(), where)
+    eos, pad = tokenizer.eos_token, tokenizer.pad_token
+    backend = _copied(tokenizer)
+    if pad is None or pad == eos:
+        pad = PAD
+        backend.add_special_tokens([PAD])
+    backend.add_special_tokens(_sentinels())
+    others = [token for token in tokenizer.all_special_tokens if token not in (eos, pad, tokenizer.bos_token, tokenizer.unk_token)]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=eos,
+        pad_token=pad,
+        bos_token=tokenizer.bos_token,
+        unk_token=tokenizer.unk_token,
+        additional_special_tokens=[*others, *_sentinels()],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _copied(tokenizer: "PreTrainedTokenizerFast") -> Any:
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _sentinels() -> list[str]:
+    """In the order of their ids."""
+    return [f"<extra_id_{number}>" for number in reversed(range(NUM_SENTINELS))]
+
+
+def _refuse_sentinels(vocabulary: Any, where: str) -> None:
+    found = [token for token in vocabulary if re.fullmatch(r"<extra_id_\d+>", token)]
+    if found:
+        raise DataError(f"{where}: has {len(found)} sentinels already, such as {min(found)!r}. Use it as it is.")
+
+
+def from_sentencepiece(path: Path) -> "PreTrainedTokenizerFast":
+    """The fast tokenizer that cuts text as the unigram model in `path` does, with 100 sentinels behind its pieces.
+
+    The sentinels are no pieces of the model, as they are in T5Tokenizer, where text that spells one becomes one.
+
+    Raises:
+        DataError: there is no such file, or it holds no unigram model with an end token and without sentinels.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    proto = _read_proto(path)
+    names = {kind: [piece.piece for piece in proto.pieces if piece.type == kind] for kind in (_UNKNOWN, _CONTROL)}
+    if len(names[_UNKNOWN]) != 1 or "</s>" not in names[_CONTROL]:
+        raise DataError(f"{path}: expected one unknown piece and the control piece '</s>', got {names[_UNKNOWN]} and {names[_CONTROL]}.")
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    _refuse_sentinels([name for name, _ in pieces], str(path))
+    unknown, controls = names[_UNKNOWN][0], [*names[_CONTROL], *names[_UNKNOWN]]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=[name for name, _ in pieces].index(unknown), byte_fallback=False))
+    charsmap = proto.normalizer_spec.precompiled_charsmap
+    if charsmap:
+        backend.normalizer = normalizers.Precompiled(charsmap)
+    # A control piece is a piece to `tokenizers`, so that text which spells it is cut behind its first character.
+    spelled = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in controls)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.WhitespaceSplit(),
+            pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="always", split=True),
+            pre_tokenizers.Split(Regex(spelled), behavior="merged_with_previous"),
+        ]
+    )
+    backend.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme="always", split=True)
+    end = names_to_id(pieces)["</s>"]
+    backend.post_processor = processors.TemplateProcessing(
+        single=["$A", "</s>"], pair=["$A", "</s>", "$B", "</s>"], special_tokens=[("</s>", end)]
+    )
+    backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in [*controls, *_sentinels()]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="</s>",
+        unk_token=unknown,
+        pad_token=PAD,
+        additional_special_tokens=_sentinels(),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def names_to_id(pieces: Sequence[tuple[str, float]]) -> dict[str, int]:
+    """Ids of pieces."""
+    return {name: number for number, (name, _) in enumerate(pieces)}
+
+
+def _read_proto(path: Path) -> Any:
+    from google.protobuf.message import DecodeError
+    from transformers.convert_slow_tokenizer import import_protobuf
+
+    schema: Any = import_protobuf()
+    proto = schema.ModelProto()
+    try:
+        with files.reading(path, DataError):
+            proto.ParseFromString(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file.") from None
+    except DecodeError as bad:
+        raise DataError(f"{path}: not a SentencePiece model: {bad}.") from None
+    if not proto.pieces or proto.trainer_spec.model_type != _UNIGRAM:
+        raise DataError(f"{path}: not a SentencePiece model of unigrams, such as T5's spiece.model.")
+    return proto
+
+
+if __name__ == "__main__":
+    main()
