@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 from pydantic import Field, model_validator
 
 from src.batches import ContextBatch
-from src.config import Config as StrictConfig
 from src.config import Places
-from src.data import jsonl, questions
+from src.data import questions
 from src.data.positions import require_fit
+from src.data.subsets import RowsConfig
 from src.data.tokenizers import Encoder
 from src.errors import ConfigError
 
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class Config(StrictConfig):
+class Config(RowsConfig):
     """A prepared folder of rows as those of `qa`: {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl."""
 
-    corpus: str = Field(min_length=1)
-    """Folder below `--data_path`."""
     contexts: Literal["all", "useful", "none"]
     """Which of a row's contexts become passages. useful: all of them where none is marked. none: one passage, of the question alone."""
     num_passages: int | None = Field(default=None, gt=0)
@@ -36,8 +34,6 @@ class Config(StrictConfig):
     """A context that is too long for a passage loses its end, or goes on in further passages, each with question and title."""
     answer_tokens: int = Field(gt=0)
     """Most tokens of an answer and its end token; a longer one loses its end."""
-    val_samples: int | None = Field(default=None, gt=0)
-    """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
 
     @model_validator(mode="after")
     def _passages_are_read(self) -> "Config":
@@ -62,8 +58,9 @@ def check(config: Config, places: Places) -> None:
 
     Raises:
         DataError: says what makes it.
+        ConfigError: it has no rows of one of the sources.
     """
-    jsonl.require_splits(places, config.corpus)
+    questions.check(config, places)
 
 
 def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
@@ -83,10 +80,10 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
     """The rows of one split, tokenised when they are asked for.
 
     Raises:
-        DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`.
-        ConfigError: too few tokens are allowed for the words around question, title and context.
+        DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
+        ConfigError: too few tokens are allowed for the words around question, title and context, or no row is of one of the sources.
     """
-    rows, fingerprint = questions.read(places, config.corpus, split, config.val_samples)
+    rows, fingerprint = questions.read(places, config, split)
     return FidQADataset(config, rows, tokenizer, seed, fingerprint)
 
 

@@ -18,11 +18,13 @@ def check(places: Places, data: Config, split: str, name: str | None) -> None:
     jsonl.require_file(folder, f"{split}.jsonl")
     if name is not None:
         jsonl.require_file(folder, name)
-        if split == "val" and chosen.get("val_samples") is not None:
-            raise ConfigError(
-                "inference.index_file: counts the rows of val.jsonl, of which data.val_samples uses some, in another order. "
-                "Leave one of the two out."
-            )
+        for field in (f"{split}_datasets", f"{split}_samples"):
+            if chosen.get(field) is not None:
+                order = ", in another order" if field == "val_samples" else ""
+                raise ConfigError(
+                    f"inference.index_file: counts the rows of {split}.jsonl, of which data.{field} uses some{order}. "
+                    "Leave one of the two out."
+                )
 
 
 def read(places: Places, data: Config, name: str) -> list[int]:

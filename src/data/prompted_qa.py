@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from pydantic import Field, model_validator
 
 from src.batches import TokenBatch
-from src.config import Config as StrictConfig
 from src.config import Places
-from src.data import jsonl, questions, templates
+from src.data import questions, templates
 from src.data.positions import require_fit
+from src.data.subsets import RowsConfig, number
 from src.data.tokenizers import Encoder
 from src.errors import ConfigError, DataError
 
@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class Config(StrictConfig):
+class Config(RowsConfig):
     """A prepared folder of rows as those of `qa`: {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl."""
 
-    corpus: str = Field(min_length=1)
-    """Folder below `--data_path`."""
     contexts: Literal["all", "useful", "none"]
     """Which of a row's contexts stand in the prompt, joined by spaces. useful: all of them where none is marked."""
     context_tokens: int | None = Field(default=None, gt=0)
@@ -35,8 +33,6 @@ class Config(StrictConfig):
     template: templates.Name = "assistant"
     fixed_length: bool = False
     """Every batch is as long as a sequence may be, rather than as its longest one, for `loop.compile`."""
-    val_samples: int | None = Field(default=None, gt=0)
-    """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
 
     @model_validator(mode="after")
     def _tokens_for_contexts(self) -> "Config":
@@ -61,8 +57,9 @@ def check(config: Config, places: Places) -> None:
 
     Raises:
         DataError: says what makes it.
+        ConfigError: it has no rows of one of the sources.
     """
-    jsonl.require_splits(places, config.corpus)
+    questions.check(config, places)
 
 
 def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
@@ -81,10 +78,11 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
     """The rows of one split, tokenised when they are asked for.
 
     Raises:
-        DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`; or a context is too long and refused.
-        ConfigError: too few tokens are allowed for the template alone.
+        DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`; or a context is
+            too long and refused.
+        ConfigError: too few tokens are allowed for the template alone, or no row is of one of the sources.
     """
-    rows, fingerprint = questions.read(places, config.corpus, split, config.val_samples)
+    rows, fingerprint = questions.read(places, config, split)
     return PromptedQADataset(config, rows, tokenizer, seed, fingerprint)
 
 
@@ -151,11 +149,12 @@ class PromptedQADataset(questions.Questions):
 
     def _require_short_contexts(self, most: int) -> None:
         """Raises DataError for the first row whose contexts would be cut."""
-        for number, row in enumerate(self._rows, 1):
+        for index, row in enumerate(self._rows):
             needed = self._needed(" ".join(self._texts_of(row)))
             if needed > most:
+                where = f"{self._name}: row {number(self._rows, index) + 1}"
                 raise DataError(
-                    f"{self._name}: row {number}: its contexts take {needed} tokens, more than data.context_tokens, {most}. "
+                    f"{where}: its contexts take {needed} tokens, more than data.context_tokens, {most}. "
                     "Allow more, or write too_long 'truncate'."
                 )
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from pydantic import Field
 
 from src.batches import ContextBatch, EncodedBatch
-from src.config import Config as StrictConfig
 from src.config import Places
 from src.data import encoded, encoder_inputs, fim, jsonl, questions, templates
 from src.data.positions import require_fit
+from src.data.subsets import RowsConfig, number
 from src.data.tokenizers import Encoder
 from src.errors import ConfigError, DataError
 from src.registry import Part
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class Config(StrictConfig):
+class Config(RowsConfig):
     """A prepared folder of rows {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl."""
 
-    corpus: str = Field(min_length=1)
-    """Folder below `--data_path`."""
     context_tokens: int = Field(gt=0)
     """Most tokens of one encoder input: of all contexts joined, or of each with `chunked_contexts`."""
     sequence_tokens: int = Field(gt=0)
@@ -41,8 +39,6 @@ class Config(StrictConfig):
     """The training set is seen twice: then as a language model of the useful contexts, half of them with the middle to fill in."""
     fixed_length: bool = False
     """Every batch is as long as a sequence may be, rather than as its longest one, for `loop.compile`. Contexts stay as they are."""
-    val_samples: int | None = Field(default=None, gt=0)
-    """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
     too_long: encoder_inputs.TooLong = "truncate"
     """A context of more tokens loses its end, becomes several chunks, or is refused when the data are read."""
     encoded_contexts: bool = False
@@ -64,9 +60,9 @@ def check(config: Config, places: Places) -> None:
 
     Raises:
         DataError: says what makes it.
-        ConfigError: the contexts were encoded with other options.
+        ConfigError: it has no rows of one of the sources, or the contexts were encoded with other options.
     """
-    jsonl.require_splits(places, config.corpus)
+    questions.check(config, places)
     if config.encoded_contexts:
         _encoded(config, places)
 
@@ -98,10 +94,11 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
     """The rows of one split, tokenised when they are asked for.
 
     Raises:
-        DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`.
-        ConfigError: too few tokens are allowed for the template alone, or the contexts were encoded with other options.
+        DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
+        ConfigError: too few tokens are allowed for the template alone, no row is of one of the sources, or the contexts were encoded
+            with other options.
     """
-    rows, fingerprint = questions.read(places, config.corpus, split, config.val_samples)
+    rows, fingerprint = questions.read(places, config, split)
     made = QADataset(config, rows, tokenizer, seed, both_views=config.include_contexts and split == "train", fingerprint=fingerprint)
     if config.encoded_contexts:
         made.read_encoded(_encoded(config, places), places.data / config.corpus / encoded.FOLDER, tokenizer)
@@ -230,7 +227,7 @@ class QADataset(questions.Questions):
             try:
                 self._inputs.chunks(row, row["question"])
             except DataError as error:
-                raise DataError(f"{self._name}: row {index + 1}: {error}") from None
+                raise DataError(f"{self._name}: row {number(self._rows, index) + 1}: {error}") from None
 
 
 def _all_but_first(count: int) -> list[bool]:

@@ -5,15 +5,15 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from random import Random
-from typing import Any, Self
+from typing import Self
 
 from src import answered
 from src.config import Places
 from src.data import jsonl
+from src.data.subsets import Chosen, Row, RowsConfig, Subset, check_sources
 from src.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
-Row = dict[str, Any]
 FIELDS = {"context": str, "question": str, "answer": str, "dataset": str}
 OPTIONAL = {
     "answers": list[str],
@@ -24,17 +24,30 @@ OPTIONAL = {
 }
 
 
-def read(places: Places, name: str, split: str, val_samples: int | None) -> tuple[Sequence[Row], str]:
-    """The rows of one split of the prepared data set `name`, and its fingerprint. val_samples: of the validation split; None for all.
+def check(config: RowsConfig, places: Places) -> None:
+    """Refuse a data set that is missing or incomplete, without reading its rows.
 
     Raises:
-        DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`.
+        DataError: says what makes it.
+        ConfigError: its manifest says that it has no rows of one of the sources.
     """
-    folder = jsonl.corpus(places, name)
+    jsonl.require_splits(places, config.corpus)
+    check_sources(config, places.data / config.corpus)
+
+
+def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row], str]:
+    """The rows of one split of a prepared data set that `config` uses, and the fingerprint of the whole data set.
+
+    Raises:
+        DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
+        ConfigError: no row is of one of the sources.
+    """
+    folder = jsonl.corpus(places, config.corpus)
     path = jsonl.require_file(folder, f"{split}.jsonl")
-    rows: Sequence[Row] = jsonl.read_rows(path, FIELDS, OPTIONAL, _require_as_many)
-    if split == "val" and val_samples is not None:
-        rows = [rows[i] for i in jsonl.first_of_permutation(len(rows), val_samples, path)]
+    chosen = Chosen(config, split, _require_as_many)
+    rows = chosen.of(jsonl.read_rows(path, FIELDS, OPTIONAL, chosen))
+    if split == "val" and config.val_samples is not None:
+        rows = Subset(rows, jsonl.first_of_permutation(len(rows), config.val_samples, path))
     return rows, jsonl.fingerprint(folder)
 
 
