@@ -12,6 +12,7 @@ from src.training.divergence import Config as Divergence
 
 POLYNOMIAL_END = 1e-7
 """Where transformers' polynomial schedule ends."""
+_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class EarlyStopping(Config):
@@ -30,13 +31,19 @@ class LoopConfig(Config):
     steps: int = Field(gt=0)
     sequences_per_step: int = Field(gt=0)
     micro_batch: int = Field(gt=0)
+    optimizer: Literal["adamw", "adamw_scale", "adafactor"] = "adamw"
+    """See src/training/optim.py. The learning rate of the other two is a share of the size of the weights."""
     learning_rate: float = Field(gt=0)
     schedule: Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"] = (
         "linear"
     )
     """Named as in transformers."""
     warmup_rate: float = Field(default=0.0, ge=0, lt=1)
-    """Share of `steps` during which the learning rate rises from 0."""
+    """Share of `steps` during which the learning rate rises, from 0 where `warmup_start` says nothing else."""
+    warmup_start: float = Field(default=0.0, ge=0, le=1)
+    """Share of `learning_rate` at which the warm-up begins. T5's schedule, 1/sqrt(max(step, warm-up)), is inverse_sqrt with 1."""
+    final_rate: float = Field(default=0.0, ge=0, le=1)
+    """Share of `learning_rate` at which linear and cosine end."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Applied to matrices, not to biases and norms."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -44,6 +51,9 @@ class LoopConfig(Config):
     adam_epsilon: float = Field(default=1e-6, gt=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    z_loss: float = Field(default=0.0, ge=0)
+    """Weight of the squared logarithm of the softmax's denominator, of each token: 1e-4 for PaLM (Chowdhery et al. 2022, section 5) and
+    for T5 v1.1 (Mesh TensorFlow's `z_loss`)."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the forward and backward pass; weights and optimizer stay as the model was built."""
     compile: bool = False
@@ -66,6 +76,18 @@ class LoopConfig(Config):
             raise ValueError(f"schedule 'polynomial' falls to {POLYNOMIAL_END}, so learning_rate must be above it.")
         if self.schedule == "constant" and self.warmup_rate:
             raise ValueError("schedule 'constant' has no warm-up: write 'constant_with_warmup', or leave warmup_rate out.")
+        if self.warmup_start and not round(self.warmup_rate * self.steps):
+            raise ValueError("warmup_start is where a warm-up begins, and there is none: give warmup_rate, or leave warmup_start out.")
+        if self.final_rate and self.schedule not in ("linear", "cosine"):
+            raise ValueError(f"final_rate is where 'linear' and 'cosine' end; schedule {self.schedule!r} would ignore it. Leave it out.")
+        return self
+
+    @model_validator(mode="after")
+    def _heeded(self) -> "LoopConfig":
+        if self.optimizer == "adafactor":
+            ignored = [name for name in _ADAM if getattr(self, name) != type(self).model_fields[name].default]
+            if ignored:
+                raise ValueError(f"{', '.join(ignored)}: optimizer 'adafactor' has no such setting, and would ignore it. Leave it out.")
         return self
 
     def check(self, scores: Collection[str]) -> None:

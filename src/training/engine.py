@@ -108,7 +108,7 @@ class Replicated(Engine):
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
         super().__init__(accelerator, module, config)
-        self.model, self.optimizer = accelerator.prepare(module, optim.adamw(module, config))
+        self.model, self.optimizer = accelerator.prepare(module, optim.made(module, config))
         if isinstance(self.model, DistributedDataParallel):
             self.model.forward_sync_buffers = False  # they are constants: masks and frequencies
 
@@ -127,7 +127,7 @@ class Replicated(Engine):
         return [p.grad for p in self.module.parameters() if p.grad is not None]
 
     def step(self) -> bool:
-        """AdamW's step, unless the loss scaler has seen an overflow."""
+        """The optimizer's step, unless the loss scaler has seen an overflow."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         return not self.optimizer.step_was_skipped

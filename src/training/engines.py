@@ -12,18 +12,31 @@ from src.experiments.run import Options
 from src.training.config import LoopConfig
 from src.training.engine import Engine, Replicated
 
+_INSTEAD = {"adamw_scale": "--fsdp instead of --deepspeed", "adafactor": "whole copies (neither --deepspeed nor --fsdp)"}
+"""How an optimizer that ZeRO cannot have shares a model."""
+
 
 def start(config: LoopConfig, options: Options) -> Accelerator:
     """Accelerate for this process, with the precision of `config`.
 
     Raises:
-        ConfigError: float16 without a GPU, or with a shared model; the DeepSpeed json or the launcher says otherwise than the experiment;
-            checkpoints are to be kept at steps at which none is written.
+        ConfigError: float16 without a GPU, or with a shared model; an optimizer that needs whole tensors, with cut ones; the DeepSpeed json
+            or the launcher says otherwise than the experiment; checkpoints are to be kept at steps at which none is written.
     """
     options.keep.check((options.log_every or config.eval_every, config.eval_every))
     config.agree(options.told)
     if config.precision == "float16" and (options.deepspeed or options.fsdp):
         raise ConfigError("loop.precision: 'float16' trains whole models only. Use 'bfloat16', or leave out --deepspeed and --fsdp.")
+    if options.deepspeed and config.optimizer != "adamw":  # ZeRO joins parameters end to end: it has no tensor whose size could be taken
+        raise ConfigError(
+            f"loop.optimizer: {config.optimizer!r} needs to know each tensor's size, and DeepSpeed shows it flat pieces of many. "
+            f"Use {_INSTEAD[config.optimizer]}, or 'adamw'."
+        )
+    if options.fsdp and config.optimizer == "adafactor":
+        raise ConfigError(
+            "loop.optimizer: 'adafactor' needs whole rows and columns, and --fsdp gives it parts. "
+            "Leave out --fsdp (its state is small: each process can have it all), or use 'adamw_scale' or 'adamw'."
+        )
     if options.deepspeed:
         from src.training.zero import filled
 

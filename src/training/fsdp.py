@@ -38,7 +38,7 @@ class FullyShardedEngine(Engine):
         if hasattr(module, "generate"):  # it begins below the root, whose parameters must be whole there too
             register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
-        self.optimizer = optim.adamw(module, config)
+        self.optimizer = optim.made(module, config)
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Only the last pass sums over processes."""
@@ -54,7 +54,7 @@ class FullyShardedEngine(Engine):
         return [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
 
     def step(self) -> bool:
-        """AdamW's step on this process's parts."""
+        """The optimizer's step on this process's parts."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         return True

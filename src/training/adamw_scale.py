@@ -1,0 +1,102 @@
+"""AdamW whose step for each tensor is as long as the tensor's own elements: the optimizer of nanoT5 (Nawrot 2023, arXiv 2309.02373).
+
+As in Adafactor (Shazeer & Stern 2018, section 8), the learning rate says by which share of its size a weight moves, so one learning rate
+fits tensors of any size. It is the root mean square of the weights that scales, not that of the update.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from src import distributed
+
+_torch: Any = torch
+"""Has functions over lists of tensors, which the type checker does not know."""
+LEAST_SCALE = 1e-3
+"""Scale of a tensor of zeros, which would never move otherwise."""
+
+
+class AdamWScale(torch.optim.Optimizer):
+    """With moments m and v as in Adam, for a tensor w of n elements in its t-th step:
+
+        a = lr · √(1 - β₂ᵗ) / (1 - β₁ᵗ) · max(1e-3, ‖w‖₂ / √n);  w ← w - a · m / (√v + ε);  w ← w - lr · weight_decay · w
+
+    Takes whole tensors and the parts that FSDP2 makes of them, and moves both by the same bits: the norm is of the whole tensor, summed in
+    float64 and rounded to float32, and all else is done element by element.
+    """
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Move all parameters that have a gradient. Collective where processes have parts of them."""
+        assert closure is None, "gradients are made before the step"
+        moving = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for (_, parameter), scale in zip(moving, scales([parameter for _, parameter in moving]), strict=True):
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
+            state["step"] += 1
+            state["scale"] = torch.tensor(scale)
+        for group in self.param_groups:
+            _move([self._part(group, parameter) for parameter in group["params"] if parameter.grad is not None], group)
+
+    def _part(self, group: dict[str, Any], parameter: Tensor) -> "_Part":
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        step, gradient = float(state["step"]), parameter.grad
+        assert gradient is not None
+        rate = group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step) * float(state["scale"])
+        return _Part(rate, *map(_local, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of one parameter, what this process moves."""
+
+    rate: float
+    """What m / (√v + ε) is multiplied with."""
+    weight: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+
+
+def scales(parameters: list[Tensor]) -> list[float]:
+    """max(1e-3, root mean square) of each whole tensor. Collective where processes have parts of one; waits for the device."""
+    if not parameters:
+        return []
+    norms = _torch._foreach_norm([_local(parameter) for parameter in parameters], 2, dtype=torch.float64)
+    squares = [norm**2 for norm in torch.stack(list(norms)).tolist()]
+    cut = [isinstance(p, DTensor) and any(placement.is_shard() for placement in p.placements) for p in parameters]
+    if any(cut):
+        sums = distributed.total(squares)
+        squares = [total if shared else own for total, own, shared in zip(sums, squares, cut, strict=True)]
+    means = torch.tensor([math.sqrt(square / p.numel()) for square, p in zip(squares, parameters, strict=True)], dtype=torch.float32)
+    return means.clamp_(min=LEAST_SCALE).tolist()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _move(parts: list[_Part], group: dict[str, Any]) -> None:
+    if not parts:
+        return
+    weights, gradients = [part.weight for part in parts], [part.gradient for part in parts]
+    firsts, seconds = [part.first for part in parts], [part.second for part in parts]
+    beta1, beta2 = group["betas"]
+    _torch._foreach_lerp_(firsts, gradients, 1 - beta1)
+    _torch._foreach_mul_(seconds, beta2)
+    _torch._foreach_addcmul_(seconds, gradients, gradients, 1 - beta2)
+    below = _torch._foreach_sqrt(seconds)
+    _torch._foreach_add_(below, group["eps"])
+    _torch._foreach_addcdiv_(weights, firsts, below, [-part.rate for part in parts])
+    if group["weight_decay"]:
+        _torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
