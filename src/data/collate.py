@@ -4,11 +4,18 @@ Shapes: B samples, T tokens of the longest sample, C context chunks of the sampl
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from src.batches import TokenBatch
+from src.batches import Seq2SeqBatch, TokenBatch
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NOT_LEARNED = -100
+"""Label of what is padding, as the losses know it."""
 
 
 def pad_tokens(
@@ -41,3 +48,34 @@ def pad_chunks(samples: Sequence[Sequence[Sequence[int]]], pad_id: int) -> tuple
             ids[b, c, : len(chunk)] = torch.tensor(chunk, dtype=torch.int64)
             mask[b, c, : len(chunk)] = True
     return ids, mask
+
+
+def seq2seq(
+    inputs: "Sequence[Sequence[int] | np.ndarray]", targets: "Sequence[Sequence[int] | np.ndarray]", pad_id: int, start_id: int
+) -> Seq2SeqBatch:
+    """Pad B inputs to (B, S) and B targets to (B, T) on the right. The decoder reads `start_id`, then the targets but the last.
+
+    pad_id: what both read where there is padding; the labels there are `NOT_LEARNED`.
+    """
+    input_ids, attention_mask = _padded(inputs, pad_id)
+    labels, loss_mask = _padded(targets, NOT_LEARNED)
+    decoder_input_ids = torch.full_like(labels, start_id)
+    decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(~loss_mask[:, :-1], pad_id)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "decoder_input_ids": decoder_input_ids,
+        "labels": labels,
+        "loss_mask": loss_mask,
+    }
+
+
+def _padded(sequences: "Sequence[Sequence[int] | np.ndarray]", fill: int) -> tuple[Tensor, Tensor]:
+    """(B, T) int64, and a mask (B, T), True on what is no padding."""
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    longest = int(lengths.max())
+    ids = torch.full((len(sequences), longest), fill)
+    rows = ids.numpy()
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return ids, torch.arange(longest) < lengths[:, None]

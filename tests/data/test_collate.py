@@ -2,7 +2,7 @@
 
 import torch
 
-from src.data.collate import pad_chunks, pad_tokens
+from src.data.collate import pad_chunks, pad_tokens, seq2seq
 
 
 def test_right_padding_masks_come_from_lengths_even_where_the_pad_id_is_a_real_token():
@@ -39,3 +39,23 @@ def test_one_chunk_each():
     ids, mask = pad_chunks([[[1, 2]], [[3]]], pad_id=4)
     assert ids.tolist() == [[[1, 2]], [[3, 4]]]
     assert mask.tolist() == [[[True, True]], [[True, False]]]
+
+
+def test_seq2seq():
+    batch = seq2seq([[5, 0, 6], [7]], [[8, 1], [9, 0, 1]], pad_id=0, start_id=3)
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[5, 0, 6], [7, 0, 0]],
+        "attention_mask": [[True, True, True], [True, False, False]],
+        "decoder_input_ids": [[3, 8, 1], [3, 9, 0]],
+        "labels": [[8, 1, -100], [9, 0, 1]],
+        "loss_mask": [[True, True, False], [True, True, True]],
+    }
+    assert {name: tensor.dtype for name, tensor in batch.items() if "mask" not in name} == dict.fromkeys(
+        ("input_ids", "decoder_input_ids", "labels"), torch.int64
+    )
+
+
+def test_seq2seq_shifts_right_with_padding_for_what_is_not_learned():
+    batch = seq2seq([[1], [1]], [[5, 6], [5, 6, 7, 8]], pad_id=0, start_id=0)
+    assert batch["labels"][0].tolist() == [5, 6, -100, -100]
+    assert batch["decoder_input_ids"][0].tolist() == [0, 5, 6, 0]

@@ -1,0 +1,161 @@
+"""Noise masks, sentinels and exact lengths of T5's span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4). NumPy alone.
+
+Counts and draws are those of Google's text-to-text-transfer-transformer (t5/data/preprocessors.py), its order of draws included.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from src.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Random = np.random.Generator | np.random.RandomState
+
+
+class Counts(NamedTuple):
+    """How many of a row's tokens are masked, in how many runs, and how many are kept. Functions of its length alone."""
+
+    noise: int
+    spans: int
+    keep: int
+
+    @property
+    def input_tokens(self) -> int:
+        """Kept tokens, a sentinel for each run, and the end token."""
+        return self.keep + self.spans + 1
+
+    @property
+    def target_tokens(self) -> int:
+        """Masked tokens, a sentinel before each run, and the end token."""
+        return self.noise + self.spans + 1
+
+
+def counts(length: int, density: float, mean_span: float) -> Counts:
+    """Of a row of `length` tokens. Halves are rounded to the even number. Density 0 masks nothing; else one token is masked at least.
+
+    Raises:
+        ConfigError: no mask has so many runs, each between kept tokens; or the values are out of range.
+    """
+    if not 0 <= density < 1 or mean_span < 1:
+        raise ConfigError(f"expected 0 <= noise density < 1 and a mean span >= 1; got {density} and {mean_span}.")
+    length = max(length, 2)
+    if density == 0:
+        return Counts(0, 0, length)
+    noise = min(max(round(length * density), 1), length - 1)
+    spans, keep = max(round(noise / mean_span), 1), length - noise
+    if spans > keep:
+        raise ConfigError(
+            f"{noise} of {length} tokens in {spans} runs leave {keep} kept tokens, too few to part the runs. "
+            "Write a smaller noise density or a longer mean span."
+        )
+    return Counts(noise, spans, keep)
+
+
+def lengths(inputs: int, density: float, mean_span: float) -> tuple[int, int]:
+    """(raw tokens of a row, tokens of its targets), so that corrupted inputs have at most `inputs` tokens and the row is the longest such.
+
+    Both end tokens are counted in. Source: `random_spans_helper` of the same file, which starts at inputs - 1, where others start at
+    `inputs` and give one token too many for spans of one token.
+    """
+
+    def corrupted(raw: int) -> tuple[int, int]:
+        noise = round(raw * density)
+        spans = round(noise / mean_span)
+        return raw - noise + spans + 1, noise + spans + 1
+
+    raw = inputs - 1
+    while corrupted(raw + 1)[0] <= inputs:
+        raw += 1
+    targets = corrupted(raw)[1]
+    if density == 0.5 and targets > inputs:
+        raw, targets = raw - 1, targets - 1
+    return raw, targets
+
+
+def exact_lengths(inputs: int, density: float, mean_span: float) -> tuple[int, Counts]:
+    """As `lengths`, with the counts of such a row, whose corrupted inputs have exactly `inputs` tokens.
+
+    Raises:
+        ConfigError: there is no such row.
+    """
+    raw, targets = lengths(inputs, density, mean_span)
+    found = counts(raw, density, mean_span)
+    if raw < 2 or (found.input_tokens, found.target_tokens) != (inputs, targets):
+        raise ConfigError(
+            f"no row of tokens gives exactly {inputs} input tokens at noise density {density} and mean span {mean_span}. "
+            "Write more input tokens or a higher density."
+        )
+    return raw, found
+
+
+def composition(items: int, parts: int, rng: "Random") -> "np.ndarray":
+    """(parts,) int64: sizes, each at least 1, that add up to `items`; all such lists are equally likely."""
+    import numpy as np
+
+    gaps = np.zeros(items - 1, dtype=bool)
+    gaps[: parts - 1] = True
+    rng.shuffle(gaps)
+    bounds = np.empty(parts + 1, dtype=np.int64)
+    bounds[0], bounds[-1] = 0, items
+    bounds[1:-1] = gaps.nonzero()[0] + 1
+    return bounds[1:] - bounds[:-1]
+
+
+def noise_mask(length: int, density: float, mean_span: float, rng: "Random", roll: bool = False) -> "np.ndarray":
+    """(length,) bool, True on tokens to mask. It begins with a kept token and ends with a masked one; all such masks are equally likely.
+
+    roll: turn it round by a random number of positions, so that it may begin and end with either.
+
+    Raises:
+        ConfigError: see `counts`.
+    """
+    import numpy as np
+
+    wanted = counts(length, density, mean_span)
+    if not wanted.noise:
+        return np.zeros(length, dtype=bool)
+    runs = np.empty(2 * wanted.spans, dtype=np.int64)
+    runs[1::2] = composition(wanted.noise, wanted.spans, rng)  # before the kept ones: seeded draws depend on the order
+    runs[::2] = composition(wanted.keep, wanted.spans, rng)
+    alternating = np.zeros(2 * wanted.spans, dtype=bool)
+    alternating[1::2] = True
+    mask = alternating.repeat(runs)[:length]
+    return np.roll(mask, int(rng.uniform(0, length))) if roll else mask
+
+
+def run_starts(mask: "np.ndarray") -> "np.ndarray":
+    """(length,) bool, True on the first token of each run of `mask`."""
+    starts = mask.copy()
+    starts[1:] &= ~mask[:-1]
+    return starts
+
+
+def corrupt(
+    ids: "np.ndarray", mask: "np.ndarray", starts: "np.ndarray", sentinels: "np.ndarray", eos_id: int
+) -> "tuple[np.ndarray, np.ndarray]":
+    """(inputs, targets) of a row, each ended by `eos_id`.
+
+    Inputs are the row with each masked run replaced by a sentinel; targets each run after its sentinel. Sentinels come in their order.
+    Where runs and kept tokens take turns from a kept token to a run, this is what Google's code writes, whose targets are the row
+    with each kept run replaced.
+
+    ids: (length,). mask: (length,) bool, True on masked tokens. starts: (length,) bool, True where a run begins: on the first of masked
+    tokens, and wherever a run follows on another. sentinels: at least as many as runs.
+    """
+    import numpy as np
+
+    row = ids.copy()
+    first = starts[mask]
+    place = first.cumsum()
+    spans = int(place[-1]) if len(place) else 0
+    row[starts] = sentinels[:spans]
+    kept = row[starts | ~mask]
+    inputs = np.empty(len(kept) + 1, dtype=ids.dtype)
+    inputs[:-1], inputs[-1] = kept, eos_id
+    place += np.arange(len(first))
+    targets = np.empty(len(first) + spans + 1, dtype=ids.dtype)
+    targets[place] = ids[mask]
+    targets[place[first] - 1] = sentinels[:spans]
+    targets[-1] = eos_id
+    return inputs, targets
