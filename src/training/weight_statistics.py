@@ -4,6 +4,7 @@ What a process has whole, rank 0 reads alone; of FSDP2's parts each process read
 ZeRO's are put together one parameter at a time.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,8 @@ def weights(model: nn.Module, optimizer: Any) -> list[Measured]:
     """`hp`, `exp_avg`, `exp_avg_sq` and `effective_update` of every trained parameter. Collective where the processes share the model.
 
     The update is m̂ / (√v̂ + ε) with moments freed of their bias (Kingma & Ba 2015, algorithm 1): what Adam's last step subtracted,
-    before the learning rate and without weight decay. An optimizer without these moments has `hp` alone.
+    before the learning rate and without weight decay. With AdamWScale's scale in it, and its ε. An optimizer without Adam's moments has
+    `hp` alone, Adafactor a second moment of vectors besides.
     """
     found: list[Measured] = []
     for name, parameter in _trained(model):
@@ -82,12 +84,13 @@ class _Adam:
     beta2: float
     epsilon: float
     steps: float
+    scale: float = 1.0
 
     def update(self, first: Tensor, second: Tensor) -> Tensor:
-        """m̂ / (√v̂ + ε) in float64, of flat pieces of the moments."""
+        """m̂ / (√v̂ + ε), times the scale, in float64, of flat pieces of the moments."""
         mean = first.double() / (1 - self.beta1**self.steps)
         square = second.double() / (1 - self.beta2**self.steps)
-        return mean / (square.sqrt_() + self.epsilon)
+        return mean / (square.sqrt_() + self.epsilon) * self.scale
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -159,5 +162,8 @@ def _adam(optimizer: Any, parameter: nn.Parameter) -> _Adam | None:
     steps = next((float(state["step"]) for state in states if "step" in state), 0.0)
     if not steps or not groups or "betas" not in groups[0]:
         return None
-    beta1, beta2 = groups[0]["betas"]
-    return _Adam(beta1, beta2, groups[0]["eps"], steps)
+    (beta1, beta2), epsilon = groups[0]["betas"], groups[0]["eps"]
+    scale = next((float(state["scale"]) for state in states if "scale" in state), None)
+    if scale is None:
+        return _Adam(beta1, beta2, epsilon, steps)
+    return _Adam(beta1, beta2, epsilon / math.sqrt(1 - beta2**steps), steps, scale)  # AdamWScale adds ε to √v, before the bias is taken out

@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from src.config import load
 from src.errors import ConfigError
 from src.training.config import LoopConfig
 from src.training.loss import causal_lm_loss, cross_entropy
-from src.training.optim import adamw, learning_rate
+from src.training.optim import adamw, learning_rate, made
 
 LOOP = {"steps": 100, "sequences_per_step": 2, "micro_batch": 2, "learning_rate": 0.5, "eval_every": 1}
 
@@ -43,10 +44,38 @@ def test_schedules_are_those_of_transformers(name: str):
         scheduler.step()
 
 
-def test_only_trained_matrices_decay():
+def test_inverse_sqrt_with_a_full_start_is_the_schedule_of_t5():
+    rate = learning_rate(loop(schedule="inverse_sqrt", learning_rate=0.25, warmup_rate=0.16, warmup_start=1.0))
+    assert [rate(step) for step in (0, 1, 16, 17, 64, 100)] == pytest.approx([max(step, 16) ** -0.5 for step in (0, 1, 16, 17, 64, 100)])
+
+
+def test_cosine_with_both_ends_is_the_schedule_of_nanot5():
+    given = loop(schedule="cosine", learning_rate=2e-2, warmup_rate=0.2, warmup_start=0.5, final_rate=1e-5 / 2e-2)
+    warm_up = [0.01 + 0.01 * step / 20 for step in range(20)]
+    fall = [1e-5 + (2e-2 - 1e-5) * (1 + math.cos(math.pi * step / 80)) / 2 for step in range(81)]
+    assert list(map(learning_rate(given), range(101))) == pytest.approx(warm_up + fall)
+
+
+def test_linear_may_end_above_zero():
+    rate = learning_rate(loop(schedule="linear", warmup_rate=0.2, final_rate=0.1))
+    assert [rate(0), rate(10), rate(20), rate(60), rate(100)] == pytest.approx([0.0, 0.25, 0.5, 0.275, 0.05])
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "inverse_sqrt", "constant_with_warmup", "polynomial", "cosine_with_restarts"])
+def test_ends_that_are_not_given_change_no_bit(name: str):
+    placeholder = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    schedule: Any = get_scheduler(name, placeholder, 7, 100)
+    factor = schedule.lr_lambdas[0]
+    rate = learning_rate(loop(schedule=name, learning_rate=0.3, warmup_rate=0.07))
+    assert [rate(step) for step in range(101)] == [0.3 * factor(step) for step in range(101)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_scale", "adafactor"])
+def test_only_trained_matrices_decay(optimizer: str):
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
     model[2].requires_grad_(False)
-    decays = {g["weight_decay"]: [tuple(p.shape) for p in g["params"]] for g in adamw(model, loop(weight_decay=0.1)).param_groups}
+    its = made(model, loop(optimizer=optimizer, weight_decay=0.1))
+    decays = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in its.param_groups}
     assert decays == {0.1: [(2, 2)], 0.0: [(2,), (2,), (2,)]}
 
 
@@ -78,7 +107,7 @@ def test_a_token_counts_where_the_mask_says_so_and_is_read_from_those_before(lab
     wanted = torch.stack(by_token).sum()
     loss = causal_lm_loss(model, batch, label_smoothing)
     assert loss.item() == pytest.approx(wanted.item())
-    (gradient,), (by_hand,) = (torch.autograd.grad(value, model.parameters(), retain_graph=True) for value in (loss, wanted))
+    (gradient,), (by_hand,) = (torch.autograd.grad(value, list(model.parameters()), retain_graph=True) for value in (loss, wanted))
     torch.testing.assert_close(gradient, by_hand)
 
 
@@ -87,9 +116,21 @@ def test_a_step_is_a_whole_number_of_micro_batches():
         loop(sequences_per_step=10, micro_batch=4)
 
 
-def test_a_setting_that_would_be_ignored_is_refused():
-    with pytest.raises(ConfigError, match="schedule 'constant' has no warm-up"):
-        loop(schedule="constant", warmup_rate=0.1)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"schedule": "constant", "warmup_rate": 0.1}, "schedule 'constant' has no warm-up"),
+        ({"warmup_start": 0.5}, "warmup_start is where a warm-up begins, and there is none: give warmup_rate, or leave warmup_start out"),
+        ({"warmup_start": 0.5, "warmup_rate": 0.001}, "warmup_start is where a warm-up begins, and there is none"),
+        *(
+            ({"schedule": name, "final_rate": 0.1}, f"final_rate is where 'linear' and 'cosine' end; schedule '{name}' would ignore it")
+            for name in ("constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts")
+        ),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_refused(given: dict[str, float | str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        loop(**given)
 
 
 def test_processes_must_share_a_step_evenly(monkeypatch: pytest.MonkeyPatch):
