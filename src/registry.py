@@ -51,10 +51,14 @@ DATASETS = Table(
     "build",
     {
         "fid_qa": "src.data.fid_qa",
+        "mixture": "src.data.mixture",
+        "prefix_lm": "src.data.prefix_lm",
         "prompted_qa": "src.data.prompted_qa",
         "qa": "src.data.qa",
         "span_corruption": "src.data.span_corruption",
+        "task": "src.data.task",
         "text": "src.data.text",
+        "ul2": "src.data.ul2",
     },
 )
 METRICS = Table(

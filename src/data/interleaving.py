@@ -1,0 +1,82 @@
+"""Which sample of which part stands where in a mixture: arithmetic, so that a mixture of any length needs no memory."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from hashlib import blake2b
+
+_SLOT = 32
+"""Samples that are put in order at once."""
+_ROUNDS = 4
+
+
+def rates(examples: Sequence[int], cap: int | None, temperature: float) -> list[float]:
+    """Shares of parts in proportion to their examples: r_m = min(e_m, K)^(1/T), divided by the sum (arXiv 1910.10683, section 3.5.2)."""
+    weights = [min(count, cap or count) ** (1 / temperature) for count in examples]
+    return [weight / sum(weights) for weight in weights]
+
+
+def shares(wanted: Sequence[float], total: int) -> list[int]:
+    """`total` samples divided in the proportion `wanted`: each rounded down, and what is left to those with the largest remainders."""
+    quotas = [total * rate / sum(wanted) for rate in wanted]
+    counts = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda part: (counts[part] - quotas[part], part))
+    for part in by_remainder[: total - sum(counts)]:
+        counts[part] += 1
+    return counts
+
+
+class Interleaving:
+    """The order of an epoch with `counts[p]` samples of part p: sample k of part p belongs at the time (k + 1/2) / counts[p] of 0..1.
+
+    So among any n samples in a row a part has its share of n, within less than one sample by its own measure; parts whose times are
+    equal come in their order.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = counts
+        self._total = sum(counts)
+        self._slots = max(1, self._total // _SLOT)
+
+    def __len__(self) -> int:
+        return self._total
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The part of the sample at `index`, and which of that part's samples of the epoch it is."""
+        if not 0 <= index < self._total:
+            raise IndexError(f"sample {index} of {self._total}")
+        near, room = index * self._slots // self._total, len(self.counts) // _SLOT + 2  # a slot begins within parts / 2 samples of its time
+        slot = bisect_right(range(self._slots), index, max(0, near - room), min(self._slots, near + room), key=self._start) - 1
+        first, last = self._before(slot), self._before(slot + 1)
+        samples = [
+            ((2 * k + 1) / (2 * count), part, k)
+            for part, count in enumerate(self.counts)
+            for k in range(first[part], last[part])
+        ]  # fmt: skip
+        samples.sort()
+        _, part, k = samples[index - sum(first)]
+        return part, k
+
+    def _start(self, slot: int) -> int:
+        return sum(self._before(slot))
+
+    def _before(self, slot: int) -> list[int]:
+        """Of each part, samples k with (2k + 1) / (2 count) < slot / slots."""
+        return [-((self._slots - 2 * count * slot) // (2 * self._slots)) for count in self.counts]
+
+
+def shuffled(position: int, size: int, key: str) -> int:
+    """Where `position` of 0..size-1 goes in a permutation that depends on `key`, computed for itself alone.
+
+    A Feistel network over the next power of 4, walked until it is back below `size` (Black and Rogaway 2002, "Ciphers with arbitrary
+    finite domains").
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = position >> half, position & mask
+        for number in range(_ROUNDS):
+            digest = blake2b(f"{key}/{number}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        position = left << half | right
+        if position < size:
+            return position
