@@ -20,7 +20,7 @@ import torch
 
 from src.data import noise
 from src.data.collate import NOT_LEARNED
-from src.data.denoising import Denoising, Draws, Rows
+from src.data.denoising import Draws, OneObjective, Rows
 from src.data.documents import Documents, joined
 from src.data.span_corruption import Spans
 
@@ -36,7 +36,7 @@ class _Encoder:
     pad_id = PAD
 
 
-def ours(sequences: int) -> Denoising:
+def ours(sequences: int) -> OneObjective:
     """A data set of `sequences` rows, from documents of 20 to 2,000 tokens."""
     rng, texts, total = np.random.default_rng(0), [], 0
     while total < sequences * RAW:
@@ -44,7 +44,7 @@ def ours(sequences: int) -> Denoising:
         total += len(texts[-1]) + 1
     documents = Documents([joined(texts, EOS)], EOS, "", Path("texts"))
     encoder: Any = _Encoder()
-    return Denoising(Rows(documents, RAW, None), Spans(DENSITY, MEAN_SPAN, SENTINELS, EOS), Draws(0, fixed=False), encoder, "")
+    return OneObjective(Rows(documents, RAW, None), Spans(DENSITY, MEAN_SPAN, SENTINELS, EOS), Draws(0, fixed=False), encoder, "")
 
 
 def published_mask(length: int) -> np.ndarray:
@@ -95,7 +95,7 @@ def published(rows: np.ndarray, masks: np.ndarray) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array.astype(np.int64)) for name, array in arrays.items()}
 
 
-def compare(data: Denoising, rows: Sequence[np.ndarray]) -> None:
+def compare(data: OneObjective, rows: Sequence[np.ndarray]) -> None:
     """Both give the same batch where they draw the same masks."""
     masks = [noise.noise_mask(RAW, DENSITY, MEAN_SPAN, Draws(0, fixed=False).generator(0, i)) for i in range(8)]
     batch: Any = data.collate([data.sample(0, i) for i in range(8)])

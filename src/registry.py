@@ -30,6 +30,7 @@ RECIPES = Table(
         "fid": "src.recipes.fid",
         "lm": "src.recipes.lm",
         "prompted": "src.recipes.prompted",
+        "seq2seq": "src.recipes.seq2seq",
         "t5_pretrain": "src.recipes.t5_pretrain",
     },
 )
@@ -50,6 +51,7 @@ DATASETS = Table(
     "dataset",
     "build",
     {
+        "depth": "src.data.depth",
         "fid_qa": "src.data.fid_qa",
         "mixture": "src.data.mixture",
         "prefix_lm": "src.data.prefix_lm",

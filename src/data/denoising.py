@@ -36,11 +36,11 @@ class Draws(NamedTuple):
     fixed: bool
     """The same in every epoch."""
 
-    def generator(self, epoch: int, index: int) -> "np.random.Generator":
-        """That of one sample."""
+    def generator(self, epoch: int, *index: int) -> "np.random.Generator":
+        """That of one sample, or of whatever else has such an index."""
         import numpy as np
 
-        return np.random.default_rng([self.seed, 0 if self.fixed else epoch, index])
+        return np.random.default_rng([self.seed, 0 if self.fixed else epoch, *index])
 
 
 def draws(split: str, seed: int) -> Draws:
@@ -49,11 +49,25 @@ def draws(split: str, seed: int) -> Draws:
 
 
 class Denoising:
-    """Samples of rows of one length."""
+    """Samples of rows of text, one of each."""
+
+    def __init__(self, draws: Draws, encoder: Encoder, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self._draws, self._pad_id = draws, encoder.pad_id
+
+    def collate(self, samples: Sequence[Sample]) -> Seq2SeqBatch:
+        """Stack; where lengths differ, pad on the right. The decoder starts with the padding token, as T5's."""
+        from src.data import collate
+
+        return collate.seq2seq([s["input_ids"] for s in samples], [s["labels"] for s in samples], self._pad_id, self._pad_id)
+
+
+class OneObjective(Denoising):
+    """Samples of rows of one length, all made in one way."""
 
     def __init__(self, rows: "Rows", objective: "Objective", draws: Draws, encoder: Encoder, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
-        self._rows, self._objective, self._draws, self._pad_id = rows, objective, draws, encoder.pad_id
+        super().__init__(draws, encoder, fingerprint)
+        self._rows, self._objective = rows, objective
 
     def __len__(self) -> int:
         """Samples in one epoch."""
@@ -65,12 +79,6 @@ class Denoising:
             raise IndexError(f"sample {index} of {len(self)}")
         inputs, targets = self._objective(self._rows.row(index), self._draws.generator(epoch, index))
         return {"input_ids": inputs, "labels": targets}
-
-    def collate(self, samples: Sequence[Sample]) -> Seq2SeqBatch:
-        """Stack; where lengths differ, pad on the right. The decoder starts with the padding token, as T5's."""
-        from src.data import collate
-
-        return collate.seq2seq([s["input_ids"] for s in samples], [s["labels"] for s in samples], self._pad_id, self._pad_id)
 
 
 class Rows:

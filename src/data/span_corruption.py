@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    from src.data.denoising import Denoising
+    from src.data.denoising import OneObjective
 
 
 class Config(StrictConfig):
@@ -76,7 +76,7 @@ def one_shape(config: Config, compiled: bool) -> None:
     del config, compiled
 
 
-def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Denoising":
+def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "OneObjective":
     """The rows of one split. The masks of training are functions of (seed, epoch, index), those of other splits of the index alone.
 
     Raises:
@@ -87,14 +87,14 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
     import numpy as np
 
     from src.data import documents
-    from src.data.denoising import Denoising, Rows, draws
+    from src.data.denoising import OneObjective, Rows, draws
 
     raw, counts = noise.exact_lengths(config.input_tokens, config.noise_density, config.mean_span_tokens)
     ids = np.array(sentinels.require(tokenizer, counts.spans, "data.input_tokens"), dtype=np.int32)
     found = documents.read(places, config.corpus, tokenizer, split)
     rows = Rows(found, raw, config.val_sequences if split == "val" else None)
     objective = Spans(config.noise_density, config.mean_span_tokens, ids, found.eos_id)
-    return Denoising(rows, objective, draws(split, seed), Encoder(tokenizer), found.fingerprint)
+    return OneObjective(rows, objective, draws(split, seed), Encoder(tokenizer), found.fingerprint)
 
 
 class Spans:
