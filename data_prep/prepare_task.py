@@ -1,0 +1,204 @@
+"""Prepare a task that is written as text: `python -m data_prep.prepare_task --task rte --train FILE.. --val FILE.. --test FILE..`.
+
+One folder is made below --data_path: train.jsonl, val.jsonl, test.jsonl, those of them that are given, and manifest.json, which says
+what they were made from; or none. Two runs on the same files give the same bytes. A SOURCE is a file (columns parted by tabs with or
+without a header line, as GLUE's; csv; JSON or JSON lines, as SuperGLUE's; parquet), a folder saved by `datasets`, or
+hub:ID[@CONFIG][#SPLIT]. Tasks are those of resources/tasks, or of a file of one's own (--task_file).
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from data_prep import superglue, task_rows, task_sources
+from data_prep.task_sources import SPLITS, Source
+from src import files
+from src.data import tasks
+from src.errors import DataError, UserError
+
+COMMAND = "python -m data_prep.prepare_task"
+_SCRIPTS = (__file__, superglue.__file__, task_rows.__file__, task_sources.__file__)
+_SHOWN = 3  # complaints about rows left out
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    task: str
+    name: str
+    train: tuple[str, ...] = ()
+    val: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+    val_percent: float | None = None
+    max_rows: int | None = None
+    seed: int = 0
+    skip_bad_rows: bool = False
+    task_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.train or self.val or self.test):
+            raise DataError("expected --train, --val or --test with a source at least.")
+        if self.val_percent is not None and (self.val or not self.train):
+            raise DataError("--val_percent sets rows of --train apart for validation: leave --val out.")
+        if self.val_percent is not None and not 0 < self.val_percent < 100:
+            raise DataError(f"--val_percent: expected a number between 0 and 100, got {self.val_percent:g}.")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise DataError(f"--max_rows: expected 1 or more, got {self.max_rows}.")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line. Exits 1 with one line on a mistake that the user can mend."""
+    given = vars(_parser().parse_args(argv))
+    data_path = given.pop("data_path")
+    given["name"] = given["name"] or given["task"]
+    try:
+        prepare(data_path, Options(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}))
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").partition("\n")[2].strip())
+    add = parser.add_argument
+    add("--data_path", type=Path, default=Path("results/data"), help="folder of prepared data sets (default: %(default)s)")
+    add("--task", required=True, help="an entry of resources/tasks, as rte, or of --task_file")
+    add("--task_file", type=Path, metavar="YAML", help="entries of one's own; the task's is kept with the data")
+    add("--name", help="the new folder, which an experiment names as data.corpus (default: the task)")
+    for split in SPLITS:
+        add(f"--{split}", nargs="+", default=[], metavar="SOURCE", help=f"sources of {split}.jsonl")
+    add("--val_percent", type=float, metavar="P", help="instead of --val: set apart about P %% of the rows of --train")
+    add("--max_rows", type=int, metavar="N", help="the first N rows of each split")
+    add("--seed", type=int, default=0, help="of the rows that are set apart (default: %(default)s)")
+    add("--skip_bad_rows", action="store_true", help="leave out rows that do not fit, and count them")
+    return parser
+
+
+def prepare(data_path: Path, options: Options) -> bool:
+    """Make the folder `data_path / options.name`; False where it is whole and was made from the same, so that nothing was done.
+
+    Raises:
+        ConfigError: the task is unknown, or its entry has a mistake.
+        DataError: a source is missing or damaged, a row does not fit, or a split would be empty. Nothing was written.
+        RunError: the disk refuses.
+    """
+    start = time.monotonic()
+    folder = data_path / options.name
+    task = tasks.find(options.task, options.task_file)
+    if task.task.weight is None and options.train:
+        raise DataError(f"--train: {task.name!r} is not trained on, its weight is null. Give --val or --test.")
+    sources = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
+    made_from = _made_from(options, sources)
+    if files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from:
+        print(f"{folder}: whole and made from these sources with these options: nothing to do.")
+        return False
+    facts: dict[str, Any] = {"command": COMMAND, "made_from": made_from, "task": task.name}
+    with files.new_directory(folder, facts) as beside:
+        facts |= _write(beside, options, sources, task)
+    print(f"{folder}: made in {time.monotonic() - start:.1f} s")
+    _print_summary(facts)
+    return True
+
+
+def _write(beside: Path, options: Options, sources: dict[str, list[Source]], task: tasks.Named) -> dict[str, Any]:
+    """Fill the folder `beside`; what the manifest says of it."""
+    skipped: dict[str, list[str]] = {split: [] for split in SPLITS}
+    rows: dict[str, list[task_rows.Row]] = {split: [] for split in SPLITS}
+    for split in SPLITS:
+        kept = skipped[split] if options.skip_bad_rows else None
+        every = (row for source in sources[split] for row in task_rows.rows(source, kept))
+        rows[split] = list(tqdm(every, desc=split, unit="", disable=None, leave=False))
+    if options.val_percent is not None:
+        rows["train"], rows["val"] = _set_apart(rows["train"], options.val_percent, options.seed)
+    written = [split for split in SPLITS if rows[split] or getattr(options, split) or (split == "val" and options.val_percent is not None)]
+    inputs: dict[str, set[str]] = {}
+    for split in written:
+        rows[split] = rows[split][: options.max_rows]
+        if not rows[split]:
+            raise DataError(f"--{split}: no row is left for this split.")
+        _number(rows[split])
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows[split])
+        (beside / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
+        inputs[split] = {task.input(row) for row in rows[split]}
+    if options.task_file is not None:
+        entry = task.task.model_dump(mode="json", exclude_defaults=True)
+        (beside / tasks.OWN).write_text(yaml.safe_dump({task.name: entry}, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    both = inputs.get("train", set()) & (inputs.get("val", set()) | inputs.get("test", set()))
+    return {
+        "counts": {split: _counts(rows[split], task) for split in written},
+        "skipped": {split: {"rows": len(skipped[split]), "first": skipped[split][:_SHOWN]} for split in written},
+        "inputs_of_train_in_another_split": len(both),
+    }
+
+
+def _set_apart(rows: list[task_rows.Row], percent: float, seed: int) -> tuple[list[task_rows.Row], list[task_rows.Row]]:
+    """Rows for training, rows for validation; rows of one group (a question's answers) stay together."""
+    groups = {row.get("group") or str(number): None for number, row in enumerate(rows)}
+    count = max(1, round(len(groups) * percent / 100))
+    chosen = set(Random(f"{seed}/{len(groups)}").sample(list(groups), count))
+    keys = [row.get("group") or str(number) for number, row in enumerate(rows)]
+    pairs = list(zip(keys, rows, strict=True))
+    return [row for key, row in pairs if key not in chosen], [row for key, row in pairs if key in chosen]
+
+
+def _number(rows: list[task_rows.Row]) -> None:
+    """Rows without an index, or with one that another has, are numbered from 0 in their order."""
+    found = [row["index"] for row in rows]
+    if None in found or len(set(found)) < len(found):
+        for number, row in enumerate(rows):
+            row["index"] = number
+
+
+def _counts(rows: list[task_rows.Row], task: tasks.Named) -> dict[str, Any]:
+    labels = Counter(str(row["label"]) for row in rows) if task.task.kind == "classes" else None
+    return {"rows": {task.name: len(rows)}, **({"labels": dict(sorted(labels.items()))} if labels else {})}
+
+
+def _made_from(options: Options, sources: dict[str, list[Source]]) -> dict[str, Any]:
+    """All that the bytes of the folder depend on.
+
+    Raises:
+        DataError: one source is given twice.
+    """
+    seen: dict[str, str] = {}
+    facts: dict[str, list[dict[str, Any]]] = {}
+    for split in SPLITS:
+        facts[split] = [source.facts() for source in sources[split]]
+        for source, found in zip(sources[split], facts[split], strict=True):
+            named = f"--{split} {source.source}"
+            if found["sha256"] in seen and not source.source.startswith(task_sources.HUB):
+                raise DataError(f"{named}: the same data as {seen[found['sha256']]}.")
+            seen[found["sha256"]] = named
+    stated = {name: value for name, value in asdict(options).items() if name not in (*SPLITS, "name", "task_file")}
+    digest = hashlib.sha256()
+    for path in _SCRIPTS:
+        digest.update(Path(path).read_bytes())
+    task = tasks.find(options.task, options.task_file)
+    return {"sources": facts, "options": stated, "task": task.fingerprint, "scripts_sha256": digest.hexdigest()}
+
+
+def _print_summary(facts: dict[str, Any]) -> None:
+    for split, counts in facts["counts"].items():
+        labels = "; ".join(f"{number} {label}" for label, number in counts.get("labels", {}).items())
+        print(f"{split:6} {sum(counts['rows'].values())} rows{': ' if labels else ''}{labels}")
+        skipped = facts["skipped"][split]
+        if skipped["rows"]:
+            print(f"{'':6} left out: {skipped['rows']}, as {skipped['first'][0]}")
+    if facts["inputs_of_train_in_another_split"]:
+        print(f"{facts['inputs_of_train_in_another_split']} inputs of train are in another split too.")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    main()

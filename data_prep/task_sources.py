@@ -1,0 +1,150 @@
+"""Where rows of a task come from: lines of columns with or without a header, csv, JSON, parquet, folders of `datasets`, the hub."""
+
+import csv
+import hashlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from src.data import json_stream, tasks
+from src.errors import DataError
+from src.files import reading, sha256
+
+HUB = "hub:"
+SPLITS = {"train": ("train",), "val": ("validation", "val", "dev", "validation_matched"), "test": ("test", "test_matched")}
+"""Splits of a prepared data set, and what they are called on the hub."""
+OTHER_NAMES = {"index": ["index", "idx", "id"]}
+Record = dict[str, Any]
+
+
+class Source:
+    """Records of one source, each with the names of its release, read anew each time."""
+
+    def __init__(self, source: str, split: str, task: tasks.Named) -> None:
+        """source: a path, or "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT". split: a key of `SPLITS`.
+
+        Raises:
+            DataError: there is no such source.
+        """
+        self.source, self.split, self.task = source, split, task
+        self._rows = _loaded(source, split)
+        if self._rows is None and not Path(source).is_file():
+            hint = f' A set of the hub is written "{HUB}{source}".' if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+)?", source) else ""
+            raise DataError(f"{source}: no such file.{hint}")
+
+    def facts(self) -> dict[str, Any]:
+        """What the prepared data are made from: {"name", "bytes", "sha256"}; without the folder that it lies in."""
+        if self._rows is None:
+            path = Path(self.source)
+            with reading(path, DataError):
+                return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+        paths = [Path(file["filename"]) for file in self._rows.cache_files]
+        digest = hashlib.sha256("".join(map(sha256, paths)).encode()).hexdigest()
+        name = self.source if self.source.startswith(HUB) else Path(self.source).name
+        return {"name": name, "bytes": sum(path.stat().st_size for path in paths), "sha256": digest}
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        """("FILE:LINE", record) in the order of the source.
+
+        Raises:
+            DataError: the source is damaged, or has not the columns of the task; names the place.
+        """
+        path = Path(self.source)
+        if self._rows is not None:
+            yield from self._of_datasets(self._rows)
+        elif path.suffix in (".tsv", ".txt"):
+            yield from self._of_lines(path)
+        elif path.suffix == ".csv":
+            yield from self._of_csv(path)
+        elif path.suffix == ".parquet":
+            import datasets
+
+            yield from self._of_datasets(datasets.Dataset.from_parquet(str(path), keep_in_memory=True))
+        else:
+            yield from json_stream.records(path)
+
+    def _of_lines(self, path: Path) -> Iterator[tuple[str, Record]]:
+        """Columns parted by tabs. A quotation mark is a character like any other, as in all files of GLUE."""
+        lines = [line.removesuffix("\r") for line in _text(path).split("\n")]
+        while lines and not lines[-1]:
+            lines.pop()
+        if not lines:
+            raise DataError(f"{path}: holds nothing.")
+        head = lines[0].split("\t")
+        header = all(any(name in head for name in self.names(column)) for column in self.task.task.columns)
+        names = head if header else self._plain(path, head)
+        for number, line in enumerate(lines[header:], 1 + header):
+            values = line.split("\t")
+            if len(values) != len(names):
+                yield f"{path}:{number}", {"": f"{len(values)} columns, where the first line has {len(names)}."}
+                continue
+            yield f"{path}:{number}", {name: value for name, value in zip(names, values, strict=True) if name != "_"}
+
+    def names(self, column: str) -> list[str]:
+        """What `column` may be called in a release."""
+        return [*OTHER_NAMES.get(column, [column]), *self.task.task.names.get(column, [])]
+
+    def _plain(self, path: Path, first: list[str]) -> list[str]:
+        for names in self.task.task.plain:
+            if len(names) == len(first):
+                return names
+        task, known = self.task.task, " or ".join(" ".join(names) for names in self.task.task.plain)
+        without = f" Without a header line its columns would be: {known}." if known else ""
+        missing = next(c for c in task.columns if not any(name in first for name in self.names(c)))
+        wanted = " or ".join(map(repr, self.names(missing)))
+        shown = ", ".join(repr(name[:30]) for name in first[:12])
+        raise DataError(f"{path}:1: no column {wanted} for {missing!r} of {self.task.name!r} among {len(first)}: {shown}.{without}")
+
+    def _of_csv(self, path: Path) -> Iterator[tuple[str, Record]]:
+        reader = csv.DictReader(io.StringIO(_text(path), newline=""), restkey="", strict=True)
+        try:
+            for record in reader:
+                extra = "" in record or None in record.values()
+                yield f"{path}:{reader.line_num}", {"": "more or fewer columns than the header."} if extra else record
+        except csv.Error as error:
+            raise DataError(f"{path}:{reader.line_num}: {error}.") from None
+
+    def _of_datasets(self, rows: Any) -> Iterator[tuple[str, Record]]:
+        """Numbers of classes become their names, where these are the task's."""
+        classes = {name: feature.names for name, feature in rows.features.items() if type(feature).__name__ == "ClassLabel"}
+        classes = {name: texts for name, texts in classes.items() if set(texts) <= set(self.task.task.labels)}
+        for number, row in enumerate(rows, 1):
+            named = {name: texts[row[name]] for name, texts in classes.items() if (row[name] or 0) >= 0 and row[name] is not None}
+            yield f"{self.source}: row {number}", {**row, **named}
+
+
+def _text(path: Path) -> str:
+    with reading(path, DataError):
+        data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as bad:
+        line = data.count(b"\n", 0, bad.start) + 1
+        raise DataError(f"{path}:{line}: not UTF-8 text: {bad.reason}.") from None
+
+
+def _loaded(source: str, split: str) -> Any:
+    """What `datasets` gives for a set of the hub, or for a folder that it has saved; None for a file."""
+    if not source.startswith(HUB) and not Path(source).is_dir():
+        return None
+    import datasets
+
+    identity, _, wanted = source.removeprefix(HUB).partition("#")
+    identity, _, config = identity.partition("@")
+    try:
+        found = datasets.load_dataset(identity, config or None) if source.startswith(HUB) else datasets.load_from_disk(source)
+    except Exception as error:  # noqa: BLE001  the library raises a dozen kinds for what it cannot get or read
+        line = (str(error) or type(error).__name__).split("\n", 1)[0][:200]
+        raise DataError(
+            f"{source}: `datasets` cannot read it: {line} Where there is a network, load it there, save it by save_to_disk, and name the "
+            "folder here; or name the files of the original release."
+        ) from None
+    if not isinstance(found, dict):
+        return found
+    names = (wanted,) if wanted else SPLITS[split]
+    for name in names:
+        if name in found:
+            return found[name]
+    raise DataError(f"{source}: has no split {' or '.join(map(repr, names))}. It holds: {', '.join(found)}.")
