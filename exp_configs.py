@@ -1,5 +1,6 @@
 """Every experiment: EXP_GROUPS maps the name of a group to a list of plain dicts. `python trainval.py -e NAME` runs a group."""
 
+from src.exp_groups import t5
 from src.experiments.grid import changed, grid, ref, seeds
 
 # A GPTBigCode model of 2.4 M parameters, trained from scratch on the source of the Python standard library.
@@ -364,4 +365,5 @@ EXP_GROUPS = {
     "prompted_tulu-7b_lora": [PROMPTED_TULU],
     "fid_t5": grid(FID_T5, {"model.base.path": ["google-t5/t5-base", "google-t5/t5-large"]}),
     "fid_flan-t5-xl": [changed(FID_T5, {"model.base.path": "google/flan-t5-xl", "loop.micro_batch": 1})],
+    **t5.GROUPS,
 }

@@ -1,9 +1,9 @@
 """Overhead of the training loop: tokens/s of `fit` against a bare PyTorch loop and against the Trainer of transformers.
 
-    python -m benchmarks.loop [--steps 30] [--rounds 5] [--hidden_size 192] [--against bare trainer]
+    python -m benchmarks.loop [--group base_tiny | t5_tiny] [--steps 30] [--rounds 3] [--against bare trainer] [--set PATH=VALUE]
     torchrun --nproc-per-node 2 -m benchmarks.loop
 
-All train the `base_tiny` model in float32 on the same sequences in the same order, in one process (or in the same processes, with
+All train the model of the group in float32 on the same sequences in the same order, in one process (or in the same processes, with
 DistributedDataParallel); the bare loop has nothing but the model, AdamW, clipping and the learning rate. They take turns after every
 step, so that a slow moment of the machine falls on all, and each waits while another computes. A step is timed from the end of the one
 before, in its second half of the training; the median over the steps of the ratio of two ways at the same step counts: both read the same
@@ -16,13 +16,11 @@ holes in it, and the ways differ by up to 15 % for no reason of their own.
 
 import argparse
 import contextlib
-import ctypes
 import logging
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -35,69 +33,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import exp_configs
+from benchmarks.turns import Turns, keep_memory
 from src import distributed
 from src.config import Places
 from src.data import tokenizers
-from src.experiments.grid import set_path
+from src.experiments.grid import changed, parse_assignment
 from src.experiments.run import Options, Run
 from src.experiments.rundir import RunDir
 from src.registry import Part, load_experiment, resolved
 from src.training import loader, optim, order
 from src.training.checkpoint import About
+from src.training.evaluation import Loss
 from src.training.loop import Task, fit
-from src.training.loss import causal_lm_loss
+from src.training.loss import causal_lm_loss, seq2seq_loss
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {"bare": 0.97, "trainer": 1.0}
+LOSSES: dict[str, Loss] = {"base_tiny": causal_lm_loss, "t5_tiny": seq2seq_loss}
 
 
 COMPARED = 8
 """Steps, at most, after which all must have the same weights."""
-
-
-class Turns:
-    """Threads of which one works at a time: each works until it passes on, in the order in which they were started, or ends."""
-
-    def __init__(self) -> None:
-        self.waiting: list[threading.Event] = []  # the first of them works
-        self.failed: list[BaseException] = []
-
-    def run(self, works: list[Callable[[], None]]) -> None:
-        """Do all works, step by step in turns. The first error is raised when all have ended."""
-        threads = [threading.Thread(target=self._work, args=(work, event)) for work in works for event in [self._event()]]
-        for thread in threads:
-            thread.start()
-        self.waiting[0].set()
-        for thread in threads:
-            thread.join()
-        if self.failed:
-            raise self.failed[0]
-
-    def _event(self) -> threading.Event:
-        self.waiting.append(threading.Event())
-        return self.waiting[-1]
-
-    def _work(self, work: Callable[[], None], event: threading.Event) -> None:
-        event.wait()
-        try:
-            torch.set_num_threads(1)  # a setting of the thread
-            if not self.failed:
-                work()
-        except BaseException as error:
-            self.failed.append(error)
-        self.waiting.remove(event)
-        if self.waiting:
-            self.waiting[0].set()
-
-    def pass_on(self) -> None:
-        """Let the others work, one step each."""
-        event = self.waiting.pop(0)
-        self.waiting.append(event)
-        event.clear()
-        self.waiting[0].set()
-        event.wait()
-        if self.failed:
-            raise RuntimeError("another way has failed")
 
 
 @dataclass
@@ -135,6 +91,7 @@ class Work:
     exp: dict[str, Any]
     places: Places
     clock: Clock
+    loss: Loss
 
     @property
     def config(self) -> Any:
@@ -155,7 +112,7 @@ def bare(work: Work) -> None:
         for batch in read.batches:
             quiet = isinstance(model, DistributedDataParallel) and batch is not read.batches[-1]
             with model.no_sync() if quiet else contextlib.nullcontext():
-                (causal_lm_loss(model, batch) * (distributed.world_size() / tokens)).backward()
+                (work.loss(model, batch) * (distributed.world_size() / tokens)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), loop.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -181,9 +138,7 @@ def ours(work: Work) -> None:
 
         path = distributed.from_main(begin)
         run = Run(opened[0] if opened else RunDir.attach(path), work.places, Options(log_every=work.config.loop.steps))
-        task = Task(
-            work.model, About({}, tokenizers.load(work.model.name_or_path)), work.train, {}, causal_lm_loss, lambda _: {"val_loss": 0.0}
-        )
+        task = Task(work.model, About({}, tokenizers.load(work.model.name_or_path)), work.train, {}, work.loss, lambda _: {"val_loss": 0.0})
         meter.Meter.count = counted
         try:
             fit(task, run, work.config.loop, work.config.seed)
@@ -207,6 +162,8 @@ class Sequences(Dataset):
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         """With labels, which are -100 where nothing is to be learned."""
         batch = self.train.collate(samples)
+        if "labels" in batch:
+            return {name: tensor for name, tensor in batch.items() if name != "loss_mask"}
         labels = torch.where(batch["loss_mask"], batch["input_ids"], -100)
         return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"].long(), "labels": labels}
 
@@ -248,7 +205,7 @@ def trainer(work: Work) -> None:
 WAYS = {"bare": bare, "fit": ours, "trainer": trainer}
 
 
-def round_of(names: list[str], exp: dict[str, Any], data: Path) -> dict[str, list[tuple[float, float]]]:
+def round_of(names: list[str], exp: dict[str, Any], loss: Loss, data: Path) -> dict[str, list[tuple[float, float]]]:
     """Seconds of each measured step, by the wall and by the processor, by way; the ways begin in the order of `names`.
 
     Where there are several processes, those of rank 0: all wait for each other in each step.
@@ -263,7 +220,7 @@ def round_of(names: list[str], exp: dict[str, Any], data: Path) -> dict[str, lis
             model = config.model(places)
             train = config.data(places, tokenizers.load(model.name_or_path), "train", config.seed)
             clocks[name] = Clock(config.loop.steps, model, turns)
-            works.append(partial(WAYS[name], Work(model, train, recipe, exp, places, clocks[name])))
+            works.append(partial(WAYS[name], Work(model, train, recipe, exp, places, clocks[name], loss)))
         turns.run(works)
         distributed.gathered([None])  # nobody is in the folder any more
     compare({name: clock.weights for name, clock in clocks.items()})
@@ -287,32 +244,24 @@ def quiet() -> Iterator[None]:
     yield
 
 
-def keep_memory() -> None:
-    """Let the C library keep freed memory for the next step: no pages are given back, and none taken again."""
-    trim_threshold, mmap_max, arena_max = -1, -4, -8  # malloc.h
-    library = ctypes.CDLL(None)
-    for parameter, value in ((trim_threshold, 2**31 - 1), (mmap_max, 0), (arena_max, 1)):
-        assert library.mallopt(parameter, value), "glibc takes these settings"
-
-
 def main() -> None:
     """Print one line per round and the median ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--hidden_size", type=int, default=192)
+    parser.add_argument("--group", choices=list(LOSSES), default="base_tiny")
+    parser.add_argument("--set", nargs="+", default=[], metavar="PATH=VALUE", help="changes of the experiment, as trainval.py takes them")
     parser.add_argument("--against", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--data_path", type=Path, default=ROOT / "results" / "data")
     args = parser.parse_args()
     keep_memory()
-    exp = exp_configs.BASE_TINY
-    for path, value in {"loop.steps": args.steps, "loop.eval_every": args.steps, "model.hidden_size": args.hidden_size}.items():
-        exp = set_path(exp, path, value, True)
+    (exp,) = exp_configs.EXP_GROUPS[args.group]
+    exp = changed(exp, {"loop.steps": args.steps, "loop.eval_every": args.steps, **dict(map(parse_assignment, args.set))})
     names = ["fit", *args.against]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with quiet(), distributed.session():
         for i in range(args.rounds):
-            seconds = round_of(names[i % len(names) :] + names[: i % len(names)], exp, args.data_path)
+            seconds = round_of(names[i % len(names) :] + names[: i % len(names)], exp, LOSSES[args.group], args.data_path)
             for name in names:
                 found[name] += seconds[name]
             if distributed.is_main():
@@ -321,8 +270,9 @@ def main() -> None:
         if distributed.is_main():
             for name in args.against:
                 wall, work = (sorted(b[k] / a[k] for a, b in zip(found["fit"], found[name], strict=True)) for k in (0, 1))
-                spread = f"{statistics.median(wall):.3f}, half of {len(wall)} steps {wall[len(wall) // 4]:.3f} to {wall[3 * len(wall) // 4]:.3f}"
-                print(f"tokens/s of fit / {name}: median {spread} (target: at least {TARGETS[name]}); by processor seconds {statistics.median(work):.3f}")
+                middle = f"half of {len(wall)} steps {wall[len(wall) // 4]:.3f} to {wall[3 * len(wall) // 4]:.3f}"
+                print(f"tokens/s of fit / {name}: median {statistics.median(wall):.3f}, {middle} (target: at least {TARGETS[name]})")
+                print(f"   by processor seconds {statistics.median(work):.3f}")
 
 
 if __name__ == "__main__":
