@@ -141,7 +141,7 @@ class TaskDataset:
         self.task, self.fingerprint = task, fingerprint
         self.target_tokens = config.target_tokens
         self._config, self._rows, self._encoder = config, rows, Encoder(tokenizer)
-        self._read = self._cut = 0
+        self._seen, self._read, self._cut, self._next = bytearray(len(rows)), 0, 0, 1
         self.answer_ids = [self._target(text) for text in task.answers]
         """Ids of every text that may be written, each with its end token; empty where they cannot be listed."""
         self._require_written(tokenizer)
@@ -152,7 +152,9 @@ class TaskDataset:
         for text, ids in zip(texts, self.answer_ids, strict=True):
             back = tokenizer.decode(ids[:-1], skip_special_tokens=True)
             if back.strip() != text:
-                raise DataError(f"{place}: this tokenizer writes the label {text!r} as {back!r}, so no answer could be right. Take another.")
+                raise DataError(
+                    f"{place}: this tokenizer writes the label {text!r} as {back!r}, so no answer could be right. Take another."
+                )
         if not texts:
             texts = [self.task.target(row.get("label")) for row in self._rows]
         for text, ids in zip(texts, self.answer_ids or self._encoder.texts(texts), strict=True):
@@ -227,15 +229,19 @@ class TaskDataset:
 
     def _input(self, index: int) -> list[int]:
         ids, most = self._encoder.text(self.input(index)), self._config.input_tokens - 1
-        self._read += 1
-        if len(ids) > most:
-            self._cut += 1
-            if self._cut in (1, 10) or self._cut % 100 == 0 and str(self._cut).strip("0") == "1":
-                log.warning(
-                    "%s: %d of %d inputs read by this process lost their end: data.input_tokens is %d.",
-                    self._config.corpus, self._cut, self._read, self._config.input_tokens,
-                )  # fmt: skip
+        if not self._seen[index]:
+            self._seen[index] = 1
+            self._read += 1
+            self._cut += len(ids) > most
+            if self._cut >= self._next:
+                self._tell()
         return [*ids[:most], self._encoder.eos_id]
+
+    def _tell(self) -> None:
+        """At the first input that is cut, the 10th, the 100th and so on."""
+        found = f"{self._cut} of {self._read} inputs that this process has read so far lost their end"
+        log.warning("%s: %s: data.input_tokens is %d.", self._config.corpus, found, self._config.input_tokens)
+        self._next = 10 ** len(str(self._cut))
 
     def _target(self, text: str) -> list[int]:
         return [*self._encoder.text(text), self._encoder.eos_id]

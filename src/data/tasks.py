@@ -228,4 +228,3 @@ class _Loader(yaml.SafeLoader):
             if own.count(key.value) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
         return super().construct_mapping(node, deep)
-

@@ -176,7 +176,9 @@ def submission(asked: Asked, texts: Sequence[str]) -> str:
         unknown += not valid
         lines.append(f"{asked.dataset.row(index)['index']}\t{shown}")
     if unknown:
-        log.warning("%s: %d of %d answers are no label; %s has the first label there.", asked.name, unknown, len(texts), task.task.submission.file)
+        log.warning(
+            "%s: %d of %d answers are no label; %s has the first label there.", asked.name, unknown, len(texts), task.task.submission.file
+        )
     return "\n".join(lines) + "\n"
 
 
