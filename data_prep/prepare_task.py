@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line. Exits 1 with one line on a mistake that the user can mend."""
     given = vars(_parser().parse_args(argv))
     data_path = given.pop("data_path")
-    given["name"] = given["name"] or given["task"]
+    sources = {split: tuple(given[split]) for split in SPLITS}
     try:
-        prepare(data_path, Options(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}))
+        prepare(data_path, Options(**{**given, **sources, "name": given["name"] or given["task"]}))
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -147,4 +147,4 @@ def _loaded(source: str, split: str) -> Any:
     for name in names:
         if name in found:
             return found[name]
-    raise DataError(f"{source}: has no split {' or '.join(map(repr, names))}. It holds: {', '.join(found)}.")
+    raise DataError(f"{source}: has no split {' or '.join(map(repr, names))}. It holds: {', '.join(map(str, found))}.")

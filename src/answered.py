@@ -127,8 +127,9 @@ def scores(metrics: Iterable[Metric], answers: Sequence[Answered], best_answer: 
                 found[name] = values
                 found |= {f"{name}/{part}": cast("float", of_parts[part][name]) for part in parts}
                 continue
-            assert len(values) == len(answers), name
-            of_groups = [max(values[i] for i in group) for group in groups]
+            each = cast("list[float]", values)
+            assert len(each) == len(answers), name
+            of_groups = [max(each[i] for i in group) for group in groups]
             found[name] = _mean(of_groups)
             for part in parts:
                 found[f"{name}/{part}"] = _mean([value for value, s in zip(of_groups, sources, strict=True) if s == part])

@@ -150,11 +150,9 @@ class TaskDataset:
         """Raises DataError where a target is too long, or comes back from the tokenizer as another text."""
         texts, place = self.task.answers, f"task {self.task.name!r}"
         for text, ids in zip(texts, self.answer_ids, strict=True):
-            back = tokenizer.decode(ids[:-1], skip_special_tokens=True)
-            if back.strip() != text:
-                raise DataError(
-                    f"{place}: this tokenizer writes the label {text!r} as {back!r}, so no answer could be right. Take another."
-                )
+            back = str(tokenizer.decode(ids[:-1], skip_special_tokens=True)).strip()
+            if back != text:
+                raise DataError(f"{place}: this tokenizer writes label {text!r} as {back!r}, so no answer could be right. Take another.")
         if not texts:
             texts = [self.task.target(row.get("label")) for row in self._rows]
         for text, ids in zip(texts, self.answer_ids or self._encoder.texts(texts), strict=True):

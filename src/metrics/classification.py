@@ -80,14 +80,15 @@ def _f1(texts: Texts, labels: Sequence[str]) -> float:
 
     predictions, references = _classes(texts, labels)
     valid = [p if p >= 0 else 1 - r for p, r in zip(predictions, references, strict=True)]
-    return float(f1_score(references, valid, zero_division=0.0))
+    return float(f1_score(references, valid, zero_division=0.0))  # pyright: ignore[reportArgumentType]  declared as text
 
 
 def _macro_f1(texts: Texts, labels: Sequence[str]) -> float:
     from sklearn.metrics import f1_score
 
     predictions, references = _classes(texts, labels)
-    return float(f1_score(references, predictions, labels=range(len(labels)), average="macro", zero_division=0.0))
+    classes = range(len(labels))
+    return float(f1_score(references, predictions, labels=classes, average="macro", zero_division=0.0))  # pyright: ignore[reportArgumentType]
 
 
 def _matthews(texts: Texts, labels: Sequence[str]) -> float:
@@ -101,14 +102,14 @@ def _pearson(texts: Texts, labels: Sequence[str]) -> float:
     from scipy.stats import pearsonr
 
     del labels
-    return _correlation(texts, lambda *numbers: pearsonr(*numbers).statistic)
+    return _correlation(texts, lambda *numbers: pearsonr(*numbers)[0])
 
 
 def _spearman(texts: Texts, labels: Sequence[str]) -> float:
     from scipy.stats import spearmanr
 
     del labels
-    return _correlation(texts, lambda *numbers: spearmanr(*numbers).statistic)
+    return _correlation(texts, lambda *numbers: spearmanr(*numbers)[0])
 
 
 def _correlation(texts: Texts, statistic: Callable[..., float]) -> float:

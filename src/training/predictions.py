@@ -7,6 +7,7 @@ on, with any number of processes. What they are of stands in its first line, and
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,9 +177,7 @@ def submission(asked: Asked, texts: Sequence[str]) -> str:
         unknown += not valid
         lines.append(f"{asked.dataset.row(index)['index']}\t{shown}")
     if unknown:
-        log.warning(
-            "%s: %d of %d answers are no label; %s has the first label there.", asked.name, unknown, len(texts), task.task.submission.file
-        )
+        log.warning("%s: %d of %d answers are no label; %s has the first.", asked.name, unknown, len(texts), task.task.submission.file)
     return "\n".join(lines) + "\n"
 
 
@@ -188,4 +187,4 @@ def _number(text: str, low: float, high: float) -> tuple[float, bool]:
         value = float(text)
     except ValueError:
         return low, False
-    return (min(max(value, low), high), True) if value == value else (low, False)
+    return (low, False) if math.isnan(value) else (min(max(value, low), high), True)
