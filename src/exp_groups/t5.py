@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from src.experiments.grid import changed
+from src.experiments.grid import changed, ref
 
 # A small T5 learns on this machine to fill gaps in the documentation of Python's standard library.
+TINY_TEXT = {"corpus": "stdlib_text", "input_tokens": 128, "val_sequences": 128}
 T5_TINY: dict[str, Any] = {
     "recipe": "t5_pretrain",
     "seed": 0,
@@ -18,7 +19,7 @@ T5_TINY: dict[str, Any] = {
             "num_heads": 4,
         },
     },
-    "data": {"name": "span_corruption", "corpus": "stdlib_text", "input_tokens": 128, "val_sequences": 128},
+    "data": {"name": "span_corruption", **TINY_TEXT},
     "loop": {
         "steps": 300,
         "sequences_per_step": 32,
@@ -66,7 +67,89 @@ T5_V1_1_BASE: dict[str, Any] = {
 T5_BASE_CONTINUED = changed(
     T5_V1_1_BASE, {"model": {"name": "t5", "path": "google/t5-v1_1-base"}, "loop.learning_rate": 5e-3, "loop.warmup_start": 0.0}
 )
-UL2 = {"name": "ul2", "corpus": "c4_en_t5", "input_tokens": 512}
+
+# Fine-tuning on one task: rates and epochs of principled pre-training's README for T5-base, in steps of 16 sequences.
+T5_BASE_TASK: dict[str, Any] = {
+    "recipe": "seq2seq",
+    "seed": 0,
+    "model": {"name": "t5", "path": "google-t5/t5-base"},
+    "data": {"name": "task", "task": "rte", "corpus": "rte"},
+    "loop": {
+        "steps": 1,
+        "sequences_per_step": 16,
+        "micro_batch": 4,
+        "learning_rate": 5e-4,
+        "schedule": "linear",
+        "warmup_rate": 0.1,
+        "precision": "bfloat16",
+        "eval_every": 100,
+        "best_metric": "accuracy",
+        "best_mode": "max",
+        "early_stopping": {"patience": 3, "min_gain": 0.001},
+    },
+    "predictions": {},
+}
+TASKS = {
+    # task: (rows of the training split, epochs, steps between evaluations, what is optimised)
+    "cola": (8_551, 20, 500, "matthews"),
+    "sst2": (67_349, 10, 500, "accuracy"),
+    "mrpc": (3_668, 50, 100, "f1"),
+    "qqp": (363_849, 3, 2_000, "f1"),
+    "stsb": (5_749, 20, 200, "pearson"),
+    "mnli": (392_702, 3, 2_000, "accuracy"),
+    "qnli": (104_743, 5, 2_000, "accuracy"),
+    "rte": (2_490, 50, 100, "accuracy"),
+    "wnli": (635, 20, 40, "accuracy"),
+}
+
+
+def task(name: str) -> dict[str, Any]:
+    """T5-base on one task of GLUE."""
+    rows, epochs, eval_every, metric = TASKS[name]
+    changes = {"loop.steps": rows * epochs // 16, "loop.eval_every": eval_every, "loop.best_metric": metric}
+    return changed(T5_BASE_TASK, {"data.task": name, "data.corpus": name, **changes})
+
+
+# All of GLUE but WNLI at once, mixed by T5's numbers of examples; T5's constant rate, 2^18 steps of 128 sequences.
+T5_BASE_GLUE = changed(
+    T5_BASE_TASK,
+    {
+        "data": {
+            "name": "mixture",
+            "parts": {name: {"name": "task", "task": name, "corpus": name} for name in TASKS if name != "wnli"},
+        },
+        "loop.steps": 262_144,
+        "loop.sequences_per_step": 128,
+        "loop.micro_batch": 16,
+        "loop.optimizer": "adafactor",
+        "loop.learning_rate": 1e-3,
+        "loop.schedule": "constant",
+        "loop.warmup_rate": 0.0,
+        "loop.eval_every": 5_000,
+        "loop.best_metric": "task_score",
+    },
+)
+
+# The small T5 on real tasks: `t5_tiny` goes on, and the same model from random weights beside it.
+T5_TINY_TASK = changed(
+    T5_BASE_TASK,
+    {
+        "model": ref(T5_TINY),
+        "data.input_tokens": 128,
+        "data.target_tokens": 8,
+        "loop.steps": 300,
+        "loop.micro_batch": 16,
+        "loop.learning_rate": 1e-3,
+        "loop.precision": "float32",
+        "loop.early_stopping": None,
+    },
+)
+
+
+def tiny_task(name: str) -> list[dict[str, Any]]:
+    """The small T5 on one task, pre-trained and not."""
+    trained = changed(T5_TINY_TASK, {"data.task": name, "data.corpus": name, "loop.best_metric": TASKS[name][3]})
+    return [trained, changed(trained, {"model": T5_TINY["model"]})]
 
 
 def budget(hours: int, steps: int, warmup: int) -> dict[str, Any]:
@@ -92,5 +175,19 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
             (20, 66_665, 8_332),
             (24, 79_998, 10_000),
         )
+    ],
+    **{f"t5_base_{name}": [task(name)] for name in TASKS},
+    "t5_base_glue": [T5_BASE_GLUE],
+    **{f"t5_tiny_{name}": tiny_task(name) for name in ("rte", "sst2", "cola")},
+    "t5_tiny_objectives": [
+        changed(T5_TINY, {"data": {"name": "prefix_lm", **TINY_TEXT}}),
+        changed(T5_TINY, {"data": {"name": "ul2", **TINY_TEXT}}),
+    ],
+    "t5_tiny_optimizers": [
+        changed(T5_TINY, {"loop.optimizer": "adamw_scale", "loop.learning_rate": 2e-2, "loop.schedule": schedule})
+        for schedule in ("cosine", "inverse_sqrt")
+    ],
+    "t5_v1_1_base_ul2": [
+        changed(T5_V1_1_BASE, {"data": {"name": "ul2", "corpus": "c4_en_t5", "input_tokens": 400}, "loop.compile": False})
     ],
 }

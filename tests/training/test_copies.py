@@ -1,3 +1,5 @@
+"""Copies of tensors whose memory is used again."""
+
 import torch
 
 from src.training.copies import Copies
