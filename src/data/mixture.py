@@ -91,7 +91,8 @@ def _of_all(config: Config, verb: str, *args: Any) -> None:
             part.ask(verb, *args)
         except UserError as error:
             lines = str(error).split("\n")
-            raise type(error)("\n".join(f"data.parts.{name}: {line.removeprefix('data.')}" for line in lines)) from None
+            told = [f".{line.removeprefix('data.')}" if line.startswith("data.") else f": {line}" for line in lines]
+            raise type(error)("\n".join(f"data.parts.{name}{line}" for line in told)) from None
 
     check_all(*(lambda name=name, part=part: asked(name, part) for name, part in sorted(config.parts.items())))
 

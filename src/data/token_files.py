@@ -6,6 +6,7 @@ NAME.ids each document ends, behind its end token. The manifest says which shard
 tokenizer they were made.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,18 +103,54 @@ def _mapped(path: Path, dtype: "np.dtype", count: int) -> "np.ndarray":
         raise DataError(f"{path}: no such file. {AGAIN}") from None
 
 
-def write(folder: Path, name: str, ids: "np.ndarray", ends: "np.ndarray", dtype: str) -> dict[str, Any]:
-    """Write a shard; returns what the manifest says of it under "splits". The files are not synced.
+class Writer:
+    """Writes a new shard, document by document, in a `with`. What an earlier writer left under its name is overwritten."""
 
-    Raises:
-        RunError: the disk refuses.
-    """
-    import numpy as np
+    def __init__(self, folder: Path, name: str, dtype: str) -> None:
+        """Raises RunError where the disk refuses."""
+        import numpy as np
 
-    assert len(ends) > 1, "a shard holds a document"
-    assert ends[0] == 0, "the first document begins at 0"
-    assert ends[-1] == len(ids), "the documents fill the ids"
-    with writing(folder / name):
-        ids.astype(np.dtype(dtype).newbyteorder("<")).tofile(folder / (name + IDS))
-        ends.astype("<i8").tofile(folder / (name + ENDS))
-    return {"name": name, "documents": len(ends) - 1, "tokens": len(ids)}
+        self.name, self.documents, self.tokens = name, 0, 0
+        self._folder, self._type = folder, np.dtype(dtype).newbyteorder("<")
+        with writing(folder / name):
+            self._ids = open(folder / (name + IDS), "wb")  # noqa: SIM115  open as long as the writer is
+            self._ends = open(folder / (name + ENDS), "wb")  # noqa: SIM115
+            self._ends.write(np.zeros(1, "<i8").tobytes())
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ids.close()
+        self._ends.close()
+
+    def append(self, ids: "np.ndarray", lengths: "np.ndarray") -> None:
+        """Add documents. ids: of all of them, each followed by the end token. lengths: (documents,), with their end tokens.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        import numpy as np
+
+        ends = self.tokens + np.cumsum(lengths, dtype="<i8")
+        assert len(ids) == (ends[-1] - self.tokens if len(ends) else 0), "the documents fill the ids"
+        with writing(self._folder / self.name):
+            self._ids.write(ids.astype(self._type, copy=False).tobytes())
+            self._ends.write(ends.tobytes())
+        self.documents += len(lengths)
+        self.tokens += len(ids)
+
+    def close(self) -> dict[str, Any] | None:
+        """Sync the files; what the manifest says of the shard under "splits", or None, and no files, where there is no document.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        with writing(self._folder / self.name):
+            for file in (self._ids, self._ends):
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+                if not self.documents:
+                    os.unlink(file.name)
+        return {"name": self.name, "documents": self.documents, "tokens": self.tokens} if self.documents else None

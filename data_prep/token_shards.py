@@ -1,0 +1,155 @@
+"""A folder of token files while it is being written: whole shards, kept when the writer is killed."""
+
+import contextlib
+import fcntl
+import itertools
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from data_prep.text_sources import Batch, Source
+from data_prep.token_workers import Tokens
+from src import files
+from src.data import jsonl, token_files
+from src.errors import DataError, RunError
+
+log = logging.getLogger(__name__)
+_PLAN, _DONE = "plan.json", ".done.json"
+_REPORT_SECONDS = 10.0
+Tokenise = Callable[[Iterable[Batch]], Iterator[tuple[Tokens, Tokens]]]
+
+
+@contextlib.contextmanager
+def partial(folder: Path, made_from: dict[str, Any]) -> Iterator["Shards"]:
+    """The shards of `folder` that are finished so far, in a hidden folder beside it. Those made from anything else are deleted.
+
+    Raises:
+        RunError: another process writes them, or the disk refuses.
+    """
+    beside = _beside(folder)
+    with files.writing(beside):
+        beside.mkdir(parents=True, exist_ok=True)
+        with open(beside / ".lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(f"{folder}: another process is making it. Wait until it ends.") from None
+            plan = json.loads(json.dumps(made_from))
+            if (beside / _PLAN).exists() and files.read_json(beside / _PLAN, DataError) != plan:
+                log.warning("%s: the shards in it were made from something else, or in another way: they are made anew.", beside)
+                _empty(beside)
+            files.write_json(beside / _PLAN, plan)
+            yield Shards(folder, beside, plan)
+
+
+def discard(folder: Path) -> None:
+    """Delete what a writer left that was killed when `folder` was whole already."""
+    shutil.rmtree(_beside(folder), ignore_errors=True)
+
+
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _empty(beside: Path) -> None:
+    for path in sorted(beside.iterdir(), key=lambda path: path.name != _PLAN):  # the plan first: without it nothing is trusted
+        if path.name != ".lock":
+            path.unlink()
+
+
+class Shards:
+    """Segments of the sources, each with a shard of training documents and one of validation documents; either may be missing."""
+
+    def __init__(self, folder: Path, beside: Path, made_from: dict[str, Any]) -> None:
+        self._folder, self._beside = folder, beside
+        self._dtype = token_files.type_of(made_from["tokenizer"]["vocab_size"])
+        self._segments: list[dict[str, Any]] = []
+        while (path := self._done(len(self._segments))).exists():
+            segment = files.read_json(path, DataError)
+            for name, size in segment["bytes"].items():
+                if not (beside / name).is_file() or (beside / name).stat().st_size != size:
+                    log.warning("%s: not as it was written. It is made anew, and all that follow.", beside / name)
+                    return
+            self._segments.append(segment)
+        self._source = 0
+
+    def of(self, split: str) -> list[dict[str, Any]]:
+        """What the manifest says of the finished shards of a split."""
+        return [segment["shards"][split] for segment in self._segments if split in segment["shards"]]
+
+    def add(self, split: str, source: Source, tokenise: Tokenise, shard_tokens: int) -> None:
+        """Tokenise the next source, but for what is finished of it. split: of all its documents, where `tokenise` does not part them.
+
+        Raises:
+            DataError: the source is damaged.
+            RunError: the disk refuses.
+        """
+        mine = [segment for segment in self._segments if segment["source"] == self._source]
+        start = mine[-1]["batches"] if mine else 0
+        if not (mine and mine[-1]["last"]):
+            results = tokenise(itertools.islice(source.read(), start, None))
+            progress = _Progress(source.name)
+            ended = False
+            while not ended:
+                start, ended = self._segment(split, start, progress.watched(results), shard_tokens)
+        self._source += 1
+
+    def _segment(self, split: str, start: int, results: Iterator[tuple[Tokens, Tokens]], shard_tokens: int) -> tuple[int, bool]:
+        """Write shards from batch `start` of the source on; where they end, and whether the source does."""
+        number, batches, tokens, ended = len(self._segments), start, 0, False
+        with contextlib.ExitStack() as opened:
+            writers = {
+                name: opened.enter_context(token_files.Writer(self._beside, f"{name}-{number:05d}", self._dtype)) for name in jsonl.SPLITS
+            }
+            while tokens < shard_tokens and not ended:
+                parts = next(results, None)
+                ended = parts is None
+                for name, part in zip(jsonl.SPLITS if split == "train" else ("val", "train"), parts or (), strict=parts is not None):
+                    writers[name].append(part.ids, part.lengths)
+                    tokens += len(part.ids)
+                batches += not ended
+            shards = {name: facts for name, writer in writers.items() if (facts := writer.close()) is not None}
+        names = [facts["name"] + end for facts in shards.values() for end in (token_files.IDS, token_files.ENDS)]
+        sizes = {name: (self._beside / name).stat().st_size for name in names}
+        segment = {"source": self._source, "batches": batches, "last": ended, "shards": shards, "bytes": sizes}
+        files.sync_directory(self._beside)
+        files.write_json(self._done(number), segment)
+        self._segments.append(segment)
+        return batches, ended
+
+    def _done(self, number: int) -> Path:
+        return self._beside / f"{number:05d}{_DONE}"
+
+    def publish(self, facts: dict[str, Any]) -> None:
+        """Make the finished shards the folder itself, in place of an older one.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        with files.new_directory(self._folder, facts) as new, files.writing(self._folder):
+            for name in (name for segment in self._segments for name in segment["bytes"]):
+                try:
+                    os.link(self._beside / name, new / name)
+                except OSError:  # the file system has no links
+                    shutil.copyfile(self._beside / name, new / name)
+        shutil.rmtree(self._beside, ignore_errors=True)
+
+
+class _Progress:
+    def __init__(self, name: str) -> None:
+        self._name, self._tokens = name, 0
+        self._began = self._told = time.monotonic()
+
+    def watched(self, results: Iterator[tuple[Tokens, Tokens]]) -> Iterator[tuple[Tokens, Tokens]]:
+        for parts in results:
+            self._tokens += sum(len(part.ids) for part in parts)
+            now = time.monotonic()
+            if now - self._told >= _REPORT_SECONDS:
+                self._told = now
+                log.info("%s: %.1f million tokens, %.0f tokens/s", self._name, self._tokens / 1e6, self._tokens / (now - self._began))
+            yield parts

@@ -1,0 +1,127 @@
+"""Processes that tokenise batches of documents, and hand them back in the order in which they were given."""
+
+import hashlib
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from data_prep.text_sources import Batch
+from src.data.tokenizers import Encoder
+from src.errors import RunError
+
+_AHEAD = 4
+"""Batches that a process has been given at any time, so that it never waits for the next."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process must know."""
+
+    encoder: Encoder
+    dtype: str
+    """Of the ids."""
+    field: str
+    val_rate: float
+    """Share of documents that become validation documents, by their text."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Documents of one split."""
+
+    ids: np.ndarray
+    """Of all, each followed by the end token."""
+    lengths: np.ndarray
+    """(documents,) int64, with their end tokens."""
+
+
+def is_validation(text: str, rate: float) -> bool:
+    """Whether a document is one of the share `rate`: a function of its text, so that equal documents are in one split."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < rate * 2.0**64
+
+
+def tokenised(job: Job, batch: Batch) -> tuple[Tokens, Tokens]:
+    """The documents of a batch that are for training, and those for validation, in their order.
+
+    Raises:
+        DataError: a row is not what it should be; names it.
+    """
+    texts = batch.documents(job.field)
+    chosen = [bool(job.val_rate) and is_validation(text, job.val_rate) for text in texts]
+    train, val = ([text for text, validates in zip(texts, chosen, strict=True) if validates is wanted] for wanted in (False, True))
+    return _tokens(job, train), _tokens(job, val)
+
+
+def _tokens(job: Job, texts: list[str]) -> Tokens:
+    pieces = [np.array([*ids, job.encoder.eos_id], dtype=job.dtype) for ids in job.encoder.texts(texts)]
+    ids = np.concatenate(pieces) if pieces else np.empty(0, job.dtype)
+    return Tokens(ids, np.array([len(piece) for piece in pieces], dtype=np.int64))
+
+
+class Workers:
+    """Tokenises in `count` processes; in this one where that is 1. To be used in a `with`."""
+
+    def __init__(self, job: Job, count: int) -> None:
+        self._job, self._count = job, count
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "Workers":
+        if self._count > 1:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._count, context, _begin, (self._job,))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def each(self, batches: Iterable[Batch]) -> Iterator[tuple[Tokens, Tokens]]:
+        """`tokenised` of every batch, in their order.
+
+        Raises:
+            RunError: a process was killed.
+            DataError: what a batch has wrong. All before it were handed back.
+        """
+        if self._pool is None:
+            for batch in batches:
+                yield tokenised(self._job, batch)
+            return
+        stream = iter(batches)
+        given: deque[Future[tuple[Tokens, Tokens]]] = deque()
+        try:
+            while True:
+                given.extend(self._pool.submit(_tokenise, batch) for batch in islice(stream, self._count * _AHEAD - len(given)))
+                if not given:
+                    return
+                yield given.popleft().result()
+        except BrokenProcessPool:
+            raise RunError("a process that tokenises ended, perhaps for lack of memory. Start again: finished shards are kept.") from None
+
+
+_jobs: list[Job] = []
+
+
+def _begin(job: Job) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has a core
+    _jobs.append(job)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a child process"
+    parent.join()
+    os._exit(1)
+
+
+def _tokenise(batch: Batch) -> tuple[Tokens, Tokens]:
+    return tokenised(_jobs[0], batch)

@@ -1,0 +1,178 @@
+"""Tokenise text once, for pre-training: `python -m data_prep.tokenize --name c4_t5 --tokenizer t5_tokenizer --train FILE..`.
+
+One folder is made below --data_path: shards of ids that are read by memory map (src/data/token_files.py) and manifest.json, which says
+what they were made from. A SOURCE is a file (.jsonl, .json, .txt, plain or with gzip; .parquet), a folder saved by `datasets`, or
+hub:ID[@CONFIG], which with --streaming is never written to the disk as text. The bytes do not depend on the number of processes.
+Started again after it was killed, it goes on behind the last whole shard.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.metadata
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from data_prep import text_sources, token_shards, token_workers
+from src import files
+from src.config import Places
+from src.data import jsonl, token_files, tokenizers
+from src.data.encoded import tokenizer_digest
+from src.errors import ConfigError, DataError, UserError
+
+COMMAND = "python -m data_prep.tokenize"
+_HERE = Path(__file__).parent
+_SCRIPTS = [_HERE / f"{name}.py" for name in ("tokenize", "text_sources", "token_shards", "token_workers")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is tokenised, and how. All but `processes` may change the bytes."""
+
+    name: str
+    tokenizer: str
+    train: Sequence[str] = ()
+    val: Sequence[str] = ()
+    corpus: str | None = None
+    val_rate: float = 0.0
+    text_field: str = "text"
+    documents_by: text_sources.DocumentsBy = "file"
+    streaming: bool = False
+    shard_tokens: int = 1 << 27
+    processes: int = 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line. Exits 1 with one line on a mistake that the user can mend."""
+    given = vars(_parser().parse_args(argv))
+    data_path = given.pop("data_path")
+    try:
+        tokenise(data_path, Options(**given))
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").partition("\n")[2].strip())
+    add = parser.add_argument
+    add("--data_path", type=Path, default=Path("results/data"), help="folder of prepared data sets (default: %(default)s)")
+    add("--name", required=True, help="the new folder below it, which an experiment names as data.corpus")
+    add("--tokenizer", required=True, help="a folder below --data_path, any other folder, or a hub id: that of the model to be trained")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--corpus", help="a prepared folder below --data_path, with train.jsonl and val.jsonl")
+    source.add_argument("--train", nargs="+", default=[], metavar="SOURCE", help="sources of the training split")
+    add("--val", nargs="+", default=[], metavar="SOURCE", help="sources of the validation split")
+    add("--val_rate", type=float, default=0.0, metavar="R", help="instead of --val: the share of the documents of --train, by their text")
+    add("--text_field", default="text", help="of JSON objects and table rows: which one is the text (default: %(default)s)")
+    add("--documents_by", choices=get_args(text_sources.DocumentsBy), default="file", help="of a text file (default: %(default)s)")
+    add("--streaming", action="store_true", help="read sets of the hub over the network while they are tokenised")
+    add("--shard_tokens", type=int, default=1 << 27, metavar="N", help="a shard ends when it has so many (default: %(default)s)")
+    add("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="that tokenise (default: one for each core)")
+    return parser
+
+
+def tokenise(data_path: Path, options: Options) -> bool:
+    """Make the folder `data_path / options.name`; False where it is whole and was made from the same, so that nothing was done.
+
+    Raises:
+        DataError: a source or the tokenizer is missing or damaged, or a split would be empty. Finished shards are kept.
+        ConfigError: the options do not go together.
+        RunError: the disk refuses, or another process does the same.
+    """
+    start = time.monotonic()
+    _check(options)
+    folder = data_path / options.name
+    place = data_path / options.tokenizer
+    tokenizer = tokenizers.load(place if place.is_dir() else options.tokenizer)
+    encoder = tokenizers.Encoder(tokenizer)
+    about = {
+        "name": options.tokenizer,
+        "fingerprint": tokenizer_digest(tokenizer),
+        "eos_id": encoder.eos_id,
+        "vocab_size": len(tokenizer),
+    }
+    sources = _sources(data_path, options)
+    made_from = _made_from(options, about, sources)
+    if files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from:
+        token_shards.discard(folder)
+        print(f"{folder}: whole and made from these sources with these options: nothing to do.")
+        return False
+    job = token_workers.Job(encoder, token_files.type_of(len(tokenizer)), options.text_field, options.val_rate)
+    with token_shards.partial(folder, made_from) as shards, token_workers.Workers(job, options.processes) as workers:
+        kept = sum(shard["tokens"] for split in jsonl.SPLITS for shard in shards.of(split))
+        for split, source in sources:
+            shards.add(split, source, workers.each, options.shard_tokens)
+        splits = {split: shards.of(split) for split in jsonl.SPLITS}
+        for split in jsonl.SPLITS:
+            if not splits[split]:
+                raise DataError(f"--{split}: no document is left for this split. Every folder has both; see --val and --val_rate.")
+        facts = {"command": COMMAND, "format": token_files.FORMAT, "dtype": job.dtype, "tokenizer": about, "splits": splits}
+        shards.publish({**facts, "made_from": made_from})
+    _print_summary(folder, splits, kept, time.monotonic() - start)
+    return True
+
+
+def _check(options: Options) -> None:
+    """Raises ConfigError where options do not go together."""
+    if not 0 <= options.val_rate < 1:
+        raise ConfigError(f"--val_rate: expected a share of at least 0 and below 1, got {options.val_rate}.")
+    for flag in ("shard_tokens", "processes"):
+        if getattr(options, flag) < 1:
+            raise ConfigError(f"--{flag}: expected at least 1, got {getattr(options, flag)}.")
+    if options.corpus is not None and (options.val or options.val_rate):
+        raise ConfigError("--corpus: has its own validation split. Leave --val and --val_rate out.")
+    if options.corpus is None and bool(options.val) == bool(options.val_rate):
+        raise ConfigError("--val: say what to validate on: either sources with --val, or a share of --train with --val_rate.")
+    if options.corpus is None and options.streaming and not any(name.startswith(text_sources.HUB) for name in options.train):
+        raise ConfigError(f"--streaming: is for sets of the hub, {text_sources.HUB}ID; files are never read at once anyway. Leave it out.")
+
+
+def _sources(data_path: Path, options: Options) -> list[tuple[str, text_sources.Source]]:
+    """(Split, source) in the order in which they are read.
+
+    Raises:
+        DataError: a source is missing, or is given twice.
+    """
+    how = text_sources.Reading(options.text_field, options.documents_by, options.streaming)
+    if options.corpus is not None:
+        folder = jsonl.corpus(Places(data_path, data_path), options.corpus)
+        named = {split: [str(jsonl.require_file(folder, f"{split}.jsonl"))] for split in jsonl.SPLITS}
+    else:
+        named = {"train": list(options.train), "val": list(options.val)}
+    found = [(split, text_sources.open_source(name, split, how)) for split in jsonl.SPLITS for name in named[split]]
+    seen: dict[str, str] = {}
+    for split, source in found:
+        key = str({name: value for name, value in source.facts.items() if name != "name"})
+        if key in seen:
+            raise DataError(f"--{split} {source.name}: the same data as {seen[key]}.")
+        seen[key] = f"--{split} {source.name}"
+    return found
+
+
+def _made_from(options: Options, about: dict[str, Any], sources: Sequence[tuple[str, text_sources.Source]]) -> dict[str, Any]:
+    """All that the bytes of the folder depend on."""
+    ignored = ("name", "tokenizer", "train", "val", "corpus", "processes")
+    return {
+        "sources": [{"split": split, **source.facts} for split, source in sources],
+        "options": {name: value for name, value in dataclasses.asdict(options).items() if name not in ignored},
+        "tokenizer": {name: about[name] for name in ("fingerprint", "eos_id", "vocab_size")},
+        "packages": {"tokenizers": importlib.metadata.version("tokenizers")},
+        "scripts_sha256": hashlib.sha256(b"".join(path.read_bytes() for path in _SCRIPTS)).hexdigest(),
+    }
+
+
+def _print_summary(folder: Path, splits: dict[str, list[dict[str, Any]]], kept: int, seconds: float) -> None:
+    tokens = sum(shard["tokens"] for shards in splits.values() for shard in shards)
+    print(f"{folder}: made in {seconds:.1f} s, {(tokens - kept) / seconds:,.0f} tokens/s" + (f"; {kept:,} were there" if kept else ""))
+    for split, shards in splits.items():
+        documents, tokens = sum(shard["documents"] for shard in shards), sum(shard["tokens"] for shard in shards)
+        print(f"{split:6} {documents:,} documents, {tokens:,} tokens with their end tokens, {len(shards)} shards")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    main()
