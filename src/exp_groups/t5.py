@@ -6,6 +6,11 @@ from src.experiments.grid import changed, ref
 
 # A small T5 learns on this machine to fill gaps in the documentation of Python's standard library.
 TINY_TEXT = {"corpus": "stdlib_text", "input_tokens": 128, "val_sequences": 128}
+TINY_DENOISERS = [
+    {"rate": 1.0, "mode": "[NLU]", "mean_span_tokens": 3.0, "noise_density": 0.15},
+    {"rate": 1.0, "mode": "[S2S]"},
+    {"rate": 1.0, "mode": "[NLG]", "mean_span_tokens": 3.0, "noise_density": 0.5},
+]
 T5_TINY: dict[str, Any] = {
     "recipe": "t5_pretrain",
     "seed": 0,
@@ -135,7 +140,7 @@ T5_TINY_TASK = changed(
     T5_BASE_TASK,
     {
         "model": ref(T5_TINY),
-        "data.input_tokens": 128,
+        "data.input_tokens": 192,
         "data.target_tokens": 8,
         "loop.steps": 300,
         "loop.micro_batch": 16,
@@ -180,8 +185,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     "t5_base_glue": [T5_BASE_GLUE],
     **{f"t5_tiny_{name}": tiny_task(name) for name in ("rte", "sst2", "cola")},
     "t5_tiny_objectives": [
-        changed(T5_TINY, {"data": {"name": "prefix_lm", **TINY_TEXT}}),
-        changed(T5_TINY, {"data": {"name": "ul2", **TINY_TEXT}}),
+        changed(T5_TINY, {"data": {"name": "prefix_lm", "corpus": "stdlib_text", "sequence_tokens": 157, "val_sequences": 128}}),
+        changed(T5_TINY, {"data": {"name": "ul2", "denoisers": TINY_DENOISERS, **TINY_TEXT}}),
     ],
     "t5_tiny_optimizers": [
         changed(T5_TINY, {"loop.optimizer": "adamw_scale", "loop.learning_rate": 2e-2, "loop.schedule": schedule})
