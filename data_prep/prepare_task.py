@@ -96,8 +96,8 @@ def prepare(data_path: Path, options: Options) -> bool:
     start = time.monotonic()
     folder = data_path / options.name
     task = tasks.find(options.task, options.task_file)
-    if task.task.weight is None and options.train:
-        raise DataError(f"--train: {task.name!r} is not trained on, its weight is null. Give --val or --test.")
+    if options.train and not task.task.trained:
+        raise DataError(f"--train: {task.name!r} has no rows to train on. Give --val or --test.")
     sources = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
     made_from = _made_from(options, sources)
     if files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from:

@@ -69,14 +69,14 @@ def check_splits(config: Config, places: Places, splits: Sequence[str]) -> tasks
     folder = jsonl.corpus(places, config.corpus)
     task = tasks.of_corpus(config.task, folder)
     for split in splits:
-        if split == "train" and task.task.weight is None:
-            raise ConfigError(f"data.task: {config.task!r} is not trained on (its weight is null). Ask it of a trained model.")
+        if split == "train" and not task.task.trained:
+            raise ConfigError(f"data.task: {config.task!r} has no rows to train on. Name it in predictions.also.")
         jsonl.require_file(folder, f"{split}.jsonl")
     return task
 
 
 def weight(config: Config, places: Places) -> float | None:
-    """Examples of the task in T5's mixture, in proportion to those of others; None where it is not trained on."""
+    """Examples of the task in T5's mixtures, in proportion to those of others; None where they leave it out."""
     return tasks.of_corpus(config.task, jsonl.corpus(places, config.corpus)).task.weight
 
 

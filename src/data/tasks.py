@@ -26,7 +26,9 @@ OWN = "task.yaml"
 UNLABELLED = "<unk>"
 """What T5 writes for the label of a row that has none."""
 
-CLASSIFICATION = ("accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman", "f1a", "question_match")
+FIELDS = ("index", "label", "answers", "group")
+"""What a prepared row may hold beside its columns."""
+
 _OF_CLASSES, _OF_NUMBERS = {"accuracy", "f1", "macro_f1", "matthews", "f1a", "question_match"}, {"pearson", "spearman", "accuracy"}
 _OF_TEXT = {"em": "squad", "f1": "squad", "bleu": "bleu", "meteor": "meteor", "rouge1": "rouge", "rouge2": "rouge", "rougeL": "rouge"}
 _IN_HUNDREDS = {"matthews", "pearson", "spearman"}
@@ -56,7 +58,9 @@ class Task(Config):
     """Of whole sets of answers. The first is the one to optimise, unless `optimise` names another."""
     optimise: str | None = None
     weight: float | None = Field(gt=0)
-    """Examples of the task in a mixture, in proportion to those of others; null: it is not trained on."""
+    """Examples of the task in T5's mixtures, in proportion to those of others; null: they leave it out."""
+    trained: bool = True
+    """Whether there are rows to train on; if not, the task is asked of a model that was trained on another."""
     prefix: str | None = Field(default=None, min_length=1)
     """What the input begins with. null: the name of the task."""
     separator: str = " "
@@ -72,6 +76,9 @@ class Task(Config):
     @model_validator(mode="after")
     def _consistent(self) -> "Task":
         _require_distinct("columns", self.columns)
+        for name in self.columns:
+            if name in FIELDS:
+                raise ValueError(f"columns: {name!r} is a field of every row. Call the column otherwise, and say its name in `names`.")
         _require_distinct("labels", self.labels)
         if (self.kind == "classes") != (len(self.labels) > 1):
             raise ValueError(f"labels: {len(self.labels)} for kind {self.kind!r}; 'classes' has two or more, the others none.")

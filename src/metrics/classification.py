@@ -4,7 +4,7 @@ An answer that is no label is of class -1: wrong, whatever was asked.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -76,19 +76,21 @@ def _classes(texts: Texts, labels: Sequence[str]) -> tuple[list[int], list[int]]
 
 
 def _f1(texts: Texts, labels: Sequence[str]) -> float:
-    from sklearn.metrics import f1_score
-
     predictions, references = _classes(texts, labels)
-    valid = [p if p >= 0 else 1 - r for p, r in zip(predictions, references, strict=True)]
-    return float(f1_score(references, valid, zero_division=0.0))  # pyright: ignore[reportArgumentType]  declared as text
+    valid = [p if p >= 0 else int(r == 0) for p, r in zip(predictions, references, strict=True)]
+    return _mean_f1(references, valid, [1])
 
 
 def _macro_f1(texts: Texts, labels: Sequence[str]) -> float:
+    predictions, references = _classes(texts, labels)
+    return _mean_f1(references, predictions, range(len(labels)))
+
+
+def _mean_f1(references: Sequence[int], predictions: Sequence[int], classes: Sequence[int]) -> float:
     from sklearn.metrics import f1_score
 
-    predictions, references = _classes(texts, labels)
-    classes = range(len(labels))
-    return float(f1_score(references, predictions, labels=classes, average="macro", zero_division=0.0))  # pyright: ignore[reportArgumentType]
+    found = f1_score(references, predictions, labels=classes, average="macro", zero_division=0.0)  # pyright: ignore[reportArgumentType]
+    return float(found)
 
 
 def _matthews(texts: Texts, labels: Sequence[str]) -> float:
@@ -102,21 +104,21 @@ def _pearson(texts: Texts, labels: Sequence[str]) -> float:
     from scipy.stats import pearsonr
 
     del labels
-    return _correlation(texts, lambda *numbers: pearsonr(*numbers)[0])
+    return _correlation(texts, pearsonr)
 
 
 def _spearman(texts: Texts, labels: Sequence[str]) -> float:
     from scipy.stats import spearmanr
 
     del labels
-    return _correlation(texts, lambda *numbers: spearmanr(*numbers)[0])
+    return _correlation(texts, spearmanr)
 
 
-def _correlation(texts: Texts, statistic: Callable[..., float]) -> float:
+def _correlation(texts: Texts, statistic: Callable[..., Any]) -> float:
     predictions, references = ([_number(text) for text in column] for column in zip(*texts, strict=True))
     if len(set(predictions)) < 2 or len(set(references)) < 2:
         return 0.0
-    return 100 * float(statistic(predictions, references))
+    return 100 * float(statistic(predictions, references)[0])
 
 
 def _number(text: str) -> float:
