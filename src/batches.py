@@ -4,7 +4,7 @@ Shapes: B samples, T tokens of the longest sample, C context chunks, S tokens of
 P positions of all chunks of a sample, D hidden size of the model that encoded them.
 """
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +43,19 @@ class Seq2SeqBatch(TypedDict):
     """(B, T) int64: the targets, -100 where nothing is learned."""
     loss_mask: "Tensor"
     """(B, T) bool, True on targets that are learned: where `labels` is not -100."""
+
+
+class DepthBatch(Seq2SeqBatch):
+    """Shuffled sentences, and who sees whom of them. `attention_mask` has the real tokens."""
+
+    encoder_mask: "Tensor"
+    """(B, S, S) bool, True where a token of the input (second axis) sees another (third)."""
+    decoder_mask: "Tensor"
+    """(B, T, T) bool, True where a token that the decoder reads sees another."""
+    cross_mask: "Tensor"
+    """(B, T, S) bool, True where a token that the decoder reads sees one of the input."""
+    loss_weights: NotRequired["Tensor"]
+    """(B, T) float32: how much the loss of each target counts; without it all count 1."""
 
 
 class EncodedBatch(TokenBatch):

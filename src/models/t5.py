@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 import src.config
 from src.config import Places
 from src.errors import ConfigError
-from src.models import hf, prepared_tokenizer
+from src.models import hf, prepared_tokenizer, t5_masks
 from src.models.architecture import Architecture
 from src.registry import ENCODER_DECODER
 
@@ -76,10 +76,12 @@ def build(config: Config, places: Places) -> "T5ForConditionalGeneration":
     """
     check(config, places)
     if config.random:
-        return _random(config.random, config.dropout_rate or 0.0, places.data / config.random.tokenizer)
-    model: Any = hf.load(_pretrained(config), places, "T5ForConditionalGeneration")
-    if config.dropout_rate is not None:
-        _set_dropout(model, config.dropout_rate)
+        model: Any = _random(config.random, config.dropout_rate or 0.0, places.data / config.random.tokenizer)
+    else:
+        model = hf.load(_pretrained(config), places, "T5ForConditionalGeneration")
+        if config.dropout_rate is not None:
+            _set_dropout(model, config.dropout_rate)
+    t5_masks.accept(model)
     return model
 
 

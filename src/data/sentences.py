@@ -1,0 +1,46 @@
+"""Texts as sentences, without any download: nltk's Punkt (Kiss & Strunk 2006) with abbreviations that are given rather than learned.
+
+Punkt's trained models are pickles or tables that have to be fetched. Without one it knows no abbreviation, so the frequent English ones
+stand here; numbers and initials it knows by itself. Each sentence is a function of its text alone, not of a corpus.
+"""
+
+import re
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nltk.tokenize.punkt import PunktSentenceTokenizer
+
+_SHORT = """
+a.m adm al apr approx assn aug ave bldg blvd capt cf cmdr co col corp dec dept dr e.g ed eds eq eqs esp est etc feb fig figs ft gen gov hon
+i.e inc jan jr lt ltd maj messrs mr mrs ms mt nov oct op p.m pp prof pt rd ref refs rep rev sec sen sep sept sgt sr st u.k u.n u.s vol
+vols vs
+"""
+ABBREVIATIONS = frozenset(_SHORT.split())
+"""In lower case, without the last period."""
+_BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
+
+
+def split(text: str) -> list[str]:
+    """The sentences of `text`: joined they are `text`. Each begins with the white space before it; none is white space alone.
+
+    A sentence also ends before an empty line, as headings and code have no full stop. Empty where there is nothing but white space.
+    """
+    ends = {end for _, end in _punkt().span_tokenize(text)} | {found.start() for found in _BLANK_LINE.finditer(text)}
+    bounds = [0]
+    for end in sorted(ends):
+        if text[bounds[-1] : end].strip():
+            bounds.append(end)
+    if len(bounds) > 1 and not text[bounds[-1] :].strip():
+        bounds.pop()
+    return [text[start:end] for start, end in pairwise([*bounds, len(text)])] if text.strip() else []
+
+
+@cache
+def _punkt() -> "PunktSentenceTokenizer":
+    from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
+
+    known = PunktParameters()
+    known.abbrev_types = set(ABBREVIATIONS)
+    return PunktSentenceTokenizer(known)

@@ -1,0 +1,47 @@
+"""Lets a T5 of transformers take one mask for its encoder and another for its decoder's view of the encoder.
+
+The public forward gives `attention_mask` to both, so that a mask with a row for each token fits only one of them. Its other keywords reach
+the encoder, the decoder and their layers, which use none that they do not know: two hooks pick one of them out on its way.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import T5ForConditionalGeneration
+
+CROSS_MASK = "cross_attention_mask"
+
+
+def accept(model: "T5ForConditionalGeneration") -> None:
+    """From now on `model(..., cross_attention_mask=(B, 1, T, S))` is what its decoder sees of its encoder. Mutates `model`.
+
+    Masks of four axes, `attention_mask` (B, 1, S, S) and `decoder_attention_mask` (B, 1, T, T), are taken as they are, so that the
+    decoder's must be causal itself. bool, True where a token (third axis) sees another (fourth). Without them all is as before.
+    """
+    model.encoder.register_forward_pre_hook(_without_cross_mask, with_kwargs=True)
+    model.decoder.register_forward_pre_hook(_with_cross_mask, with_kwargs=True)
+
+
+def _without_cross_mask(encoder: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    given.pop(CROSS_MASK, None)
+    return args, _taken(encoder, given, "attention_mask")
+
+
+def _with_cross_mask(decoder: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    cross_mask = given.pop(CROSS_MASK, None)
+    if cross_mask is not None:
+        given["encoder_attention_mask"] = cross_mask
+    return args, _taken(decoder, given, "attention_mask", "encoder_attention_mask")
+
+
+def _taken(stack: Any, given: dict[str, Any], *names: str) -> dict[str, Any]:
+    """`given`, with masks of four axes as the attention of `stack` takes them: eager attention adds them to its logits."""
+    import torch
+
+    if stack.config._attn_implementation == "eager":
+        for name in names:
+            mask: Tensor | None = given.get(name)
+            if mask is not None and mask.dim() == 4 and mask.dtype == torch.bool:
+                given[name] = torch.zeros_like(mask, dtype=stack.dtype).masked_fill_(~mask, torch.finfo(stack.dtype).min)
+    return given
