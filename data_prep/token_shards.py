@@ -68,6 +68,7 @@ class Shards:
     def __init__(self, folder: Path, beside: Path, made_from: dict[str, Any]) -> None:
         self._folder, self._beside = folder, beside
         self._dtype = token_files.type_of(made_from["tokenizer"]["vocab_size"])
+        self._source = 0
         self._segments: list[dict[str, Any]] = []
         while (path := self._done(len(self._segments))).exists():
             segment = files.read_json(path, DataError)
@@ -76,7 +77,6 @@ class Shards:
                     log.warning("%s: not as it was written. It is made anew, and all that follow.", beside / name)
                     return
             self._segments.append(segment)
-        self._source = 0
 
     def of(self, split: str) -> list[dict[str, Any]]:
         """What the manifest says of the finished shards of a split."""
@@ -92,11 +92,10 @@ class Shards:
         mine = [segment for segment in self._segments if segment["source"] == self._source]
         start = mine[-1]["batches"] if mine else 0
         if not (mine and mine[-1]["last"]):
-            results = tokenise(itertools.islice(source.read(), start, None))
-            progress = _Progress(source.name)
+            results = _told(source.name, tokenise(itertools.islice(source.read(), start, None)))
             ended = False
             while not ended:
-                start, ended = self._segment(split, start, progress.watched(results), shard_tokens)
+                start, ended = self._segment(split, start, results, shard_tokens)
         self._source += 1
 
     def _segment(self, split: str, start: int, results: Iterator[tuple[Tokens, Tokens]], shard_tokens: int) -> tuple[int, bool]:
@@ -107,12 +106,13 @@ class Shards:
                 name: opened.enter_context(token_files.Writer(self._beside, f"{name}-{number:05d}", self._dtype)) for name in jsonl.SPLITS
             }
             while tokens < shard_tokens and not ended:
-                parts = next(results, None)
-                ended = parts is None
-                for name, part in zip(jsonl.SPLITS if split == "train" else ("val", "train"), parts or (), strict=parts is not None):
+                if (parts := next(results, None)) is None:
+                    ended = True
+                    continue
+                batches += 1
+                for name, part in zip(jsonl.SPLITS if split == "train" else ("val", "train"), parts, strict=True):
                     writers[name].append(part.ids, part.lengths)
                     tokens += len(part.ids)
-                batches += not ended
             shards = {name: facts for name, writer in writers.items() if (facts := writer.close()) is not None}
         names = [facts["name"] + end for facts in shards.values() for end in (token_files.IDS, token_files.ENDS)]
         sizes = {name: (self._beside / name).stat().st_size for name in names}
@@ -140,16 +140,14 @@ class Shards:
         shutil.rmtree(self._beside, ignore_errors=True)
 
 
-class _Progress:
-    def __init__(self, name: str) -> None:
-        self._name, self._tokens = name, 0
-        self._began = self._told = time.monotonic()
-
-    def watched(self, results: Iterator[tuple[Tokens, Tokens]]) -> Iterator[tuple[Tokens, Tokens]]:
-        for parts in results:
-            self._tokens += sum(len(part.ids) for part in parts)
-            now = time.monotonic()
-            if now - self._told >= _REPORT_SECONDS:
-                self._told = now
-                log.info("%s: %.1f million tokens, %.0f tokens/s", self._name, self._tokens / 1e6, self._tokens / (now - self._began))
-            yield parts
+def _told(name: str, results: Iterator[tuple[Tokens, Tokens]]) -> Iterator[tuple[Tokens, Tokens]]:
+    """The `results`; says every few seconds how far it is."""
+    tokens = 0
+    began = told = time.monotonic()
+    for parts in results:
+        tokens += sum(len(part.ids) for part in parts)
+        now = time.monotonic()
+        if now - told >= _REPORT_SECONDS:
+            told = now
+            log.info("%s: %.1f million tokens, %.0f tokens/s", name, tokens / 1e6, tokens / (now - began))
+        yield parts

@@ -1,0 +1,296 @@
+"""Tokenising once: the same shards whatever the processes, and whole ones kept when a run is killed."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from data_prep import token_shards, token_workers
+from data_prep.tokenize import Options, main, tokenise
+from src.config import Places
+from src.data import documents, jsonl, tokenizers
+from src.errors import ConfigError, DataError, RunError
+from src.files import new_directory, sha256
+from tests.conftest import ROOT
+from tests.data.conftest import CONTROLS, make_tokenizer  # noqa: F401  a fixture
+
+TEXTS = [f"Document {n} says {'so ' * (n % 13)}é." for n in range(600)]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, make_tokenizer):  # noqa: F811
+    """A data path with a byte tokenizer."""
+    folder = tmp_path_factory.mktemp("data")
+    make_tokenizer().save_pretrained(folder / "bytes")
+    return folder
+
+
+@pytest.fixture
+def data(prepared, tmp_path):
+    (tmp_path / "bytes").symlink_to(prepared / "bytes")
+    return tmp_path
+
+
+def write_lines(path, texts, field="text"):
+    lines = "".join(json.dumps({field: string, "source": "s"}) + "\n" for string in texts).encode()
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    return str(path)
+
+
+def run(data, **changes):
+    options = {"name": "made", "tokenizer": "bytes", "val_rate": 0.1, "shard_tokens": 10**6, **changes}
+    return tokenise(data, Options(**options))
+
+
+def read(data, split, name="made"):
+    """Texts of all documents of a split."""
+    found = documents.read(Places(data, data), name, tokenizers.load(data / "bytes"), split)
+    shift = len(CONTROLS)
+    return [bytes(int(i) - shift for i in found[n]).decode() for n in range(len(found))]
+
+
+def hashes(folder):
+    return {path.name: sha256(path) for path in folder.iterdir() if path.name != "manifest.json"}
+
+
+def test_documents_are_parted_by_their_text(data):
+    source = write_lines(data / "a.jsonl", TEXTS + TEXTS[:50])
+    assert run(data, train=[source])
+    train, val = read(data, "train"), read(data, "val")
+    assert sorted(train + val) == sorted(TEXTS + TEXTS[:50])
+    assert not set(train) & set(val)
+    assert 0.05 < len(val) / 650 < 0.15
+    assert train == [string for string in TEXTS + TEXTS[:50] if string in set(train)]
+
+
+def test_the_share_of_validation_documents():
+    assert abs(sum(token_workers.is_validation(f"text {n}", 0.02) for n in range(20_000)) - 400) < 80
+    assert not any(token_workers.is_validation(f"text {n}", 0.0) for n in range(100))
+
+
+def test_the_same_bytes_whatever_the_number_of_processes(data):
+    sources = [write_lines(data / "a.jsonl", TEXTS), write_lines(data / "b.jsonl.gz", [f"More: {string}" for string in TEXTS])]
+    for processes, name in ((1, "one"), (2, "two")):
+        run(data, name=name, train=sources, shard_tokens=4000, processes=processes)
+    found = hashes(data / "one")
+    assert len(found) > 12
+    assert found == hashes(data / "two")
+    manifests = [json.loads((data / name / "manifest.json").read_text()) for name in ("one", "two")]
+    assert manifests[0] == manifests[1]
+
+
+def test_sources_of_every_kind_give_the_same_documents(data):
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = {"text": TEXTS[:30]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), data / "b.parquet")
+    made = datasets.Dataset.from_dict(rows)
+    made.save_to_disk(data / "saved")
+    datasets.DatasetDict({"train": made, "validation": made}).save_to_disk(data / "splits")
+    (data / "d.json").write_text(json.dumps([{"text": string} for string in rows["text"]]))
+    (data / "e.txt").write_text("\n\n" + "\n".join(rows["text"]) + "\n")
+    (data / "hub").mkdir()
+    write_lines(data / "hub" / "train.jsonl", rows["text"])
+    (data / "f.txt").write_text("\n \n".join(string.replace(" ", "\n") for string in rows["text"]))
+    val = write_lines(data / "val.jsonl", ["v"])
+    names = ["b.parquet", "saved", "splits", "d.json", "e.txt", f"hub:{data / 'hub'}", "f.txt"]
+    for number, name in enumerate(names):
+        source = name if name.startswith("hub:") else str(data / name)
+        by, streaming = "paragraph" if name == "f.txt" else "line", name.startswith("hub:")
+        run(data, name=f"m{number}", train=[source], val=[val], val_rate=0.0, documents_by=by, streaming=streaming)
+        expected = [string.replace(" ", "\n") for string in rows["text"]] if name == "f.txt" else rows["text"]
+        assert read(data, "train", f"m{number}") == expected, name
+        assert read(data, "val", f"m{number}") == ["v"]
+
+
+def test_a_text_file_is_one_document_unless_told(data):
+    (data / "a.txt").write_text("\n one\n\ntwo \n\n")
+    run(data, train=[str(data / "a.txt")], val=[write_lines(data / "v.jsonl", ["v"])], val_rate=0.0)
+    assert read(data, "train") == [" one\n\ntwo "]
+
+
+def test_a_prepared_corpus_keeps_its_splits_and_empty_documents(data):
+    with new_directory(data / "plain") as folder:
+        write_lines(folder / "train.jsonl", ["a", "", "b"])
+        write_lines(folder / "val.jsonl", ["c"])
+    run(data, corpus="plain", val_rate=0.0)
+    assert read(data, "train") == ["a", "", "b"]
+    assert read(data, "val") == ["c"]
+
+
+def test_a_second_run_does_nothing_and_a_change_is_made_anew(data, capsys):
+    source = write_lines(data / "a.jsonl", TEXTS)
+    assert run(data, train=[source])
+    assert not run(data, train=[source], processes=2)
+    assert "nothing to do" in capsys.readouterr().out
+    write_lines(data / "a.jsonl", TEXTS[1:])
+    assert run(data, train=[source])
+    assert len(read(data, "train") + read(data, "val")) == 599
+    assert run(data, train=[source], val_rate=0.2)
+
+
+def tokenised_sources(monkeypatch):
+    """Counts the batches that are tokenised."""
+    counted = []
+    original = token_workers.tokenised
+    monkeypatch.setattr(token_workers, "tokenised", lambda job, batch: counted.append(batch) or original(job, batch))
+    return counted
+
+
+def test_what_was_finished_before_an_error_is_kept(data, monkeypatch):
+    lines = write_lines(data / "a.jsonl", TEXTS)
+    second = write_lines(data / "b.jsonl", ["x"] * 300)
+    with open(second, "a") as file:
+        file.write('{"text": 5}\n')
+    with pytest.raises(DataError, match=re.escape("b.jsonl:301: field 'text': expected str, got 5 (int).")):
+        run(data, train=[lines, second], shard_tokens=4000)
+    beside = data / ".made.partial"
+    kept = hashes(beside)
+    assert sum(name.endswith(".done.json") for name in kept) >= 3
+    counted = tokenised_sources(monkeypatch)
+    with pytest.raises(DataError, match=r"b.jsonl:301"):
+        run(data, train=[lines, second], shard_tokens=4000)
+    assert {batch.source for batch in counted} == {second}
+    assert {name: digest for name, digest in hashes(beside).items() if name in kept} == kept
+    write_lines(data / "b.jsonl", ["x"] * 300)
+    assert run(data, train=[lines, second], shard_tokens=4000)
+    assert not beside.exists()
+    assert len(read(data, "train") + read(data, "val")) == 900
+
+
+def test_damaged_finished_shards_are_made_anew(data):
+    lines = write_lines(data / "a.jsonl", TEXTS)
+    run(data, name="whole", train=[lines], shard_tokens=4000)
+    with open(lines, "a") as file:
+        file.write("{")
+    with pytest.raises(DataError, match=r"a.jsonl:601: not valid JSON"):
+        run(data, train=[lines], shard_tokens=4000)
+    write_lines(data / "a.jsonl", TEXTS)
+    run(data, train=[lines], shard_tokens=4000)
+    assert hashes(data / "made") == hashes(data / "whole")
+
+
+def test_a_killed_run_goes_on_behind_the_last_whole_shard(data):
+    """kill -9 of the command, whose processes end with it; and one of the finished shards is torn before it goes on."""
+    lines = write_lines(data / "a.jsonl", TEXTS * 12)
+    run(data, name="whole", train=[lines], shard_tokens=12_000)
+    command = [sys.executable, "-m", "data_prep.tokenize", "--data_path", str(data), "--name", "made", "--tokenizer", "bytes"]
+    command += ["--train", lines, "--val_rate", "0.1", "--shard_tokens", "12000", "--processes", "2"]
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    beside, deadline = data / ".made.partial", time.monotonic() + 60
+    while not (beside / "00002.done.json").exists():
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    done = len(list(beside.glob("*.done.json")))
+    before = {path.name: path.stat().st_mtime_ns for path in beside.glob("*.ids") if int(path.stem.split("-")[1]) < done - 1}
+    torn = beside / f"train-{done - 1:05d}.ids"
+    os.truncate(torn, torn.stat().st_size - 2)
+    seen = {}
+
+    def publish(shards, facts, publish=token_shards.Shards.publish):
+        seen.update({path.name: path.stat().st_mtime_ns for path in beside.glob("*.ids")})
+        publish(shards, facts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_shards.Shards, "publish", publish)
+        run(data, train=[lines], shard_tokens=12_000)
+    assert before
+    assert before.items() <= seen.items()
+    assert hashes(data / "made") == hashes(data / "whole")
+
+
+def test_shards_of_other_options_are_not_mixed_in(data, caplog):
+    lines = write_lines(data / "a.jsonl", TEXTS)
+    with open(lines, "a") as file:
+        file.write("{")
+    with pytest.raises(DataError):
+        run(data, train=[lines], shard_tokens=4000)
+    write_lines(data / "a.jsonl", TEXTS[:-1])
+    run(data, train=[lines], shard_tokens=4000)
+    assert "made from something else" in caplog.text
+    run(data, name="whole", train=[lines], shard_tokens=4000)
+    assert hashes(data / "made") == hashes(data / "whole")
+
+
+def test_two_at_once_are_refused(data):
+    with (
+        token_shards.partial(data / "made", {"tokenizer": {"vocab_size": 9}}),
+        pytest.raises(RunError, match="another process is making it"),
+    ):
+        run(data, train=[write_lines(data / "a.jsonl", TEXTS)])
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "said"),
+    [
+        (b'{"text": "a"}\n{"txt": "b"}\n', "a.jsonl", "a.jsonl:2: field 'text' is missing. Fields: txt. --text_field names another."),
+        (b'{"text": "a"}\n\xff\n', "a.jsonl", "a.jsonl:2: not UTF-8 text"),
+        (b'{"text": "a"}\n\n', "a.jsonl", "a.jsonl:2: not valid JSON"),
+        (b"a\n\xff\n", "a.txt", "a.txt:2: not UTF-8 text: invalid start byte at byte 0."),
+        (gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "a.jsonl.gz", "a.jsonl.gz: the gzip file is cut off"),
+        (b"nothing", "a.jsonl.gz", "a.jsonl.gz: a damaged gzip file"),
+        (b"PAR1", "a.parquet", "a.parquet: no parquet file, or a damaged one"),
+        (b"", "a.bin", "a.bin: what kind of file this is cannot be told from its name."),
+        (b'{"text": "a"}\n', "a.jsonl", "--val: no document is left for this split."),
+    ],
+)
+def test_what_is_wrong_with_a_source_is_told_with_its_place(data, content, name, said):
+    (data / name).write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(said)):
+        run(data, train=[str(data / name)], val_rate=1e-9)
+    assert not (data / "made").exists()
+
+
+def test_missing_sources(data):
+    for name, said in (("nowhere.jsonl", "no such file."), ("owner/set", 'A set of the hub is written "hub:owner/set".')):
+        with pytest.raises(DataError, match=re.escape(said)):
+            run(data, train=[name])
+    (data / "empty").mkdir()
+    with pytest.raises(DataError, match="a folder, but not one that `datasets` saved"):
+        run(data, train=[str(data / "empty")])
+    with pytest.raises(DataError, match="hub:owner/none: cannot be had from the hub or its cache"):
+        run(data, train=["hub:owner/none"])
+    lines = write_lines(data / "a.jsonl", TEXTS)
+    with pytest.raises(DataError, match="the same data as --train"):
+        run(data, train=[lines], val=[lines], val_rate=0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"val_rate": 1.0}, "--val_rate: expected a share"),
+        ({"val_rate": 0.0}, "--val: say what to validate on"),
+        ({"val": ["x"]}, "--val: say what to validate on"),
+        ({"corpus": "x", "train": ()}, "--corpus: has its own validation split"),
+        ({"processes": 0}, "--processes: expected at least 1, got 0"),
+        ({"streaming": True}, "--streaming: is for sets of the hub"),
+    ],
+)
+def test_options_that_do_not_go_together(data, changes, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        run(data, **{"train": ["x.jsonl"], **changes})
+
+
+def test_the_command_prints_what_it_made(data, capsys):
+    lines = write_lines(data / "a.jsonl", TEXTS)
+    arguments = ["--data_path", str(data), "--name", "made", "--tokenizer", "bytes", "--train", lines, "--processes", "1"]
+    main([*arguments, "--val_rate", "0.1"])
+    assert re.search(r"train +\d+ documents, [\d,]+ tokens with their end tokens, 1 shards\nval ", capsys.readouterr().out)
+    with pytest.raises(SystemExit, match="error: --val: say what"):
+        main(arguments)
+    assert jsonl.SPLITS == ("train", "val")
