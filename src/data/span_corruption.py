@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
 from src.config import Places
-from src.data import noise, sentinels
+from src.data import ngrams, noise, sentinels
 from src.data.positions import require_fit
 from src.data.tokenizers import Encoder
 from src.errors import ConfigError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    from src.data.denoising import OneObjective
+    from src.data.denoising import Objective, OneObjective
 
 
 class Config(StrictConfig):
@@ -34,6 +34,9 @@ class Config(StrictConfig):
     """Share of a row's tokens that is masked."""
     mean_span_tokens: float = Field(default=3.0, ge=1)
     """Masked tokens of a row by its masked runs."""
+    ngrams: str | None = Field(default=None, min_length=1)
+    """Text file below `--data_path` with one n-gram of words on each line: masked runs are of whole n-grams and words, where else they
+    begin and end anywhere. Lengths are the same."""
     val_sequences: int | None = Field(default=None, gt=0)
     """Sequences of the validation split that are used, the same ones with the same masks whatever the seed; None for all."""
 
@@ -56,11 +59,13 @@ def check(config: Config, places: Places) -> None:
     """Refuse a data set that is missing or incomplete, without reading it.
 
     Raises:
-        DataError: says what makes it.
+        DataError: says what makes it; or the n-grams are missing.
     """
     from src.data import documents
 
     documents.check(places, config.corpus)
+    if config.ngrams:
+        ngrams.require(places.data / config.ngrams)
 
 
 def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
@@ -80,21 +85,28 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
     """The rows of one split. The masks of training are functions of (seed, epoch, index), those of other splits of the index alone.
 
     Raises:
-        DataError: the tokenizer has no sentinels; the data set is missing, incomplete, malformed, or too small for one sequence or for
-            `val_sequences`.
+        DataError: the tokenizer has no sentinels, or marks no words for `ngrams`; these are missing or malformed; the data set is missing,
+            incomplete, malformed, or too small for one sequence or for `val_sequences`.
         ConfigError: a sequence needs more sentinels than the tokenizer has.
     """
     import numpy as np
 
     from src.data import documents
     from src.data.denoising import OneObjective, Rows, draws
+    from src.data.words import Words
 
     raw, counts = noise.exact_lengths(config.input_tokens, config.noise_density, config.mean_span_tokens)
     ids = np.array(sentinels.require(tokenizer, counts.spans, "data.input_tokens"), dtype=np.int32)
     found = documents.read(places, config.corpus, tokenizer, split)
     rows = Rows(found, raw, config.val_sequences if split == "val" else None)
-    objective = Spans(config.noise_density, config.mean_span_tokens, ids, found.eos_id)
-    return OneObjective(rows, objective, draws(split, seed), Encoder(tokenizer), found.fingerprint)
+    fingerprint = found.fingerprint
+    objective: Objective = Spans(config.noise_density, config.mean_span_tokens, ids, found.eos_id)
+    if config.ngrams:
+        vocabulary = ngrams.read(places.data / config.ngrams)
+        shares = config.noise_density, config.mean_span_tokens
+        objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
+        fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
+    return OneObjective(rows, objective, draws(split, seed), Encoder(tokenizer), fingerprint)
 
 
 class Spans:

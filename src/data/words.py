@@ -1,0 +1,94 @@
+"""Where words begin among the tokens of a row, by the marks of the tokenizer: SentencePiece's "▁", or byte-level BPE's "Ġ"."""
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from src.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
+
+_SPACE = "▁"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_ESCAPED = "surrogateescape"  # bytes of a character whose other bytes stand in another token
+
+
+class Words:
+    """Words as a vocabulary of tokens spells them.
+
+    A word begins at a token that begins with white space or punctuation, after one that ends with punctuation or a new line, and at the
+    beginning of a row. Control tokens are words of their own.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        """Raises DataError where the tokenizer marks no spaces."""
+        import numpy as np
+
+        size = len(tokenizer)
+        spell = _speller(tokenizer)
+        controls = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
+        self.texts = ["" if index in controls or token is None else spell(token) for index, token in enumerate(tokens)]
+        """Of each id; empty for a control token."""
+        self.control = np.array([index in controls for index in range(size)])
+        """(V,) bool."""
+        self._begins = np.array([not text or not _in_word(text[0]) for text in self.texts])
+        self._ends = np.array([not text or not (_in_word(text[-1]) or text[-1] == " ") for text in self.texts])
+
+    def starts(self, ids: "np.ndarray") -> "np.ndarray":
+        """(length,) bool, True on tokens that begin a word."""
+        starts = self._begins[ids]
+        starts[1:] |= self._ends[ids[:-1]]
+        starts[:1] = True
+        return starts
+
+    def spelled(self, ids: "np.ndarray", bounds: "np.ndarray") -> list[str]:
+        """Lower-case text of each word, with the space before it. bounds: (words + 1,) where words begin, and the length of the row."""
+        texts, cuts = [self.texts[index] for index in ids.tolist()], bounds.tolist()
+        return [_whole("".join(texts[start:end])) for start, end in pairwise(cuts)]
+
+
+def _whole(text: str) -> str:
+    return text if text.isascii() else text.encode(errors=_ESCAPED).decode(errors="replace").lower()
+
+
+def _in_word(letter: str) -> bool:
+    return letter.isalnum() or letter == "_" or "\udc80" <= letter <= "\udcff"
+
+
+def _speller(tokenizer: "PreTrainedTokenizerFast") -> Callable[[str], str]:
+    """What gives the text of a token."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    marks = json.dumps([parts["pre_tokenizer"], parts["decoder"]], ensure_ascii=False)
+    if '"ByteLevel"' in marks:
+        return _byte_level
+    if _SPACE in marks:
+        return _sentence_piece
+    raise DataError(
+        f"{tokenizer.name_or_path}: this tokenizer marks no spaces, so it does not tell where words begin. "
+        "Take one of SentencePiece or byte-level BPE, or leave ngrams out."
+    )
+
+
+def _sentence_piece(token: str) -> str:
+    if byte := _BYTE.fullmatch(token):
+        return bytes([int(byte[1], 16)]).decode(errors=_ESCAPED).lower()
+    return token.replace(_SPACE, " ").lower()
+
+
+def _byte_level(token: str) -> str:
+    letters = _letters()
+    return bytes(letters[letter] for letter in token if letter in letters).decode(errors=_ESCAPED).lower()
+
+
+@cache
+def _letters() -> dict[str, int]:
+    """GPT-2's letter for each byte: itself where it is printable, else the next from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
