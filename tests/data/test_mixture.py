@@ -1,0 +1,215 @@
+"""Mixtures: each part in its share, evenly spread, every sample of a part once before one is read again."""
+
+import re
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from src.config import load
+from src.data import mixture
+from src.data.interleaving import Interleaving, rates, shares, shuffled
+from src.errors import ConfigError, DataError
+from src.registry import DATASETS, bind, resolved
+
+
+@pytest.mark.parametrize("counts", [[3, 1], [5, 2], [1], [100, 33, 7, 1], [1000, 1], [40, 40], [31, 32, 33], [3] * 150, [1] * 90 + [700]])
+def test_sample_k_of_a_part_stands_where_its_time_is(counts):
+    order = Interleaving(counts)
+    times = sorted(((k + 0.5) / count, part, k) for part, count in enumerate(counts) for k in range(count))
+    assert [order.place(i) for i in range(len(order))] == [(part, k) for _, part, k in times]
+    with pytest.raises(IndexError, match=f"sample {sum(counts)} of"):
+        order.place(sum(counts))
+
+
+def test_long_mixtures_need_no_memory_and_keep_the_proportion():
+    order = Interleaving([3 * 10**11, 10**11])
+    start = 123_456_789_012
+    assert Counter(order.place(start + i)[0] for i in range(400)) == {0: 300, 1: 100}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 63, 64, 65, 1000])
+def test_shuffling_is_a_permutation(size):
+    assert sorted(shuffled(i, size, "a") for i in range(size)) == list(range(size))
+    if size > 60:
+        assert [shuffled(i, size, "a") for i in range(size)] != [shuffled(i, size, "b") for i in range(size)]
+        assert sum(shuffled(i, size, "a") == i for i in range(size)) < 8
+
+
+def test_rates_of_t5():
+    """r_m = min(e_m, K)^(1/T) / sum. Of 4, 9 and 16 examples: 4/29, 9/29, 16/29; with K = 9: 4, 9, 9 of 22; with T = 2: 2, 3, 4 of 9."""
+    assert rates([4, 9, 16], None, 1.0) == pytest.approx([4 / 29, 9 / 29, 16 / 29])
+    assert rates([4, 9, 16], 9, 1.0) == pytest.approx([4 / 22, 9 / 22, 9 / 22])
+    assert rates([4, 9, 16], None, 2.0) == pytest.approx([2 / 9, 3 / 9, 4 / 9])
+    assert rates([4, 9, 16], 9, 2.0) == pytest.approx([2 / 8, 3 / 8, 3 / 8])
+
+
+def test_shares_are_whole_and_fill_the_epoch():
+    assert shares([1, 1, 1], 10) == [4, 3, 3]
+    assert shares([0.5, 0.3, 0.2], 9) == [4, 3, 2]  # 4.5, 2.7, 1.8
+    assert shares([3, 5, 7], 15) == [3, 5, 7]
+    assert all(sum(shares([1, 2**0.5, 3**0.5], n)) == n for n in range(100))
+
+
+@pytest.fixture
+def build(places, write_corpus, tokenizer):
+    """A mixture of text data: part name -> (documents of 3 letters, sequence_tokens)."""
+
+    def make(parts, split="train", seed=0, **values):
+        made = {}
+        for name, (letters, length) in parts.items():
+            rows = [{"text": letter * 3, "source": "s"} for letter in letters]
+            write_corpus(name, rows)
+            made[name] = {"name": "text", "corpus": name, "sequence_tokens": length}
+        config = load(mixture.Config, {"parts": made, **values}, "data")
+        mixture.check(config, places)
+        return mixture.build(config, places, tokenizer, split, seed)
+
+    return make
+
+
+ABC = {"small": ("abc", 4), "large": ("defghijklmno", 4)}
+
+
+def test_in_proportion_to_examples_an_epoch_is_every_sample_once(build):
+    data = build(ABC)
+    assert len(data) == 15
+    for epoch in range(3):
+        where = [data.where(epoch, i) for i in range(15)]
+        assert sorted(where) == sorted([("small", epoch, i) for i in range(3)] + [("large", epoch, i) for i in range(12)])
+    sources = [data.source(i) for i in range(15)]
+    assert [sum(name == "small" for name in sources[i : i + 5]) for i in (0, 5, 10)] == [1, 1, 1]
+    assert data.sources == ["large", "small"]
+
+
+def test_a_part_goes_on_where_it_stopped_and_its_own_epoch_counts_up(build):
+    data = build(ABC, rates={"small": 1, "large": 1}, samples_per_epoch=8)
+    read = [data.where(epoch, i) for epoch in range(9) for i in range(8)]
+    for name, size in (("small", 3), ("large", 12)):
+        mine = [(epoch, index) for part, epoch, index in read if part == name]
+        assert len(mine) == 36
+        assert mine == sorted(mine, key=lambda one: one[0])
+        assert sorted(mine) == [(epoch, index) for epoch in range(36 // size) for index in range(size)]
+    orders = [[index for part, epoch, index in read if part == "large" and epoch == n] for n in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_any_window_has_the_proportion_of_the_rates(build):
+    data = build(ABC, rates={"small": 0.2, "large": 0.6}, samples_per_epoch=400)
+    small = [data.source(i) == "small" for i in range(400)]
+    assert sum(small) == 100
+    assert {sum(small[i : i + 40]) for i in range(360)} <= {9, 10, 11}
+
+
+def test_samples_depend_on_seed_epoch_and_index_alone(build):
+    one, again, other = build(ABC), build(ABC), build(ABC, seed=1)
+    keys = [(epoch, i) for epoch in (0, 3) for i in range(15)]
+    samples = [one.sample(*key) for key in keys]
+    assert samples == [again.sample(*key) for key in reversed(keys)][::-1]
+    assert samples != [other.sample(*key) for key in keys]
+    assert one.fingerprint == other.fingerprint
+
+
+def test_the_fingerprint_is_that_of_the_parts(build):
+    assert build(ABC).fingerprint != build({**ABC, "small": ("abd", 4)}).fingerprint
+
+
+def test_validation_is_every_sample_of_every_part_once(build):
+    data = build(ABC, "val", rates={"small": 9, "large": 1}, samples_per_epoch=100)
+    assert [data.where(0, i) for i in range(len(data))] == [("large", 0, i) for i in range(12)] + [("small", 0, i) for i in range(3)]
+    assert [data.source(i) for i in (0, 11, 12, 14)] == ["large", "large", "small", "small"]
+    assert data.sample(0, 13).sample == data.parts["small"].sample(0, 1)
+    for index in (15, -1):
+        with pytest.raises(IndexError, match="of 15"):
+            data.where(0, index)
+
+
+def test_a_batch_of_several_parts_is_padded_in_the_order_of_its_samples(build):
+    data = build({"a": ("a", 4), "b": ("b", 2)}, "val")
+    batch = data.collate([data.sample(0, i) for i in (1, 0, 2)])
+    a, b = 8 + ord("a"), 8 + ord("b")
+    assert batch["input_ids"].tolist() == [[b, b, 7, 7], [a, a, a, 0], [b, 0, 7, 7]]
+    assert batch["attention_mask"].tolist() == [[True, True, False, False], [True] * 4, [True, True, False, False]]
+    assert batch["loss_mask"].tolist() == [[False, True, False, False], [False, True, True, True], [False, True, False, False]]
+
+
+def test_labels_are_padded_with_what_is_not_learned_and_masks_of_pairs_in_both_axes():
+    wide = {"labels": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, 2, dtype=torch.bool)}
+    slim = {"labels": torch.tensor([[9]]), "attention_mask": torch.ones(1, 1, 1, dtype=torch.bool)}
+    batch = mixture.joined([(wide, [1]), (slim, [0])], pad_id=3)
+    assert batch["labels"].tolist() == [[9, -100], [5, 6]]
+    assert batch["attention_mask"].tolist() == [[[True, False], [False, False]], [[True, True], [True, True]]]
+
+
+def test_parts_that_make_other_batches_are_refused():
+    def part(**tensors):
+        return SimpleNamespace(fingerprint="f", __len__=None, sample=lambda epoch, index: 0, collate=lambda samples: tensors)
+
+    class Sized(SimpleNamespace):
+        def __len__(self):
+            return 1
+
+    one, other = (Sized(**vars(part(ids=torch.zeros(shape, dtype=torch.int64)))) for shape in ((1, 2), (1, 2, 2)))
+    data = mixture.MixtureDataset({"a": one, "b": other}, [1, 1], None, 0)
+    said = "data.parts.b: its batches are not of the kind of those of 'a': they differ in ids (int64, 2 axes), ids (int64, 3 axes)"
+    with pytest.raises(DataError, match=re.escape(said)):
+        data.require_alike()
+
+
+def test_a_share_of_less_than_a_sample_is_refused(build):
+    with pytest.raises(DataError, match=r"data.parts.small: its share of 15 samples is less than one. Make data.samples_per_epoch larger"):
+        build(ABC, rates={"small": 1e-4, "large": 1})
+
+
+TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"parts": {}}, "data.parts: "),
+        ({"parts": {"a": {**TEXT, "sequence_tokens": 1}}}, "data.parts.a.sequence_tokens: "),
+        ({"parts": {"a": {**TEXT, "name": "txt"}}}, "data.parts.a.name: unknown dataset 'txt'. Did you mean 'text'?"),
+        ({"rates": {"a": 0.0}}, "data.rates: expected numbers above 0, got a: 0.0."),
+        ({"rates": {"b": 1.0}}, "data: rates: expected a rate for each part (a), got b."),
+        ({"rates": {"a": 1.0}, "cap": 5}, "data: rates: with them, cap and temperature would be ignored."),
+        ({"temperature": 0.5}, "data.temperature: "),
+    ],
+)
+def test_config_refuses(values, said):
+    with pytest.raises(ConfigError, match="^" + re.escape(said)):
+        load(mixture.Config, {"parts": {"a": TEXT}, **values}, "data")
+
+
+def test_parts_for_different_models_are_refused():
+    spans = {"name": "span_corruption", "corpus": "t"}
+    with pytest.raises(ConfigError, match="one model cannot read all of them: 'a' encoder_decoder, 'b' a decoder"):
+        load(mixture.Config, {"parts": {"a": spans, "b": TEXT}}, "data")
+    assert mixture.reader(load(mixture.Config, {"parts": {"a": spans}}, "data")) == "encoder_decoder"
+
+
+def test_mistakes_are_told_by_part(places, write_corpus):
+    write_corpus("t", [{"text": "a", "source": "s"}])
+    config = load(mixture.Config, {"parts": {"a": {**TEXT, "corpus": "nowhere"}, "b": TEXT}}, "data")
+    with pytest.raises(ConfigError, match=r"^data.parts.a: .*nowhere: no such data set"):
+        mixture.check(config, places)
+    with pytest.raises(ConfigError, match=r"^data.parts.a.sequence_tokens: 5 tokens are more than the 4 positions.*\ndata.parts.b.seq"):
+        mixture.fits(config, 4, 1)
+
+
+def test_a_mixture_may_be_a_part_of_another():
+    inner = {"name": "mixture", "parts": {"a": TEXT, "b": TEXT}}
+    part = bind(DATASETS, {"name": "mixture", "parts": {"c": inner, "d": TEXT}, "rates": {"c": 2, "d": 1}})
+    assert resolved(part)["parts"]["c"]["parts"]["a"]["corpus"] == "t"
+
+
+def test_the_loop_reads_every_sample_of_an_epoch_and_tells_the_parts_apart(build):
+    from src.training import loader, order
+
+    data = build(ABC)
+    share = order.Share(per_step=5, micro_batch=5, rank=0, world_size=1)
+    steps = order.micro_batches(0, len(data), 0, share)
+    keys = [key for _ in range(3) for key in next(steps)]
+    assert Counter(data.where(*key) for key in keys) == Counter(data.where(0, i) for i in range(15))
+    assert loader.sources(data) == ["large", "small"]

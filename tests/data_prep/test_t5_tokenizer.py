@@ -1,0 +1,137 @@
+"""Tokenizers with T5's sentinels: where their ids are, and what no text can become."""
+
+import json
+import re
+
+import pytest
+
+from data_prep.t5_tokenizer import from_sentencepiece, main, prepare
+from src.data import tokenizers
+from src.errors import DataError
+from tests.conftest import ROOT
+from tests.data.conftest import make_tokenizer  # noqa: F401  a fixture
+
+SPELLED = ["</s>", "a <extra_id_0> b</s>c", "<pad><unk>", "<extra_id_99>", "</s></s> <pad>", "<unk>"]
+
+
+@pytest.fixture
+def with_bytes(tmp_path, make_tokenizer):  # noqa: F811
+    """A data path with byte tokenizers, one of them without padding of its own."""
+    make_tokenizer().save_pretrained(tmp_path / "bytes")
+    make_tokenizer(["<|endoftext|>", "<more>"], pad=None).save_pretrained(tmp_path / "unpadded")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def spiece(tmp_path_factory):
+    """A small SentencePiece model of T5's kind: <pad> 0, </s> 1, <unk> 2, no start."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("spiece")
+    lines = [f"The house number {n} is wonderful, said <{n % 7}> of {n * 7919 % 101}/s." for n in range(300)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(folder / "small"),
+        vocab_size=90,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    return folder / "small.model"
+
+
+@pytest.fixture(scope="session")
+def t5(shared_data):
+    """T5's own model."""
+    path = shared_data / "tokenizer" / "t5" / "spiece.model"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there: T5's SentencePiece model")
+    return path
+
+
+@pytest.mark.parametrize(("name", "pad", "tokens"), [("bytes", 7, 264), ("unpadded", 258, 258 + 1)])
+def test_sentinels_stand_behind_all_other_tokens(with_bytes, name, pad, tokens):
+    assert prepare(with_bytes, "made", name)
+    made = tokenizers.load(with_bytes / "made")
+    assert len(made) == tokens + 100
+    assert made.convert_tokens_to_ids([f"<extra_id_{n}>" for n in (99, 98, 1, 0)]) == [tokens, tokens + 1, tokens + 98, tokens + 99]
+    assert (made.eos_token_id, made.pad_token_id) == (0, pad)
+
+
+def test_text_is_cut_as_before(with_bytes):
+    prepare(with_bytes, "made", "bytes")
+    before, after = (tokenizers.Encoder(tokenizers.load(with_bytes / name)) for name in ("bytes", "made"))
+    for string in [*SPELLED, "plain text", "<|endoftext|><|user|>"]:
+        assert after.text(string) == before.text(string)
+    assert after.start == []
+    assert after.control("<|user|>") == before.control("<|user|>")
+    assert after.control("<extra_id_0>") == 363
+
+
+def test_made_once(with_bytes, capsys):
+    main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "made"])
+    main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "made"])
+    assert re.search(r"made: made\n.*made: whole and made from this: nothing to do", capsys.readouterr().out)
+    assert prepare(with_bytes, "made", "unpadded")
+    manifest = json.loads((with_bytes / "made" / "manifest.json").read_text())
+    assert manifest["tokens"] == 359
+
+
+def test_what_cannot_be_made(with_bytes, spiece):
+    prepare(with_bytes, "made", "bytes")
+    with pytest.raises(DataError, match=r"made: has 100 sentinels already, such as '<extra_id_0>'. Use it as it is."):
+        prepare(with_bytes, "again", "made")
+    with pytest.raises(DataError, match=r"--name: .*bytes is what --from names"):
+        prepare(with_bytes, "bytes", "bytes")
+    with pytest.raises(SystemExit, match=r"error: .*nowhere: no such tokenizer folder"):
+        main(["--data_path", str(with_bytes), "--from", str(with_bytes / "nowhere"), "--name", "x"])
+    for content, said in (
+        (None, "no such file"),
+        (b"\xff" * 9, "not a SentencePiece model"),
+        (b"", "not a SentencePiece model of unigrams"),
+    ):
+        path = with_bytes / "bad.model"
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(DataError, match=f"bad.model: {said}"):
+            prepare(with_bytes, "x", spiece=path)
+
+
+def compare(model, made, texts):
+    import sentencepiece
+
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    encoder = tokenizers.Encoder(made)
+    for string in texts:
+        assert encoder.text(string) == reference.encode(string), string
+
+
+def test_a_sentencepiece_model_cuts_text_as_sentencepiece_does(spiece, tmp_path):
+    assert prepare(tmp_path, "made", spiece=spiece)
+    made = tokenizers.load(tmp_path / "made")
+    assert len(made) == 190
+    assert made.convert_tokens_to_ids(["<pad>", "</s>", "<unk>", "<extra_id_99>", "<extra_id_0>"]) == [0, 1, 2, 90, 189]
+    texts = ["The house is wonderful.", "", "  two  spaces \n and\ta tab", "ünknown 日本 letters", "ﬁne ½ Ⅷ", *SPELLED]
+    compare(spiece, made, texts)
+
+
+def test_ids_of_t5(t5, tmp_path):
+    """Those that T5's paper repository and transformers' documentation give."""
+    prepare(tmp_path, "t5", spiece=t5)
+    made = tokenizers.load(tmp_path / "t5")
+    assert len(made) == 32_100
+    assert (made.pad_token_id, made.eos_token_id, made.convert_tokens_to_ids("<extra_id_0>")) == (0, 1, 32_099)
+    text = "translate English to German: The house is wonderful."
+    assert made(text)["input_ids"] == [13959, 1566, 12, 2968, 10, 37, 629, 19, 1627, 5, 1]
+    assert made.decode(tokenizers.Encoder(made).text(text)) == text
+    assert tokenizers.Encoder(made).eos_id == 1
+    assert tokenizers.Encoder(made).start == []
+
+
+def test_t5_cuts_real_text_as_sentencepiece_does(t5):
+    """A source of ours by paragraphs, and what is special. Long runs of one sign, which have many best cuts, are left out."""
+    source = (ROOT / "src" / "files.py").read_text(encoding="utf-8")
+    texts = [*SPELLED, *source.split("\n\n"), "naïve café ﬁne ½ Ⅷ \u3000 x\u200bz", "emoji 😀😀 x", "{curly} ~tilde~", "日本語"]
+    compare(t5, from_sentencepiece(t5), texts)
