@@ -1,12 +1,18 @@
 """The tokens that stand for masked text: <extra_id_0>, <extra_id_1>, ... as the tokenizer's own table numbers them."""
 
+import json
+from collections.abc import Mapping
 from itertools import count, takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.errors import ConfigError, DataError
+from src.files import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+AGAIN = "Take one of T5's, or add them: python -m data_prep.t5_tokenizer."
 
 
 def sentinel_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
@@ -17,18 +23,7 @@ def sentinel_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     Raises:
         DataError: there are none, or some are ordinary tokens, which a corpus could spell.
     """
-    added = {str(token): (index, token.special) for index, token in tokenizer.added_tokens_decoder.items()}
-    names = list(takewhile(added.__contains__, (f"<extra_id_{number}>" for number in count())))
-    if not names:
-        raise DataError(
-            f"{tokenizer.name_or_path}: this tokenizer has no sentinels <extra_id_0>, <extra_id_1>, ..., which stand for masked text. "
-            "Take one of T5's, or add them: python -m data_prep.t5_tokenizer."
-        )
-    if plain := [name for name in names if not added[name][1]]:
-        raise DataError(
-            f"{tokenizer.name_or_path}: {plain[0]} is no special token, so that text could turn into it. Add sentinels as special tokens."
-        )
-    return [added[name][0] for name in names]
+    return _listed({str(token): (index, token.special) for index, token in tokenizer.added_tokens_decoder.items()}, tokenizer.name_or_path)
 
 
 def require(tokenizer: "PreTrainedTokenizerFast", needed: int, field: str) -> list[int]:
@@ -38,10 +33,36 @@ def require(tokenizer: "PreTrainedTokenizerFast", needed: int, field: str) -> li
         DataError: there are none.
         ConfigError: there are fewer than `field` of the experiment needs.
     """
-    ids = sentinel_ids(tokenizer)
+    return _enough(sentinel_ids(tokenizer), needed, field, tokenizer.name_or_path)
+
+
+def require_ahead(folder: Path | None, needed: int, field: str) -> None:
+    """As `require`, from the file of a tokenizer that is not loaded. None, or a folder without that file, is left to `require`."""
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return
+    with reading(folder, DataError):
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    try:
+        added = {token["content"]: (token["id"], token["special"]) for token in json.loads(text)["added_tokens"]}
+    except (ValueError, LookupError, TypeError):
+        return  # damaged: loading it will say how
+    _enough(_listed(added, str(folder)), needed, field, str(folder))
+
+
+def _listed(added: Mapping[str, tuple[int, bool]], where: str) -> list[int]:
+    """added: id of each added token, and whether it is special."""
+    names = list(takewhile(added.__contains__, (f"<extra_id_{number}>" for number in count())))
+    if not names:
+        raise DataError(f"{where}: this tokenizer has no sentinels <extra_id_0>, <extra_id_1>, ..., which stand for masked text. {AGAIN}")
+    if plain := [name for name in names if not added[name][1]]:
+        raise DataError(f"{where}: {plain[0]} is no special token, so that text could turn into it. Add sentinels as special tokens.")
+    return [added[name][0] for name in names]
+
+
+def _enough(ids: list[int], needed: int, field: str, where: str) -> list[int]:
     if needed > len(ids):
         raise ConfigError(
-            f"{field}: masks {needed} runs in a sequence, each with a sentinel of its own, but {tokenizer.name_or_path} has {len(ids)}. "
+            f"{field}: masks {needed} runs in a sequence, each with a sentinel of its own, but {where} has {len(ids)}. "
             "Write fewer input tokens, a lower noise_density or a longer mean_span_tokens."
         )
     return ids[:needed]

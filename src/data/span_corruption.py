@@ -4,6 +4,7 @@ Documents are joined and cut to exactly as many tokens as leave `input_tokens` w
 nothing is padded or lost. Both sides end with the end token.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
@@ -43,7 +44,7 @@ class Config(StrictConfig):
     @model_validator(mode="after")
     def _gives_exact_lengths(self) -> "Config":
         try:
-            noise.exact_lengths(self.input_tokens, self.noise_density, self.mean_span_tokens)
+            _lengths(self)
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return self
@@ -68,10 +69,14 @@ def check(config: Config, places: Places) -> None:
         ngrams.require(places.data / config.ngrams)
 
 
+def check_tokenizer(config: Config, folder: Path | None) -> None:
+    """Raises a UserError where the tokenizer in `folder`, which is not loaded, has too few sentinels. None: it is not known yet."""
+    sentinels.require_ahead(folder, _lengths(config)[1].spans, "data.input_tokens")
+
+
 def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
     """Raises ConfigError where a model of `max_positions` (None: unknown or without limit) cannot read the inputs or write the targets."""
-    raw, targets = noise.lengths(config.input_tokens, config.noise_density, config.mean_span_tokens)
-    del raw
+    targets = _lengths(config)[1].target_tokens
     require_fit("data.input_tokens", config.input_tokens, max_positions)
     require_fit(f"data.input_tokens: its targets have {targets} tokens", max(targets, new_tokens), max_positions)
 
@@ -95,7 +100,7 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
     from src.data.denoising import OneObjective, Rows, draws
     from src.data.words import Words
 
-    raw, counts = noise.exact_lengths(config.input_tokens, config.noise_density, config.mean_span_tokens)
+    raw, counts = _lengths(config)
     ids = np.array(sentinels.require(tokenizer, counts.spans, "data.input_tokens"), dtype=np.int32)
     found = documents.read(places, config.corpus, tokenizer, split)
     rows = Rows(found, raw, config.val_sequences if split == "val" else None)
@@ -107,6 +112,11 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
         objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
         fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
     return OneObjective(rows, objective, draws(split, seed), Encoder(tokenizer), fingerprint)
+
+
+def _lengths(config: Config) -> tuple[int, noise.Counts]:
+    """Tokens of a row of text, and what becomes of them."""
+    return noise.exact_lengths(config.input_tokens, config.noise_density, config.mean_span_tokens)
 
 
 class Spans:

@@ -4,6 +4,7 @@ Each sample is made by one denoiser: span corruption of some density and span le
 long as the denoiser of the sample asks for, so that nothing is padded up or lost; over an epoch every token is read once.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import Field, model_validator
@@ -108,6 +109,16 @@ def check(config: Config, places: Places) -> None:
     from src.data import documents
 
     documents.check(places, config.corpus)
+
+
+def check_tokenizer(config: Config, folder: Path | None) -> None:
+    """Raises a UserError where the tokenizer in `folder`, which is not loaded, has too few sentinels. None: it is not known yet."""
+    for number, denoiser in enumerate(config.denoisers):
+        most_of_mode = len(denoiser.mode.encode()) + 1  # tokens; how many they are, only the tokenizer knows
+        if denoiser.noise_density is not None and denoiser.mean_span_tokens is not None and config.input_tokens > 2 * most_of_mode:
+            raw, _ = noise.lengths(config.input_tokens - most_of_mode, denoiser.noise_density, denoiser.mean_span_tokens)
+            needed = noise.counts(raw, denoiser.noise_density, denoiser.mean_span_tokens).spans
+            sentinels.require_ahead(folder, needed, f"data.denoisers[{number}]")
 
 
 def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:

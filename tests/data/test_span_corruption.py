@@ -116,6 +116,21 @@ def test_more_sentinels_than_there_are_is_refused_before_documents_are_read(buil
         build(controls=CONTROLS[:2])
 
 
+def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenizer, tmp_path):
+    dense, sparse = (load(span_corruption.Config, {"corpus": "t", "noise_density": density}, "data") for density in (0.5, 0.15))
+    make_tokenizer(CONTROLS, "<|pad|>").save_pretrained(tmp_path / "hundred")
+    make_tokenizer(CONTROLS[:2], "<|pad|>").save_pretrained(tmp_path / "none")
+    span_corruption.check_tokenizer(dense, None)
+    span_corruption.check_tokenizer(dense, tmp_path)
+    span_corruption.check_tokenizer(sparse, tmp_path / "hundred")
+    with pytest.raises(ConfigError, match=r"^data\.input_tokens: masks 128 runs in a sequence, .*hundred has 100"):
+        span_corruption.check_tokenizer(dense, tmp_path / "hundred")
+    with pytest.raises(DataError, match="none: this tokenizer has no sentinels"):
+        span_corruption.check_tokenizer(sparse, tmp_path / "none")
+    (tmp_path / "none" / "tokenizer.json").write_text("[")
+    span_corruption.check_tokenizer(sparse, tmp_path / "none")
+
+
 def test_too_little_text(build):
     with pytest.raises(DataError, match=r"train.jsonl: fewer than 34 tokens, which is the text of one sequence"):
         build(["short"])

@@ -123,6 +123,15 @@ def test_more_sentinels_than_there_are_is_refused(build):
     assert len(build(input_tokens=400, denoisers=[span]))
 
 
+def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenizer, tmp_path):
+    make_tokenizer(CONTROLS, "<|pad|>").save_pretrained(tmp_path)
+    config = load(ul2.Config, {"corpus": "t"}, "data")
+    ul2.check_tokenizer(config, None)
+    with pytest.raises(ConfigError, match=r"^data\.denoisers\[3\]: masks 12\d runs in a sequence, .* has 100"):
+        ul2.check_tokenizer(config, tmp_path)
+    ul2.check_tokenizer(load(ul2.Config, {"corpus": "t", "input_tokens": 400}, "data"), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
