@@ -37,14 +37,14 @@ class AdamWScale(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Move all parameters that have a gradient. Collective where processes have parts of them."""
         assert closure is None, "gradients are made before the step"
-        moving = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for (_, parameter), scale in zip(moving, scales([parameter for _, parameter in moving]), strict=True):
+        moving = [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
+        for parameter, scale in zip(moving, scales(moving), strict=True):
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
             state["step"] += 1
-            state["scale"] = torch.tensor(scale)
+            state["scale"] = scale
         for group in self.param_groups:
             _move([self._part(group, parameter) for parameter in group["params"] if parameter.grad is not None], group)
 

@@ -53,7 +53,7 @@ class LoopConfig(Config):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of the squared logarithm of the softmax's denominator, of each token: 1e-4 for PaLM (Chowdhery et al. 2022, section 5) and
-    for T5 v1.1 (Mesh TensorFlow's `z_loss`)."""
+    for T5 (`z_loss` of Mesh TensorFlow's Unitransformer)."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the forward and backward pass; weights and optimizer stay as the model was built."""
     compile: bool = False

@@ -38,7 +38,8 @@ def adafactor(model: nn.Module, config: LoopConfig) -> Adafactor:
     """Adafactor (Shazeer & Stern 2018) as T5 has it: steps as long as the weights, updates clipped to a root mean square of 1, no momentum.
 
     The learning rate is the schedule's, which the optimizer's own relative steps would set aside (`relative_step` and a learning rate are
-    refused together). PyTorch's Adafactor caps it at 1/sqrt(step), and so would ignore a schedule that stays above that.
+    refused together). PyTorch's Adafactor caps it at 1/sqrt(step), and so would ignore a schedule that stays above that. Weight decay,
+    of which T5 has none, goes by the scaled learning rate too.
     """
     return Adafactor(
         _groups(model, config),
