@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pydantic import Field
@@ -15,6 +16,7 @@ from src.data import jsonl, tasks
 from src.data.positions import require_fit
 from src.data.tokenizers import Encoder
 from src.errors import ConfigError, DataError
+from src.files import reading
 from src.registry import ENCODER_DECODER
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def reader(config: Config) -> str:
 
 
 def check(config: Config, places: Places) -> None:
-    """Refuse an unknown task, and a data set that is missing, incomplete or of another task, without reading its rows.
+    """Refuse an unknown task, and a data set that is missing, incomplete or of another task, reading no more than a row of each split.
 
     Raises:
         ConfigError: names the task, and those that there are.
@@ -71,8 +73,17 @@ def check_splits(config: Config, places: Places, splits: Sequence[str]) -> tasks
     for split in splits:
         if split == "train" and not task.task.trained:
             raise ConfigError(f"data.task: {config.task!r} has no rows to train on. Name it in predictions.also.")
-        jsonl.require_file(folder, f"{split}.jsonl")
+        _require_columns(task, jsonl.require_file(folder, f"{split}.jsonl"))
     return task
+
+
+def _require_columns(task: tasks.Named, path: Path) -> None:
+    """Raises DataError where the first row of a file lacks a column of the task: most likely it is of another."""
+    with reading(path, DataError), open(path, "rb") as file:
+        row = jsonl.parse(file.readline(), f"{path}:1")
+    for column in task.task.columns:
+        if column not in row:
+            raise DataError(f"{path}:1: no column {column!r} of task {task.name!r}. It has: {', '.join(row)}.")
 
 
 def weight(config: Config, places: Places) -> float | None:

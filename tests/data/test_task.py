@@ -117,7 +117,7 @@ def test_only_test_rows_may_lack_a_label(made: Callable[..., task.TaskDataset], 
     ("row", "values", "message"),
     [
         ({**RTE, "label": "maybe"}, {}, r"train\.jsonl:1: label 'maybe' is none of 'rte': entailment, not_entailment\."),
-        ({"index": 0, "label": "entailment"}, {}, r"train\.jsonl:1: field 'sentence1' is missing"),
+        ({"index": 0, "label": "entailment"}, {}, r"train\.jsonl:1: no column 'sentence1' of task 'rte'\. It has: index, label\."),
         ({**RTE, "sentence1": 3}, {}, r"train\.jsonl:1: field 'sentence1': expected str, got 3 \(int\)"),
         (
             {"sentence1": "", "sentence2": "", "label": "5.1"},
@@ -133,12 +133,14 @@ def test_rows_that_do_not_fit(made: Callable[..., task.TaskDataset], row: dict[s
         made([row], **values)
 
 
-def test_what_is_refused_without_reading_a_row(places: Places, write_corpus: Callable[..., Path]):
+def test_what_is_refused_before_rows_are_read(places: Places, write_corpus: Callable[..., Path]):
     write_corpus("c", [RTE])
     with pytest.raises(ConfigError, match=r"task: unknown task 'rtee'\. Did you mean 'rte'\?"):
         task.check(load(task.Config, {"task": "rtee", "corpus": "c"}, "data"), places)
     with pytest.raises(ConfigError, match=r"data\.task: 'ax' has no rows to train on\. Name it in predictions\.also\."):
         task.check(load(task.Config, {"task": "ax", "corpus": "c"}, "data"), places)
+    with pytest.raises(DataError, match=r"train\.jsonl:1: no column 'passage' of task 'boolq'\."):
+        task.check(load(task.Config, {"task": "boolq", "corpus": "c"}, "data"), places)
     with pytest.raises(DataError, match=r"d: no such data set"):
         task.check(load(task.Config, {"task": "rte", "corpus": "d"}, "data"), places)
     assert task.weight(load(task.Config, {"task": "rte", "corpus": "c"}, "data"), places) == 2490

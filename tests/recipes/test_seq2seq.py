@@ -1,0 +1,252 @@
+"""Recipe `seq2seq` through the command line: it learns tasks, resumes bit for bit, predicts, and refuses what does not fit."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import prepare_task
+from src.errors import RunError
+from src.experiments.grid import ref, set_path
+from src.experiments.identity import exp_id
+from src.files import read_json
+from tests import toy
+
+OWN = f"""
+paint:
+  columns: [text]
+  labels: [{", ".join(toy.COLOURS)}]
+  metrics: [accuracy, macro_f1]
+  optimise: macro_f1
+  weight: 3
+  submission: {{file: PAINT.tsv, label: number}}
+said:
+  kind: text
+  columns: [text]
+  metrics: [em]
+  weight: 1
+"""
+T5: dict[str, Any] = {
+    "name": "t5",
+    "random": {"tokenizer": "toy_tokenizer", "hidden_size": 32, "feed_forward_size": 64, "num_layers": 1, "num_heads": 2},
+    "dropout_rate": 0.05,
+}
+PAINT = {"name": "task", "task": "paint", "corpus": "paint", "input_tokens": 12, "target_tokens": 4}
+SAID = {**PAINT, "task": "said", "corpus": "said"}
+EXP: dict[str, Any] = {
+    "recipe": "seq2seq",
+    "seed": 0,
+    "model": T5,
+    "data": PAINT,
+    "loop": {
+        "steps": 80,
+        "sequences_per_step": 16,
+        "micro_batch": 8,
+        "learning_rate": 1e-2,
+        "eval_every": 40,
+        "best_metric": "macro_f1",
+        "best_mode": "max",
+    },
+    "predictions": {"splits": ["val", "test"]},
+}
+SCORED: dict[str, Any] = {name: value for name, value in EXP.items() if name != "loop"} | {
+    "model": ref(EXP),
+    "evaluation": {"micro_batch": 5},
+}
+FEW = {**EXP["loop"], "steps": 2, "eval_every": 1}
+MIXED: dict[str, Any] = {
+    **EXP,
+    "data": {"name": "mixture", "parts": {"one": PAINT, "two": SAID}, "rates": {"one": 3.0, "two": 1.0}},
+    "loop": {**FEW, "best_metric": "macro_f1/paint"},
+    "predictions": {},
+}
+GROUPS = {"paint": [EXP]}
+TEST_ROWS = 18
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With data and a trained model."""
+    folder = tmp_path_factory.mktemp("seq2seq")
+    toy.write_data(folder / "data")
+    (folder / "own.yaml").write_text(OWN)
+    facts = [(thing, toy.COLOURS[(i * 5 + j) % 8]) for i, thing in enumerate(toy.THINGS) for j in range(4)]
+    rows = [{"text": f"the {thing} is {colour} .", "label": colour, "idx": 100 + i} for i, (thing, colour) in enumerate(facts)]
+    unlabelled = [{"text": row["text"], "idx": row["idx"]} for row in rows[:TEST_ROWS]]
+    for name, some in (("train", [row for i, row in enumerate(rows) if i % 4]), ("val", rows[::4]), ("test", unlabelled)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    for task, splits in (("paint", ("train", "val", "test")), ("said", ("train", "val"))):
+        words = [word for split in splits for word in (f"--{split}", str(folder / f"{split}.jsonl"))]
+        prepare_task.main(["--data_path", str(folder / "data"), "--task", task, "--task_file", str(folder / "own.yaml"), *words])
+    assert toy.main(["-e", "paint"], GROUPS, folder) == 0
+    return folder
+
+
+def run_of(folder: Path, exp: dict[str, Any]) -> Path:
+    return folder / "runs" / exp_id(exp)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_it_learns_the_task(folder: Path):
+    first, last = toy.rows(folder, exp_id(EXP))
+    assert last["accuracy"] > 0.9
+    assert last["val_loss"] < 0.3
+    assert last["task_score"] == 100 * last["macro_f1"]
+    assert {"accuracy", "macro_f1", "task_score", "val_loss", "train_loss"} <= first.keys()
+    assert last["predictions/val/accuracy"] == last["accuracy"]
+    assert not [name for name in last if name.startswith("predictions/test")]  # nobody knows these labels
+
+
+def test_predictions_are_the_rows_with_what_was_written(folder: Path):
+    found = run_of(folder, EXP) / "predictions"
+    assert sorted(path.name for path in found.iterdir()) == ["PAINT.tsv", "manifest.json", "paint.test.jsonl", "paint.val.jsonl"]
+    val = lines(found / "paint.val.jsonl")
+    assert [row["input"] for row in val] == [f"paint text: {row['text']}" for row in lines(folder / "val.jsonl")]
+    assert [row["index"] for row in val] == list(range(100, 164, 4))
+    right = [row["target"] == row["prediction"] for row in val]
+    assert sum(right) / len(right) == toy.rows(folder, exp_id(EXP))[-1]["accuracy"]
+    for row in val:
+        assert row["class"] == (toy.COLOURS.index(row["prediction"]) if row["prediction"] in toy.COLOURS else None)
+    test = lines(found / "paint.test.jsonl")
+    assert {row["target"] for row in test} == {None}
+    written = (found / "PAINT.tsv").read_text().splitlines()
+    assert written[0] == "index\tprediction"
+    assert written[1:] == [f"{100 + i}\t{row['class'] or 0}" for i, row in enumerate(test)]
+    assert len(test) == TEST_ROWS
+
+
+def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
+    run, last = run_of(folder, EXP), "checkpoints/step-00000080"
+    files = [run / last / name for name in ("model.safetensors", "optimizer.safetensors", "state.json")]
+    files += [run / "scores.jsonl", *sorted((run / "predictions").iterdir())]
+    before = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    shutil.rmtree(run / last)
+    (run / "status.json").unlink()
+    assert toy.main(["-e", "paint"], GROUPS, folder) == 0
+    assert "continues from step 40" in (run / "logs" / "train.log").read_text()
+    assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
+
+
+@pytest.mark.parametrize(("noted", "kept"), [(21, 16), (15, 8), (33, 32)])
+def test_predictions_go_on_from_the_last_whole_batch(folder: Path, noted: int, kept: int):
+    """16 rows of val and 18 of test, in batches of 8, which never hold rows of both."""
+    run = run_of(folder, EXP)
+    facts = {name: value for name, value in read_json(run / "predictions" / "manifest.json", RunError).items() if name != "files"}
+    before = [lines(run / "predictions" / f"paint.{split}.jsonl") for split in ("val", "test")]
+    shutil.rmtree(run / "predictions")
+    noted_lines = [json.dumps(facts, sort_keys=True), *(json.dumps(text) for text in ["said before"] * noted), '"cut sho']
+    (run / "predictions.part.jsonl").write_text("\n".join(noted_lines))
+    (run / "status.json").unlink()
+    assert toy.main(["-e", "paint"], GROUPS, folder) == 0
+    after = [lines(run / "predictions" / f"paint.{split}.jsonl") for split in ("val", "test")]
+    found = [row["prediction"] for rows in after for row in rows]
+    assert found == ["said before"] * kept + [row["prediction"] for rows in before for row in rows][kept:]
+    assert not (run / "predictions.part.jsonl").exists()
+    shutil.rmtree(run / "predictions")
+    (run / "status.json").unlink()
+    assert toy.main(["-e", "paint"], GROUPS, folder) == 0
+    assert [lines(run / "predictions" / f"paint.{split}.jsonl") for split in ("val", "test")] == before
+
+
+def test_whole_predictions_are_made_once(folder: Path):
+    run = run_of(folder, EXP)
+    made = (run / "predictions" / "manifest.json").stat()
+    (run / "status.json").unlink()
+    assert toy.main(["-e", "paint"], GROUPS, folder) == 0
+    assert (run / "predictions" / "manifest.json").stat().st_ino == made.st_ino
+
+
+@pytest.mark.parametrize(
+    "answers", [{"by": "generate"}, {"by": "rank"}, {"by": "rank", "length_normalised": True}, {"by": "teacher_forced"}]
+)
+def test_all_ways_of_answering_agree_on_words_of_one_token(folder: Path, answers: dict[str, Any]):
+    exp = {**SCORED, "answers": answers, "predictions": {"splits": ["test"]}}
+    assert toy.main(["-e", "g"], {"g": [exp], "paint": [EXP]}, folder) == 0
+    (row,) = toy.rows(folder, exp_id(exp))
+    expected = toy.rows(folder, exp_id(EXP))[-1]
+    assert row["step"] == 0
+    assert row["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
+    assert row["accuracy"] == expected["accuracy"]
+    assert lines(run_of(folder, exp) / "predictions" / "paint.test.jsonl") == lines(
+        run_of(folder, EXP) / "predictions" / "paint.test.jsonl"
+    )
+
+
+def test_several_tasks_at_once(folder: Path):
+    assert toy.main(["-e", "g"], {"g": [MIXED]}, folder) == 0
+    last = toy.rows(folder, exp_id(MIXED))[-1]
+    names = {f"{name}/paint" for name in ("accuracy", "macro_f1")} | {"em/said"}
+    assert names | {f"{name}/{task}" for name in ("val_loss", "task_score") for task in ("paint", "said")} <= last.keys()
+    assert last["val_loss"] == pytest.approx((last["val_loss/paint"] + last["val_loss/said"]) / 2)
+    assert last["task_score"] == pytest.approx((100 * last["macro_f1/paint"] + 100 * last["em/said"]) / 2)
+    assert last["predictions/val/em/said"] == last["em/said"]
+    run = run_of(folder, MIXED)
+    assert sorted(path.name for path in (run / "predictions").glob("*.jsonl")) == ["paint.val.jsonl", "said.val.jsonl"]
+    assert "class" not in lines(run / "predictions" / "said.val.jsonl")[0]
+
+
+def test_a_task_that_is_not_trained_on_is_asked_along(folder: Path):
+    exp = {**EXP, "loop": FEW, "predictions": {"also": [SAID]}}
+    assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
+    last = toy.rows(folder, exp_id(exp))[-1]
+    assert {"accuracy", "predictions/val/accuracy/paint", "predictions/val/em/said"} <= last.keys()
+    assert "em/said" not in last
+
+
+def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
+    loop = {**FEW, "steps": 8, "learning_rate": 1e-9, "best_metric": "task_score", "early_stopping": {"patience": 2}}
+    exp = {**EXP, "loop": loop, "predictions": None}
+    assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
+    assert len(toy.rows(folder, exp_id(exp))) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("model", toy.BASE["model"], "model: expected an encoder-decoder, such as 't5'; got 'gpt_bigcode'"),
+        ("model", ref(toy.BASE), "model: expected an encoder-decoder, such as 't5'; got 'experiment', which is of the kind 'decoder'"),
+        ("model", {"name": "fusion_in_decoder", "base": T5}, "model: expected an encoder-decoder"),
+        ("data", toy.BASE["data"], "data: expected 'task', or a 'mixture' with such a part; got 'text'."),
+        ("data.task", "pain", "task: unknown task 'pain'. Did you mean 'paint'?"),
+        ("data.task", "rte", "paint/train.jsonl:1: no column 'sentence1' of task 'rte'."),
+        ("data.corpus", "nowhere", "nowhere: no such data set"),
+        ("data.input_token", 3, "g[0].data: unknown key 'input_token'. Did you mean 'input_tokens'?"),
+        ("loop.best_metric", "matthews", "loop.best_metric: unknown score 'matthews'."),
+        ("loop.best_metric", "accuracy/paint", "loop.best_metric: unknown score 'accuracy/paint'."),
+        ("loop.compile", True, "loop.compile: texts of 'task' come in many lengths"),
+        ("evaluation", {"micro_batch": 2}, "expected either loop, which trains the model, or evaluation"),
+        ("answers", {"by": "beam"}, "answers.by: unknown value 'beam'"),
+        ("answers", {"by": "generate", "length_normalised": True}, "length_normalised: only ranked answers are, and by is 'generate'."),
+        ("predictions.splits", [], "predictions.splits: expected a list that is not empty"),
+        ("predictions.splits", ["tst"], "predictions.splits[0]: unknown value 'tst'"),
+        ("predictions.also", [PAINT], "data: the task 'paint' stands there twice"),
+        ("predictions.also", [toy.BASE["data"]], "predictions.also: expected data sets 'task', got 'text'."),
+    ],
+)
+def test_what_does_not_fit_is_told_before_anything_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, message: str
+):
+    exp = set_path(EXP, path, value, must_exist=False)
+    assert toy.main(["-e", "g", "--dry-run"], {"g": [exp], "base": [toy.BASE]}, folder) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": SAID, "answers": {"by": "rank"}}, "answers.by: the answers of task 'said' are any text, so there is no list to rank."),
+        ({"data": SAID, "predictions": {"splits": ["test"]}}, "predictions.splits: none of 'said' has the split 'test'."),
+        ({"predictions": {"splits": ["test"], "also": [SAID]}}, "predictions: 'said' has none of the splits test."),
+        ({"data": {"name": "mixture", "parts": {"a": PAINT, "b": PAINT}}}, "data: the task 'paint' stands there twice"),
+    ],
+)
+def test_what_does_not_fit_together(folder: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str):
+    exp = {**EXP, "loop": {**EXP["loop"], "best_metric": "task_score"}, **changes}
+    assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1
+    assert message in capsys.readouterr().err
