@@ -81,6 +81,8 @@ class Documents:
         self._shards = shards
         self._first_documents = [0, *accumulate(len(shard.ends) - 1 for shard in shards)]
         self._first_tokens = [0, *accumulate(len(shard.ids) for shard in shards)]
+        self.num_tokens = self._first_tokens[-1]
+        """Of all documents with their end tokens."""
 
     def __len__(self) -> int:
         return self._first_documents[-1]
@@ -99,24 +101,26 @@ class Documents:
 
         return np.concatenate([np.diff(shard.ends) - 1 for shard in self._shards]) if self._shards else np.empty(0, np.int64)
 
-    @property
-    def num_tokens(self) -> int:
-        """Of all documents with their end tokens."""
-        return self._first_tokens[-1]
-
     def joined(self, first: int, last: int) -> "np.ndarray":
         """Tokens `first` to `last` (not included) of all documents joined, each ended by the end token: (last - first,) int32."""
-        import numpy as np
-
         if not 0 <= first <= last <= self.num_tokens:
             raise IndexError(f"tokens {first} to {last} of {self.num_tokens}")
         number = bisect_right(self._first_tokens, first) - 1
+        start = self._first_tokens[number]
+        if last <= self._first_tokens[min(number + 1, len(self._shards))]:
+            return self._shards[min(number, len(self._shards) - 1)].ids[first - start : last - start].astype("int32")
+        return self._over_shards(number, first, last)
+
+    def _over_shards(self, number: int, first: int, last: int) -> "np.ndarray":
+        """What `joined` gives, from shard `number` on."""
+        import numpy as np
+
         pieces = []
         while first < last:
             start, end = self._first_tokens[number : number + 2]
             pieces.append(self._shards[number].ids[first - start : min(last, end) - start])
             first, number = min(last, end), number + 1
-        return pieces[0].astype(np.int32) if len(pieces) == 1 else np.concatenate([np.empty(0, np.int32), *pieces], dtype=np.int32)
+        return np.concatenate(pieces, dtype=np.int32)
 
 
 class Stored(Documents):

@@ -20,9 +20,10 @@ class Packed:
             raise ValueError(f"eos_id: the documents end with token {documents.eos_id}, got {eos_id}.")
         self.documents = documents
         self.length = length
+        self._count = documents.num_tokens // length
 
     def __len__(self) -> int:
-        return self.documents.num_tokens // self.length
+        return self._count
 
     def row(self, index: int) -> "np.ndarray":
         """Row `index`: (length,) int32, which the caller may change.
@@ -30,6 +31,6 @@ class Packed:
         Raises:
             IndexError: there are fewer.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+        if not 0 <= index < self._count:
+            raise IndexError(f"row {index} of {self._count}")
         return self.documents.joined(index * self.length, (index + 1) * self.length)
