@@ -26,7 +26,6 @@ from src.files import new_directory
 
 BATCH = 32
 EOS = 1
-TARGET = 3.0
 Read = Callable[[Sequence[int]], Any]
 
 
@@ -121,9 +120,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         print(f"{kind:14}{name:20}{tokens / took / 1e6:18.1f}{took / best[kind, 'ours']:9.1f}x")
     for kind in found:
         ratio = min(took for (one, name), took in best.items() if one == kind and name != "ours") / best[kind, "ours"]
-        print(
-            f"{kind}: ours is {ratio:.1f} times as fast as the fastest other (target {TARGET:.0f}): {'met' if ratio >= TARGET else 'MISSED'}"
-        )
+        print(f"{kind}: ours is {ratio:.1f} times as fast as the fastest other")
 
 
 def main() -> None:
