@@ -1,0 +1,336 @@
+"""Tasks prepared from the layouts of their releases: exact rows, what is refused with its line, and the real files."""
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import prepare_task
+from src.data import jsonl
+from src.errors import DataError
+from src.files import read_json
+
+Rows = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Callable[..., Rows]:
+    """Prepare a task from texts, or paths, of its splits; gives the rows of each split. Files are called "<split>.<kind>"."""
+
+    def make(task: str, *words: str, kind: str = "tsv", **splits: str | Path) -> Rows:
+        for split, source in splits.items():
+            path = source if isinstance(source, Path) else tmp_path / f"{split}.{kind}"
+            if isinstance(source, str):
+                path.write_text(source, encoding="utf-8", newline="")
+            words = (*words, f"--{split}", str(path))
+        prepare_task.main(["--data_path", str(tmp_path / "data"), "--task", task, *words])
+        found = sorted((tmp_path / "data" / task).glob("*.jsonl"))
+        return {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in found}
+
+    return make
+
+
+@pytest.fixture
+def refused(prepared: Callable[..., Rows], tmp_path: Path) -> Callable[..., str]:
+    """What is said of sources that do not fit; nothing is written then."""
+
+    def told(task: str, *words: str, **splits: str | Path) -> str:
+        with pytest.raises(SystemExit) as error:
+            prepared(task, *words, **splits)  # type: ignore[arg-type]
+        assert not (tmp_path / "data" / task).exists()
+        return str(error.value)
+
+    return told
+
+
+TEXT = ' "it\'s ""so" \\N\\n '
+
+
+class TestGlue:
+    @pytest.mark.parametrize(
+        ("task", "source", "expected"),
+        [
+            ("sst2", "a b \t1\nc\t0\n", [("a b ", "positive"), ("c", "negative")]),
+            ("sst2", "sentence\tlabel\na b \t1\r\nc\t0", [("a b ", "positive"), ("c", "negative")]),
+            ("cola", f"gj04\t1\t\tx\ngj04\t0\t*\t{TEXT}\n", [("x", "acceptable"), (TEXT, "unacceptable")]),
+            ("rte", "index\tsentence1\tsentence2\tlabel\n4\ta\tb\tentailment\n", [("a", "b", "entailment")]),
+            ("rte", "4\ta\tb\tnot_entailment\n", [("a", "b", "not_entailment")]),
+            ("mrpc", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\ta\tb\n", [("a", "b", "equivalent")]),
+            ("qqp", "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\ta\tb\t0\n", [("a", "b", "not_duplicate")]),
+            ("stsb", "index\tgenre\tsentence1\tsentence2\tscore\n0\tg\ta\tb\t3.800\n", [("a", "b", "3.800")]),
+            (
+                "mnli",
+                "index\tpairID\tsentence1_parse\tsentence1\tsentence2\tlabel1\tgold_label\n0\t1\t(p)\tp\th\tneutral\tcontradiction\n",
+                [("h", "p", "contradiction")],
+            ),
+            ("qnli", "index\tquestion\tsentence\tlabel\n0\tq\ts\tnot_entailment\n", [("q", "s", "not_entailment")]),
+            ("wnli", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\t1\n", [("a", "b", "entailment")]),
+        ],
+    )
+    def test_original_layouts(self, prepared: Callable[..., Rows], task: str, source: str, expected: list[tuple[str, ...]]):
+        """A quotation mark is a character like any other."""
+        rows = prepared(task, train=source)["train"]
+        assert [tuple(value for name, value in row.items() if name != "index") for row in rows] == expected
+
+    def test_a_test_split_has_no_labels_and_keeps_its_index(self, prepared: Callable[..., Rows]):
+        assert prepared("qnli", test="index\tquestion\tsentence\n7\tq\ts\n5\tq\tt\n")["test"] == [
+            {"index": 7, "question": "q", "sentence": "s", "label": None},
+            {"index": 5, "question": "q", "sentence": "t", "label": None},
+        ]
+
+    def test_rows_without_an_index_of_their_own_are_numbered(self, prepared: Callable[..., Rows]):
+        assert [row["index"] for row in prepared("rte", train="4\ta\tb\tentailment\n4\ta\tc\tentailment\n")["train"]] == [0, 1]
+
+    @pytest.mark.parametrize(
+        ("task", "source", "message"),
+        [
+            ("rte", "4\ta\tb\tentailment\n5\ta\tb\tmaybe\n", "train.tsv:2: label 'maybe' is none of 'rte': entailment, not_entailment"),
+            ("rte", "4\ta\tb\tentailment\n5\ta\tentailment\n", "train.tsv:2: 3 columns, where the first line has 4."),
+            ("rte", "index\tsentence1\tsentence2\tlabel\n4\ta\tb\t\n", "train.tsv:2: no label, under 'label'."),
+            (
+                "rte",
+                "a\tb\n",
+                "train.tsv:1: no column 'sentence1' or 'premise' for 'sentence1' of 'rte' among 2: 'a', 'b'. Without a header",
+            ),
+            ("qnli", "0\tq\ts\tentailment\n", "train.tsv:1: no column 'question' for 'question' of 'qnli' among 4"),
+            ("sst2", "a\t2\n", "train.tsv:1: label '2' is none of 'sst2': negative, positive, or 0 to 1."),
+            ("stsb", "index\tsentence1\tsentence2\tscore\n0\ta\tb\t5.2\n", "train.tsv:2: expected a label from 0 to 5, got '5.2'"),
+            ("sst2", "\n\n", "train.tsv: holds nothing."),
+            ("sst2", "a\t1\n\nb\t1\n", "train.tsv:2: 1 columns, where the first line has 2."),
+            ("rtee", "a\t1\n", "task: unknown task 'rtee'. Did you mean 'rte'?"),
+            ("ax", "a\t1\n", "--train: 'ax' has no rows to train on. Give --val or --test."),
+        ],
+    )
+    def test_what_does_not_fit_is_refused_with_its_line(self, refused: Callable[..., str], task: str, source: str, message: str):
+        assert message in refused(task, train=source)
+
+    def test_rows_that_do_not_fit_can_be_left_out(self, prepared: Callable[..., Rows], tmp_path: Path):
+        """As the few of QQP that lack a column."""
+        source = "id\tquestion1\tquestion2\tis_duplicate\n1\ta\tb\t0\n2\ta\n3\tc\td\t1\n"
+        rows = prepared("qqp", "--skip_bad_rows", train=source)["train"]
+        assert [row["index"] for row in rows] == [1, 3]
+        told = read_json(tmp_path / "data" / "qqp" / "manifest.json", DataError)["skipped"]["train"]
+        assert told == {"rows": 1, "first": [f"{tmp_path}/train.tsv:3: 2 columns, where the first line has 4."]}
+
+
+class TestSuperGlue:
+    @pytest.mark.parametrize(
+        ("task", "row", "expected"),
+        [
+            (
+                "boolq",
+                {"question": "q", "passage": "p", "idx": 3, "label": True},
+                {"index": 3, "passage": "p", "question": "q", "label": "True"},
+            ),
+            ("cb", {"premise": "p", "hypothesis": "h", "label": "neutral"}, {"hypothesis": "h", "premise": "p", "label": "neutral"}),
+            (
+                "copa",
+                {"premise": "p", "choice1": "a", "choice2": "b", "question": "cause", "label": 1},
+                {"choice1": "a", "choice2": "b", "premise": "p", "question": "cause", "label": "choice2"},
+            ),
+            (
+                "rte",
+                {"premise": "p", "hypothesis": "h", "label": "entailment"},
+                {"sentence1": "p", "sentence2": "h", "label": "entailment"},
+            ),
+            (
+                "wic",
+                {"word": "w", "sentence1": "a", "sentence2": "b", "start1": 1, "label": False},
+                {"sentence1": "a", "sentence2": "b", "word": "w", "label": "False"},
+            ),
+            ("axb", {"sentence1": "a", "sentence2": "b", "label": "not_entailment"}, {"sentence1": "a", "sentence2": "b"}),
+            ("axg", {"premise": "a", "hypothesis": "b", "label": "entailment"}, {"sentence1": "a", "sentence2": "b"}),
+        ],
+    )
+    def test_rows_as_they_are(self, prepared: Callable[..., Rows], task: str, row: dict[str, Any], expected: dict[str, Any]):
+        (found,) = prepared(task, kind="jsonl", val=json.dumps(row))["val"]
+        assert expected.items() <= found.items()
+
+    def test_multirc_is_a_row_for_each_answer(self, prepared: Callable[..., Rows]):
+        questions = [
+            {"question": "q1", "answers": [{"text": "a1", "idx": 0, "label": 1}, {"text": "a2", "idx": 1, "label": 0}], "idx": 4},
+            {"question": "q2", "answers": [{"text": "a3", "idx": 2, "label": 1}], "idx": 5},
+        ]
+        text = "<b>Sent 1: </b>A.<br><b>Sent 2: </b>B.<br>"
+        source = json.dumps({"idx": 9, "passage": {"text": text, "questions": questions}})
+        paragraph = "Sent 1: A. Sent 2: B. "
+        expected = [("q1", "a1", "True", "9-4"), ("q1", "a2", "False", "9-4"), ("q2", "a3", "True", "9-5")]
+        assert prepared("multirc", kind="jsonl", val=source)["val"] == [
+            {"index": i, "question": q, "answer": a, "paragraph": paragraph, "label": label, "group": group}
+            for i, (q, a, label, group) in enumerate(
+                [("q1", "a1", "True", "9-4"), ("q1", "a2", "False", "9-4"), ("q2", "a3", "True", "9-5")]
+            )
+        ]
+
+    def test_record(self, prepared: Callable[..., Rows]):
+        """Entities by their first and last character; highlights become sentences."""
+        text = "Ann met Bo.\n@highlight\nBo is ill\n@highlight\nAnn left"
+        passage = {"text": text, "entities": [{"start": 0, "end": 2}, {"start": 8, "end": 9}]}
+        answers = [{"start": 8, "end": 9, "text": "Bo"}, {"text": "Bobby"}, {"text": "Bo"}]
+        source = json.dumps({"passage": passage, "qas": [{"idx": 6, "query": "@placeholder is ill", "answers": answers}]})
+        columns = {"query": "@placeholder is ill", "entities": "Ann, Bo", "passage": "Ann met Bo. Bo is ill. Ann left"}
+        rows = prepared("record", kind="jsonl", train=source, val=source.replace("Ann left", "Ann went"))
+        more = {"answers": ["Bo", "Bobby"], "group": "6"}
+        assert rows["train"] == [{"index": i, **columns, "label": label, **more} for i, label in enumerate(["Bo", "Bobby"])]
+        (only,) = rows["val"]
+        assert (only["label"], only["answers"]) == ("Bo", ["Bo", "Bobby"])
+
+    def test_wsc_marks_noun_and_pronoun(self, prepared: Callable[..., Rows]):
+        """By the number of the word; marks before the pronoun count as words."""
+        target = {"span1_text": "Mark", "span1_index": 0, "span2_text": "He", "span2_index": 8}
+        row = {"text": "Mark told Pete many lies about himself. Then He laughed.", "target": target, "label": False, "idx": 2}
+        before = {"span1_text": "Pete", "span1_index": 3, "span2_text": "he", "span2_index": 1}
+        other = {"text": "When he left Pete cried.", "target": before, "label": True, "idx": 1}
+        rows = prepared("wsc", kind="jsonl", train=json.dumps(row) + "\n" + json.dumps(other))["train"]
+        assert rows == [
+            {"index": 2, "text": "* Mark * told Pete many lies about himself. Then # He # laughed.", "label": "False"},
+            {"index": 1, "text": "When # he # left * Pete * cried.", "label": "True"},
+        ]
+
+    def test_rows_of_the_hub_are_the_same(self, prepared: Callable[..., Rows], tmp_path: Path):
+        """There MultiRC, ReCoRD and WSC have been flattened, and labels are numbers."""
+        idx = {"paragraph": 9, "question": 4, "answer": 0}
+        multirc = {"paragraph": "A.<br>B.", "question": "q", "answer": "<b>a</b>", "idx": idx, "label": 1}
+        (found,) = prepared("multirc", kind="jsonl", val=json.dumps(multirc))["val"]
+        assert found == {"index": 0, "question": "q", "answer": "a", "paragraph": "A. B.", "label": "True", "group": "9-4"}
+        wsc = {"text": "Bo sees it.", "span1_text": "Bo", "span1_index": 0, "span2_text": "it", "span2_index": 2, "label": 0, "idx": 0}
+        (found,) = prepared("wsc", kind="jsonl", val=json.dumps(wsc))["val"]
+        assert found["text"] == "* Bo * sees # it #."
+        record = {"passage": "Ann met Bo.", "query": "q", "entities": ["Ann"], "answers": ["Ann"], "idx": {"passage": 0, "query": 1}}
+        (found,) = prepared("record", kind="jsonl", val=json.dumps(record))["val"]
+        assert (found["entities"], found["passage"], found["label"]) == ("Ann", "Ann met Bo.", "Ann")
+
+    @pytest.mark.parametrize(
+        ("task", "row", "message"),
+        [
+            ("boolq", {"question": "q", "label": True}, "train.jsonl:1: expected text as 'passage', there is: question, label."),
+            ("boolq", {"question": "q", "passage": 3, "label": True}, "train.jsonl:1: expected text as 'passage', got '3' (int)."),
+            ("boolq", {"question": "q", "passage": "p", "label": "yes"}, "train.jsonl:1: label 'yes' is none of 'boolq': False, True"),
+            ("multirc", {"passage": {"text": "t"}}, "train.jsonl:1: expected list as 'questions', got 'None' (NoneType)."),
+            (
+                "wsc",
+                {"text": "a b", "target": {"span1_text": "c", "span1_index": 1, "span2_text": "a", "span2_index": 0}, "label": True},
+                "train.jsonl:1: 'c' does not stand at word 1 of 'a b'.",
+            ),
+        ],
+    )
+    def test_what_does_not_fit(self, refused: Callable[..., str], task: str, row: dict[str, Any], message: str):
+        assert message in refused(task, train=json.dumps(row), kind="jsonl")
+
+
+def test_discoeval(prepared: Callable[..., Rows]):
+    (row,) = prepared("SPwiki", kind="txt", train="2\ta\tb\tc\td\te\n")["train"]
+    assert row == {
+        "index": 0,
+        **{f"{name}_sentence": text for name, text in zip(["first", "second", "third", "fourth", "fifth"], "abcde", strict=True)},
+        "label": "Third sentence",
+    }
+    (row,) = prepared("PDTB-I", kind="txt", train="Expansion.List\ta\tb\n")["train"]
+    assert row["label"] == "Expansion.List"
+    (row,) = prepared("SSPabs", kind="jsonl", train='{"sentence_1": "a", "label": "1"}')["train"]
+    assert row["label"] == "Belongs to abstract"
+
+
+def test_csv_has_quotation_marks_and_a_header(prepared: Callable[..., Rows], refused: Callable[..., str]):
+    (row,) = prepared("sst2", kind="csv", train='label,sentence\n1,"a, ""b""\nc"\n')["train"]
+    assert row == {"index": 0, "sentence": 'a, "b"\nc', "label": "positive"}
+    assert "train.csv:2: more or fewer columns than the header." in refused("cola", kind="csv", train="label,sentence\n1\n")
+
+
+def test_a_folder_of_datasets(prepared: Callable[..., Rows], refused: Callable[..., str], tmp_path: Path):
+    """The names of its classes count, whatever their numbers."""
+    import datasets
+
+    classes = datasets.ClassLabel(names=["positive", "negative"])
+    rows = {"sentence": ["a", "b", "c"], "label": [0, 1, -1], "idx": [5, 6, 7]}
+    features = datasets.Features({"sentence": datasets.Value("string"), "label": classes, "idx": datasets.Value("int32")})
+    made = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"validation": made.select([0, 1]), "test": made.select([2])}).save_to_disk(tmp_path / "saved")
+    found = prepared("sst2", val=tmp_path / "saved", test=tmp_path / "saved")
+    assert [(row["index"], row["label"]) for row in found["val"]] == [(5, "positive"), (6, "negative")]
+    assert [(row["index"], row["label"]) for row in found["test"]] == [(7, None)]
+    assert "saved: has no split 'train'. It holds: validation, test." in refused("cola", train=tmp_path / "saved")
+
+
+def test_what_is_not_there(refused: Callable[..., str], tmp_path: Path):
+    assert "nowhere.tsv: no such file." in refused("rte", train=tmp_path / "nowhere.tsv")
+    message = refused("rte", "--train", "hub:nobody/nothing")
+    assert "hub:nobody/nothing: `datasets` cannot read it: " in message
+    assert "save it by save_to_disk" in message
+    assert 'A set of the hub is written "hub:nyu-mll/glue@rte".' in refused("rte", "--train", "nyu-mll/glue@rte")
+    assert "expected --train, --val or --test with a source at least." in refused("rte")
+
+
+def test_rows_are_set_apart_by_whole_questions(prepared: Callable[..., Rows], tmp_path: Path):
+    def lines(first: int) -> str:
+        questions = [{"question": "q", "answers": [{"text": f"{i}", "label": 1} for i in range(3)], "idx": q} for q in range(20)]
+        return json.dumps({"idx": first, "passage": {"text": "t", "questions": questions}})
+
+    rows = prepared("multirc", "--val_percent", "25", kind="jsonl", train=lines(0))
+    groups = {split: {row["group"] for row in some} for split, some in rows.items()}
+    assert not groups["train"] & groups["val"]
+    assert (len(groups["val"]), len(rows["val"]), len(rows["train"])) == (5, 15, 45)
+
+
+def test_the_same_sources_give_the_same_bytes_and_are_read_once(prepared: Callable[..., Rows], tmp_path: Path, capsys: Any):
+    folder = tmp_path / "data" / "sst2"
+    prepared("sst2", "--max_rows", "2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
+    first = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert "train  2 rows: 1 negative; 1 positive" in (told := capsys.readouterr().out)
+    assert "1 inputs of train are in another split too." in told
+    prepared("sst2", "--max_rows", "2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
+    assert "nothing to do." in capsys.readouterr().out
+    (folder / "manifest.json").unlink()
+    prepared("sst2", "--max_rows", "2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
+    rows = prepared("sst2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
+    assert len(rows["train"]) == 3
+
+
+def test_one_source_is_not_given_twice(refused: Callable[..., str]):
+    message = refused("sst2", train="a\t1\n", val="a\t1\n")
+    assert re.search(r"--val .*val\.tsv: the same data as --train .*train\.tsv\.", message)
+
+
+class TestRealFiles:
+    """What is prepared is compared with the same file read another way."""
+
+    @pytest.mark.parametrize(
+        ("task", "train", "val", "label"),
+        [
+            ("rte", "RTE/train.tsv", "RTE/val.tsv", {"entailment": "entailment", "not_entailment": "not_entailment"}),
+            ("sst2", "SST-2/train.tsv", "SST-2/dev.tsv", {"1": "positive", "0": "negative"}),
+            ("cola", "CoLA/in_domain_train.tsv", "CoLA/in_domain_dev.tsv", {"1": "acceptable", "0": "unacceptable"}),
+        ],
+    )
+    def test_every_row_is_there(
+        self, prepared: Callable[..., Rows], shared_data: Path, task: str, train: str, val: str, label: dict[str, str]
+    ):
+        glue, place, texts = shared_data / "glue", {"rte": 3, "sst2": 1, "cola": 1}[task], {"rte": [1, 2], "sst2": [0], "cola": [3]}[task]
+        if not glue.is_dir():
+            pytest.skip(f"{shared_data} holds no glue")
+        found = prepared(task, train=glue / train, val=glue / val)
+        for split, name in (("train", train), ("val", val)):
+            with open(glue / name, newline="\n", encoding="utf-8") as file:
+                records = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+            if records[0][0] == "index":
+                del records[0]
+            expected = [(*(record[i] for i in texts), label[record[place]]) for record in records]
+            columns = {"rte": ["sentence1", "sentence2"]}.get(task, ["sentence"])
+            assert [(*(row[column] for column in columns), row["label"]) for row in found[split]] == expected
+            assert min(Counter(row["label"] for row in found[split]).values()) > 50
+        counts = {"rte": (2127, 363), "sst2": (6920, 872), "cola": (8551, 527)}[task]
+        assert (len(found["train"]), len(found["val"])) == counts
+
+    def test_the_prepared_rows_are_read_as_samples(self, prepared: Callable[..., Rows], shared_data: Path, tmp_path: Path):
+        glue = shared_data / "glue" / "RTE"
+        if not glue.is_dir():
+            pytest.skip(f"{shared_data} holds no glue/RTE")
+        prepared("rte", train=glue / "train.tsv", val=glue / "val.tsv")
+        rows = jsonl.read_rows(tmp_path / "data" / "rte" / "val.jsonl", {"sentence1": str, "sentence2": str, "label": str, "index": int})
+        assert len(rows) == 363
