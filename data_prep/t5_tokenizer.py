@@ -3,7 +3,8 @@
 Either --from, a tokenizer that is there already, or --spiece, the SentencePiece model of T5. A folder is made below --data_path: the
 tokenizer with <extra_id_99> to <extra_id_0> behind all other tokens, so that <extra_id_0> has the highest id (Raffel et al. 2020,
 arXiv 1910.10683; T5's own has 32,000 pieces and 100 sentinels), with a padding token of its own and an end token. No text becomes a
-sentinel, an end or padding through src.data.tokenizers.Encoder.
+sentinel, an end or padding through src.data.tokenizers.Encoder. With --sentences N, <eosen> and <sent_0> to <sent_N-1>, which data set
+depth needs, stand behind the sentinels, so that no id changes that a trained model knows.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src import files
-from src.data import tokenizers
+from src.data import depth, tokenizers
 from src.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -38,19 +39,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from", dest="source", metavar="TOKENIZER", help="a folder below --data_path, any other folder, or a hub id")
     source.add_argument("--spiece", type=Path, metavar="FILE", help="a SentencePiece model of unigrams, as T5's spiece.model")
+    add("--sentences", type=int, default=0, metavar="N", help="also N names of sentences; --from may then have sentinels already")
     options = parser.parse_args(argv)
+    if options.sentences < 0:
+        parser.error(f"--sentences: expected 0 or more, got {options.sentences}")
     try:
-        made = prepare(options.data_path, options.name, options.source, options.spiece)
+        made = prepare(options.data_path, options.name, options.source, options.spiece, options.sentences)
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
     print(f"{options.data_path / options.name}: " + ("made" if made else "whole and made from this: nothing to do."))
 
 
-def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path | None = None) -> bool:
+def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path | None = None, sentences: int = 0) -> bool:
     """Make the folder `data_path / name` from one of two sources; False where it is whole and was made from the same.
 
     Raises:
-        DataError: the source is missing, damaged, or has sentinels already.
+        DataError: the source is missing, damaged, or has already what is to be added. Sentinels it may have where `sentences` are.
         RunError: the disk refuses.
     """
     folder = data_path / name
@@ -61,7 +65,11 @@ def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path 
         place = data_path / source
         if place.resolve() == folder.resolve():
             raise DataError(f"--name: {folder} is what --from names. Choose another name.")
-        with_sentinels = add_sentinels(tokenizers.load(place if place.is_dir() else source), source)
+        with_sentinels = tokenizers.load(place if place.is_dir() else source)
+        if not (sentences and _sentinels_in(with_sentinels.get_vocab())):
+            with_sentinels = add_sentinels(with_sentinels, source)
+    if sentences:
+        add_sentences(with_sentinels, sentences, source or str(spiece))
     text = with_sentinels.backend_tokenizer.to_str()
     made_from = {
         "tokenizer_sha256": hashlib.sha256(text.encode()).hexdigest(),
@@ -104,6 +112,18 @@ def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str) -> "PreTrain
     )
 
 
+def add_sentences(tokenizer: "PreTrainedTokenizerFast", number: int, where: str) -> None:
+    """Add <eosen> and `number` names of sentences to `tokenizer`, behind all other tokens.
+
+    Raises:
+        DataError: it has some already.
+    """
+    wanted = depth.sentence_tokens(number)
+    if found := sorted({*wanted} & {*tokenizer.get_vocab()}):
+        raise DataError(f"{where}: has {found[0]!r} already. Use it as it is, or take one without.")
+    tokenizer.add_tokens(wanted, special_tokens=True)
+
+
 def _copied(tokenizer: "PreTrainedTokenizerFast") -> Any:
     from tokenizers import Tokenizer
 
@@ -118,8 +138,12 @@ def _sentinels() -> list[str]:
     return [f"<extra_id_{number}>" for number in reversed(range(NUM_SENTINELS))]
 
 
+def _sentinels_in(vocabulary: Any) -> list[str]:
+    return [token for token in vocabulary if re.fullmatch(r"<extra_id_\d+>", token)]
+
+
 def _refuse_sentinels(vocabulary: Any, where: str) -> None:
-    found = [token for token in vocabulary if re.fullmatch(r"<extra_id_\d+>", token)]
+    found = _sentinels_in(vocabulary)
     if found:
         raise DataError(f"{where}: has {len(found)} sentinels already, such as {min(found)!r}. Use it as it is.")
 

@@ -115,6 +115,11 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
     return DepthDataset(config, groups, chosen, words, (split, seed))
 
 
+def sentence_tokens(number: int) -> list[str]:
+    """What stands between sentences, and `number` names of sentences."""
+    return [EOSEN, *(f"<sent_{n}>" for n in range(number))]
+
+
 class Words:
     """Ids of special tokens."""
 
@@ -123,7 +128,7 @@ class Words:
         import numpy as np
 
         special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        wanted = [EOSEN, *(f"<sent_{number}>" for number in range(num_sentences))]
+        wanted = sentence_tokens(num_sentences)
         missing = [name for name in wanted if name not in special]
         if missing:
             raise DataError(

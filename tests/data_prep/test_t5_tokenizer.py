@@ -135,3 +135,26 @@ def test_t5_cuts_real_text_as_sentencepiece_does(t5):
     source = (ROOT / "src" / "files.py").read_text(encoding="utf-8")
     texts = [*SPELLED, *source.split("\n\n"), "naïve café ﬁne ½ Ⅷ \u3000 x\u200bz", "emoji 😀😀 x", "{curly} ~tilde~", "日本語"]
     compare(t5, from_sentencepiece(t5), texts)
+
+
+def test_names_of_sentences_stand_behind_the_sentinels(with_bytes, t5, capsys):
+    main(["--data_path", str(with_bytes), "--name", "named", "--from", "bytes", "--sentences", "3"])
+    main(["--data_path", str(with_bytes), "--name", "plain", "--from", "bytes"])
+    assert prepare(with_bytes, "later", "plain", sentences=3)
+    for name in ("named", "later"):
+        made = tokenizers.load(with_bytes / name)
+        assert made.convert_tokens_to_ids(["<extra_id_99>", "<extra_id_0>", "<eosen>", "<sent_0>", "<sent_2>"]) == [264, 363, 364, 365, 367]
+        assert len(made) == 368
+        text = "a <eosen><sent_1> b"
+        assert made.decode(tokenizers.Encoder(made).text(text)) == text
+        assert max(tokenizers.Encoder(made).text(text)) < 264
+        assert tokenizers.Encoder(made).control("<sent_1>") == 366
+    assert not prepare(with_bytes, "later", "plain", sentences=3)
+    assert prepare(with_bytes, "t5", spiece=t5, sentences=20)
+    made = tokenizers.load(with_bytes / "t5")
+    assert made.convert_tokens_to_ids(["<extra_id_0>", "<eosen>", "<sent_19>"]) == [32099, 32100, 32120]
+    with pytest.raises(DataError, match=r"named: has '<eosen>' already\. Use it as it is"):
+        prepare(with_bytes, "again", "named", sentences=4)
+    with pytest.raises(SystemExit):
+        main(["--data_path", str(with_bytes), "--name", "x", "--from", "bytes", "--sentences", "-1"])
+    assert "--sentences: expected 0 or more, got -1" in capsys.readouterr().err
