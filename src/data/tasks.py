@@ -132,6 +132,11 @@ class Named:
         return hashlib.sha256(json.dumps([self.name, self.task.model_dump(mode="json")], sort_keys=True).encode()).hexdigest()
 
     @property
+    def form(self) -> str | None:
+        """What is done to a row of the release before its columns are there: a name in `data_prep.superglue.FORMS`."""
+        return self.task.form
+
+    @property
     def optimised(self) -> str:
         """The metric to optimise."""
         return self.task.optimise or self.task.metrics[0]

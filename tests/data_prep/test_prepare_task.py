@@ -162,9 +162,7 @@ class TestSuperGlue:
         expected = [("q1", "a1", "True", "9-4"), ("q1", "a2", "False", "9-4"), ("q2", "a3", "True", "9-5")]
         assert prepared("multirc", kind="jsonl", val=source)["val"] == [
             {"index": i, "question": q, "answer": a, "paragraph": paragraph, "label": label, "group": group}
-            for i, (q, a, label, group) in enumerate(
-                [("q1", "a1", "True", "9-4"), ("q1", "a2", "False", "9-4"), ("q2", "a3", "True", "9-5")]
-            )
+            for i, (q, a, label, group) in enumerate(expected)
         ]
 
     def test_record(self, prepared: Callable[..., Rows]):
