@@ -39,7 +39,7 @@ def adafactor(model: nn.Module, config: LoopConfig) -> Adafactor:
 
     The learning rate is the schedule's, which the optimizer's own relative steps would set aside (`relative_step` and a learning rate are
     refused together). PyTorch's Adafactor caps it at 1/sqrt(step), and so would ignore a schedule that stays above that. Weight decay,
-    of which T5 has none, goes by the scaled learning rate too.
+    of which T5 has none, goes by the scaled learning rate too. Every matrix is factored; T5's own keeps those below 128 x 128 whole.
     """
     return Adafactor(
         _groups(model, config),
