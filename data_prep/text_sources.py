@@ -36,6 +36,8 @@ class Batch:
     first_line: int = 0
     texts: Sequence[tuple[str, str]] = ()
     """("FILE:LINE" or the like, text)."""
+    state: Any = None
+    """What the source reads on from behind this batch without reading what was before; None: it must be read from its beginning."""
 
     def documents(self, field: str) -> list[str]:
         """The texts.
@@ -72,7 +74,8 @@ class Source:
     """As the user gave it."""
     facts: dict[str, Any]
     """Equal for equal data, wherever they lie."""
-    read: Callable[[], Iterator[Batch]]
+    read: Callable[[Any], Iterator[Batch]]
+    """All batches; or those behind the one whose `state` is given."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,13 @@ def open_source(name: str, split: str, how: Reading) -> Source:
     with reading(path, DataError):
         facts = {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
     if name.endswith(_LINES):
-        return Source(name, facts, lambda: _line_batches(path))
+        return Source(name, facts, lambda _state: _line_batches(path))
     if name.endswith(_TEXT):
-        return Source(name, facts, lambda: _grouped(name, _text_documents(path, how.documents_by)))
+        return Source(name, facts, lambda _state: _grouped(name, _text_documents(path, how.documents_by)))
     if name.endswith(".parquet"):
-        return Source(name, facts, lambda: _grouped(name, _parquet(path, how.field)))
+        return Source(name, facts, lambda _state: _grouped(name, _parquet(path, how.field)))
     if name.endswith((".json", ".json.gz")):
-        return Source(name, facts, lambda: _grouped(name, _rows(json_stream.records(path), how.field)))
+        return Source(name, facts, lambda _state: _grouped(name, _rows(json_stream.records(path), how.field)))
     kinds = ", ".join((*_LINES, *_TEXT, ".json", ".json.gz", ".parquet"))
     raise DataError(f"{name}: what kind of file this is cannot be told from its name. Known: {kinds}.")
 
@@ -120,13 +123,14 @@ def _rows(records: Iterable[tuple[str, dict[str, Any]]], field: str) -> Iterator
         yield where, text_of(row, field, where)
 
 
-def _grouped(source: str, documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
+def _grouped(source: str, documents: Iterable[tuple[str, str]], state: Callable[[], Any] = lambda: None) -> Iterator[Batch]:
+    """state: gives that of the batch whose last document was read last."""
     batch, size = [], 0
     for where, text in documents:
         batch.append((where, text))
         size += len(text)
         if len(batch) == _BATCH_ROWS or size >= _BATCH_BYTES:
-            yield Batch(source, texts=batch)
+            yield Batch(source, texts=batch, state=state())
             batch, size = [], 0
     if batch:
         yield Batch(source, texts=batch)
@@ -213,7 +217,7 @@ def _table(name: str, short: str, rows: Any, how: Reading) -> Source:
     with reading(Path(name), DataError):
         digest = hashlib.sha256("".join(map(sha256, paths)).encode()).hexdigest()
     facts = {"name": short, "rows": len(rows), "sha256": digest}
-    return Source(name, facts, lambda: _grouped(name, _numbered(rows, name, how.field)))
+    return Source(name, facts, lambda _state: _grouped(name, _numbered(rows, name, how.field)))
 
 
 def _numbered(rows: Any, name: str, field: str) -> Iterator[tuple[str, str]]:
@@ -242,7 +246,22 @@ def _hub(name: str, split: str, how: Reading) -> Source:
         return _table(name, name, rows, how)
     _require_column(rows, name, how.field)
     facts = {"name": name, "split": split, "version": str(builder.info.version), "hash": builder.hash}
-    return Source(name, facts, lambda: _grouped(name, _numbered(rows, name, how.field)))
+    return Source(name, facts, lambda state: _streamed(rows.select_columns([how.field]), name, how.field, state))
+
+
+def _streamed(rows: Any, name: str, field: str, state: dict[str, Any] | None) -> Iterator[Batch]:
+    """Rows that come over the network; a file that was read before `state` is not fetched again."""
+    if state is not None:
+        rows.load_state_dict(state["rows"])
+    count = state["count"] if state is not None else 0
+
+    def placed() -> Iterator[tuple[str, dict[str, Any]]]:
+        nonlocal count
+        for row in rows:
+            count += 1
+            yield f"{name}: row {count}", row
+
+    yield from _grouped(name, _rows(placed(), field), lambda: {"rows": rows.state_dict(), "count": count})
 
 
 def _chosen(loaded: Any, name: str, split: str) -> Any:

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,17 +91,19 @@ class Shards:
             RunError: the disk refuses.
         """
         mine = [segment for segment in self._segments if segment["source"] == self._source]
-        start = mine[-1]["batches"] if mine else 0
+        begun = _Begun(mine[-1]["batches"], mine[-1]["state"]) if mine else _Begun(0, None)
         if not (mine and mine[-1]["last"]):
-            results = _told(source.name, tokenise(itertools.islice(source.read(), start, None)))
-            ended = False
-            while not ended:
-                start, ended = self._segment(split, start, results, shard_tokens)
+            left = source.read(begun.state)
+            if begun.state is None:
+                left = itertools.islice(left, begun.batches, None)
+            results = _told(source.name, tokenise(begun.noted(left)))
+            while not self._segment(split, begun, results, shard_tokens):
+                pass
         self._source += 1
 
-    def _segment(self, split: str, start: int, results: Iterator[tuple[Tokens, Tokens]], shard_tokens: int) -> tuple[int, bool]:
-        """Write shards from batch `start` of the source on; where they end, and whether the source does."""
-        number, batches, tokens, ended = len(self._segments), start, 0, False
+    def _segment(self, split: str, begun: "_Begun", results: Iterator[tuple[Tokens, Tokens]], shard_tokens: int) -> bool:
+        """Write the shards of a segment, and note what of the source they hold; whether the source ends with them."""
+        number, tokens, ended = len(self._segments), 0, False
         with contextlib.ExitStack() as opened:
             writers = {
                 name: opened.enter_context(token_files.Writer(self._beside, f"{name}-{number:05d}", self._dtype)) for name in jsonl.SPLITS
@@ -109,18 +112,19 @@ class Shards:
                 if (parts := next(results, None)) is None:
                     ended = True
                     continue
-                batches += 1
+                begun.finish()
                 for name, part in zip(jsonl.SPLITS if split == "train" else ("val", "train"), parts, strict=True):
                     writers[name].append(part.ids, part.lengths)
                     tokens += len(part.ids)
             shards = {name: facts for name, writer in writers.items() if (facts := writer.close()) is not None}
         names = [facts["name"] + end for facts in shards.values() for end in (token_files.IDS, token_files.ENDS)]
         sizes = {name: (self._beside / name).stat().st_size for name in names}
-        segment = {"source": self._source, "batches": batches, "last": ended, "shards": shards, "bytes": sizes}
+        done = {"source": self._source, "batches": begun.batches, "state": begun.state, "last": ended}
+        segment = {**done, "shards": shards, "bytes": sizes}
         files.sync_directory(self._beside)
         files.write_json(self._done(number), segment)
         self._segments.append(segment)
-        return batches, ended
+        return ended
 
     def _done(self, number: int) -> Path:
         return self._beside / f"{number:05d}{_DONE}"
@@ -138,6 +142,24 @@ class Shards:
                 except OSError:  # the file system has no links
                     shutil.copyfile(self._beside / name, new / name)
         shutil.rmtree(self._beside, ignore_errors=True)
+
+
+class _Begun:
+    """How much of a source is finished: how many batches, and the state behind the last."""
+
+    def __init__(self, batches: int, state: Any) -> None:
+        self.batches, self.state = batches, state
+        self._given: deque[Any] = deque()
+
+    def noted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self._given.append(batch.state)
+            yield batch
+
+    def finish(self) -> None:
+        """The first of those that were given and not finished yet."""
+        self.state = self._given.popleft()
+        self.batches += 1
 
 
 def _told(name: str, results: Iterator[tuple[Tokens, Tokens]]) -> Iterator[tuple[Tokens, Tokens]]:

@@ -167,6 +167,34 @@ def test_what_was_finished_before_an_error_is_kept(data, monkeypatch):
     assert len(read(data, "train") + read(data, "val")) == 900
 
 
+def test_a_streamed_set_goes_on_without_reading_its_finished_rows_again(data, monkeypatch):
+    """Counts the rows that the library hands out."""
+    import datasets
+
+    (data / "set").mkdir()
+    for part in range(3):
+        write_lines(data / "set" / f"train-{part}.jsonl", [f"{part} {string}" for string in TEXTS[:512]])
+    options = {"train": [f"hub:{data / 'set'}"], "streaming": True, "shard_tokens": 12_000}
+    run(data, name="whole", **options)
+    original, read, most = datasets.IterableDataset.__iter__, [0], [1100]
+
+    def broken(self):
+        for row in original(self):
+            if read[0] == most[0]:
+                raise RunError("the network is gone")
+            read[0] += 1
+            yield row
+
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", broken)
+    with pytest.raises(RunError, match="the network is gone"):
+        run(data, **options)
+    batches = max(json.loads(path.read_text())["batches"] for path in (data / ".made.partial").glob("*.done.json"))
+    read[0], most[0] = 0, 3 * 512
+    run(data, **options)
+    assert read[0] == 3 * 512 - batches * 256 < 3 * 512
+    assert hashes(data / "made") == hashes(data / "whole")
+
+
 def test_damaged_finished_shards_are_made_anew(data):
     lines = write_lines(data / "a.jsonl", TEXTS)
     run(data, name="whole", train=[lines], shard_tokens=4000)
