@@ -178,6 +178,22 @@ def test_all_ways_of_answering_agree_on_words_of_one_token(folder: Path, answers
     )
 
 
+@pytest.mark.slow
+def test_two_processes_answer_as_one(folder: Path, tmp_path: Path):
+    """16 and 18 rows in batches of 5: the last round of each has a batch for one of them alone."""
+    exp = {**SCORED, "answers": {"by": "rank"}, "seed": 1}
+    groups = {"g": [exp], "paint": [EXP]}
+    assert toy.main(["-e", "g"], groups, folder) == 0
+    run = run_of(folder, exp)
+    alone = {path.name: path.read_bytes() for path in (run / "predictions").iterdir()}, toy.rows(folder, exp_id(exp))
+    shutil.rmtree(run)
+    done = toy.run(toy.project(tmp_path, f"EXP_GROUPS = {groups!r}\n"), ["-e", "g"], folder, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert {path.name: path.read_bytes() for path in (run / "predictions").iterdir()} == alone[0]
+    (row,), (expected,) = toy.rows(folder, exp_id(exp)), alone[1]
+    assert row == pytest.approx(expected)
+
+
 def test_several_tasks_at_once(folder: Path):
     assert toy.main(["-e", "g"], {"g": [MIXED]}, folder) == 0
     last = toy.rows(folder, exp_id(MIXED))[-1]
