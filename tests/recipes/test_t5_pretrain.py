@@ -1,0 +1,124 @@
+"""T5's pre-training through the command line: it learns, resumes bit for bit, is shared by processes, and refuses what does not fit."""
+
+import copy
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.t5_tiny import unigram_loss
+from data_prep import t5_tokenizer
+from src.config import Places
+from src.experiments.identity import exp_id
+from src.registry import load_experiment
+from tests import toy, warm
+
+MODEL: dict[str, Any] = {
+    "name": "t5",
+    "random": {"tokenizer": "toy_t5_tokenizer", "hidden_size": 32, "feed_forward_size": 64, "num_layers": 2, "num_heads": 2},
+    "dropout_rate": 0.1,
+}
+T5: dict[str, Any] = {
+    "recipe": "t5_pretrain",
+    "seed": 0,
+    "model": MODEL,
+    "data": {"name": "span_corruption", "corpus": "toy_text", "input_tokens": 18, "mean_span_tokens": 1.0},
+    "loop": {"steps": 120, "sequences_per_step": 16, "micro_batch": 8, "learning_rate": 3e-3, "eval_every": 60},
+}
+SHARED: dict[str, Any] = copy.deepcopy(T5)
+SHARED["loop"] |= {"steps": 4, "eval_every": 2}
+GROUPS = {"t5": [T5], "shared": [SHARED]}
+
+
+def write_data(data: Path) -> None:
+    """The toy world, with a tokenizer that has sentinels."""
+    toy.write_data(data)
+    t5_tokenizer.prepare(data, "toy_t5_tokenizer", "toy_tokenizer")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With data and a trained model."""
+    folder = tmp_path_factory.mktemp("t5")
+    write_data(folder / "data")
+    assert toy.main(["-e", "t5"], GROUPS, folder) == 0
+    return folder
+
+
+def test_it_learns_what_is_missing(folder: Path):
+    first, last = toy.rows(folder, exp_id(T5))
+    places = Places(folder / "data", folder / "runs")
+    assert last["val_loss"] < 0.6 * unigram_loss(load_experiment(T5, "t5").config, places)
+    assert last["val_loss"] < first["val_loss"]
+    assert last["val_accuracy"] > 4 / 7  # sentinels and end token come of themselves
+    assert last["val_perplexity"] == pytest.approx(2.718281828 ** last["val_loss"], rel=1e-5)
+
+
+def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
+    run, last = folder / "runs" / exp_id(T5), "checkpoints/step-00000120"
+    files = [run / last / name for name in ("model.safetensors", "optimizer.safetensors", "state.json")] + [run / "scores.jsonl"]
+    before = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    shutil.rmtree(run / last)
+    (run / "status.json").unlink()
+    assert toy.main(["-e", "t5"], GROUPS, folder) == 0
+    assert "continues from step 60" in (run / "logs" / "train.log").read_text()
+    assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Score rows of two processes by how they share the model."""
+    pytest.importorskip("deepspeed", reason="needs deepspeed")
+    root, found = toy.project(folder, f"EXP_GROUPS = {GROUPS!r}\n"), {}
+    for mode in ("replicated", "zero2", "zero3", "fsdp"):
+        words = {"replicated": [], "fsdp": ["--fsdp"]}.get(mode, ["--deepspeed", f"resources/ds_config_{mode}.json"])
+        words = [str(toy.ROOT / word) if word.startswith("resources") else word for word in words]
+        process = warm.Process(
+            toy.command(root, ["-e", "shared", *words], folder, processes=2), toy.environment(), None, folder / f"{mode}.log"
+        )
+        try:
+            assert process.wait(timeout=150) == 0, (folder / f"{mode}.log").read_text()
+        finally:
+            process.kill()
+        found[mode] = toy.rows(folder, exp_id(SHARED))
+        events = [json.loads(line) for line in (folder / "runs" / exp_id(SHARED) / "ledger.jsonl").read_text().splitlines()]
+        assert [event["engine"] for event in events if event["event"] == "start"] == [mode]
+        shutil.rmtree(folder / "runs" / exp_id(SHARED))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["zero2", "zero3", "fsdp"])
+def test_processes_that_share_the_model_have_the_losses_of_those_that_do_not(shared: dict[str, Any], mode: str):
+    for row, expected in zip(shared[mode], shared["replicated"], strict=True):
+        for name in ("train_loss", "val_loss", "grad_norm"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": toy.BASE["model"]}, "model: expected an encoder-decoder, such as 't5'; got 'gpt_bigcode'"),
+        ({"data": toy.BASE["data"]}, "data: 'text' is for .*; this recipe trains an encoder-decoder"),
+        ({"recipe": "lm"}, "model: expected .*; got 't5', which is of the kind 'encoder_decoder'"),
+        ({"recipe": "lm", "model": toy.BASE["model"]}, "data: 'span_corruption' is for an encoder-decoder"),
+        ({"data": {**T5["data"], "corpus": "toy_txt"}}, "toy_txt: no such data set: unknown corpus 'toy_txt'. Did you mean 'toy_text'"),
+        ({"loop": {**T5["loop"], "best_metric": "em"}}, "loop.best_metric: unknown score 'em'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_starts(
+    change: dict[str, Any], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert toy.main(["-e", "g", "--dry-run"], {"g": [{**T5, **change}]}, folder) == 1
+    told = capsys.readouterr().err
+    assert re.search(message, told), told
+
+
+def test_a_tokenizer_without_sentinels_is_refused_with_what_makes_one(folder: Path, capsys: pytest.CaptureFixture[str]):
+    exp = copy.deepcopy(T5)
+    exp["model"]["random"]["tokenizer"] = "toy_tokenizer"
+    assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 1
+    assert "data_prep.t5_tokenizer" in capsys.readouterr().err
