@@ -160,12 +160,11 @@ def drawn(sizes: "np.ndarray", wanted: noise.Counts, rng: "np.random.Generator")
     while excess > 0 and moved:
         moved = False
         for place in range(wanted.spans):
-            less = sizes[order[place]] - sizes[order[wanted.spans :]]
-            better = np.flatnonzero((less > 0) & (less <= excess))
-            if len(better):
-                other = better[rng.integers(len(better))]
-                excess -= int(less[other])
-                order[[place, wanted.spans + other]] = order[[wanted.spans + other, place]]
+            shorter = np.flatnonzero(sizes[order[wanted.spans :]] < sizes[order[place]])
+            if excess > 0 and len(shorter):
+                other = wanted.spans + shorter[rng.integers(len(shorter))]
+                excess -= int(sizes[order[place]] - sizes[order[other]])
+                order[[place, other]] = order[[other, place]]
                 moved = True
     return order[: wanted.spans]
 

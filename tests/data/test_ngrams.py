@@ -74,6 +74,8 @@ def test_units(make):
     masker = make(["new york", "NEW  york, w1", "w3 w4 w5", "w2 w3"])
     row = ids("▁new ▁york ▁w9 </s> ▁new ▁york , ▁w1 ▁w3 ▁w4 ▁w5 ▁new </s> ▁york ing ▁new ▁york ing")
     assert units(masker, row) == ["▁new ▁york", "▁w9", "▁new ▁york , ▁w1", "▁w3 ▁w4 ▁w5", "▁new", "▁york ing", "▁new", "▁york ing"]
+    assert units(masker, ids("▁new </s> ▁york </s> ▁new ▁york </s> ▁w1")) == ["▁new", "▁york", "▁new ▁york", "▁w1"]
+    assert units(masker, ids("ing ▁w1")) == ["ing", "▁w1"]  # a row begins in the middle of a word
 
 
 def test_of_overlapping_ngrams_the_longest_and_of_equals_any(make):
@@ -152,6 +154,13 @@ def test_lengths_are_exact_where_units_cannot_make_them(make, row):
     masker = make(["new york"])
     for seed in range(20):
         check(masker, row, seed)
+
+
+def test_a_run_that_can_only_grow_backwards_into_a_long_word(make):
+    masker = make(["new york"], mean_span=21.0)
+    row = np.array([ID["Y"]] * 130 + [ID["▁w1"]] * 11)
+    for seed in range(20):
+        assert check(masker, row, seed, mean_span=21.0)[-21:].all()
 
 
 def test_draws_are_functions_of_the_generator(make):

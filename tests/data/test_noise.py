@@ -34,6 +34,10 @@ def test_short_rows(length, mask):
     assert bits(noise_mask(length, 0.15, 3, np.random.default_rng(0))) == mask
 
 
+def test_a_single_token_counts_as_two():
+    assert counts(1, 0.15, 3) == counts(2, 0.15, 3) == (1, 1, 1)
+
+
 def test_padded_rows_of_the_reference():
     """Masks of padded rows, drawn one after the other and turned, with padding and end token cleared, as the seed draws them."""
     rows = [

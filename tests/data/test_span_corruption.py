@@ -93,6 +93,7 @@ def test_masks_are_functions_of_seed_epoch_and_index(build):
 def test_validation_is_masked_alike_for_every_seed_and_epoch(build):
     data = build(split="val", val_sequences=15)
     assert len(data) == 15
+    assert len(build(val_sequences=15)) == len(build()) > 15
     assert masks(data, 0, 15) == masks(data, 7, 15) == masks(build(split="val", seed=3, val_sequences=15), 0, 15)
     assert masks(build(split="val"), 0) != masks(build(split="train"), 0)
 
