@@ -187,6 +187,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     "t5_tiny_objectives": [
         changed(T5_TINY, {"data": {"name": "prefix_lm", "corpus": "stdlib_text", "sequence_tokens": 157, "val_sequences": 128}}),
         changed(T5_TINY, {"data": {"name": "ul2", "denoisers": TINY_DENOISERS, **TINY_TEXT}}),
+        changed(T5_TINY, {"data": {"name": "depth", **TINY_TEXT, "target_tokens": 128}}),
     ],
     "t5_tiny_optimizers": [
         changed(T5_TINY, {"loop.optimizer": "adamw_scale", "loop.learning_rate": 2e-2, "loop.schedule": schedule})
