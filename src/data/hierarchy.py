@@ -25,15 +25,16 @@ def with_masks(batch: Seq2SeqBatch, sentence_ids: Tensor) -> DepthBatch:
     written_BT = torch.isin(batch["decoder_input_ids"], sentence_ids) & real_BT
     sentence_BS = read_BS.cumsum(1)
     sentence_BS.scatter_(1, real_BS.sum(1, keepdim=True) - 1, 0)  # the end token is of no sentence, as what stands before the first
-    own_BSS = sentence_BS[:, :, None] == sentence_BS[:, None, :]
-    T = written_BT.shape[1]
-    causal_TT = torch.ones(T, T, dtype=torch.bool).tril()
-    return {
-        **batch,
-        "encoder_mask": real_BS[:, None, :] & (~read_BS[:, :, None] | own_BSS),
-        "decoder_mask": causal_TT & real_BT[:, None, :] & (~written_BT[:, :, None] | written_BT[:, None, :]),
-        "cross_mask": real_BS[:, None, :] & (~written_BT[:, :, None] | read_BS[:, None, :]),
-    }
+    sentence_BS.masked_fill_(~real_BS, -1)
+    S, T = real_BS.shape[1], real_BT.shape[1]
+    encoder_BSS, cross_BTS = real_BS[:, None].repeat(1, S, 1), real_BS[:, None].repeat(1, T, 1)
+    decoder_BTT = real_BT[:, None] & torch.ones(T, T, dtype=torch.bool).tril()
+    b, s = read_BS.nonzero(as_tuple=True)  # few rows are other than T5's
+    encoder_BSS[b, s] = sentence_BS[b] == sentence_BS[b, s, None]
+    b, t = written_BT.nonzero(as_tuple=True)
+    decoder_BTT[b, t] &= written_BT[b]
+    cross_BTS[b, t] = read_BS[b]
+    return {**batch, "encoder_mask": encoder_BSS, "decoder_mask": decoder_BTT, "cross_mask": cross_BTS}
 
 
 def padded(batch: Seq2SeqBatch, inputs: int, targets: int, pad_id: int) -> Seq2SeqBatch:
