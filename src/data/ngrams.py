@@ -120,19 +120,18 @@ class Ngrams:
 
     def _found(self, spelled: list[str], rng: "np.random.Generator") -> list[tuple[int, int]]:
         """(first, last) words, the last not included, of all n-grams that occur: longest first, equally long ones in random order."""
-        found = []
-        for first, word in enumerate(spelled):
-            text = word.lstrip()
-            if not text or text not in self._vocabulary.beginnings:
-                continue
+        found, (ngrams, beginnings, _) = [], self._vocabulary
+        likely = [first for first, word in enumerate(spelled) if word.lstrip() in beginnings]
+        for first in likely:
+            text = spelled[first].lstrip()
             for last in range(first + 1, len(spelled)):
                 if not spelled[last]:
                     break
                 text += spelled[last]
-                if text in self._vocabulary.ngrams:
-                    found.append((first, last + 1))
-                if text not in self._vocabulary.beginnings:
+                if text not in beginnings:
                     break
+                if text in ngrams:
+                    found.append((first, last + 1))
         order = rng.permutation(len(found)).tolist()
         return sorted((found[i] for i in order), key=lambda place: place[0] - place[1])
 

@@ -49,8 +49,10 @@ class Words:
 
     def spelled(self, ids: "np.ndarray", bounds: "np.ndarray") -> list[str]:
         """Lower-case text of each word, with the space before it. bounds: (words + 1,) where words begin, and the length of the row."""
-        texts, cuts = [self.texts[index] for index in ids.tolist()], bounds.tolist()
-        return [_whole("".join(texts[start:end])) for start, end in pairwise(cuts)]
+        cuts = bounds.tolist()
+        texts = [self.texts[index] for index in ids.tolist()]
+        words = [texts[start] if end - start == 1 else "".join(texts[start:end]) for start, end in pairwise(cuts)]
+        return words if "".join(words).isascii() else [_whole(word) for word in words]
 
 
 def _whole(text: str) -> str:

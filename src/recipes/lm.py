@@ -30,6 +30,7 @@ def check(config: Config, places: Places) -> None:
 
 def run(config: Config, run: Run) -> None:
     """Train to the last step. Scores: train_loss, val_loss (nats per token) and val_perplexity. Collective."""
+    from src.data import tokenizers
     from src.training.loss import causal_lm_loss
 
-    carry_out(config, run, causal_lm_loss)
+    carry_out(config, run, causal_lm_loss, tokenizers.load)

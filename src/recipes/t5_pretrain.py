@@ -34,6 +34,7 @@ def run(config: Config, run: Run) -> None:
     """Train to the last step. Scores: train_loss, val_loss (nats per token), val_perplexity, and val_accuracy: the share of target tokens
     that the model finds the likeliest, given those before. Collective.
     """
+    from src.data import tokenizers
     from src.training.loss import seq2seq_loss
 
-    carry_out(config, run, seq2seq_loss, accuracy=True)
+    carry_out(config, run, seq2seq_loss, tokenizers.load, accuracy=True)

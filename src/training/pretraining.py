@@ -51,14 +51,16 @@ def checks(config: Pretraining, places: Places, more_scores: Sequence[str] = ())
     ]
 
 
-def carry_out(config: Pretraining, run: Run, loss: "Callable[..., Tensor]", accuracy: bool = False) -> None:
+def carry_out(
+    config: Pretraining, run: Run, loss: "Callable[..., Tensor]", load_tokenizer: Callable[[str], Any], accuracy: bool = False
+) -> None:
     """Train to the last step. Scores: train_loss, val_loss (nats per token), val_perplexity and, where asked for, val_accuracy. Collective.
 
-    loss: (model, batch) and, for training, label smoothing and z-loss -> summed loss.
+    loss: (model, batch) and, for training, label smoothing and z-loss -> summed loss. load_tokenizer: of the model's
+    name_or_path.
     """
     import torch
 
-    from src.data import tokenizers
     from src.training.checkpoint import About
     from src.training.evaluation import mean_loss_and_accuracy
     from src.training.inputs import fingerprints
@@ -67,7 +69,7 @@ def carry_out(config: Pretraining, run: Run, loss: "Callable[..., Tensor]", accu
     torch.manual_seed(config.seed)
     with distributed.together():
         model = config.model(run.places)
-        tokenizer = tokenizers.load(model.name_or_path)
+        tokenizer = load_tokenizer(model.name_or_path)
         train = config.data(run.places, tokenizer, "train", config.seed)
         val = config.data(run.places, tokenizer, "val", config.seed)
         inputs = fingerprints(run, train, tokenizer, config.model.ask("fingerprint", run.places))
