@@ -143,6 +143,7 @@ class TestSuperGlue:
                 {"word": "w", "sentence1": "a", "sentence2": "b", "start1": 1, "label": False},
                 {"sentence1": "a", "sentence2": "b", "word": "w", "label": "False"},
             ),
+            ("copa", {"premise": "p", "choice1": "a", "choice2": "b", "question": "effect", "label": True}, {"label": "choice2"}),
             ("axb", {"sentence1": "a", "sentence2": "b", "label": "not_entailment"}, {"sentence1": "a", "sentence2": "b"}),
             ("axg", {"premise": "a", "hypothesis": "b", "label": "entailment"}, {"sentence1": "a", "sentence2": "b"}),
         ],
