@@ -1,4 +1,4 @@
-"""Several data sets mixed by rate, each part in its share, evenly spread over the epoch.
+"""Several data sets mixed by rate, each part in its share, evenly spread over the indices of an epoch.
 
 An epoch has as many samples as its parts have together, or `samples_per_epoch`. Of these each part has its share, rounded to whole
 samples: the same in every epoch. A part goes through its own data in an order of its own and goes on in the next epoch where it
@@ -54,6 +54,13 @@ class Config(StrictConfig):
                 raise ValueError(f"rates: expected a rate for each part ({known}), got {named or 'none'}.")
             if self.cap is not None or self.temperature != 1:
                 raise ValueError("rates: with them, cap and temperature would be ignored. Leave them out, or leave rates out.")
+        return self
+
+    @model_validator(mode="after")
+    def _one_model_reads_all(self) -> "Config":
+        for name, part in self.parts.items():
+            if part.name in ("qa", "fid_qa"):
+                raise ValueError(f"parts.{name}: {part.name!r} data have contexts, which are read by recipes for one data set alone.")
         kinds = {name: part.ask("reader") for name, part in self.parts.items()}
         if len(set(kinds.values())) > 1:
             told = ", ".join(f"{name!r} {kind or 'a decoder'}" for name, kind in sorted(kinds.items()))

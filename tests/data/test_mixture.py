@@ -162,6 +162,7 @@ def test_a_share_of_less_than_a_sample_is_refused(build):
         build(ABC, rates={"small": 1e-4, "large": 1})
 
 
+QA = {"name": "qa", "corpus": "t", "sequence_tokens": 4, "context_tokens": 4, "loss_on": "answer"}
 TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
 
 
@@ -175,6 +176,7 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
         ({"rates": {"b": 1.0}}, "data: rates: expected a rate for each part (a), got b."),
         ({"rates": {"a": 1.0}, "cap": 5}, "data: rates: with them, cap and temperature would be ignored."),
         ({"temperature": 0.5}, "data.temperature: "),
+        ({"parts": {"a": QA}}, "data: parts.a: 'qa' data have contexts"),
     ],
 )
 def test_config_refuses(values, said):
