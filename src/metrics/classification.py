@@ -47,7 +47,9 @@ def score(config: Config, answers: Sequence[Answered]) -> dict[str, float | list
     accuracy        of each answer: 1 where it is the reference, else 0.
     f1              from 0 to 1, of class 1; a class that is no label counts as the wrong one.
     macro_f1        from 0 to 1: the mean over the labels of the F1 of each.
-    matthews        correlation coefficient x 100, as in CoLA; no label is a class of its own.
+    matthews        correlation coefficient x 100, as in CoLA. Of two classes, one that is no label counts as the wrong one: as a class of
+                    its own (sklearn's way, and so T5's) it could correlate, and nonsense for every sentence of one class would be
+                    worth 50 without one being right. Of more classes it is one of its own.
     pearson         correlation x 100 of the numbers, where no number is -1 (as in T5).
     spearman        the same, of their ranks. Both are 0 where the answers, or the references, are all the same.
     f1a             MultiRC: `f1` over the answers of all questions.
@@ -77,8 +79,12 @@ def _classes(texts: Texts, labels: Sequence[str]) -> tuple[list[int], list[int]]
 
 def _f1(texts: Texts, labels: Sequence[str]) -> float:
     predictions, references = _classes(texts, labels)
-    valid = [p if p >= 0 else int(r == 0) for p, r in zip(predictions, references, strict=True)]
-    return _mean_f1(references, valid, [1])
+    return _mean_f1(references, _valid(predictions, references), [1])
+
+
+def _valid(predictions: Sequence[int], references: Sequence[int]) -> list[int]:
+    """Of two classes: what is no label becomes the wrong one."""
+    return [p if p >= 0 else int(r == 0) for p, r in zip(predictions, references, strict=True)]
 
 
 def _macro_f1(texts: Texts, labels: Sequence[str]) -> float:
@@ -97,6 +103,8 @@ def _matthews(texts: Texts, labels: Sequence[str]) -> float:
     from sklearn.metrics import matthews_corrcoef
 
     predictions, references = _classes(texts, labels)
+    if len(labels) == 2:
+        predictions = _valid(predictions, references)
     return 100 * float(matthews_corrcoef(references, predictions))
 
 

@@ -42,9 +42,15 @@ def test_matthews():
     assert of("matthews", "b b b", "b a b", "ab") == 0.0
 
 
-def test_what_is_no_label_is_a_class_of_its_own_for_matthews():
+def test_nonsense_correlates_with_nothing():
+    """Where it stands for every row of one class; as a class of its own it would be worth 50 here."""
+    assert of("matthews", "b b x x", "b b a a", "ab") == 0.0
+    assert of("matthews", "b x x", "b a b", "ab") == pytest.approx(-50.0)  # as b b a: TP 1, FP 1, FN 1, TN 0
+
+
+def test_what_is_no_label_is_a_class_of_its_own_among_three():
     """Gorodkin's R: (c s - sum p t) / sqrt((s^2 - sum p^2) (s^2 - sum t^2)) = (1 * 2 - 1) / sqrt((4 - 2) (4 - 2))."""
-    assert of("matthews", "b x", "b a", "ab") == pytest.approx(50.0)
+    assert of("matthews", "b x", "b a", ABC) == pytest.approx(50.0)
 
 
 def test_pearson_and_spearman():
