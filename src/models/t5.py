@@ -164,6 +164,11 @@ def fingerprint(config: Config, places: Places) -> str | None:
     return None if config.random else hf.fingerprint(_pretrained(config), places)
 
 
+def tokenizer_folder(config: Config, places: Places) -> Path | None:
+    """Where the tokenizer of random weights lies; None for pretrained ones."""
+    return places.data / config.random.tokenizer if config.random else None
+
+
 def kind(config: Config, places: Places | None) -> str:
     """What it is, for recipes that take one kind."""
     del config, places

@@ -45,6 +45,7 @@ def checks(config: Pretraining, places: Places, more_scores: Sequence[str] = ())
     return [
         lambda: config.model.ask("check", places),
         lambda: config.data.ask("check", places),
+        lambda: config.data.ask("check_tokenizer", config.model.ask("tokenizer_folder", places)),
         lambda: config.data.ask("fits", max_positions(config.model, places)),
         lambda: config.data.ask("one_shape", config.loop.compile),
         lambda: config.loop.check({*SCORES, *more_scores}),

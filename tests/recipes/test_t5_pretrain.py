@@ -120,5 +120,5 @@ def test_what_does_not_fit_is_refused_before_it_starts(
 def test_a_tokenizer_without_sentinels_is_refused_with_what_makes_one(folder: Path, capsys: pytest.CaptureFixture[str]):
     exp = copy.deepcopy(T5)
     exp["model"]["random"]["tokenizer"] = "toy_tokenizer"
-    assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 1
+    assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1
     assert "data_prep.t5_tokenizer" in capsys.readouterr().err
