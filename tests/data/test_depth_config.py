@@ -1,0 +1,31 @@
+"""What an experiment may say of depth, and what is refused."""
+
+import pytest
+
+from src.config import load
+from src.data import depth
+from src.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"input_tokens": 5}, r"data: input_tokens 5 and target_tokens 512, with 5 sentinels at most, leave no room for text\."),
+        ({"target_tokens": 4}, r"data: input_tokens 512 and target_tokens 4, .* leave no room"),
+        ({"noise_density": 0.7, "mean_span_tokens": 1.0}, "data: .*too few to part the runs"),
+        ({"num_sentences": 0}, "data.num_sentences: expected"),
+        ({"shuffle_rate": 1.5}, "data.shuffle_rate: expected"),
+        ({"sentence_weight": -1.0}, "data.sentence_weight: expected"),
+    ],
+)
+def test_config_refuses(values, message):
+    with pytest.raises(ConfigError, match=message):
+        load(depth.Config, {"corpus": "t", **values}, "data")
+
+
+def test_a_model_of_few_positions_is_refused():
+    config = load(depth.Config, {"corpus": "t", "target_tokens": 600}, "data")
+    depth.fits(config, None)
+    depth.fits(config, 600)
+    with pytest.raises(ConfigError, match=r"data\.target_tokens: 600 tokens are more than the 599"):
+        depth.fits(config, 599)
