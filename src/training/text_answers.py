@@ -68,10 +68,11 @@ class TextRespondent:
         encoded, found = None, []
         for answer in dataset.answer_ids:
             batch = to_device(dataset.collate_answers(prompts, answer), self.device)
-            if encoded is None:
-                encoded = self.model.get_encoder()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
             read = {name: batch[name] for name in ("attention_mask", "decoder_input_ids")}
-            logits_BTV = self.model(encoder_outputs=encoded, **read, use_cache=False).logits.float()
-            of_targets_BT = logits_BTV.log_softmax(-1).gather(2, batch["labels"][:, :, None]).squeeze(2)
+            # The encoder is not called on its own: where the model is shared, only a call of the whole gathers all of it.
+            inputs = {"input_ids": batch["input_ids"]} if encoded is None else {"encoder_outputs": (encoded,)}
+            out = self.model(**inputs, **read, use_cache=False)
+            encoded = out.encoder_last_hidden_state
+            of_targets_BT = out.logits.float().log_softmax(-1).gather(2, batch["labels"][:, :, None]).squeeze(2)
             found.append(of_targets_BT.mean(1) if self.config.length_normalised else of_targets_BT.sum(1))
         return torch.stack(found, dim=1)
