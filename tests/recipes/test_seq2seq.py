@@ -194,6 +194,15 @@ def test_two_processes_answer_as_one(folder: Path, tmp_path: Path):
     assert row == pytest.approx(expected)
 
 
+@pytest.mark.slow
+def test_processes_that_share_the_model_rank_together(folder: Path, tmp_path: Path):
+    """The encoder alone would not be gathered."""
+    exp = {**EXP, "loop": FEW, "answers": {"by": "rank"}}
+    done = toy.run(toy.project(tmp_path, f"EXP_GROUPS = {{'g': [{exp!r}]}}\n"), ["-e", "g", "--fsdp"], folder, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "predictions/val/accuracy" in toy.rows(folder, exp_id(exp))[-1]
+
+
 def test_several_tasks_at_once(folder: Path):
     assert toy.main(["-e", "g"], {"g": [MIXED]}, folder) == 0
     last = toy.rows(folder, exp_id(MIXED))[-1]
