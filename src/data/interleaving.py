@@ -9,7 +9,7 @@ _SLOT = 32
 _ROUNDS = 4
 
 
-def rates(examples: Sequence[int], cap: int | None, temperature: float) -> list[float]:
+def rates(examples: Sequence[float], cap: int | None, temperature: float) -> list[float]:
     """Shares of parts in proportion to their examples: r_m = min(e_m, K)^(1/T), divided by the sum (arXiv 1910.10683, section 3.5.2)."""
     weights = [min(count, cap or count) ** (1 / temperature) for count in examples]
     return [weight / sum(weights) for weight in weights]

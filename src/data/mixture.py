@@ -30,9 +30,10 @@ class Config(StrictConfig):
     parts: dict[str, Dataset] = Field(min_length=1)
     """Data sets whose samples make batches of the same kind. The loss of each is told under its name."""
     rates: dict[str, float] | None = None
-    """Share of each part in what is read; they need not sum to 1. None: in proportion to the samples of each."""
+    """Share of each part in what is read; they need not sum to 1. None: in proportion to the examples of each: those that T5's mixtures
+    count of a task, where the data set says so, else its samples."""
     cap: int | None = Field(default=None, gt=0)
-    """Without rates: samples beyond so many do not count (T5's K)."""
+    """Without rates: examples beyond so many do not count (T5's K)."""
     temperature: float = Field(default=1.0, ge=1)
     """Without rates: the root that is taken of the proportions (T5's T); 1 leaves them, a large one makes parts equal."""
     samples_per_epoch: int | None = Field(default=None, gt=0)
@@ -115,19 +116,20 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
     if split == "val":
         counts, order = [len(part) for part in parts.values()], None
     else:
-        counts, order = _counts(config, {name: len(part) for name, part in parts.items()}), seed
+        examples = {name: config.parts[name].ask("weight", places) or len(part) for name, part in parts.items()}
+        counts, order = _counts(config, examples, sum(map(len, parts.values()))), seed
     made = MixtureDataset(parts, counts, order, pad if isinstance(pad, int) else int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
     made.require_alike()
     return made
 
 
-def _counts(config: Config, sizes: Mapping[str, int]) -> list[int]:
-    """Samples of each part in an epoch."""
-    total = config.samples_per_epoch or sum(sizes.values())
+def _counts(config: Config, examples: Mapping[str, float], samples: int) -> list[int]:
+    """Samples of each part in an epoch. samples: of all parts."""
+    total = config.samples_per_epoch or samples
     given = config.rates
-    wanted = [given[name] for name in sizes] if given else rates(list(sizes.values()), config.cap, config.temperature)
+    wanted = [given[name] for name in examples] if given else rates(list(examples.values()), config.cap, config.temperature)
     counts = shares(wanted, total)
-    for name, count in zip(sizes, counts, strict=True):
+    for name, count in zip(examples, counts, strict=True):
         if not count:
             raise DataError(f"data.parts.{name}: its share of {total} samples is less than one. Make data.samples_per_epoch larger.")
     return counts

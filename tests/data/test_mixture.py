@@ -157,6 +157,21 @@ def test_parts_that_make_other_batches_are_refused():
         data.require_alike()
 
 
+def test_tasks_count_as_many_examples_as_in_t5s_mixtures(places, write_corpus, tokenizer):
+    """CoLA 8551, RTE 2490, however many rows there are here; WNLI is in none, so its own 3 rows count."""
+    rows = {
+        "cola": [{"sentence": "a", "label": "acceptable", "index": 0}],
+        "rte": [{"sentence1": "a", "sentence2": "b", "label": "entailment", "index": 0}] * 2,
+        "wnli": [{"sentence1": "a", "sentence2": "b", "label": "entailment", "index": 0}] * 3,
+    }
+    for name, examples in rows.items():
+        write_corpus(name, examples)
+    parts = {name: {"name": "task", "task": name, "corpus": name} for name in rows}
+    config = load(mixture.Config, {"parts": parts, "samples_per_epoch": 8551 + 2490 + 3}, "data")
+    data = mixture.build(config, places, tokenizer, "train", 0)
+    assert Counter(data.source(i) for i in range(len(data))) == {"cola": 8551, "rte": 2490, "wnli": 3}
+
+
 def test_a_share_of_less_than_a_sample_is_refused(build):
     with pytest.raises(DataError, match=r"data.parts.small: its share of 15 samples is less than one. Make data.samples_per_epoch larger"):
         build(ABC, rates={"small": 1e-4, "large": 1})
