@@ -36,7 +36,7 @@ class Seq2SeqBatch(TypedDict):
     input_ids: "Tensor"
     """(B, S) int64."""
     attention_mask: "Tensor"
-    """(B, S) bool, True on real tokens; or (B, S, S), True where a token (second axis) sees another (third)."""
+    """(B, S) bool, True on real tokens."""
     decoder_input_ids: "Tensor"
     """(B, T) int64: what the decoder reads, a start token and the targets but the last."""
     labels: "Tensor"

@@ -17,7 +17,7 @@ from src.files import MANIFEST, read_manifest, reading
 SPLITS = ("train", "val")
 _MADE_BY = {
     **{f"stdlib_{kind}": "python -m data_prep.stdlib_qa" for kind in ("qa", "text", "tokenizer")},
-    "stdlib_t5_tokenizer": "python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer",
+    "stdlib_t5_tokenizer": "python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer --sentences 20",
 }
 _RELEASES = "SQuAD, HotpotQA, Natural Questions, MS MARCO, TopiOCQA, TriviaQA"
 
@@ -290,7 +290,7 @@ def _instead(places: Places, name: str) -> str:
     files = ", ".join(f"{split}.jsonl" for split in SPLITS)
     return (
         f": {unknown_text('corpus', name, known)} These are prepared in {places.data}; a script of data_prep adds another, "
-        f"a folder with {files} and {MANIFEST}, or --data_path names the folder that holds it. Questions on contexts are prepared from "
-        f"their original releases ({_RELEASES}) with: python -m data_prep.prepare_qa --data_path {places.data} --name {name} "
-        "--train FILE --val FILE"
+        f"a folder with {files} and {MANIFEST}, or --data_path names the folder that holds it. "
+        f"With --data_path {places.data} --name {name}, questions on contexts are prepared from their releases ({_RELEASES}) "
+        "by python -m data_prep.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.prepare_task, text by data_prep.tokenize."
     )

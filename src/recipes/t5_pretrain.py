@@ -1,12 +1,14 @@
 """Recipe `t5_pretrain`: an encoder-decoder learns to restore what is missing from texts, from scratch or from given weights."""
 
+from typing import Any
+
 from pydantic import model_validator
 
 from src.config import Places
 from src.errors import ConfigError, check_all
 from src.experiments.run import Run
 from src.registry import ENCODER_DECODER, require_kind
-from src.training.pretraining import Pretraining, carry_out, checks
+from src.training.pretraining import SENTENCE_SCORES, Pretraining, carry_out, checks
 
 
 class Config(Pretraining):
@@ -27,14 +29,19 @@ def check(config: Config, places: Places) -> None:
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    check_all(*checks(config, places, ["val_accuracy"]), right_kind)
+    sentences = SENTENCE_SCORES if config.data.name == "depth" else ()
+    check_all(*checks(config, places, ["val_accuracy", *sentences]), right_kind)
 
 
 def run(config: Config, run: Run) -> None:
     """Train to the last step. Scores: train_loss, val_loss (nats per token), val_perplexity, and val_accuracy: the share of target tokens
-    that the model finds the likeliest, given those before. Collective.
+    that the model finds the likeliest, given those before; with `depth` data the last two of the sentence tokens alone, too. Collective.
     """
     from src.data import tokenizers
+    from src.training.depth_loss import depth_loss
     from src.training.loss import seq2seq_loss
 
-    carry_out(config, run, seq2seq_loss, tokenizers.load, accuracy=True)
+    def loss(model: Any, batch: Any, *more: float) -> Any:
+        return (depth_loss if "cross_mask" in batch else seq2seq_loss)(model, batch, *more)
+
+    carry_out(config, run, loss, tokenizers.load, accuracy=True)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCORES = ("val_loss", "val_perplexity")
+SENTENCE_SCORES = ("val_sentence_loss", "val_sentence_accuracy")
+"""Of data sets with `sentence_targets`."""
 
 
 class Pretraining(configs.Config):
@@ -76,9 +78,16 @@ def carry_out(
         inputs = fingerprints(run, train, tokenizer, config.model.ask("fingerprint", run.places))
 
     def evaluate(accelerator: Any) -> dict[str, float]:
-        mean, right = mean_loss_and_accuracy(model, val, loss, config.loop.micro_batch, accelerator.device, accuracy)
+        def measured(data: Any) -> tuple[float, float]:
+            return mean_loss_and_accuracy(model, data, loss, config.loop.micro_batch, accelerator.device, accuracy)
+
+        mean, right = measured(val)
         found = {"val_loss": mean, "val_perplexity": float(torch.tensor(mean).exp())}
-        return found | ({"val_accuracy": right} if accuracy else {})
+        if accuracy:
+            found["val_accuracy"] = right
+        if hasattr(val, "sentence_targets"):
+            found |= dict(zip(SENTENCE_SCORES, measured(val.sentence_targets()), strict=True))
+        return found
 
     def learned(module: torch.nn.Module, batch: Any) -> torch.Tensor:
         return loss(module, batch, config.loop.label_smoothing, config.loop.z_loss)

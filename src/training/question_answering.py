@@ -103,8 +103,8 @@ def carry_out(
 ) -> None:
     """Train to the last step, or score the model as it stands; and then make the inference. Collective.
 
-    loss: (model, batch) and, for training, label smoothing and z-loss -> summed loss. load_tokenizer: of the model's name_or_path. listed: an
-    index file of the data set of a config, by name -> the row numbers in it. Scores: train_loss and those of `_Exam`.
+    loss: (model, batch) and, for training, label smoothing and z-loss -> summed loss. load_tokenizer: of the model's name_or_path.
+    listed: an index file of the data set of a config, by name -> the row numbers in it. Scores: train_loss and those of `_Exam`.
     """
     import torch
 

@@ -35,9 +35,9 @@ GROUPS = {"t5": [T5], "shared": [SHARED]}
 
 
 def write_data(data: Path) -> None:
-    """The toy world, with a tokenizer that has sentinels."""
+    """The toy world, with a tokenizer that has sentinels and names of sentences."""
     toy.write_data(data)
-    t5_tokenizer.prepare(data, "toy_t5_tokenizer", "toy_tokenizer")
+    t5_tokenizer.prepare(data, "toy_t5_tokenizer", "toy_tokenizer", sentences=4)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,21 @@ def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
     assert toy.main(["-e", "t5"], GROUPS, folder) == 0
     assert "continues from step 60" in (run / "logs" / "train.log").read_text()
     assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_depth_is_trained_under_its_masks_and_its_sentences_are_scored(folder: Path, mixed: bool):
+    depth = {"name": "depth", "corpus": "toy_text", "input_tokens": 64, "target_tokens": 64, "num_sentences": 4}
+    data = {"name": "mixture", "parts": {"one": depth}} if mixed else depth
+    exp = {**T5, "data": data, "loop": {**T5["loop"], "steps": 2, "eval_every": 1}}
+    assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
+    first, last = toy.rows(folder, exp_id(exp))
+    assert last["val_loss"] < first["val_loss"]
+    assert mixed or last["val_sentence_loss"] < first["val_sentence_loss"]
+    if mixed:  # the same as alone: the masks are those of the batch
+        alone = {**exp, "data": depth}
+        assert toy.main(["-e", "g"], {"g": [alone]}, folder) == 0
+        assert toy.rows(folder, exp_id(alone))[0]["val_loss"] == pytest.approx(first["val_loss"], rel=0.2)
 
 
 @pytest.fixture(scope="module")
