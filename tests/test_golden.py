@@ -11,18 +11,20 @@ import pytest
 
 from src.experiments.identity import exp_id
 from tests import toy
+from tests.recipes import test_seq2seq, test_t5_pretrain
 from tests.recipes.test_fid import FID
 from tests.recipes.test_prompted import PROMPTED
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
-NAMES = ("train_loss", "grad_norm", "val_loss", "val_loss_shuffled_context", "em")
+NAMES = ("train_loss", "grad_norm", "val_loss", "val_loss_shuffled_context", "val_accuracy", "em", "accuracy")
 
 
 def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
     """The score rows of each recipe on the toy world."""
-    toy.write_data(folder / "data")
+    test_seq2seq.write_data(folder)
+    test_t5_pretrain.write_tokenizer(folder / "data")
     groups = {"lm": [toy.BASE]}
-    for exp in (toy.CROSSATTN, PROMPTED, FID):
+    for exp in (toy.CROSSATTN, PROMPTED, FID, test_t5_pretrain.T5, test_seq2seq.EXP):
         groups[exp["recipe"]] = [{**exp, "loop": {**exp["loop"], "steps": 8, "eval_every": 4}}]
     assert toy.main(["-e", *groups], groups, folder) == 0
     rows = {name: toy.rows(folder, exp_id(group[0])) for name, group in groups.items()}

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +14,39 @@ from src.training.loss import watched
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
 
+class Measured(NamedTuple):
+    """Sums over scored tokens."""
+
+    loss_sum: float
+    """Nats."""
+    tokens: int
+    correct: int
+    """Tokens that the model finds the likeliest; 0 where nobody asked."""
+
+    @property
+    def loss(self) -> float:
+        """Per token."""
+        return self.loss_sum / self.tokens
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the tokens."""
+        return self.correct / self.tokens
+
+
 def mean_loss(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, device: torch.device) -> float:
-    """Loss per scored token, in nats, over every sample of `dataset` once. Collective: each rank reads every W-th batch.
+    """Loss per scored token, in nats; see `measure`."""
+    return measure(model, dataset, loss, batch_size, device).loss
+
+
+@torch.no_grad()
+def measure(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, device: torch.device, accuracy: bool = False) -> Measured:
+    """Over every sample of `dataset` once. Collective: each rank reads every W-th batch.
 
     Raises:
         distributed.Stopped: a process was asked to stop meanwhile.
         TrainingError: the data set scores no token.
     """
-    return mean_loss_and_accuracy(model, dataset, loss, batch_size, device)[0]
-
-
-@torch.no_grad()
-def mean_loss_and_accuracy(
-    model: nn.Module, dataset: Any, loss: Loss, batch_size: int, device: torch.device, accuracy: bool = False
-) -> tuple[float, float]:
-    """`mean_loss` and, where `accuracy` is asked for, the share of scored tokens that the model finds the likeliest; else 0."""
     loss_sum, tokens, correct = 0.0, 0, 0
 
     def seen(logits_NV: Tensor, targets_N: Tensor) -> None:
@@ -46,7 +64,7 @@ def mean_loss_and_accuracy(
     loss_sum, tokens, correct = distributed.total([loss_sum, tokens, correct])
     if not tokens:
         raise TrainingError("the evaluation data score no token: nothing to take a mean loss of.")
-    return loss_sum / tokens, correct / tokens
+    return Measured(loss_sum, int(tokens), int(correct))
 
 
 def share(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:

@@ -1,5 +1,6 @@
 """Training a language model on text: what the recipes `lm` and `t5_pretrain` share. Each adds which models and data it takes."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,8 @@ def checks(config: Pretraining, places: Places, more_scores: Sequence[str] = ())
 def carry_out(
     config: Pretraining, run: Run, loss: "Callable[..., Tensor]", load_tokenizer: Callable[[str], Any], accuracy: bool = False
 ) -> None:
-    """Train to the last step. Scores: train_loss, val_loss (nats per token), val_perplexity and, where asked for, val_accuracy. Collective.
+    """Train to the last step. Scores: train_loss, val_loss (nats per token), val_perplexity, where asked for val_accuracy, and the val_loss
+    of each part of a mixture. Collective.
 
     loss: (model, batch) and, for training, label smoothing and z-loss -> summed loss. load_tokenizer: of the model's
     name_or_path.
@@ -65,7 +67,7 @@ def carry_out(
     import torch
 
     from src.training.checkpoint import About
-    from src.training.evaluation import mean_loss_and_accuracy
+    from src.training.evaluation import Measured, measure
     from src.training.inputs import fingerprints
     from src.training.loop import Task, fit
 
@@ -78,15 +80,19 @@ def carry_out(
         inputs = fingerprints(run, train, tokenizer, config.model.ask("fingerprint", run.places))
 
     def evaluate(accelerator: Any) -> dict[str, float]:
-        def measured(data: Any) -> tuple[float, float]:
-            return mean_loss_and_accuracy(model, data, loss, config.loop.micro_batch, accelerator.device, accuracy)
+        def measured(data: Any) -> Measured:
+            return measure(model, data, loss, config.loop.micro_batch, accelerator.device, accuracy)
 
-        mean, right = measured(val)
-        found = {"val_loss": mean, "val_perplexity": float(torch.tensor(mean).exp())}
+        parts = {name: measured(part) for name, part in getattr(val, "parts", {"": val}).items()}
+        whole = Measured(*map(sum, zip(*parts.values(), strict=True)))
+        found = {"val_loss": whole.loss, "val_perplexity": math.exp(min(whole.loss, 700.0))}
         if accuracy:
-            found["val_accuracy"] = right
+            found["val_accuracy"] = whole.accuracy
+        if len(parts) > 1:
+            found |= {f"val_loss/{name}": part.loss for name, part in parts.items()}
         if hasattr(val, "sentence_targets"):
-            found |= dict(zip(SENTENCE_SCORES, measured(val.sentence_targets()), strict=True))
+            sentences = measured(val.sentence_targets())
+            found |= dict(zip(SENTENCE_SCORES, (sentences.loss, sentences.accuracy), strict=True))
         return found
 
     def learned(module: torch.nn.Module, batch: Any) -> torch.Tensor:

@@ -50,3 +50,9 @@ def test_ids_that_were_made_before_train_as_text_does(folder: Path):
     losses = [[row["val_loss"] for row in toy.rows(folder, exp_id(one))] for one in (T5, PLAIN)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 2
+
+
+def test_each_part_is_evaluated_and_all_of_them(folder: Path):
+    row = toy.rows(folder, exp_id(T5))[-1]
+    low, high = sorted([row["val_loss/short"], row["val_loss/long"]])
+    assert low < row["val_loss"] < high

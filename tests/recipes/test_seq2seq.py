@@ -67,10 +67,8 @@ GROUPS = {"paint": [EXP]}
 TEST_ROWS = 18
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With data and a trained model."""
-    folder = tmp_path_factory.mktemp("seq2seq")
+def write_data(folder: Path) -> None:
+    """The toy world below `folder`/data, and in it two tasks of one's own."""
     toy.write_data(folder / "data")
     (folder / "own.yaml").write_text(OWN)
     facts = [(thing, toy.COLOURS[(i * 5 + j) % 8]) for i, thing in enumerate(toy.THINGS) for j in range(4)]
@@ -81,6 +79,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for task, splits in (("paint", ("train", "val", "test")), ("said", ("train", "val"))):
         words = [word for split in splits for word in (f"--{split}", str(folder / f"{split}.jsonl"))]
         prepare_task.main(["--data_path", str(folder / "data"), "--task", task, "--task_file", str(folder / "own.yaml"), *words])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With data and a trained model."""
+    folder = tmp_path_factory.mktemp("seq2seq")
+    write_data(folder)
     assert toy.main(["-e", "paint"], GROUPS, folder) == 0
     return folder
 

@@ -34,9 +34,8 @@ SHARED["loop"] |= {"steps": 4, "eval_every": 2}
 GROUPS = {"t5": [T5], "shared": [SHARED]}
 
 
-def write_data(data: Path) -> None:
-    """The toy world, with a tokenizer that has sentinels and names of sentences."""
-    toy.write_data(data)
+def write_tokenizer(data: Path) -> None:
+    """The toy world's tokenizer, with sentinels and names of sentences."""
     t5_tokenizer.prepare(data, "toy_t5_tokenizer", "toy_tokenizer", sentences=4)
 
 
@@ -44,7 +43,8 @@ def write_data(data: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With data and a trained model."""
     folder = tmp_path_factory.mktemp("t5")
-    write_data(folder / "data")
+    toy.write_data(folder / "data")
+    write_tokenizer(folder / "data")
     assert toy.main(["-e", "t5"], GROUPS, folder) == 0
     return folder
 

@@ -14,7 +14,7 @@ from src.data import depth
 from src.files import new_directory
 from src.models import t5_masks
 from src.training.depth_loss import depth_loss
-from src.training.evaluation import mean_loss_and_accuracy
+from src.training.evaluation import measure
 from tests.data.conftest import make_tokenizer  # noqa: F401  a fixture
 
 NAMES = 3
@@ -80,6 +80,6 @@ def test_a_tiny_model_learns_to_put_sentences_in_order(build):
         (depth_loss(model, batch) / batch["loss_mask"].sum()).backward()
         optimizer.step()
     view, device = val.sentence_targets(), torch.device("cpu")
-    loss, accuracy = mean_loss_and_accuracy(model.eval(), view, depth_loss, 48, device, accuracy=True)
-    assert loss < math.log(math.factorial(NAMES)) / NAMES / 2
-    assert accuracy > 0.9
+    found = measure(model.eval(), view, depth_loss, 48, device, accuracy=True)
+    assert found.loss < math.log(math.factorial(NAMES)) / NAMES / 2
+    assert found.accuracy > 0.9

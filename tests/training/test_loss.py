@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from src.training.evaluation import mean_loss, mean_loss_and_accuracy
+from src.training.evaluation import mean_loss, measure
 from src.training.loss import cross_entropy, seq2seq_loss
 
 
@@ -65,6 +65,6 @@ def test_the_loss_of_an_encoder_decoder_is_that_of_its_labels():
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_accuracy_is_the_share_of_learned_tokens_that_are_likeliest(batch_size: int):
-    found = mean_loss_and_accuracy(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu"), accuracy=True)
-    assert found == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 6, 2 / 6))
-    assert mean_loss(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu")) == pytest.approx(found[0])
+    found = measure(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu"), accuracy=True)
+    assert (found.loss, found.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 6, 2 / 6))
+    assert mean_loss(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu")) == pytest.approx(found.loss)
