@@ -211,6 +211,14 @@ def require_kind(model: Part, wanted: str, places: Places | None, field: str = "
         raise ValueError(f"{field}: expected {KINDS[wanted]}; got {model.name!r}, which is of the kind {found!r}.")
 
 
+def check_kind(model: Part, wanted: str, places: Places) -> None:
+    """`require_kind` before a start: a ConfigError where `model` is of another kind."""
+    try:
+        require_kind(model, wanted, places)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def load_experiment(raw: dict[str, Any], where: str) -> Part:
     """The recipe of an experiment dict, bound to its config.
 

@@ -22,6 +22,8 @@ class Random(src.config.Config):
 
     tokenizer: str = Field(min_length=1)
     """Name of a prepared tokenizer's folder."""
+    vocabulary_multiple: int = Field(default=1, gt=0)
+    """The embedding has rows up to a multiple of this: 128 makes T5's 32,128 of 32,100 tokens, which suits a GPU."""
     hidden_size: int = Field(gt=0)
     feed_forward_size: int = Field(gt=0)
     num_layers: int = Field(gt=0)
@@ -96,9 +98,10 @@ def _random(sizes: Random, dropout_rate: float, folder: Path) -> "T5ForCondition
 
     tokenizer = prepared_tokenizer.load(folder)
     original = sizes.version == "original"
+    vocabulary = -(-len(tokenizer) // sizes.vocabulary_multiple) * sizes.vocabulary_multiple
     start = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     settings: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocabulary,
         "d_model": sizes.hidden_size,
         "d_kv": sizes.head_size or sizes.hidden_size // sizes.num_heads,
         "d_ff": sizes.feed_forward_size,
@@ -116,7 +119,7 @@ def _random(sizes: Random, dropout_rate: float, folder: Path) -> "T5ForCondition
     }
     model = T5ForConditionalGeneration(T5Config(**settings))
     if not original:  # transformers has tied it all the same
-        model.lm_head.weight = torch.nn.Parameter(torch.randn(len(tokenizer), sizes.hidden_size) * sizes.hidden_size**-0.5)
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(vocabulary, sizes.hidden_size) * sizes.hidden_size**-0.5)
         model.config.tie_word_embeddings = False
     model.name_or_path = str(folder)
     return model

@@ -5,9 +5,9 @@ from typing import Any
 from pydantic import model_validator
 
 from src.config import Places
-from src.errors import ConfigError, check_all
+from src.errors import check_all
 from src.experiments.run import Run
-from src.registry import ENCODER_DECODER, require_kind
+from src.registry import ENCODER_DECODER, check_kind
 from src.training.pretraining import SENTENCE_SCORES, Pretraining, carry_out, checks
 
 
@@ -23,14 +23,8 @@ class Config(Pretraining):
 def check(config: Config, places: Places) -> None:
     """Raises a UserError for what can be known to fail before anything is loaded."""
 
-    def right_kind() -> None:
-        try:
-            require_kind(config.model, ENCODER_DECODER, places)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-
     sentences = SENTENCE_SCORES if config.data.name == "depth" else ()
-    check_all(*checks(config, places, ["val_accuracy", *sentences]), right_kind)
+    check_all(*checks(config, places, ["val_accuracy", *sentences]), lambda: check_kind(config.model, ENCODER_DECODER, places))
 
 
 def run(config: Config, run: Run) -> None:

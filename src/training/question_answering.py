@@ -15,7 +15,7 @@ from src import distributed
 from src.config import Places
 from src.errors import ConfigError
 from src.experiments.run import Run
-from src.registry import Dataset, Model, max_positions, require_kind, resolved
+from src.registry import Dataset, Model, check_kind, max_positions, require_kind, resolved
 from src.training.answer_configs import Answers, Inference, measured, most_new_tokens
 from src.training.config import LoopConfig
 from src.training.evaluation_config import Evaluation
@@ -65,12 +65,6 @@ def checks(
     check_split: raises one where the data set of a config lacks a split, or an index file where one is named.
     """
 
-    def right_kind() -> None:
-        try:
-            require_kind(config.model, kind, places)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-
     def learns() -> None:
         if config.loop and config.model.ask("frozen"):
             raise ConfigError("model: its weights are frozen, so there is nothing to train. Put 'lora' around it, or write evaluation.")
@@ -79,7 +73,7 @@ def checks(
     new_tokens = most_new_tokens(config.answers, config.inference)
     found = [
         lambda: config.model.ask("check", places),
-        right_kind,
+        lambda: check_kind(config.model, kind, places),
         learns,
         lambda: config.data.ask("check", places),
         lambda: config.data.ask("fits", max_positions(config.model, places), new_tokens),

@@ -15,7 +15,7 @@ from src import distributed
 from src.config import Places, unknown_text
 from src.errors import ConfigError
 from src.experiments.run import Run
-from src.registry import ENCODER_DECODER, Dataset, Model, Part, max_positions, require_kind, resolved
+from src.registry import ENCODER_DECODER, Dataset, Model, Part, check_kind, max_positions, require_kind, resolved
 from src.training.config import LoopConfig
 from src.training.evaluation_config import Evaluation
 from src.training.text_to_text_config import Answering, Predictions
@@ -95,18 +95,18 @@ class Table:
 def checks(config: TextToText, places: Places, table: Table) -> list[Callable[[], object]]:
     """For `errors.check_all`: each raises a UserError for what can be known to fail before anything is loaded."""
 
-    def right_kind() -> None:
-        try:
-            require_kind(config.model, ENCODER_DECODER, places)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-
     def learns() -> None:
         if config.loop and config.model.ask("frozen"):
             raise ConfigError("model: its weights are frozen, so there is nothing to train. Put 'lora' around it, or write evaluation.")
 
+    also = config.predictions.also if config.predictions else []
+
+    def asked_along() -> None:
+        for part in also:
+            part.ask("check_splits", places, [split for split in ("val", "test") if table.has(part, places, split)])
+
     def answered() -> None:
-        for part in config.asked:
+        for part in [*config.asked, *also]:
             if config.answers.by == "rank" and not table.named(part, places).answers:
                 raise ConfigError(f"answers.by: the answers of task {name_of(part)!r} are any text, so there is no list to rank.")
 
@@ -116,14 +116,19 @@ def checks(config: TextToText, places: Places, table: Table) -> list[Callable[[]
         known = score_names([table.named(part, places) for part in config.asked])
         if config.loop.best_metric not in known:
             raise ConfigError(f"loop.best_metric: {unknown_text('score', config.loop.best_metric, known)}")
+        lower = config.loop.best_metric == LOSS
+        if (config.loop.best_mode == "min") != lower:
+            right, better = ("min", "lower") if lower else ("max", "higher")
+            raise ConfigError(f"loop.best_mode: the better {config.loop.best_metric} is the {better} one. Write {right!r}.")
         config.loop.check({config.loop.best_metric.partition("/")[0]})
 
     found = [
         lambda: config.model.ask("check", places),
-        right_kind,
+        lambda: check_kind(config.model, ENCODER_DECODER, places),
         learns,
         lambda: config.data.ask("check", places),
         lambda: config.data.ask("fits", max_positions(config.model, places)),
+        asked_along,
         answered,
         measured,
         lambda: predicted(config, places, table),

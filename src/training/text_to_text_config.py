@@ -25,7 +25,11 @@ class Answering(Config):
 
 
 class Predictions(Config):
-    """Rows that the trained model answers: <run>/predictions/<task>.<split>.jsonl, and of GLUE's tests the files for its server."""
+    """Rows that the trained model answers: <run>/predictions/<task>.<split>.jsonl, and of GLUE's tests the files for its server.
+
+    The weights are those of the last step. For the best, an experiment of its own has `evaluation`, and as its model
+    {"name": "experiment", "exp_id": …, "checkpoint": "best"}.
+    """
 
     splits: list[Literal["train", "val", "test"]] = Field(default=["val"], min_length=1)
     """Of every task that has them."""

@@ -40,6 +40,14 @@ def test_v1_1_has_gates_and_a_matrix_of_its_own_for_the_logits(places: Places):
     assert model.name_or_path == str(places.data / "tokenizer")
 
 
+def test_the_embedding_may_have_rows_that_no_token_has(places: Places):
+    model = t5.build(config(random={**SIZES, "vocabulary_multiple": 64}), places)
+    rows = -(-VOCABULARY // 64) * 64
+    assert rows > VOCABULARY
+    assert model.shared.weight.shape == model.lm_head.weight.shape == (rows, 32)
+    assert logits(model).shape[-1] == model.config.vocab_size == rows
+
+
 def test_the_original_takes_logits_from_the_scaled_embedding(places: Places):
     model = t5.build(config(random={**SIZES, "version": "original"}), places)
     assert model.lm_head.weight is model.shared.weight

@@ -256,6 +256,9 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         ("predictions.splits", [], "predictions.splits: expected a list that is not empty"),
         ("predictions.splits", ["tst"], "predictions.splits[0]: unknown value 'tst'"),
         ("predictions.also", [PAINT], "data: the task 'paint' stands there twice"),
+        ("loop.best_mode", "min", "loop.best_mode: the better macro_f1 is the higher one. Write 'max'."),
+        ("predictions.also", [{**SAID, "task": "sad"}], "task: unknown task 'sad'. Did you mean 'said'?"),
+        ("predictions.also", [{**SAID, "task": "rte"}], "said/val.jsonl:1: no column 'sentence1' of task 'rte'."),
         ("predictions.also", [toy.BASE["data"]], "predictions.also: expected data sets 'task', got 'text'."),
     ],
 )
@@ -272,6 +275,7 @@ def test_what_does_not_fit_is_told_before_anything_starts(
     [
         ({"data": SAID, "answers": {"by": "rank"}}, "answers.by: the answers of task 'said' are any text, so there is no list to rank."),
         ({"data": SAID, "predictions": {"splits": ["test"]}}, "predictions.splits: none of 'said' has the split 'test'."),
+        ({"answers": {"by": "rank"}, "predictions": {"also": [SAID]}}, "answers.by: the answers of task 'said' are any text"),
         ({"predictions": {"splits": ["test"], "also": [SAID]}}, "predictions: 'said' has none of the splits test."),
         ({"data": {"name": "mixture", "parts": {"a": PAINT, "b": PAINT}}}, "data: the task 'paint' stands there twice"),
     ],
