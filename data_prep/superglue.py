@@ -42,7 +42,10 @@ def _without_markup(text: str) -> str:
 
 
 def record(record: Record, split: str, where: str) -> Iterator[Record]:
-    """For training one record for each answer; else one for each question, with all "answers"."""
+    """For training one record for each answer; else one for each question, with all "answers".
+
+    Entities and answers stand once each, in the order of the alphabet, as the hub's rows have them.
+    """
     passage = record.get("passage")
     if isinstance(passage, str):
         entities = _get(record, "entities", list, where)
@@ -58,8 +61,8 @@ def record(record: Record, split: str, where: str) -> Iterator[Record]:
         ]
     text = _HIGHLIGHT_AFTER_A_STOP.sub(r"\1 ", text).replace("\n@highlight\n", ". ")
     for query, answers, index in questions:
-        columns = {"query": query, "entities": ", ".join(entities), "passage": text}
-        answers = list(dict.fromkeys(answers))
+        columns = {"query": query, "entities": ", ".join(sorted(set(entities))), "passage": text}
+        answers = sorted(set(answers))
         for label in (answers if split == "train" else answers[:1]) or [None]:
             yield {**columns, "label": label, "answers": answers or None, "group": str(index)}
 

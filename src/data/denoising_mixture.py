@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from src.data import jsonl
 from src.data.denoising import Denoising, Draws, Sample
+from src.data.interleaving import shares
 from src.data.tokenizers import Encoder
 from src.errors import DataError
 
@@ -43,7 +44,7 @@ class Mixture(Denoising):
             DataError: there is less text than one sample, or than `most` samples.
         """
         self._documents, self._kinds = documents, kinds
-        self._block = apportioned([kind.rate for kind in kinds], BLOCK)
+        self._block = shares([kind.rate for kind in kinds], BLOCK)
         self._block_tokens = self._tokens(self._block)
         blocks, left = divmod(documents.num_tokens, self._block_tokens)
         self._last = self._longest(left)
@@ -91,15 +92,5 @@ class Mixture(Denoising):
         least, more = 0, BLOCK
         while more - least > 1:
             middle = (least + more) // 2
-            least, more = (middle, more) if self._tokens(apportioned(rates, middle)) <= tokens else (least, middle)
-        return apportioned(rates, least)
-
-
-def apportioned(rates: Sequence[float], total: int) -> list[int]:
-    """`total` as whole numbers in proportion to `rates`: rounded down, and one more for those with the largest remainders."""
-    exact = [rate * total / sum(rates) for rate in rates]
-    found = [int(number) for number in exact]
-    order = sorted(range(len(rates)), key=lambda i: (found[i] - exact[i], i))
-    for i in order[: total - sum(found)]:
-        found[i] += 1
-    return found
+            least, more = (middle, more) if self._tokens(shares(rates, middle)) <= tokens else (least, middle)
+        return shares(rates, least)

@@ -8,7 +8,8 @@ after shuffling. Numbered as the text has them, which is the order of the target
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, model_validator
@@ -82,6 +83,17 @@ def check(config: Config, places: Places) -> None:
     jsonl.require_splits(places, config.corpus)
 
 
+def check_tokenizer(config: Config, folder: Path | None) -> None:
+    """Raises DataError where the tokenizer in `folder`, which is not loaded, lacks sentence tokens or has no sentinels.
+
+    None: it is not known yet. Few sentinels make short samples, and no error.
+    """
+    added = sentinels.added_ahead(folder)
+    if added is not None:
+        _require_sentence_tokens([name for name, (_, special) in added.items() if special], config.num_sentences, str(folder))
+        sentinels.require_ahead(folder, 1, "data")
+
+
 def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
     """Raises ConfigError where a model of `max_positions` (None: unknown or without limit) cannot read the inputs or write the targets."""
     require_fit("data.input_tokens", config.input_tokens, max_positions)
@@ -92,6 +104,11 @@ def one_shape(config: Config, compiled: bool) -> None:
     """Raises ConfigError where batches of several lengths would meet `loop.compile`."""
     if compiled and not config.fixed_length:
         raise ConfigError("data.fixed_length: False, but loop.compile needs batches of one length. Write True, or leave loop.compile out.")
+
+
+def batch_tokens(config: Config) -> tuple[int, ...] | None:
+    """Tokens of every input and of every target of a batch; None where that hangs on its samples."""
+    return (config.input_tokens, config.target_tokens) if config.fixed_length else None
 
 
 def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "DepthDataset":
@@ -120,6 +137,18 @@ def sentence_tokens(number: int) -> list[str]:
     return [EOSEN, *(f"<sent_{n}>" for n in range(number))]
 
 
+def _require_sentence_tokens(special: Container[str], number: int, where: str) -> list[str]:
+    """`sentence_tokens`. Raises DataError where the special tokens of the tokenizer in `where` lack one."""
+    wanted = sentence_tokens(number)
+    missing = [name for name in wanted if name not in special]
+    if missing:
+        raise DataError(
+            f"{where}: has no special token {missing[0]}; data.num_sentences {number} needs {EOSEN} and {wanted[1]} to {wanted[-1]}. "
+            f"Add them: python -m data_prep.t5_tokenizer --from {where} --name NAME --sentences {number}"
+        )
+    return wanted
+
+
 class Words:
     """Ids of special tokens."""
 
@@ -128,14 +157,7 @@ class Words:
         import numpy as np
 
         special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        wanted = sentence_tokens(num_sentences)
-        missing = [name for name in wanted if name not in special]
-        if missing:
-            raise DataError(
-                f"{tokenizer.name_or_path}: has no special token {missing[0]}; data.num_sentences {num_sentences} needs {EOSEN} and "
-                f"{wanted[1]} to {wanted[-1]}. Add them: python -m data_prep.t5_tokenizer --from {tokenizer.name_or_path} "
-                f"--name NAME --sentences {num_sentences}"
-            )
+        wanted = _require_sentence_tokens(special, num_sentences, tokenizer.name_or_path)
         self.eosen, *sentences = (special[name] for name in wanted)
         self.sentences = np.array(sentences, np.int32)
         self.sentinels = np.array(sentinels.sentinel_ids(tokenizer), np.int32)

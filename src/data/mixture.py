@@ -9,6 +9,7 @@ its masks change. The validation split holds every sample of every part once, pa
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
@@ -16,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from src.config import Config as StrictConfig
 from src.config import Places
 from src.data.interleaving import Interleaving, rates, shares, shuffled
-from src.errors import DataError, UserError, check_all
+from src.errors import ConfigError, DataError, UserError, check_all
 from src.registry import Dataset, Part
 
 if TYPE_CHECKING:
@@ -83,14 +84,32 @@ def check(config: Config, places: Places) -> None:
     _of_all(config, "check", places)
 
 
+def check_tokenizer(config: Config, folder: Path | None) -> None:
+    """Raises a UserError where the tokenizer in `folder`, which is not loaded, lacks tokens of a part. None: it is not known yet."""
+    _of_all(config, "check_tokenizer", folder)
+
+
 def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
     """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the samples of a part, or write `new_tokens`."""
     _of_all(config, "fits", max_positions, new_tokens)
 
 
 def one_shape(config: Config, compiled: bool) -> None:
-    """Raises ConfigError where the batches of a part have several lengths, and a compiled model would meet them."""
+    """Raises ConfigError where a compiled model would meet batches of several lengths: those of a part, or of one and another."""
     _of_all(config, "one_shape", compiled)
+    lengths = {name: part.ask("batch_tokens") for name, part in sorted(config.parts.items())}
+    if compiled and len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name!r} {' and '.join(map(str, tokens or ['?']))}" for name, tokens in lengths.items())
+        raise ConfigError(
+            f"data.parts: loop.compile needs batches of one shape, but their sequences have different numbers of tokens: {told}. "
+            "Write the same lengths for all parts, or leave loop.compile out."
+        )
+
+
+def batch_tokens(config: Config) -> tuple[int, ...] | None:
+    """Tokens of each sequence of a batch, where all parts have the same; else None."""
+    lengths = {part.ask("batch_tokens") for part in config.parts.values()}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _of_all(config: Config, verb: str, *args: Any) -> None:

@@ -67,6 +67,11 @@ def one_shape(config: Config, compiled: bool) -> None:
         raise ConfigError("data.prefix_tokens: random lengths, each compiled anew. Write a number, or leave loop.compile out.")
 
 
+def batch_tokens(config: Config) -> tuple[int, ...] | None:
+    """Tokens of every prefix and of every rest, each with its end token; None where they are random."""
+    return None if config.prefix_tokens is None else (config.prefix_tokens + 1, config.sequence_tokens - config.prefix_tokens + 1)
+
+
 def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "OneObjective":
     """The rows of one split. Training's cuts are functions of (seed, epoch, index), those of other splits of the index alone.
 

@@ -74,6 +74,11 @@ def one_shape(config: Config, compiled: bool) -> None:
         raise ConfigError("data.fixed_length: False, but loop.compile needs batches of one length. Write True, or leave loop.compile out.")
 
 
+def batch_tokens(config: Config) -> tuple[int, ...] | None:
+    """Tokens of every sequence of a batch; None where that hangs on its samples."""
+    return (_longest(config),) if config.fixed_length else None
+
+
 def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "PromptedQADataset":
     """The rows of one split, tokenised when they are asked for.
 

@@ -38,15 +38,21 @@ def require(tokenizer: "PreTrainedTokenizerFast", needed: int, field: str) -> li
 
 def require_ahead(folder: Path | None, needed: int, field: str) -> None:
     """As `require`, from the file of a tokenizer that is not loaded. None, or a folder without that file, is left to `require`."""
+    added = added_ahead(folder)
+    if added is not None:
+        _enough(_listed(added, str(folder)), needed, field, str(folder))
+
+
+def added_ahead(folder: Path | None) -> dict[str, tuple[int, bool]] | None:
+    """Id of each added token of a tokenizer that is not loaded, and whether it is special; None where its file is not there or damaged."""
     if folder is None or not (folder / "tokenizer.json").is_file():
-        return
+        return None
     with reading(folder, DataError):
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     try:
-        added = {token["content"]: (token["id"], token["special"]) for token in json.loads(text)["added_tokens"]}
+        return {token["content"]: (token["id"], token["special"]) for token in json.loads(text)["added_tokens"]}
     except (ValueError, LookupError, TypeError):
-        return  # damaged: loading it will say how
-    _enough(_listed(added, str(folder)), needed, field, str(folder))
+        return None  # damaged: loading it will say how
 
 
 def _listed(added: Mapping[str, tuple[int, bool]], where: str) -> list[int]:

@@ -86,6 +86,11 @@ def one_shape(config: Config, compiled: bool) -> None:
     del config, compiled
 
 
+def batch_tokens(config: Config) -> tuple[int, ...]:
+    """Tokens of every input and of every target."""
+    return config.input_tokens, _lengths(config)[1].target_tokens
+
+
 def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "OneObjective":
     """The rows of one split. The masks of training are functions of (seed, epoch, index), those of other splits of the index alone.
 

@@ -53,6 +53,11 @@ def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None
     require_fit("data.sequence_tokens", config.sequence_tokens + new_tokens, max_positions)
 
 
+def batch_tokens(config: Config) -> tuple[int, ...]:
+    """Tokens of every sequence."""
+    return (config.sequence_tokens,)
+
+
 def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TextDataset":
     """Tokenise one split. The sequences do not depend on `seed`, which every data set is given.
 

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from src.data import jsonl
 from src.errors import DataError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 _BATCH = 256
@@ -68,6 +70,7 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.encode_special_tokens = True
         self._controls = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        _cut_spelled(self._backend, self._controls)
         eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
         assert isinstance(eos, int), "load refuses a tokenizer without an end token"
         self.eos_id = eos
@@ -96,6 +99,31 @@ class Encoder:
         """A control token as one id, or as the ids of its characters where the vocabulary lacks it."""
         index = self.control(token)
         return self.text(token) if index is None else [index]
+
+
+def _cut_spelled(backend: "Tokenizer", controls: Iterable[str]) -> None:
+    """Cut text that spells a control token behind its first character, where the model of `backend` would else take it for one piece.
+
+    So it is with models of unigrams that have control tokens among their pieces, as transformers' own T5Tokenizer makes them. Other text
+    is cut as before, and so is all text where no spelling becomes a control token.
+    """
+    from tokenizers import Regex, models, pre_tokenizers
+
+    pieces = backend.get_vocab(with_added_tokens=False)
+    names = [name for name in controls if name in pieces]
+    if not isinstance(backend.model, models.Unigram):  # whose choice hangs on the text around; others are asked
+        texts = [text for name in names for text in (name, f"a{name}b", f"a {name} b")]
+        ids = {pieces[name] for name in names}
+        names = names if any(ids & set(encoding.ids) for encoding in backend.encode_batch(texts, add_special_tokens=False)) else []
+    if not names:
+        return
+    rests: dict[str, list[str]] = {}
+    for name in names:
+        rests.setdefault(name[0], []).append(re.escape(name[1:]))
+    spelled = "|".join(f"{re.escape(first)}(?={'|'.join(behind)})" for first, behind in rests.items())
+    split = pre_tokenizers.Split(Regex(spelled), behavior="merged_with_previous")
+    before = backend.pre_tokenizer
+    backend.pre_tokenizer = split if before is None else pre_tokenizers.Sequence([before, split])
 
 
 def _start(tokenizer: "PreTrainedTokenizerFast") -> list[int]:

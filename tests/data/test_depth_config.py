@@ -4,7 +4,7 @@ import pytest
 
 from src.config import load
 from src.data import depth
-from src.errors import ConfigError
+from src.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,19 @@ def test_a_model_of_few_positions_is_refused():
     depth.fits(config, 600)
     with pytest.raises(ConfigError, match=r"data\.target_tokens: 600 tokens are more than the 599"):
         depth.fits(config, 599)
+
+
+def test_a_tokenizer_that_lacks_tokens_is_refused_without_loading_it(make_tokenizer, tmp_path):
+    sentences, names = [depth.EOSEN, "<sent_0>", "<sent_1>"], [f"<extra_id_{n}>" for n in range(100)]
+    for name, more in {"whole": sentences + names, "one": names, "no_sentinels": sentences}.items():
+        make_tokenizer(["<|endoftext|>", *more], None).save_pretrained(tmp_path / name)
+    config = load(depth.Config, {"corpus": "t", "num_sentences": 2}, "data")
+    depth.check_tokenizer(config, None)
+    depth.check_tokenizer(config, tmp_path)
+    depth.check_tokenizer(config, tmp_path / "whole")
+    with pytest.raises(DataError, match=r"one: has no special token <eosen>; data\.num_sentences 2 needs <eosen> and <sent_0> to <sent_1>"):
+        depth.check_tokenizer(config, tmp_path / "one")
+    with pytest.raises(DataError, match="no_sentinels: this tokenizer has no sentinels"):
+        depth.check_tokenizer(config, tmp_path / "no_sentinels")
+    with pytest.raises(DataError, match=r"<sent_2>; data\.num_sentences 3 needs"):
+        depth.check_tokenizer(load(depth.Config, {"corpus": "t", "num_sentences": 3}, "data"), tmp_path / "whole")

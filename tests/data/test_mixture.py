@@ -49,6 +49,7 @@ def test_shares_are_whole_and_fill_the_epoch():
     assert shares([1, 1, 1], 10) == [4, 3, 3]
     assert shares([0.5, 0.3, 0.2], 9) == [4, 3, 2]  # 4.5, 2.7, 1.8
     assert shares([3, 5, 7], 15) == [3, 5, 7]
+    assert shares([1, 9], 3) == [0, 3]
     assert all(sum(shares([1, 2**0.5, 3**0.5], n)) == n for n in range(100))
 
 
@@ -213,6 +214,42 @@ def test_mistakes_are_told_by_part(places, write_corpus):
         mixture.check(config, places)
     with pytest.raises(ConfigError, match=r"^data.parts.a.sequence_tokens: 5 tokens are more than the 4 positions.*\ndata.parts.b.seq"):
         mixture.fits(config, 4, 1)
+
+
+def test_a_compiled_model_sees_one_shape():
+    """Of 512 inputs, masked at the shares of T5, the targets are 114 tokens; of prefixes too, where 511 and 113 tokens have an end each."""
+    spans, cut = {"name": "span_corruption", "corpus": "t"}, {"name": "prefix_lm", "corpus": "t", "sequence_tokens": 624}
+    depth = {"name": "depth", "corpus": "t", "input_tokens": 512, "target_tokens": 114, "fixed_length": True}
+
+    def ask(compiled=True, **parts):
+        mixture.one_shape(load(mixture.Config, {"parts": {"a": spans, **parts}}, "data"), compiled)
+
+    ask(b={**spans, "corpus": "u"}, c={**cut, "prefix_tokens": 511}, d=depth, e={"name": "mixture", "parts": {"f": spans}})
+    for other in (
+        {**spans, "noise_density": 0.3},
+        {**spans, "mean_span_tokens": 6.0},
+        {**cut, "prefix_tokens": 510},
+        {**depth, "target_tokens": 115},
+    ):
+        with pytest.raises(
+            ConfigError, match=r"^data.parts: loop.compile needs batches of one shape, .*: 'a' 512 and 114, 'b' 51[12] and \d+\."
+        ):
+            ask(b=other)
+        ask(False, b=other)
+    with pytest.raises(ConfigError, match=r"data.parts.b.prefix_tokens: random lengths"):
+        ask(b=cut)
+    decoders = {"parts": {"a": TEXT, "b": {**TEXT, "sequence_tokens": 7}}}
+    with pytest.raises(ConfigError, match=r"'a' 4, 'b' 7\."):
+        mixture.one_shape(load(mixture.Config, decoders, "data"), True)
+
+
+def test_parts_whose_tokenizer_lacks_sentinels_are_told_ahead(make_tokenizer, tmp_path):
+    make_tokenizer(["<|endoftext|>", *(f"<extra_id_{n}>" for n in range(100))], None).save_pretrained(tmp_path)
+    spans = {"name": "span_corruption", "corpus": "t"}
+    config = load(mixture.Config, {"parts": {"a": spans, "b": {**spans, "noise_density": 0.5}}}, "data")
+    mixture.check_tokenizer(config, None)
+    with pytest.raises(ConfigError, match=r"^data.parts.b.input_tokens: masks 128 runs in a sequence, .* has 100"):
+        mixture.check_tokenizer(config, tmp_path)
 
 
 def test_a_mixture_may_be_a_part_of_another():

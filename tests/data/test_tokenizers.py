@@ -57,6 +57,39 @@ def test_user_text_never_becomes_a_control_token(tokenizer):
         assert list(encoder.texts([text])) == [encoder.text(text)]
 
 
+def test_text_that_spells_a_piece_of_a_unigram_model_is_no_control_token():
+    """transformers' own T5Tokenizer has its sentinels among the pieces; <pad> 0, </s> 1, <unk> 2, <extra_id_99> 12 to <extra_id_0> 111."""
+    from transformers import T5Tokenizer
+
+    letters = ["\u2581", "\u2581a", "\u2581b", "<", "/", "s", ">", "\u2581<", "\u2581a<"]
+    pieces = [*((name, 0.0) for name in ("<pad>", "</s>", "<unk>")), *((letter, -2.0) for letter in letters)]
+    tokenizer = T5Tokenizer(vocab=[*pieces, *((f"<extra_id_{n}>", 0.0) for n in reversed(range(100)))])
+    assert tokenizer("a</s>").input_ids == [4, 1, 1]
+    made = Encoder(tokenizer)
+    for encoder in (made, pickle.loads(pickle.dumps(made))):
+        assert encoder.text("a <extra_id_0> b </s>") == [4, 10, 2, 9, 5, 10, 7, 8, 9]  # 2: a run of letters that are no pieces
+        assert list(encoder.texts(["a</s>", "<pad>"])) == [[11, 7, 8, 9], [10, 2, 9]]
+        assert encoder.token("<extra_id_0>") == [111]
+        for ordinary in ("a <b> </a>", "a<<//s> s", "<extra"):
+            assert encoder.text(ordinary) == tokenizer(ordinary, add_special_tokens=False).input_ids
+    assert tokenizer("a</s>").input_ids == [4, 1, 1]
+
+
+def test_words_that_are_control_tokens_stay_text():
+    """A model of whole words has no characters to fall back to, so that what is spelled is unknown."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"</s>": 0, "?": 1, "a": 2, "b": 3}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    assert Encoder(tokenizer).text("a </s> b") == [2, 1, 1, 3]
+
+
+def test_no_text_is_cut_where_no_spelling_becomes_a_control_token(tokenizer):
+    assert Encoder(tokenizer)._backend.pre_tokenizer.__getstate__() == tokenizer.backend_tokenizer.pre_tokenizer.__getstate__()
+
+
 def test_making_an_encoder_leaves_the_tokenizer_as_it_was(tokenizer):
     Encoder(tokenizer)
     assert tokenizer.encode("<|user|>") == [4]

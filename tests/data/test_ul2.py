@@ -7,7 +7,8 @@ import pytest
 
 from src.config import load
 from src.data import ul2
-from src.data.denoising_mixture import BLOCK, apportioned
+from src.data.denoising_mixture import BLOCK
+from src.data.interleaving import shares
 from src.errors import ConfigError, DataError
 
 CONTROLS = ("<|endoftext|>", "<|pad|>", "[S2S]", *[f"<extra_id_{k}>" for k in range(99, -1, -1)])
@@ -94,14 +95,9 @@ def test_batch_is_padded(build):
     assert len({len(s["labels"]) for s in samples}) > 2
 
 
-@pytest.mark.parametrize(("rates", "total", "found"), [([1, 2, 1], 400, [100, 200, 100]), ([1, 1, 1], 4, [2, 1, 1]), ([1, 9], 3, [0, 3])])
-def test_apportioned(rates, total, found):
-    assert apportioned(rates, total) == found
-
-
 def test_published_mixture():
     config = load(ul2.Config, {"corpus": "t"}, "data")
-    assert apportioned([d.rate for d in config.denoisers], BLOCK) == [66, 66, 136, 33, 33, 33, 33]
+    assert shares([d.rate for d in config.denoisers], BLOCK) == [66, 66, 136, 33, 33, 33, 33]
     raw = [d.lengths(512).raw for d in config.denoisers]
     assert raw == [568, 588, 512, 766, 588, 600, 1006]
     assert [d.mode for d in config.denoisers] == ["[NLU]"] * 2 + ["[S2S]"] + ["[NLG]"] * 4

@@ -167,10 +167,10 @@ class TestSuperGlue:
         ]
 
     def test_record(self, prepared: Callable[..., Rows]):
-        """Entities by their first and last character; highlights become sentences."""
+        """Entities by their first and last character, once and in order, as answers; highlights become sentences."""
         text = "Ann met Bo.\n@highlight\nBo is ill\n@highlight\nAnn left"
-        passage = {"text": text, "entities": [{"start": 0, "end": 2}, {"start": 8, "end": 9}]}
-        answers = [{"start": 8, "end": 9, "text": "Bo"}, {"text": "Bobby"}, {"text": "Bo"}]
+        passage = {"text": text, "entities": [{"start": 8, "end": 9}, {"start": 0, "end": 2}, {"start": 44, "end": 46}]}
+        answers = [{"text": "Bobby"}, {"start": 8, "end": 9, "text": "Bo"}, {"text": "Bobby"}]
         source = json.dumps({"passage": passage, "qas": [{"idx": 6, "query": "@placeholder is ill", "answers": answers}]})
         columns = {"query": "@placeholder is ill", "entities": "Ann, Bo", "passage": "Ann met Bo. Bo is ill. Ann left"}
         rows = prepared("record", kind="jsonl", train=source, val=source.replace("Ann left", "Ann went"))

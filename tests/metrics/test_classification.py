@@ -40,6 +40,7 @@ def test_matthews():
     """TP 2, FN 1, TN 1, FP 1: (2 - 1) / sqrt(3 * 3 * 2 * 2)."""
     assert of("matthews", "b b a a b", "b b b a a", "ab") == pytest.approx(100 / 6)
     assert of("matthews", "b b b", "b a b", "ab") == 0.0
+    assert of("matthews", "b b b", "b b b", "ab") == 0.0  # of one class alone, where sklearn warns
 
 
 def test_nonsense_correlates_with_nothing():
