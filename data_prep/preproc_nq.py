@@ -5,19 +5,20 @@ hidden states of every distinct encoder input. Train on it with --data_path <dat
 {"data": {"encoded_contexts": True, ...}}. Started again, after a crash or with more rows, it encodes only what is missing.
 """
 
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: its folder, where tokenize.py is none of Python's own, gives way to the root
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import argparse
 import logging
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # run as a file rather than with -m
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_prep import distinct_inputs, encoding_options, encoding_store, encoding_workers
 from src import files

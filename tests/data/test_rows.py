@@ -127,6 +127,6 @@ def test_a_caller_may_check_rows_too(tmp_path):
         jsonl.read_rows(path, {"n": int}, check=check)
 
 
-def test_who_asks_for_an_unknown_corpus_is_told_of_the_original_releases(places):
-    with pytest.raises(DataError, match=r"original releases \(SQuAD, .* -m data_prep.prepare_qa --data_path \S+ --name nq --train F"):
+def test_who_asks_for_an_unknown_corpus_is_told_what_prepares_one(places):
+    with pytest.raises(DataError, match=r"With --data_path \S+ --name nq, .* releases \(SQuAD, .*\) by python -m data_prep.prepare_qa"):
         jsonl.corpus(places, "nq")

@@ -166,7 +166,7 @@ class TestScoring:
             found.append(([json.loads(line)["answer_pred"] for line in answered], toy.rows(folder, exp_id(exp))[0]))
         (alone, one), (together, many) = found
         assert together == alone
-        assert len(set(alone)) > 2, "not the same answer everywhere"
+        assert len(set(alone)) > 1, "not the same answer everywhere"
         for name in ("val_loss", "val_loss_shuffled_context"):
             assert many[name] == pytest.approx(one[name], rel=1e-5)
 
