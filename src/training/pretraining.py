@@ -1,6 +1,5 @@
 """Training a language model on text: what the recipes `lm` and `t5_pretrain` share. Each adds which models and data it takes."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +84,7 @@ def carry_out(
 
         parts = {name: measured(part) for name, part in getattr(val, "parts", {"": val}).items()}
         whole = Measured(*map(sum, zip(*parts.values(), strict=True)))
-        found = {"val_loss": whole.loss, "val_perplexity": math.exp(min(whole.loss, 700.0))}
+        found = {"val_loss": whole.loss, "val_perplexity": float(torch.tensor(whole.loss).exp())}
         if accuracy:
             found["val_accuracy"] = whole.accuracy
         if len(parts) > 1:
