@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-# layer -> layers that it may import besides itself; every layer may import errors and files
+# layer -> layers that it may import besides itself; every layer may import errors, files and yaml_file
 MAY_IMPORT = {
     "src.errors": set(),
     "src.files": set(),
@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "src.answered": set(),
     "src.distributed": set(),
     "src.weights": set(),
+    "src.yaml_file": set(),
     "src.registry": {"src.config"},
     "src.experiments": {"src.config", "src.registry"},
     "src.launch": {"src.config", "src.registry", "src.experiments"},
@@ -45,7 +46,7 @@ MAY_IMPORT = {
     "data_prep": {"src.config", "src.registry", "src.data", "src.models"},
     "results": {"src.answered", "src.experiments", "src.launch", "src.config", "src.registry"},
 }
-EVERYONE = {"src.errors", "src.files"}
+EVERYONE = {"src.errors", "src.files", "src.yaml_file"}
 OUTSIDE = {"tests", "benchmarks"}  # these may import anything
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "custom", "v2"}
 HEAVY = {"torch", "transformers", "accelerate", "numpy", "pandas", "matplotlib", "rich", "wandb", "datasets"}

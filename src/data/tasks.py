@@ -6,18 +6,17 @@ does with GLUE (Raffel et al. 2020, arXiv 1910.10683, appendix D; Google's t5.da
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, model_validator
 
+from src import yaml_file
 from src.config import Config, unknown_text
 from src.config import load as load_config
 from src.errors import ConfigError
-from src.files import reading
 from src.registry import METRICS, Part, bind
 
 FOLDER = Path(__file__).resolve().parents[2] / "resources" / "tasks"
@@ -214,29 +213,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _parsed(path: Path, written: int) -> dict[str, Any]:
     """The entries of a file, as it was `written`."""
     del written
-    try:
-        with reading(path, ConfigError):
-            raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}.") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}.") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}.") from None
-    if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):
-        raise ConfigError(f"{path}: expected tasks by name, got {str(raw)[:60]!r} ({type(raw).__name__}).")
+    raw = yaml_file.read(path, "tasks by name")
+    wrong = [name for name in raw if not isinstance(name, str)]
+    if wrong:
+        raise ConfigError(f"{path}: expected tasks by name, got {wrong[0]!r} ({type(wrong[0]).__name__}).")
     return raw
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice: YAML would take the last and say nothing."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        own = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge"]
-        for key, _ in node.value:
-            if own.count(key.value) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
-        return super().construct_mapping(node, deep)

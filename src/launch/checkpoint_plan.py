@@ -11,8 +11,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from src import config as configs
+from src import yaml_file
 from src.config import Problems, unknown_text
-from src.launch import yaml_file
 
 Stage = Literal["convert", "evaluate", "upload", "clean_up"]
 Folder = Literal["checkpoint", "converted"]

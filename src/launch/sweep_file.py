@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from src import config as configs
-from src.launch import yaml_file
+from src import yaml_file
 
 
 class Metric(configs.Config):

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from src.answered import PREDICTION, Answered
 from src.errors import RunError
 from src.experiments import checkpoints, heartbeat
 from src.experiments.run import Run
-from src.files import defect, new_directory, read_manifest, reading, write_atomic, write_json, writing
-from src.training import answering_speed
+from src.files import defect, new_directory, read_manifest, reading, write_json, writing
+from src.training import answering_speed, part_file
 from src.training.answer_configs import PREFIX, Inference
 from src.training.answers import Respondent
 
@@ -130,35 +130,13 @@ def _ask(run: Run, asked: Asked, who: Respondent, facts: dict[str, Any]) -> list
 def _begin(run: Run, part: Path, facts: dict[str, Any]) -> list[str]:
     """The answers in `part`, which holds whole batches of this inference alone when this returns."""
     run.dir.confirm()
-    try:
-        with reading(part):
-            lines = part.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        lines = []
-    head = json.dumps(facts, sort_keys=True).encode()
-    texts = list(_texts(lines[1:])) if lines and lines[0] == head else []
     # A batch is answered together, so that all batches are those of an undisturbed inference.
-    del texts[len(texts) // facts["batch_size"] * facts["batch_size"] :]
-    write_atomic(part, b"".join(line + b"\n" for line in (head, *(json.dumps(text).encode() for text in texts))))
-    return texts
-
-
-def _texts(lines: Iterable[bytes]) -> Iterator[str]:
-    """Up to the first line that is no text in JSON: a power cut may leave such."""
-    for line in lines:
-        try:
-            text = json.loads(line)
-        except ValueError:
-            return
-        if not isinstance(text, str):
-            return
-        yield text
+    return part_file.begin(part, facts, lambda count: count // facts["batch_size"] * facts["batch_size"])
 
 
 def _note(run: Run, part: Path, texts: Sequence[str], step: int) -> None:
     """Add the answers of one round."""
-    with writing(part), open(part, "ab") as file:
-        file.write("".join(json.dumps(text) + "\n" for text in texts).encode())
+    part_file.add(part, texts)
     heartbeat.still(run.path, run.dir.attempt, step)
 
 
