@@ -10,8 +10,8 @@ before, in its second half of the training; the median over the steps of the rat
 sequences in it. All must have the same weights, to rounding, after the first steps: PyTorch's clipping and the Trainer's mean over tokens
 round otherwise, and Adam makes more of that with each step.
 
-Freed memory stays with the process: otherwise the C library gives it back and takes it again in each step, or not, by what else has left
-holes in it, and the ways differ by up to 15 % for no reason of their own.
+Freed memory stays with the process for all of them, as `fit` has it stay on a CPU: otherwise the C library gives it back and takes it again
+in each step, or not, by what else has left holes in it, and the ways differ by up to 15 % for no reason of their own.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import exp_configs
-from benchmarks.turns import Turns, keep_memory
+from benchmarks.turns import Turns, one_arena
 from src import distributed
 from src.config import Places
 from src.data import tokenizers
@@ -41,7 +41,7 @@ from src.experiments.grid import changed, parse_assignment
 from src.experiments.run import Options, Run
 from src.experiments.rundir import RunDir
 from src.registry import Part, load_experiment, resolved
-from src.training import loader, optim, order
+from src.training import loader, memory, optim, order
 from src.training.checkpoint import About
 from src.training.evaluation import Loss
 from src.training.loop import Task, fit
@@ -50,8 +50,6 @@ from src.training.loss import causal_lm_loss, seq2seq_loss
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {"bare": 0.97, "trainer": 1.0}
 LOSSES: dict[str, Loss] = {"base_tiny": causal_lm_loss, "t5_tiny": seq2seq_loss}
-
-
 COMPARED = 8
 """Steps, at most, after which all must have the same weights."""
 
@@ -254,7 +252,8 @@ def main() -> None:
     parser.add_argument("--against", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--data_path", type=Path, default=ROOT / "results" / "data")
     args = parser.parse_args()
-    keep_memory()
+    one_arena()
+    memory.keep_freed()
     (exp,) = exp_configs.EXP_GROUPS[args.group]
     exp = changed(exp, {"loop.steps": args.steps, "loop.eval_every": args.steps, **dict(map(parse_assignment, args.set))})
     names = ["fit", *args.against]

@@ -52,9 +52,7 @@ class Turns:
             raise RuntimeError("another way has failed")
 
 
-def keep_memory() -> None:
-    """Let the C library keep freed memory for the next step: no pages are given back, and none taken again."""
-    trim_threshold, mmap_max, arena_max = -1, -4, -8  # malloc.h
-    library = ctypes.CDLL(None)
-    for parameter, value in ((trim_threshold, 2**31 - 1), (mmap_max, 0), (arena_max, 1)):
-        assert library.mallopt(parameter, value), "glibc takes these settings"
+def one_arena() -> None:
+    """Let all threads take memory from one place, so that none pays for pages that another has freed; to be called before they start."""
+    arena_max = -8  # malloc.h
+    assert ctypes.CDLL(None).mallopt(arena_max, 1), "glibc takes this setting"

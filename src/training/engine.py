@@ -111,10 +111,12 @@ class Replicated(Engine):
         self.model, self.optimizer = accelerator.prepare(module, optim.made(module, config))
         if isinstance(self.model, DistributedDataParallel):
             self.model.forward_sync_buffers = False  # they are constants: masks and frequencies
+        self.trained = [p for p in module.parameters() if p.requires_grad]
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Of a loss that a float16 scaler has made larger, if there is one."""
-        self.accelerator.backward(loss)
+        scaler = self.accelerator.scaler
+        (scaler.scale(loss) if scaler else loss).backward()
         if last:
             self.accelerator.unscale_gradients()
 
@@ -124,7 +126,7 @@ class Replicated(Engine):
 
     def gradients(self) -> Iterable[Tensor]:
         """Of every trained parameter that took part."""
-        return [p.grad for p in self.module.parameters() if p.grad is not None]
+        return [p.grad for p in self.trained if p.grad is not None]
 
     def step(self) -> bool:
         """The optimizer's step, unless the loss scaler has seen an overflow."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from src.errors import ConfigError
 from src.experiments.run import Options
+from src.training import memory
 from src.training.config import LoopConfig
 from src.training.engine import Engine, Replicated
 
@@ -53,6 +54,8 @@ def accelerate(precision: str, field: str) -> Accelerator:
     gpu = torch.cuda.is_available()
     if precision == "float16" and not gpu:
         raise ConfigError(f"{field}: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
+    if not gpu:
+        memory.keep_freed()
     AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
     # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a restarted
     # run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.

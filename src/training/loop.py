@@ -167,7 +167,7 @@ class Loop:
             group["lr"] = self.learning_rate(state.step)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for a, (batch, sources) in enumerate(zip(step.batches, step.sources, strict=True)):
-            torch.manual_seed(order.noise_seed(self.seed, state.step, a * world_size + distributed.rank()))
+            self._seed(order.noise_seed(self.seed, state.step, a * world_size + distributed.rank()))
             last = a == len(step.batches) - 1
             with self.engine.accumulating(last):
                 with self.accelerator.autocast(), self.monitor.forward(batch, last, sources), self._saving():
@@ -181,6 +181,12 @@ class Loop:
         self.move(total, int(tokens), norm)
         self.meter.count(step)
         return total / tokens
+
+    def _seed(self, seed: int) -> None:
+        """Of dropout, on the device that trains. torch.manual_seed asks after every kind of accelerator, which takes a millisecond."""
+        torch.default_generator.manual_seed(seed)
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _saving(self) -> contextlib.AbstractContextManager[Any]:
         """Where a forward pass keeps what its backward pass needs."""

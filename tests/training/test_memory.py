@@ -1,6 +1,9 @@
 """Layers computed again and tensors kept on the host give the gradients of a plain pass, bit for bit, and do save memory."""
 
 import contextlib
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +22,7 @@ from src.registry import MODELS, Part, bind
 from src.training import memory
 from src.training.compilation import layers
 from tests.models.conftest import PLACEHOLDER, make_base
+from tests.toy import ROOT
 
 IDS = torch.arange(3, 19).view(2, 8)
 CONTEXT = {"context_ids": IDS[:, None, :6], "context_mask": torch.ones(2, 1, 6, dtype=torch.bool)}
@@ -222,3 +226,32 @@ def test_on_a_gpu_the_room_is_free_between_the_passes():
         model.zero_grad(set_to_none=True)
         del value
     assert used[1] < used[0] / 2
+
+
+PAGES = """
+import resource
+import sys
+import torch
+from src.training import memory
+if sys.argv[1] == "kept":
+    memory.keep_freed()
+def passes():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        blocks = [torch.ones(size * 2**18) for size in (40, 20, 5)]
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+passes()
+print(passes())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_freed_memory_is_not_taken_from_the_kernel_again():
+    """65 MiB are 16,640 pages of 4 KiB."""
+    command = [sys.executable, "-c", PAGES]
+    taken, kept = (
+        int(subprocess.run([*command, how], capture_output=True, check=True, cwd=ROOT).stdout) for how in ("as it comes", "kept")
+    )
+    assert taken > 10_000
+    assert kept < 100

@@ -1,0 +1,49 @@
+"""`make study`: cross-attention beside prompting and beside no context, on real questions."""
+
+from src.experiments.grid import changed, grid, seeds
+
+# A study on real questions that one core can carry out: a decoder of 260 thousand parameters that knows children's stories is to
+# answer from 192 tokens of Wikipedia. Data and base: `make study`.
+STUDY_DATA = {"corpus": "squad_nq", "context_tokens": 192, "sequence_tokens": 96, "loss_on": "answer", "val_samples": 256}
+STUDY_BASE = {"name": "hf", "path": "stories260k"}
+STUDY_CROSSATTN = {
+    "recipe": "crossattn",
+    "seed": 0,
+    "model": {"name": "cross_attention", "num_layers": 2, "stride": 1, "base": STUDY_BASE},
+    "data": {"name": "qa", **STUDY_DATA},
+    "loop": {
+        "steps": 300,
+        "sequences_per_step": 8,
+        "micro_batch": 8,
+        "learning_rate": 2e-3,
+        "schedule": "cosine",
+        "warmup_rate": 0.1,
+        "eval_every": 150,
+    },
+    "inference": {"split": "val", "rows": 128, "max_new_tokens": 16, "metrics": [{"name": "squad"}]},
+}
+STUDY_PROMPTED = changed(
+    STUDY_CROSSATTN,
+    {
+        "recipe": "prompted",
+        "model": {"name": "lora", "rank": 8, "alpha": 16.0, "target_modules": ["q_proj", "v_proj"], "base": STUDY_BASE},
+        "data": {"name": "prompted_qa", "contexts": "all", **STUDY_DATA},
+    },
+)
+
+STUDY_CLOSED_BOOK = changed(
+    STUDY_PROMPTED,
+    {"data": {"name": "prompted_qa", "contexts": "none", **{key: STUDY_DATA[key] for key in STUDY_DATA if key != "context_tokens"}}},
+)
+
+GROUPS = {
+    "study_crossattn": seeds(
+        grid(
+            STUDY_CROSSATTN,
+            {"model.num_layers": [1, 2, 5], "model.stride": [1, 2]},
+            where=lambda e: (e["model"]["num_layers"], e["model"]["stride"]) in [(1, 1), (2, 1), (2, 2), (5, 1)],
+        ),
+        3,
+    ),
+    "study_prompted": seeds([STUDY_PROMPTED, STUDY_CLOSED_BOOK], 3),
+}
