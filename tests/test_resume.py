@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 from src import distributed
 from src.experiments.grid import ref
 from src.experiments.identity import exp_id
-from tests import toy
+from tests import toy, warm
 
 STEPS = 40
 BASE = copy.deepcopy(toy.BASE)
@@ -28,6 +28,8 @@ CHILD["model"] |= {"base": ref(BASE), "context_dropout_rate": 0.3}
 CHILD["loop"] |= {"steps": STEPS, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 8, "schedule": "cosine", "warmup_rate": 0.1}
 EXP_CONFIGS = f"EXP_GROUPS = {{'base': [{BASE!r}], 'child': [{CHILD!r}]}}\n"
 ARGUMENTS = ["-e", "child", "--log_every", "2"]
+Started = subprocess.Popen[Any] | warm.Process
+_started: list[Started] = []
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +38,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("resume")
     toy.write_data(folder / "data")
     root = toy.project(folder, EXP_CONFIGS)
-    done = toy.run(root, ["-e", "base"], folder)
-    assert done.returncode == 0, done.stderr
+    finish(root, folder, ["-e", "base"], processes=1)
     return root, folder
 
 
@@ -45,8 +46,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def uninterrupted(started: tuple[Path, Path]) -> dict[str, str]:
     """Fingerprints of a run with two processes that nobody disturbed; its save directory is moved to `undisturbed`."""
     root, folder = started
-    done = toy.run(root, ARGUMENTS, folder, processes=2)
-    assert done.returncode == 0, done.stderr
+    finish(root, folder)
     found = fingerprints(folder)
     (folder / "undisturbed").mkdir()
     (folder / "runs" / exp_id(CHILD)).rename(folder / "undisturbed" / "runs")
@@ -54,11 +54,17 @@ def uninterrupted(started: tuple[Path, Path]) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def _begins_anew(started: tuple[Path, Path]) -> None:
+def _begins_anew(started: tuple[Path, Path]) -> Iterator[None]:
     """A test that failed half way leaves nothing to the next."""
     root, folder = started
     shutil.rmtree(folder / "runs" / exp_id(CHILD), ignore_errors=True)
     (root / "exp_configs.py").write_text(EXP_CONFIGS)
+    yield
+    for process in _started:
+        if process.poll() is None:
+            process.kill()  # and the kernel its ranks
+            process.wait()
+    _started.clear()
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
@@ -69,8 +75,10 @@ def fingerprints(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in [*paths, run / "checkpoints" / "best.json"]}
 
 
-def ranks(torchrun: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
+def ranks(torchrun: Started) -> dict[int, psutil.Process]:
     """The training processes by rank."""
+    if isinstance(torchrun, warm.Process):
+        return torchrun.ranks()
     found = {}
     for child in psutil.Process(torchrun.pid).children():
         try:
@@ -80,17 +88,29 @@ def ranks(torchrun: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
     return found
 
 
-def start(root: Path, folder: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        toy.command(root, ARGUMENTS, folder, processes=2),
-        env=toy.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def start(root: Path, folder: Path, arguments: Sequence[str] = ARGUMENTS, processes: int = 2) -> warm.Process:
+    """Its processes are forked from one that has the libraries loaded; what they print goes to `folder`/log."""
+    (folder / "log").unlink(missing_ok=True)
+    _started.append(process := warm.Process(toy.command(root, arguments, folder, processes), toy.environment(), None, folder / "log"))
+    return process
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> bool:
+def finish(root: Path, folder: Path, arguments: Sequence[str] = ARGUMENTS, processes: int = 2) -> None:
+    process = start(root, folder, arguments, processes)
+    try:
+        assert process.wait(timeout=300) == 0, (folder / "log").read_text()
+    finally:
+        process.kill()
+
+
+def start_anew(root: Path, folder: Path) -> subprocess.Popen[bytes]:
+    """By the command line itself: every process loads all that it needs."""
+    command, quiet = toy.command(root, ARGUMENTS, folder, processes=2), subprocess.DEVNULL
+    _started.append(process := subprocess.Popen(command, env=toy.environment(), stdout=quiet, stderr=quiet, start_new_session=True))
+    return process
+
+
+def wait_until(condition: Callable[[], bool], process: Started) -> bool:
     """False where the process ended first."""
     while process.poll() is None:
         if condition():
@@ -109,7 +129,7 @@ def began(folder: Path) -> bool:
     return (folder / "runs" / exp_id(CHILD) / "status.json").exists()
 
 
-def kill(torchrun: subprocess.Popen[bytes], victims: Sequence[psutil.Process]) -> None:
+def kill(torchrun: Started, victims: Sequence[psutil.Process]) -> None:
     """SIGKILL to `victims`; returns when torchrun and all ranks are gone."""
     everyone = [*ranks(torchrun).values(), psutil.Process(torchrun.pid)]
     assert victims
@@ -123,16 +143,17 @@ def kill(torchrun: subprocess.Popen[bytes], victims: Sequence[psutil.Process]) -
 
 @pytest.mark.slow
 def test_ten_kills_at_random_moments_change_nothing(started: tuple[Path, Path], uninterrupted: dict[str, str]):
+    """The last of them hits processes of torchrun itself, and torchrun itself brings the training to its end."""
     root, folder = started
     draw = random.Random(20)
     # One kill before the first step, nine spread over the training; each some milliseconds after a row was written.
     moments = [0, *sorted(draw.sample(range(1, STEPS // 2 - 3), 9))]
     for i, moment in enumerate(moments):
-        process = start(root, folder)
+        process = start_anew(root, folder) if moment == moments[-1] else start(root, folder)
         # Rows that an earlier attempt has left do not tell that this one has begun.
         at = max(moment * 2, steps_written(folder) + 2) if moment else 0
         wait_until(lambda at=at, p=process: began(folder) and steps_written(folder) >= at and len(ranks(p)) == 2, process)
-        time.sleep(draw.random() * (0.05 if moment else 2.0))
+        time.sleep(draw.random() * (0.05 if moment else 0.15))
         everyone = ranks(process)
         kill(process, [everyone[0]] if i % 3 == 0 else [everyone[1]] if i % 3 == 1 else [psutil.Process(process.pid), *everyone.values()])
         assert json.loads((folder / "runs" / exp_id(CHILD) / "status.json").read_text())["state"] != "done"
@@ -141,13 +162,13 @@ def test_ten_kills_at_random_moments_change_nothing(started: tuple[Path, Path], 
     log = (folder / "runs" / exp_id(CHILD) / "logs" / "train.log").read_text()
     assert log.count("continues from step") >= len(moments) - 2, "they were restarts from the beginning, not continuations"
     assert fingerprints(folder) == uninterrupted
-    shutil.rmtree(folder / "runs" / exp_id(CHILD))
 
 
 @pytest.mark.slow
 def test_a_kill_inside_a_checkpoint_write_changes_nothing(started: tuple[Path, Path], uninterrupted: dict[str, str]):
     root, folder = started
     checkpoints = folder / "runs" / exp_id(CHILD) / "checkpoints"
+    torn: list[Path] = []
     for _ in range(10):
         process = start(root, folder)
         assert wait_until(lambda: any(checkpoints.glob(".step-*")) and steps_written(folder) >= 4, process)
@@ -156,8 +177,7 @@ def test_a_kill_inside_a_checkpoint_write_changes_nothing(started: tuple[Path, P
         if torn:
             break
     assert torn, "no write was hit in ten attempts"
-    done = toy.run(root, ARGUMENTS, folder, processes=2)
-    assert done.returncode == 0, done.stderr
+    finish(root, folder)
     assert fingerprints(folder) == uninterrupted
     assert not list(checkpoints.glob(".step-*")), "the torn checkpoint is swept up"
 
@@ -166,7 +186,7 @@ def status(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "runs" / exp_id(CHILD) / "status.json").read_text())
 
 
-def tell(torchrun: subprocess.Popen[bytes], everyone: dict[int, psutil.Process], victim: int | None, number: signal.Signals) -> None:
+def tell(torchrun: Started, everyone: dict[int, psutil.Process], victim: int | None, number: signal.Signals) -> None:
     """Send a signal to one rank, or to torchrun, which passes it on to all; the training stands still until it has arrived."""
     for rank in everyone.values():
         rank.suspend()
@@ -202,20 +222,17 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(started: tuple[Path, Pa
         everyone = ranks(process)
         tell(process, everyone, victim, number)
         assert process.wait(timeout=90) == 1, "what torchrun makes of exit code 75"
-        _, alive = psutil.wait_procs(everyone.values(), timeout=90)
-        assert not alive
+        assert not psutil.wait_procs(everyone.values(), timeout=90)[1], "some live on"
         found = status(folder)
         assert found["state"] == "stopped"
         assert found["reason"] == f"{number.name}: stopped at step {found['step']}; start it again to continue"
         assert moment <= found["step"] < STEPS
         assert max(checkpoints.glob("step-*")).name == f"step-{found['step']:08d}"
         assert not (folder / "runs" / exp_id(CHILD) / "lease").exists(), "it was not unlocked"
-    done = toy.run(root, ARGUMENTS, folder, processes=2)
-    assert done.returncode == 0, done.stderr
+    finish(root, folder)
     log = (folder / "runs" / exp_id(CHILD) / "logs" / "train.log").read_text()
     assert log.count("continues from step") == len(stops)
     assert fingerprints(folder) == uninterrupted
-    shutil.rmtree(folder / "runs" / exp_id(CHILD))
 
 
 def test_a_stopped_process_exits_with_the_code_to_requeue_on_and_starts_nothing_more(started: tuple[Path, Path]):
@@ -230,8 +247,6 @@ def test_a_stopped_process_exits_with_the_code_to_requeue_on_and_starts_nothing_
     assert "SIGTERM: stopped. The same command goes on from here." in printed
     assert status(folder)["state"] == "stopped"
     assert not (folder / "runs" / exp_id(second)).exists()
-    (root / "exp_configs.py").write_text(EXP_CONFIGS)
-    shutil.rmtree(folder / "runs" / exp_id(CHILD))
 
 
 def test_a_process_that_is_stopped_while_it_starts_leaves_at_once(started: tuple[Path, Path]):
@@ -242,21 +257,18 @@ def test_a_process_that_is_stopped_while_it_starts_leaves_at_once(started: tuple
     assert process.wait(timeout=60) == 75
     assert status(folder)["state"] == "stopped"
     assert status(folder)["reason"].startswith("SIGUSR1: stopped while it was starting")
-    shutil.rmtree(folder / "runs" / exp_id(CHILD))
 
 
 def test_one_process_gives_the_numbers_of_two(started: tuple[Path, Path], uninterrupted: dict[str, str]):
     """Token-weighted loss, gradient norm and dropout do not depend on how a step is shared: 1 x 4 or 2 x 2 micro-batches."""
     root, folder = started
-    done = toy.run(root, ARGUMENTS, folder)
-    assert done.returncode == 0, done.stderr
+    finish(root, folder, processes=1)
     one = toy.rows(folder, exp_id(CHILD))
     two = [json.loads(line) for line in (folder / "undisturbed" / "runs" / "scores.jsonl").read_text().splitlines()]
     assert [row["tokens"] for row in one] == [row["tokens"] for row in two]
     for a, b in zip(one[:10], two[:10], strict=True):  # before rounding has had time to grow
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-    shutil.rmtree(folder / "runs" / exp_id(CHILD))
 
 
 @pytest.mark.slow
@@ -268,8 +280,7 @@ def test_three_processes_continue_bit_for_bit(started: tuple[Path, Path]):
     run = folder / "runs" / exp_id(wide)
     found = []
     for _ in range(2):
-        done = toy.run(root, ["-e", "wide", "--log_every", "2"], folder, processes=3)
-        assert done.returncode == 0, done.stderr
+        finish(root, folder, ["-e", "wide", "--log_every", "2"], processes=3)
         last = run / "checkpoints" / "step-00000008"
         found.append([(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors", "state.json")])
         found[-1].append((run / "scores.jsonl").read_bytes())
@@ -278,12 +289,12 @@ def test_three_processes_continue_bit_for_bit(started: tuple[Path, Path]):
     assert found[0] == found[1]
 
 
-def test_restarts_that_would_hang_are_refused(started: tuple[Path, Path]):
+def test_restarts_that_would_hang_are_refused(started: tuple[Path, Path], tmp_path: Path):
     root, folder = started
     command = toy.command(root, ARGUMENTS, folder, processes=2)
     at = command.index("--nproc-per-node")
     command = [*command[:at], "--max-restarts", "1", *command[at:]]
     environment = {name: value for name, value in toy.environment().items() if name != distributed.OWN_STORE}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert done.returncode == 1
-    assert f"unless {distributed.OWN_STORE}=1 is set" in done.stderr
+    _started.append(process := warm.Process(command, environment, None, tmp_path / "log"))
+    assert process.wait(timeout=120) == 1
+    assert f"unless {distributed.OWN_STORE}=1 is set" in (tmp_path / "log").read_text()

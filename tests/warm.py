@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+import psutil
+
 LIBRARIES = [
     "torch",
     "torch.distributed.run",
@@ -60,6 +62,18 @@ class Process:
         """SIGKILL."""
         self._process.kill()
 
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The processes that torchrun has started, by rank; fewer while they start or end."""
+        found = {}
+        try:
+            for child in psutil.Process(self.pid).children():
+                word, _, rank = child.name().partition(" ")
+                if word == "rank" and child.status() != psutil.STATUS_ZOMBIE:
+                    found[int(rank)] = child
+        except psutil.NoSuchProcess:
+            return {}
+        return found
+
 
 def torchrun(script: Path, arguments: Sequence[str], processes: int, log: Path) -> str:
     """Run a script of ours on several processes to its end; what it printed, "" where all went well."""
@@ -105,6 +119,8 @@ def _run(command: list[str], environment: dict[str, str], cwd: Path | None, log:
 
 
 def _script(path: str, *arguments: str) -> None:
+    if "RANK" in os.environ:  # /proc goes on to show the environment of whom it was forked from
+        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
