@@ -18,7 +18,6 @@ from tests.test_readme import commands
 ON_A_PROCESSOR = [  # which has no float16, and less time
     *(
         "--set",
-        "loop.precision=float32",
         "model.base.dtype=float32",
         "loop.sequences_per_step=4",
         "loop.micro_batch=1",
@@ -98,10 +97,12 @@ def test_the_commands_of_the_readme(environment: dict[str, str]):
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         runs = (Path(environment["ROOT"]) / "runs" / "crossattn_starcoder_nq").glob("*/scores.jsonl")
         run = max(runs, key=lambda path: path.stat().st_mtime)
+        config = json.loads((run.parent / "config.json").read_text())
+        assert config["loop"]["precision"] == ("bfloat16" if "--set" in line else "float32")
         rows = [json.loads(row) for row in run.read_text().splitlines()]
         assert rows[-1]["step"] == 2
         assert rows[-1]["cache_bytes_per_context_token"] == 16 * 2, "what is on disk: 16 numbers in bfloat16"
         losses.append([row["train_loss"] for row in rows])
-        assert json.loads((run.parent / "config.json").read_text())["data"]["encoded_contexts"] is True
+        assert config["data"]["encoded_contexts"] is True
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2), "in bfloat16 ZeRO-2 trains as copies do in float32, but for rounding"

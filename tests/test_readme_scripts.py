@@ -160,8 +160,7 @@ def write_job_config(root: Path, server: Server, **values: Any) -> tuple[str, ..
     found: dict[str, Any] = {}
     exec(below(root, text), found)
     entry = found["JOB_CONFIGS"]["toolkit"] | values
-    home = {"HOME": str(root / "home" / "project")}
-    entry["environment"] = entry.get("environment", {}) | home | {"WANDB_BASE_URL": server.url, "OMP_NUM_THREADS": "1"}
+    entry["environment"] |= {"WANDB_BASE_URL": server.url, "OMP_NUM_THREADS": "1"}
     (root / "project" / "job_configs.py").write_text(f"JOB_CONFIGS = {{'toolkit': {entry!r}}}\n")
     return tuple(mount.split(":")[1] for mount in entry["data"])
 

@@ -73,6 +73,24 @@ def lengths(inputs: int, density: float, mean_span: float) -> tuple[int, int]:
     return raw, targets
 
 
+def longest_row(inputs: int, density: float, mean_span: float) -> tuple[int, Counts]:
+    """Tokens of the longest row whose corrupted inputs have at most `inputs` tokens, and its counts.
+
+    As `lengths` has it, so at density 0.5 they may be one fewer than they could be. A row that `lengths` takes for one without a mask has
+    one masked token all the same, and is shorter for it.
+
+    Raises:
+        ConfigError: there is no such row.
+    """
+    raw, _ = lengths(inputs, density, mean_span)
+    while raw >= 2:
+        found = counts(raw, density, mean_span)
+        if found.input_tokens <= inputs:
+            return raw, found
+        raw -= 1
+    raise ConfigError(f"{inputs} input tokens are too few for a row with a masked token. Write more.")
+
+
 def exact_lengths(inputs: int, density: float, mean_span: float) -> tuple[int, Counts]:
     """As `lengths`, with the counts of such a row, whose corrupted inputs have exactly `inputs` tokens.
 

@@ -1,7 +1,8 @@
 """UL2's mixture of denoisers over packed text (Tay et al. 2022, arXiv 2205.05131, section 3.1).
 
 Each sample is made by one denoiser: span corruption of some density and span length, or prefix language modelling. Rows of text are as
-long as the denoiser of the sample asks for, so that nothing is padded up or lost; over an epoch every token is read once.
+long as the denoiser of the sample asks for, so that nothing is lost, and at most one token of an input is padding; over an epoch every
+token is read once.
 """
 
 from pathlib import Path
@@ -45,11 +46,11 @@ class Denoiser(StrictConfig):
         """Of a sample whose inputs have `input_tokens` without the mode; fewer for a prefix.
 
         Raises:
-            ConfigError: no row gives exactly as many.
+            ConfigError: they are too few.
         """
         if self.mean_span_tokens is None or self.noise_density is None:
             return Lengths(input_tokens, input_tokens, 0)
-        raw, counts = noise.exact_lengths(input_tokens, self.noise_density, self.mean_span_tokens)
+        raw, counts = noise.longest_row(input_tokens, self.noise_density, self.mean_span_tokens)
         return Lengths(raw, counts.target_tokens, counts.spans)
 
 
@@ -78,14 +79,14 @@ class Config(StrictConfig):
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
     input_tokens: int = Field(default=512, gt=3)
-    """Tokens of every input, with mode, sentinels and end token; most tokens of a prefix."""
+    """Most tokens of an input, with mode, sentinels and end token, and of a prefix."""
     denoisers: list[Denoiser] = Field(default_factory=_published, min_length=1)
     """With 100 sentinels, spans of 3 at density 0.5 allow no more than 400 input tokens."""
     val_sequences: int | None = Field(default=None, gt=0)
     """Sequences of the validation split that are used, the same ones with the same masks whatever the seed; None for all."""
 
     @model_validator(mode="after")
-    def _gives_exact_lengths(self) -> "Config":
+    def _has_room(self) -> "Config":
         for number, denoiser in enumerate(self.denoisers):
             try:
                 denoiser.lengths(self.input_tokens)
@@ -116,8 +117,8 @@ def check_tokenizer(config: Config, folder: Path | None) -> None:
     for number, denoiser in enumerate(config.denoisers):
         most_of_mode = len(denoiser.mode.encode()) + 1  # tokens; how many they are, only the tokenizer knows
         if denoiser.noise_density is not None and denoiser.mean_span_tokens is not None and config.input_tokens > 2 * most_of_mode:
-            raw, _ = noise.lengths(config.input_tokens - most_of_mode, denoiser.noise_density, denoiser.mean_span_tokens)
-            needed = noise.counts(raw, denoiser.noise_density, denoiser.mean_span_tokens).spans
+            room = config.input_tokens - most_of_mode
+            needed = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
             sentinels.require_ahead(folder, needed, f"data.denoisers[{number}]")
 
 
@@ -142,7 +143,7 @@ def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", 
     Raises:
         DataError: the tokenizer has no sentinels; the data set is missing, incomplete, malformed, or too small for one sequence or for
             `val_sequences`.
-        ConfigError: a denoiser needs more sentinels than the tokenizer has, or no row gives it exactly its input tokens beside its mode.
+        ConfigError: a denoiser needs more sentinels than the tokenizer has, or its mode leaves too few input tokens.
     """
     from src.data import documents
     from src.data.denoising import draws
