@@ -66,7 +66,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, count in (("train", 24), ("dev", 6)):
         with gzip.open(root / f"nq-{name}.jsonl.gz", "wt") as file:
             file.writelines(json.dumps(question(i + 1000 * (name == "dev"))) + "\n" for i in range(count))
-    return {**os.environ, "HF_HUB_CACHE": str(root / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ROOT": str(root)}
+    return {
+        **os.environ,
+        "HF_HUB_CACHE": str(root / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "ROOT": str(root),
+    }
 
 
 def carry_out(line: str, environment: dict[str, str], more: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

@@ -43,7 +43,7 @@ class Denoiser(StrictConfig):
         return self
 
     def lengths(self, input_tokens: int) -> "Lengths":
-        """Of a sample whose inputs have `input_tokens` without the mode; fewer for a prefix.
+        """Of a sample whose inputs have at most `input_tokens` without the mode.
 
         Raises:
             ConfigError: they are too few.

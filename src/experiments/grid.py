@@ -1,4 +1,4 @@
-"""Many experiments from one dict: the only module of the project that exp_configs.py imports."""
+"""Many experiments from one dict. Files of experiments import this and each other, and nothing else of the project."""
 
 import itertools
 import json

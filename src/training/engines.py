@@ -48,6 +48,8 @@ def start(config: LoopConfig, options: Options) -> Accelerator:
 def accelerate(precision: str, field: str) -> Accelerator:
     """Accelerate for this process, with `precision`, which stands in `field` of the experiment.
 
+    On a CPU the process keeps freed memory from then on (`memory.keep_freed`).
+
     Raises:
         ConfigError: float16 without a GPU.
     """

@@ -35,16 +35,18 @@ def advice() -> Iterator[None]:
 
 
 def keep_freed() -> None:
-    """Let the C library keep freed memory for the next step, where it is glibc; otherwise nothing happens.
+    """Let this process keep freed memory for the next step, from here on, where its C library is glibc; otherwise nothing happens.
 
-    As it comes it gives large blocks back to the kernel in each pass and takes fresh pages in the next, which costs a training on a CPU 5
-    to 15 % of its time (LOG.md). The most memory that the process has had stays with it.
+    As it comes glibc gives large blocks back to the kernel in each pass and takes fresh pages in the next, for which a training on a CPU
+    pays with a part of its time (LOG.md). Blocks above 32 MiB are still given back: kept, they would part the memory into pieces that
+    fit nothing, and the peak would grow.
     """
-    trim_threshold, mmap_max = -1, -4  # malloc.h
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    never, most = -1, 2**25  # most: glibc refuses a larger one
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, never)
+        mallopt(mmap_threshold, most)
 
 
 def checkpointed(model: nn.Module) -> int:

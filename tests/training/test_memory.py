@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,6 +229,8 @@ def test_on_a_gpu_the_room_is_free_between_the_passes():
     assert used[1] < used[0] / 2
 
 
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES = HUGE.read_text() if HUGE.exists() else ""
 PAGES = """
 import resource
 import sys
@@ -238,7 +241,7 @@ if sys.argv[1] == "kept":
 def passes():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(4):
-        blocks = [torch.ones(size * 2**18) for size in (40, 20, 5)]
+        blocks = [torch.ones(20 * 2**18) for _ in range(8)]
         del blocks
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 passes()
@@ -247,11 +250,11 @@ print(passes())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.skipif("[always]" in HUGE_PAGES, reason="a fault takes a huge page, whether it is kept or not")
 def test_freed_memory_is_not_taken_from_the_kernel_again():
-    """65 MiB are 16,640 pages of 4 KiB."""
+    """160 MiB in each pass."""
     command = [sys.executable, "-c", PAGES]
     taken, kept = (
         int(subprocess.run([*command, how], capture_output=True, check=True, cwd=ROOT).stdout) for how in ("as it comes", "kept")
     )
-    assert taken > 10_000
-    assert kept < 100
+    assert kept < taken / 100

@@ -44,8 +44,9 @@ class Answer(http.server.BaseHTTPRequestHandler):
         if self.path == "/graphql":
             answer = {"data": self.asked(json.loads(body))}
         elif found := re.fullmatch(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", self.path):
-            lines = json.loads(body).get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
-            self.taken.rows.setdefault(found[1], []).extend(json.loads(line) for line in lines)
+            sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
+            rows = self.taken.rows.setdefault(found[1], [])
+            rows[sent.get("offset", len(rows)) :] = [json.loads(line) for line in sent.get("content", [])]  # a client may send twice
         out = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
