@@ -183,7 +183,7 @@ class Loop:
         return total / tokens
 
     def _seed(self, seed: int) -> None:
-        """Of dropout, on the device that trains. torch.manual_seed asks after every kind of accelerator, which takes a millisecond."""
+        """Of dropout, on the device that trains. torch.manual_seed asks after all kinds of accelerators, a hundred times as slow."""
         torch.default_generator.manual_seed(seed)
         if self.accelerator.device.type == "cuda":
             torch.cuda.manual_seed(seed)
