@@ -61,8 +61,8 @@ def act(args: argparse.Namespace) -> int:
     from src import distributed
     from src.config import Places, top_level
     from src.errors import ConfigError
-    from src.experiments import plan, references
     from src.launch import actions, resources
+    from src.runs import parents, plan
 
     arguments.check(args, distributed.world_size())
     groups = top_level("exp_configs", "EXP_GROUPS")
@@ -73,7 +73,7 @@ def act(args: argparse.Namespace) -> int:
     selected = select(args, groups)
     # Other groups are needed only where these start from experiments of theirs; their own group too, if --set has changed it.
     others = {name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group}
-    known = plan.known(others) if any(references.parents(item.exp) for item in selected) else {}
+    known = plan.known(others) if any(parents.parents(item.exp) for item in selected) else {}
     known |= {item.exp_id: item for item in selected}
     places = Places(args.data_path, args.savedir_base, {exp_id: item.exp for exp_id, item in known.items()})
     if args.list:
@@ -96,8 +96,8 @@ def act(args: argparse.Namespace) -> int:
 
 def select(args: argparse.Namespace, groups: Any) -> list[Any]:
     """The experiments that the command line names, with --set and --steps made in them."""
-    from src.experiments import plan
     from src.experiments.grid import parse_assignment
+    from src.runs import plan
 
     assignments = [parse_assignment(text) for text in args.set]
     if args.steps is not None:
@@ -111,7 +111,7 @@ def select(args: argparse.Namespace, groups: Any) -> list[Any]:
 def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> int:
     """Print the plan and all that stands in its way; exit code 1 where something does."""
     from src.errors import RunError
-    from src.experiments.saved import state_of
+    from src.runs.metadata import state_of
 
     for item in planned:
         try:
@@ -139,7 +139,8 @@ def submit(given: Any, args: argparse.Namespace, planned: Sequence[Any], chosen:
 
 def look(option: str, exp_ids: Sequence[str], places: Any) -> int:
     """Show the state or the logs of the experiments, or end their jobs."""
-    from src.launch import actions, jobs, logs
+    from src.launch import actions, logs
+    from src.launch import status as jobs
 
     if option == "kill":
         actions.kill(places.runs, exp_ids)
@@ -184,17 +185,17 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
     """Train one experiment in its save directory; a finished one is left as it is."""
     from src import distributed
     from src.errors import ConfigError
-    from src.experiments import references, saved
-    from src.experiments.environment import describe
-    from src.experiments.run import Run, written_log
-    from src.experiments.rundir import RunDir
     from src.registry import resolved
+    from src.runs import metadata, parents
+    from src.runs.context import Run, written_log
+    from src.runs.environment import describe
+    from src.runs.run_dir import RunDir
 
     opened: list[RunDir] = []
 
     def begin() -> str:
-        lacks = references.missing(item.exp, places)
-        if lacks and (reset or saved.state_of(places.runs / item.exp_id) != "done"):
+        lacks = parents.missing(item.exp, places)
+        if lacks and (reset or metadata.state_of(places.runs / item.exp_id) != "done"):
             raise ConfigError("\n".join(lacks))
         facts = {"groups": list(item.groups), **describe(sys.argv)}
         opened.append(RunDir.open(places.runs, item.exp, resolved(item.recipe, key="recipe"), reset=reset, facts=facts))

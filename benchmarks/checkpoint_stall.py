@@ -25,17 +25,17 @@ from torch import Tensor, nn
 
 import exp_configs
 from src.config import Places
-from src.data import tokenizers
+from src.data.text import tokenizers
 from src.experiments.grid import set_path
-from src.experiments.run import Options, Run
-from src.experiments.rundir import RunDir
 from src.registry import load_experiment, resolved
-from src.training.checkpoint import About
-from src.training.engine import Engine
+from src.runs.context import Options, Run
+from src.runs.run_dir import RunDir
+from src.training.checkpointing.background import Writer
+from src.training.checkpointing.folder import About
 from src.training.loop import Task, fit
 from src.training.loss import causal_lm_loss
-from src.training.saving import Kept, Saver
-from src.training.writer import Writer
+from src.training.parallel.engine import Engine
+from src.training.saver import Kept, Saver
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = 0.25

@@ -18,12 +18,12 @@ from typing import Any, get_args
 
 import torch
 
-from src import answered
 from src.config import Places
-from src.models.context_cache import ContextCache, Dtype
+from src.evaluation.generation import Respondent
+from src.metrics import answers as answered
+from src.models.cross_attention.context_cache import ContextCache, Dtype
 from src.models.load import load
 from src.registry import METRICS, bind, load_experiment
-from src.training.answers import Respondent
 
 PLENTY = 10**12
 

@@ -22,9 +22,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src.models import architecture, cache_size
-from src.models.cross_attention import Config
-from src.models.cross_attention_layers import Context, CrossAttentionLM
+from src.models import architecture, kv_cache_size
+from src.models.cross_attention.config import Config
+from src.models.cross_attention.layers import Context, CrossAttentionLM
 from src.registry import MODELS, bind
 
 VOCABULARY = 2048
@@ -161,7 +161,7 @@ def compare_bytes(model: CrossAttentionLM, context: Context, prompt: torch.Tenso
         sizes = architecture.Architecture(**{**vars(sizes), "num_key_value_heads": 1})
     attention = model.each_block()[0].attention
     block = attention.v.out_features * 2
-    formula = cache_size.of_cross_attention(sizes, len(model.blocks), block, value_bytes=4)
+    formula = kv_cache_size.of_cross_attention(sizes, len(model.blocks), block, value_bytes=4)
     for name, value in counted.items():
         print(f"  {name}: {value:,.0f} counted, {formula[name]:,} by the formula")
         assert value == formula[name], name

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from src.training.divergence import Config, Detector, Finding
+from src.training.divergence.detector import Config, Detector, Finding
 
 LINE = re.compile(r"iteration +(\d+)/.*number of skipped iterations: +(\d+)")
 LOSS, NORM = re.compile(r"lm[ -]loss: ([-+.\dEe]+|nan|inf)"), re.compile(r"grad norm: ([-+.\dEe]+|nan|inf)")

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from src.data import encoded
-from src.data.encoded_shards import Writer
+from src.data.qa import encoded_store
+from src.data.qa.encoded_shards import Writer
 
 BATCH = 4
 TARGETS = {"times as fast": 20.0, "times as small": 4.0}
@@ -50,7 +50,7 @@ def write(folder: Path, args: argparse.Namespace) -> list[list[int]]:
     with open(folder / "lists.jsonl", "w") as lines:
         for ids, states in contexts(args):
             all_ids.append(ids)
-            writer.append(encoded.key_of(ids), states)
+            writer.append(encoded_store.key_of(ids), states)
             lines.write(json.dumps({"encoder_hidden_states": states.tolist()}) + "\n")
     writer.close()
     made = datasets.Dataset.from_generator(_rows, gen_kwargs={"args": args}, cache_dir=str(folder / "cache"))
@@ -64,11 +64,11 @@ def _rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {"encoder_hidden_states": states.tolist()}
 
 
-def store_of(folder: Path, args: argparse.Namespace, all_ids: Sequence[Sequence[int]]) -> encoded.Store:
+def store_of(folder: Path, args: argparse.Namespace, all_ids: Sequence[Sequence[int]]) -> encoded_store.Store:
     """The store, opened anew: no checksum was compared yet."""
     shard = {"entries": len(all_ids), "tokens": sum(map(len, all_ids))}
     facts = {"hidden_size": args.hidden_size, "dtype": "bfloat16", "shards": {"shard": shard}, "prepared": []}
-    return encoded.Store(folder / "store", facts)
+    return encoded_store.Store(folder / "store", facts)
 
 
 def padded(rows: Sequence[Any]) -> Batch:
@@ -97,7 +97,7 @@ def readers(folder: Path, args: argparse.Namespace, all_ids: list[list[int]]) ->
             rows.append(json.loads(file.read(offsets[n + 1] - offsets[n]))["encoder_hidden_states"])
         return padded(rows)
 
-    def from_store(store: encoded.Store) -> Callable[[list[int]], Batch]:
+    def from_store(store: encoded_store.Store) -> Callable[[list[int]], Batch]:
         return lambda numbers: store.padded([[all_ids[n]] for n in numbers])
 
     def first_time(numbers: list[int]) -> Batch:

@@ -36,16 +36,18 @@ import exp_configs
 from benchmarks.turns import Turns, one_arena
 from src import distributed
 from src.config import Places
-from src.data import tokenizers
+from src.data.text import tokenizers
 from src.experiments.grid import changed, parse_assignment
-from src.experiments.run import Options, Run
-from src.experiments.rundir import RunDir
 from src.registry import Part, load_experiment, resolved
-from src.training import loader, memory, optim, order
-from src.training.checkpoint import About
-from src.training.evaluation import Loss
+from src.runs.context import Options, Run
+from src.runs.run_dir import RunDir
+from src.training import data_order, loader
+from src.training.checkpointing.folder import About
 from src.training.loop import Task, fit
 from src.training.loss import causal_lm_loss, seq2seq_loss
+from src.training.optim import optimizers
+from src.training.parallel import memory
+from src.training.validation import Loss
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {"bare": 0.97, "trainer": 1.0}
@@ -101,7 +103,7 @@ def bare(work: Work) -> None:
     """Nothing but the model, AdamW, clipping and the learning rate."""
     loop = work.config.loop
     model = DistributedDataParallel(work.model) if distributed.world_size() > 1 else work.model
-    optimizer, rate = optim.adamw(model, loop), optim.learning_rate(loop)
+    optimizer, rate = optimizers.adamw(model, loop), optimizers.learning_rate(loop)
     model.train()
     for step, read in enumerate(islice(loader.steps(work.train, loop, work.config.seed, 0, torch.device("cpu")), loop.steps)):
         (tokens,) = distributed.total([read.loss_tokens])
@@ -119,11 +121,11 @@ def bare(work: Work) -> None:
 
 def ours(work: Work) -> None:
     """`fit`, with all that it does by default, but its checkpoints: benchmarks.checkpoint_stall measures those."""
-    from src.training import meter
+    from src.training.monitoring import throughput
 
-    count = meter.Meter.count
+    count = throughput.Meter.count
 
-    def counted(self: meter.Meter, step: loader.Step) -> None:  # the last thing that `fit` does in a step
+    def counted(self: throughput.Meter, step: loader.Step) -> None:  # the last thing that `fit` does in a step
         count(self, step)
         work.clock.step()
 
@@ -137,11 +139,11 @@ def ours(work: Work) -> None:
         path = distributed.from_main(begin)
         run = Run(opened[0] if opened else RunDir.attach(path), work.places, Options(log_every=work.config.loop.steps))
         task = Task(work.model, About({}, tokenizers.load(work.model.name_or_path)), work.train, {}, work.loss, lambda _: {"val_loss": 0.0})
-        meter.Meter.count = counted
+        throughput.Meter.count = counted
         try:
             fit(task, run, work.config.loop, work.config.seed)
         finally:
-            meter.Meter.count = count
+            throughput.Meter.count = count
 
 
 class Sequences(Dataset):
@@ -149,7 +151,7 @@ class Sequences(Dataset):
 
     def __init__(self, train: Any, config: Any) -> None:
         self.train = train
-        self.keys = list(islice(order.samples(config.seed, len(train), 0), config.loop.steps * config.loop.sequences_per_step))
+        self.keys = list(islice(data_order.samples(config.seed, len(train), 0), config.loop.steps * config.loop.sequences_per_step))
 
     def __len__(self) -> int:
         return len(self.keys)

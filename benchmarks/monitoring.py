@@ -20,15 +20,15 @@ import torch
 
 import exp_configs
 from src.config import Places
-from src.data import tokenizers
+from src.data.text import tokenizers
 from src.experiments.grid import set_path
-from src.experiments.run import Options, Run
-from src.experiments.rundir import RunDir
 from src.registry import load_experiment, resolved
-from src.training.checkpoint import About
+from src.runs.context import Options, Run
+from src.runs.run_dir import RunDir
+from src.training.checkpointing.folder import About
 from src.training.loop import Task, fit
 from src.training.loss import causal_lm_loss
-from src.training.monitor import DEFAULT_EVERY
+from src.training.monitoring.monitor import DEFAULT_EVERY
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from src.experiments.environment import describe
-from src.experiments.index import INDEX
-from src.experiments.rundir import RunDir
+from src.runs.environment import describe
+from src.runs.run_dir import RunDir
+from src.tables.index import INDEX
 
 SCORES = ("train_loss", "val_loss", "val_accuracy", "grad_norm", "learning_rate")
 
@@ -37,7 +37,7 @@ manager = ResultManager(savedir_base=runs, verbose=False)
 _TABLE = """
 from pathlib import Path
 from results.table import rendered, tabulate
-from src.experiments.results import load_rows
+from src.tables.rows import load_rows
 began, used = time.perf_counter(), time.process_time()
 rows, warned = load_rows(Path(runs))
 assert not warned, warned
@@ -45,8 +45,8 @@ rendered(*tabulate(rows, ["exp_id"], ["all"]), "markdown")
 """
 _BANDS = """
 from pathlib import Path
-from src.experiments.curves import bands
-from src.experiments.results import grouped, load_rows
+from src.tables.curves import bands
+from src.tables.rows import grouped, load_rows
 import numpy
 began, used = time.perf_counter(), time.process_time()
 rows, _ = load_rows(Path(runs))

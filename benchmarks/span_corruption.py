@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.data import noise
 from src.data.collate import NOT_LEARNED
-from src.data.denoising import Draws, OneObjective, Rows
-from src.data.documents import Documents, joined
-from src.data.span_corruption import Spans
+from src.data.denoising import noise
+from src.data.denoising.dataset import Draws, OneObjective, Rows
+from src.data.denoising.span_corruption import Spans
+from src.data.text.documents import Documents, joined
 
 DENSITY, MEAN_SPAN, VOCABULARY, EOS, PAD = 0.15, 3.0, 32_100, 1, 0
 RAW, TARGETS = noise.lengths(512, DENSITY, MEAN_SPAN)

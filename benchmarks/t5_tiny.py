@@ -17,10 +17,10 @@ import numpy as np
 import exp_configs
 import trainval
 from src.config import Places
-from src.data import tokenizers
+from src.data.text import tokenizers
 from src.experiments.identity import exp_id
-from src.experiments.scores import parse_lines
 from src.registry import load_experiment
+from src.runs.scores import parse_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUP = "t5_tiny"

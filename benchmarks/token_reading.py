@@ -2,7 +2,7 @@
 
     python -m benchmarks.token_reading [--rows 20000] [--tokens 568] [--vocab 32100] [--rounds 5]
 
-Documents of random lengths are written as token files (src/data/token_files.py) and, joined and cut to rows of `tokens` ids, as a
+Documents of random lengths are written as token files (src/data/text/token_files.py) and, joined and cut to rows of `tokens` ids, as a
 dataset with one column of lists, saved with `save_to_disk`: of int32, and of uint16 as ours are on disk. Then all rows are read once in
 one random order by one process, each as a numpy array, or 32 as a batch (32, tokens) int64 of torch, which is what a step needs. The
 dataset is read as users do: with the format "numpy" row by row, or 32 rows at once; and as its Python lists. Rounds alternate; the
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.data import token_files
-from src.data.documents import Stored
-from src.data.packing import Packed
+from src.data.text import token_files
+from src.data.text.documents import Stored
+from src.data.text.packing import Packed
 from src.files import new_directory
 
 BATCH = 32

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from src import files
-from src.data import encoded, jsonl, questions
-from src.data.encoder_inputs import EncoderInputs
+from src.data import jsonl
+from src.data.qa import encoded_store as encoded
+from src.data.qa import questions
+from src.data.qa.encoder_inputs import EncoderInputs
 from src.errors import DataError
 
 _WINDOW = 64

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from src.config import Places
-from src.data import encoded, questions, templates, tokenizers
-from src.data.encoder_inputs import EncoderInputs, Rules, TooLong
+from src.data.qa import encoded_store, questions, templates
+from src.data.qa.encoder_inputs import EncoderInputs, Rules, TooLong
+from src.data.text import tokenizers
 from src.errors import ConfigError
 from src.registry import CROSS_ATTENTION, DECODER, MODELS, Part, bind, kind_of, require_kind
 
@@ -61,14 +62,14 @@ def architecture(base: Part, places: Places, rules: Rules) -> tuple[dict[str, An
     try:
         require_kind(base, DECODER, places, "--embedding_model")
     except ValueError as error:
-        inside = encoded.identity(base, places) if kind_of(base, places) == CROSS_ATTENTION else None
-        advice = f" What encodes its contexts is {encoded.described(inside)}: name that." if inside else ""
+        inside = encoded_store.identity(base, places) if kind_of(base, places) == CROSS_ATTENTION else None
+        advice = f" What encodes its contexts is {encoded_store.described(inside)}: name that." if inside else ""
         raise ConfigError(f"{error}{advice}") from None
-    sizes, who = base.ask("architecture", places), encoded.identity(base, places)
+    sizes, who = base.ask("architecture", places), encoded_store.identity(base, places)
     if who is None:
         raise ConfigError(f"{base.name}: not trained yet, so there is nothing to encode with. Train it first.")
     if sizes is None:
-        raise ConfigError(f"{encoded.described(who)}: no decoder that cross-attention can be attached to.")
+        raise ConfigError(f"{encoded_store.described(who)}: no decoder that cross-attention can be attached to.")
     if sizes.max_positions is not None and rules.context_tokens > sizes.max_positions:
         raise ConfigError(
             f"--maximum_input_length: {rules.context_tokens} tokens are more than the {sizes.max_positions} positions of the base."
@@ -103,7 +104,7 @@ def inputs(base: Part, places: Places, rules: Rules) -> tuple[EncoderInputs, str
     tokenizer = tokenizers.load(base.ask("tokenizer", places) or _named(base, places))
     prompter = templates.Prompter(tokenizers.Encoder(tokenizer), rules.template)
     questions.require_room("context_tokens", rules.context_tokens, prompter.fixed_context_tokens + 1)
-    return EncoderInputs(prompter, rules), encoded.tokenizer_digest(tokenizer)
+    return EncoderInputs(prompter, rules), encoded_store.tokenizer_digest(tokenizer)
 
 
 def _named(base: Part, places: Places) -> str | Path:

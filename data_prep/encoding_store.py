@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from src import files
-from src.data import encoded, encoded_shards
+from src.data.qa import encoded_shards, encoded_store
 from src.errors import ConfigError, DataError, RunError
 
 log = logging.getLogger(__name__)
@@ -27,13 +27,13 @@ def alone(folder: Path) -> Iterator[None]:
 
 def opened(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
     """store.json, made where there is none."""
-    if not (folder / encoded.STORE).exists():
-        store = {"format": encoded.FORMAT, **mine, "shards": {}, "prepared": []}
-        files.write_json(folder / encoded.STORE, store)
+    if not (folder / encoded_store.STORE).exists():
+        store = {"format": encoded_store.FORMAT, **mine, "shards": {}, "prepared": []}
+        files.write_json(folder / encoded_store.STORE, store)
         return store
-    store = encoded.read_store(folder)
-    if not encoded.same(store["model"], mine["model"]):
-        made, now = encoded.described(store["model"]), encoded.described(mine["model"])
+    store = encoded_store.read_store(folder)
+    if not encoded_store.same(store["model"], mine["model"]):
+        made, now = encoded_store.described(store["model"]), encoded_store.described(mine["model"])
         raise ConfigError(f"{folder}: holds states of {made}, not of {now}. Choose another --data_cache_path, or remove the folder.")
     if store["dtype"] != mine["dtype"]:
         raise ConfigError(f"{folder}: holds {store['dtype']}, not {mine['dtype']}. Say --dtype {store['dtype']}, or remove the folder.")
@@ -42,7 +42,7 @@ def opened(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
 
 def recovered(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
     """Keys of all whole entries. `store` is changed: every shard is listed as it is; what is not whole is cut off."""
-    size, broken = encoded.row_bytes(store), encoded.defects(folder, store)
+    size, broken = encoded_store.row_bytes(store), encoded_store.defects(folder, store)
     for message in broken.values():
         log.warning("%s: it is encoded anew.", message)
     keys: set[bytes] = set()

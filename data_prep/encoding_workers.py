@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from src.config import Places
-from src.data.encoded import key_of
-from src.data.encoded_shards import Writer
+from src.data.qa.encoded_shards import Writer
+from src.data.qa.encoded_store import key_of
 from src.errors import RunError, UserError
 from src.registry import Part
 
@@ -59,7 +59,7 @@ class Encoding:
         """
         import torch
 
-        from src.models.encoding import encode
+        from src.models.cross_attention.encoder import encode
 
         if self._model is None:
             self._load()

@@ -4,7 +4,7 @@ One folder is made below --data_path: train.jsonl, val.jsonl and manifest.json, 
 left out; or none. Two runs on the same files give the same bytes. A SOURCE is a file (JSON or JSON lines, plain or with gzip; or
 parquet), a folder saved by `datasets`, or hub:ID[@CONFIG]. Layouts: SQuAD 1.1 and 2.0, HotpotQA, Natural Questions (simplified,
 original, NQ-open), MS MARCO, TopiOCQA, TriviaQA, DPR, questions with retrieved passages, and
-rows that are prepared already (src/data/qa_layouts).
+rows that are prepared already (data_prep/qa_releases).
 """
 
 import argparse
@@ -19,20 +19,20 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data_prep.qa_releases import placing
+from data_prep.qa_releases.detection import LAYOUTS
+from data_prep.qa_releases.question import Passage
+from data_prep.qa_releases.release import Release
 from data_prep.qa_splits import SPLITS, Choice, Options, SplitFile
 from src import files
-from src.data.qa_layouts import placing
-from src.data.qa_layouts.detection import LAYOUTS
-from src.data.qa_layouts.question import Passage
-from src.data.qa_layouts.release import Release
 from src.errors import DataError, UserError
 
 COMMAND = "python -m data_prep.prepare_qa"
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SCRIPTS = (
-    *(_ROOT / name for name in ("data_prep/prepare_qa.py", "data_prep/qa_splits.py", "src/data/json_stream.py")),
-    *sorted((_ROOT / "src/data/qa_layouts").glob("*.py")),
+    *(_ROOT / name for name in ("data_prep/prepare_qa.py", "data_prep/qa_splits.py", "data_prep/qa_releases/json_stream.py")),
+    *sorted((_ROOT / "data_prep/qa_releases").glob("*.py")),
 )
 
 

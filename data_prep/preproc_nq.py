@@ -23,8 +23,9 @@ from typing import Any
 from data_prep import distinct_inputs, encoding_options, encoding_store, encoding_workers
 from src import files
 from src.config import Places
-from src.data import encoded, encoded_shards, jsonl
-from src.data.encoder_inputs import Rules
+from src.data import jsonl
+from src.data.qa import encoded_shards, encoded_store
+from src.data.qa.encoder_inputs import Rules
 from src.errors import ConfigError, DataError, UserError
 from src.registry import Part
 
@@ -82,7 +83,7 @@ def prepare(request: Request) -> distinct_inputs.Counts:
     source = jsonl.corpus(request.places, request.corpus)
     jsonl.require_splits(request.places, request.corpus)
     base, hidden_size = encoding_options.architecture(request.model, request.places, request.rules)
-    folder = folder_of(request) / encoded.FOLDER
+    folder = folder_of(request) / encoded_store.FOLDER
     with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with encoding_store.alone(folder):
@@ -117,12 +118,12 @@ def folder_of(request: Request) -> Path:
 
 def _finish(folder: Path, store: dict[str, Any], made: dict[str, Any], source: Path) -> None:
     """List the shards, and put the rows beside them. What was prepared for other rows is so no longer."""
-    options = {name: made[name] for name in encoded.FLAGS}
-    others = [p for p in store["prepared"] if p["corpus"] == made["corpus"] and {n: p[n] for n in encoded.FLAGS} != options]
+    options = {name: made[name] for name in encoded_store.FLAGS}
+    others = [p for p in store["prepared"] if p["corpus"] == made["corpus"] and {n: p[n] for n in encoded_store.FLAGS} != options]
     store["prepared"] = [*others, made]
-    files.write_json(folder / encoded.STORE, store)
+    files.write_json(folder / encoded_store.STORE, store)
     manifest, target = files.read_manifest(source, DataError), folder.parent
-    facts = {k: made[k] for k in ("rows", "inputs", "contexts_too_long", *encoded.FLAGS)}
+    facts = {k: made[k] for k in ("rows", "inputs", "contexts_too_long", *encoded_store.FLAGS)}
     new = {
         **manifest,
         "encoded": {**facts, "command": COMMAND, "model": store["model"], "dtype": store["dtype"], "source": made["corpus"]},

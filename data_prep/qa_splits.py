@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from data_prep.qa_releases.placing import Placing
+from data_prep.qa_releases.question import UNANSWERABLE, Question, Skipped
+from data_prep.qa_releases.release import Release
 from src.data import jsonl
-from src.data.qa_layouts.placing import Placing
-from src.data.qa_layouts.question import UNANSWERABLE, Question, Skipped
-from src.data.qa_layouts.release import Release
 from src.errors import DataError
 
 SPLITS = ("train", "val")

@@ -5,7 +5,7 @@ from typing import Any
 
 from data_prep.superglue import FORMS
 from data_prep.task_sources import Record, Source
-from src.data.task import require_number
+from src.data.tasks.dataset import require_number
 from src.errors import DataError
 
 Row = dict[str, Any]

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from src.data import json_stream, tasks
+from data_prep.qa_releases import json_stream
+from src.data.tasks import registry as tasks
 from src.errors import DataError
 from src.files import reading, sha256
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from src.data import json_stream, jsonl
+from data_prep.qa_releases import json_stream
+from src.data import jsonl
 from src.errors import DataError
 from src.files import reading, sha256
 

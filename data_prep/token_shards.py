@@ -16,7 +16,8 @@ from typing import Any
 from data_prep.text_sources import Batch, Source
 from data_prep.token_workers import Tokens
 from src import files
-from src.data import jsonl, token_files
+from src.data import jsonl
+from src.data.text import token_files
 from src.errors import DataError, RunError
 
 log = logging.getLogger(__name__)

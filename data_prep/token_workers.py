@@ -14,7 +14,7 @@ from itertools import islice
 import numpy as np
 
 from data_prep.text_sources import Batch
-from src.data.tokenizers import Encoder
+from src.data.text.tokenizers import Encoder
 from src.errors import RunError
 
 _AHEAD = 4

@@ -1,6 +1,6 @@
 """Tokenise text once, for pre-training: `python -m data_prep.tokenize --name c4_t5 --tokenizer t5_tokenizer --train FILE..`.
 
-One folder is made below --data_path: shards of ids that are read by memory map (src/data/token_files.py) and manifest.json, which says
+One folder is made below --data_path: shards of ids that are read by memory map (src/data/text/token_files.py) and manifest.json, which says
 what they were made from. A SOURCE is a file (.jsonl, .json, .txt, plain or with gzip; .parquet), a folder saved by `datasets`, or
 hub:ID[@CONFIG], which with --streaming is never written to the disk as text. The bytes do not depend on the number of processes.
 Started again after it was killed, it goes on behind the last whole shard.
@@ -20,8 +20,9 @@ from typing import Any, get_args
 from data_prep import text_sources, token_shards, token_workers
 from src import files
 from src.config import Places
-from src.data import jsonl, token_files, tokenizers
-from src.data.encoded import tokenizer_digest
+from src.data import jsonl
+from src.data.qa.encoded_store import tokenizer_digest
+from src.data.text import token_files, tokenizers
 from src.errors import ConfigError, DataError, UserError
 
 COMMAND = "python -m data_prep.tokenize"

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from results.run_arguments import RUNS
 from src.errors import ConfigError, LaunchError, UserError
-from src.experiments import results, retention
-from src.experiments.lease import holder_is_dead
-from src.experiments.saved import read_job, read_status
 from src.files import writing
 from src.launch import submissions
+from src.runs.checkpoints import retention
+from src.runs.lease import holder_is_dead
+from src.runs.metadata import read_job, read_status
+from src.tables import rows as results
 
 SNAPSHOTS = "snapshots"
 _DAY = 86_400.0

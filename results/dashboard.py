@@ -14,7 +14,8 @@ from results import chart, markup, overview, panes
 from results.lineage import tree
 from results.run_arguments import RUNS
 from src.errors import ConfigError, UserError
-from src.experiments import lineage, results
+from src.tables import lineage
+from src.tables import rows as results
 
 PORT = 5006
 SECONDS = (2, 5, 15, 60)

@@ -11,11 +11,11 @@ from typing import Any
 
 from results.run_arguments import RUNS
 from src.errors import CheckpointError, ConfigError, DataError, RunError, UserError
-from src.experiments import checkpoints
-from src.experiments.saved import CONFIG, DIFF, ENV, attempts, flat, read_exp_dict, read_status, state_of
-from src.experiments.scores import SCORES
-from src.experiments.summary import summarized
 from src.files import read_json, reading
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.metadata import CONFIG, DIFF, ENV, attempts, flat, read_exp_dict, read_status, state_of
+from src.runs.scores import SCORES
+from src.runs.summary import summarized
 
 MOST_LINES = 40
 """Lines of the difference between two patches that are shown as text."""

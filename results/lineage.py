@@ -9,8 +9,8 @@ from dataclasses import asdict
 from results import run_arguments
 from results.table import default_metric
 from src.errors import UserError
-from src.experiments import lineage
-from src.experiments.lineage import Lineage, Node
+from src.tables import lineage
+from src.tables.lineage import Lineage, Node
 
 SHORT = 8
 """Characters of an id that are shown."""

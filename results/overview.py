@@ -10,10 +10,11 @@ from typing import Any
 
 from results import diff, plot, table
 from src.errors import RunError, UserError
-from src.experiments import curves as banded
-from src.experiments import results, saved
 from src.files import read_json, reading
-from src.launch import jobs as launched
+from src.launch import status as launched
+from src.runs import metadata
+from src.tables import curves as banded
+from src.tables import rows as results
 
 LINES = 12
 """Most curves in one picture: those that stand first in the table."""
@@ -222,7 +223,7 @@ def _side(pair: Mapping[str, Any], side: str) -> str:
 def environment(runs: Path, exp_id: str) -> dict[str, str]:
     """What the last start noted of code, machine and versions; empty where that cannot be read."""
     try:
-        env = read_json(runs / exp_id / saved.ENV, RunError)
+        env = read_json(runs / exp_id / metadata.ENV, RunError)
     except RunError:
         return {}
     if not isinstance(env, dict):

@@ -15,9 +15,10 @@ from results import run_arguments
 from results.table import INTERVALS, default_metric
 from src.config import unknown
 from src.errors import ConfigError, DataError, UserError
-from src.experiments import curves, results
-from src.experiments.summary import is_finite
 from src.files import write_atomic, writing
+from src.runs.summary import is_finite
+from src.tables import curves
+from src.tables import rows as results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

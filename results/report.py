@@ -15,8 +15,9 @@ from results.lineage import tree
 from results.plot import PLOTS, draw_line, write_plainly
 from src.config import unknown
 from src.errors import DataError, UserError
-from src.experiments import lineage, results
 from src.files import write_atomic, writing
+from src.tables import lineage
+from src.tables import rows as results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from results.table import draw_rich, markdown
-from src import answered
-from src.answered import PREDICTION, Answered
 from src.config import Problems, join, unknown_text
 from src.errors import ConfigError, DataError, UserError
 from src.files import reading
+from src.metrics import answers as answered
+from src.metrics.answers import PREDICTION, Answered
 from src.registry import METRICS, Part, bind
 
 _FIELDS = {"question": str, "context": str, "answer": str, "dataset": str, PREDICTION: str}

@@ -14,10 +14,10 @@ from results.diff import resolve
 from results.plot import PLOTS
 from results.run_arguments import RUNS
 from src.errors import UserError
-from src.experiments import ledger
-from src.experiments.saved import flat, read_exp_dict, read_status, state_of
-from src.experiments.scores import SCORES, Scores
 from src.files import reading, write_atomic, writing
+from src.runs import ledger
+from src.runs.metadata import flat, read_exp_dict, read_status, state_of
+from src.runs.scores import SCORES, Scores
 
 PERF = "perf.jsonl"
 MOST_EVENTS = 200

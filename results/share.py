@@ -13,11 +13,11 @@ from pathlib import Path
 from results.run_arguments import RUNS
 from results.table import rendered, tabulate
 from src.errors import DataError, UserError
-from src.experiments import results
-from src.experiments.environment import SECRET_FILES
-from src.experiments.lease import GUARD, LEASE
-from src.experiments.saved import EXP_DICT
 from src.files import reading, sync_directory, writing
+from src.runs.environment import SECRET_FILES
+from src.runs.lease import GUARD, LEASE
+from src.runs.metadata import EXP_DICT
+from src.tables import rows as results
 
 MAX_FILE_BYTES = 64_000_000
 _FOLDERS = {"checkpoints", "wandb", "code", "__pycache__"}

@@ -11,7 +11,7 @@ from typing import Any
 
 from results import run_arguments
 from src.errors import ConfigError, UserError
-from src.experiments import results
+from src.tables import rows as results
 
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
 INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the mean"}

@@ -38,29 +38,29 @@ MODELS = Table(
     "model",
     "build",
     {
-        "cross_attention": "src.models.cross_attention",
-        "experiment": "src.models.experiment",
-        "fusion_in_decoder": "src.models.fusion_in_decoder",
+        "cross_attention": "src.models.cross_attention.config",
+        "experiment": "src.models.trained_model",
+        "fusion_in_decoder": "src.models.fusion_in_decoder.config",
         "gpt_bigcode": "src.models.gpt_bigcode",
         "hf": "src.models.hf",
         "lora": "src.models.lora",
-        "t5": "src.models.t5",
+        "t5": "src.models.t5.config",
     },
 )
 DATASETS = Table(
     "dataset",
     "build",
     {
-        "depth": "src.data.depth",
-        "fid_qa": "src.data.fid_qa",
-        "mixture": "src.data.mixture",
-        "prefix_lm": "src.data.prefix_lm",
-        "prompted_qa": "src.data.prompted_qa",
-        "qa": "src.data.qa",
-        "span_corruption": "src.data.span_corruption",
-        "task": "src.data.task",
-        "text": "src.data.text",
-        "ul2": "src.data.ul2",
+        "depth": "src.data.denoising.depth.dataset",
+        "fid_qa": "src.data.qa.fid",
+        "mixture": "src.data.mixture.dataset",
+        "prefix_lm": "src.data.denoising.prefix_lm",
+        "prompted_qa": "src.data.qa.prompted",
+        "qa": "src.data.qa.cross_attention",
+        "span_corruption": "src.data.denoising.span_corruption",
+        "task": "src.data.tasks.dataset",
+        "text": "src.data.text.dataset",
+        "ul2": "src.data.denoising.ul2",
     },
 )
 METRICS = Table(
@@ -79,9 +79,9 @@ LAUNCHERS = Table(
     "launcher",
     "submit",
     {
-        "local": "src.launch.local",
-        "slurm": "src.launch.slurm",
-        "toolkit": "src.launch.toolkit",
+        "local": "src.launch.local.launcher",
+        "slurm": "src.launch.slurm.launcher",
+        "toolkit": "src.launch.toolkit.launcher",
     },
 )
 REWARDS = Table("reward", "score", {})

@@ -23,6 +23,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
+TOY = """
+import src.config
+
+
+class Config(src.config.Config):
+    seed: int
+    rate: float = 0.5
+
+
+def run(config, run):
+    return config.rate * config.seed
+"""
+
 # A shell that starts the tests in the background has SIGINT ignored, and so would every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,3 +74,13 @@ def shared_data() -> Path:
     if not Path(folder).is_dir():
         pytest.fail(f"TRAINVAL_DATA={folder}: no such folder")
     return Path(folder)
+
+
+@pytest.fixture
+def toy_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers a recipe "toy" of two fields, for tests that need a registered one and nothing that it does."""
+    from src.registry import RECIPES
+
+    (tmp_path / "toy_recipe_for_tests.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(RECIPES.modules, "toy", "toy_recipe_for_tests")  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import pytest
 import trainval
 from src import distributed
 from src.errors import RunError
-from src.experiments.rundir import RunDir
+from src.runs.run_dir import RunDir
 from tests import toy
 
 

@@ -65,7 +65,7 @@ def test_launchers_have_the_verbs_that_contributing_shows(launcher: str):
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (row,) = re.findall(r"^\| launcher \|.*?`(submit\(.*?\))", text, re.MULTILINE)
     shown = [row, *re.findall(r"`((?:states|kill|find)\(.*?\))`", text)]
-    module = import_module(f"src.launch.{launcher}")
+    module = import_module(f"src.launch.{launcher}.launcher")
     found = {name: list(inspect.signature(getattr(module, name)).parameters) for name in ("submit", "states", "kill", "find")}
     assert {name: words.split(", ") for name, words in (re.findall(r"(\w+)\((.*)\)", verb)[0] for verb in shown)} == found
 

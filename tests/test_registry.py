@@ -95,11 +95,13 @@ def test_every_config_field_is_read():
 
 
 def test_a_field_that_nothing_reads_is_found():
-    assert unread(iter([("src.launch.local", "Config", "never_read_anywhere")])) == ["src.launch.local.Config.never_read_anywhere"]
+    assert unread(iter([("src.launch.local.launcher", "Config", "never_read_anywhere")])) == [
+        "src.launch.local.launcher.Config.never_read_anywhere"
+    ]
 
 
 def test_fields_are_found():
-    assert ("src.launch.local", "Config", "slots") in set(config_fields())
+    assert ("src.launch.local.launcher", "Config", "slots") in set(config_fields())
 
 
 def test_equal_parts_are_asked_once_within_a_block(tmp_path: Path):

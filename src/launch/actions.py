@@ -9,12 +9,14 @@ from pathlib import Path
 
 from src import files, registry
 from src.errors import LaunchError, RunError
-from src.experiments import references, rundir, saved
-from src.experiments.plan import Planned
-from src.launch import jobs, snapshot, submissions
+from src.launch import snapshot, submissions
+from src.launch import status as jobs
 from src.launch.job import Job, Seen
-from src.launch.jobs import Row, Tracked
 from src.launch.resources import Resources
+from src.launch.status import Row, Tracked
+from src.runs import metadata, run_dir
+from src.runs import parents as references
+from src.runs.plan import Planned
 
 SNAPSHOTS = "snapshots"
 GONE_SECONDS = 120.0
@@ -125,8 +127,8 @@ def _jobs(request: Request, given: Resources, todo: Sequence[Planned], option: s
 def _prepare(request: Request, place: Path, item: Planned, option: str) -> None:
     """Write what a job finds in its save directory, as haven's jobs do; put aside what lies there where it starts over."""
     if item.exp_id in request.chosen and (request.reset or option == "reset") and place.exists():
-        rundir.start_over(place)
-    saved.prepare(place, item.exp, item.groups)
+        run_dir.start_over(place)
+    metadata.prepare(place, item.exp, item.groups)
 
 
 def _parents(request: Request, given: Resources, todo: Sequence[Planned]) -> dict[str, tuple[str, ...]]:
@@ -223,7 +225,7 @@ def _without_job(run: Path, job: Tracked | None) -> str:
     if job is not None and job.seen is not None and job.seen.state == "unknown":
         return f"what became of job {job.job_id} is not known ({job.seen.reason}), so it is left alone"
     with contextlib.suppress(RunError):
-        if saved.state_of(run) == "running":
+        if metadata.state_of(run) == "running":
             return "runs, but not as a job: stop it where it was started"
     return "has no job to kill"
 

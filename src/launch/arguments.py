@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from src.errors import ConfigError
 
 if TYPE_CHECKING:  # --help must not wait for what checks experiments
-    from src.experiments.run import Options
+    from src.runs.context import Options
 
 JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry")
 PASSED_ON = ("log_every", "stop_after", "max_host_memory", "num_workers", "statistics_every", "keep_last", "keep_every", "keep_best")
@@ -120,11 +120,11 @@ def options(args: argparse.Namespace, processes: int) -> "Options":
     Raises:
         ConfigError: they contradict each other.
     """
-    from src.experiments.rotation import Keep
-    from src.experiments.run import Limits, Options, Wandb
-    from src.launch import accelerate_choices
+    from src.launch import accelerate_env
+    from src.runs.checkpoints.rotation import Keep
+    from src.runs.context import Limits, Options, Wandb
 
-    choices = accelerate_choices.take(os.environ, processes, args.deepspeed, args.fsdp)
+    choices = accelerate_env.take(os.environ, processes, args.deepspeed, args.fsdp)
     wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
     wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
     return Options(

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from src.config import Config
-from src.experiments.saved import STATUS
 from src.launch.job import Job
+from src.runs.metadata import STATUS
 
 STOPPED = 75
 """Exit code of a job that was stopped in order: started again, it goes on. sysexits.h calls it EX_TEMPFAIL."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from src.launch import jobs
+from src.launch import status as jobs
 
 LINES = 20
 POLL_SECONDS = 0.5

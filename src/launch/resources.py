@@ -9,8 +9,8 @@ from typing import Any
 from src import registry
 from src.config import Config, join, top_level, unknown
 from src.errors import ConfigError
-from src.experiments import query
-from src.experiments.saved import flat
+from src.experiments import expressions
+from src.runs.metadata import flat
 
 ENV_PATH = "ENV_PATH"
 """Environment variable: the folder of the Python environment of the jobs."""
@@ -25,7 +25,7 @@ class Resources:
     name: str
     """In JOB_CONFIGS."""
     launcher: registry.Part
-    overrides: tuple[tuple[query.Query, dict[str, Any]], ...]
+    overrides: tuple[tuple[expressions.Query, dict[str, Any]], ...]
     """Which experiments, and what is other for them."""
     raw: dict[str, Any]
 
@@ -117,7 +117,7 @@ def env_path() -> str | None:
     return os.environ.get(ENV_PATH) or None
 
 
-def _override(base: dict[str, Any], override: Any, where: str) -> tuple[query.Query, dict[str, Any]]:
+def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressions.Query, dict[str, Any]]:
     if not isinstance(override, dict) or not isinstance(override.get("where"), str):
         raise ConfigError(f"{where}: expected a dict with 'where', an expression such as \"model.num_layers > 4\", got {override!r}.")
     changes = {key: value for key, value in override.items() if key != "where"}
@@ -127,7 +127,7 @@ def _override(base: dict[str, Any], override: Any, where: str) -> tuple[query.Qu
     if not changes:
         raise ConfigError(f"{where}: changes nothing. Write what is other for these experiments, or leave it out.")
     try:
-        compiled = query.compile(override["where"])
+        compiled = expressions.compile(override["where"])
     except ConfigError as error:
         raise ConfigError(f"{where}.where: {error}") from None
     _bind(_merged(base, changes), where)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from src.config import unknown
 from src.errors import ConfigError
-from src.experiments import saved
 from src.files import reading
+from src.runs import metadata
 
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -31,7 +31,7 @@ def chosen(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
             raise ConfigError(f"{path}: no runs in it. Their save directories are named by the 32 hex digits of their ids.")
     if group is None:
         return runs, names
-    groups = {name: saved.read_groups(runs / name) for name in names}
+    groups = {name: metadata.read_groups(runs / name) for name in names}
     found = [name for name in names if group in groups[name]]
     if not found:
         raise unknown("group", group, {one for listed in groups.values() for one in listed}, "-e")

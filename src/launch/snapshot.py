@@ -13,8 +13,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from src.errors import LaunchError
-from src.experiments.environment import SECRET_FILES, SNAPSHOT, code
 from src.files import MANIFEST, defect, new_directory, reading
+from src.runs.environment import SECRET_FILES, SNAPSHOT, code
 
 MAX_FILE_BYTES = 20_000_000
 MAX_BYTES = 200_000_000

@@ -16,9 +16,9 @@ from typing import Any
 
 from src import registry
 from src.errors import ConfigError, LaunchError, RunError
-from src.experiments import saved
 from src.files import read_json, reading, synced_once, write_json, writing
 from src.launch import resources
+from src.runs import metadata
 
 FOLDER = "submissions"
 INTENT = "submission.json"
@@ -173,7 +173,7 @@ def _note_in_runs(submission: Submission, jobs: Mapping[str, str]) -> None:
     runs = submission.folder.parent.parent
     with synced_once(runs):
         for exp_id, job_id in jobs.items():
-            saved.write_job(runs / exp_id, job_id, submission.commands.get(exp_id, ""), submission.name)
+            metadata.write_job(runs / exp_id, job_id, submission.commands.get(exp_id, ""), submission.name)
 
 
 def interrupted(runs: Path) -> list[str]:
@@ -244,7 +244,7 @@ def _clear(runs: Path, submission: Submission) -> None:
 
 def _submission_of(run: Path) -> str:
     with contextlib.suppress(RunError):
-        return (saved.read_job(run) or {"submission": ""})["submission"]
+        return (metadata.read_job(run) or {"submission": ""})["submission"]
     return ""
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from src.answered import Answered, best
 from src.config import Config as StrictConfig
+from src.metrics.answers import Answered, best
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.bleu import BLEU

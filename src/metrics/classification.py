@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from src.answered import Answered
 from src.config import Config as StrictConfig
+from src.metrics.answers import Answered
 
 Name = Literal["accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman", "f1a", "question_match"]
 _NO_NUMBER = -1.0

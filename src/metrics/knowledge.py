@@ -8,8 +8,8 @@ where the rest is from (as in the code published with it, github.com/McGill-NLP/
 
 from collections.abc import Sequence
 
-from src.answered import Answered
 from src.config import Config as StrictConfig
+from src.metrics.answers import Answered
 from src.metrics.squad import normalise, overlap
 
 _PLAIN = ("k_f1", "k_precision", "k_recall")

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from src.answered import Answered, best
 from src.config import Config as StrictConfig
+from src.metrics.answers import Answered, best
 
 
 class Config(StrictConfig):

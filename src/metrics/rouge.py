@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from src.answered import Answered
 from src.config import Config as StrictConfig
+from src.metrics.answers import Answered
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer

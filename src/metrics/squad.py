@@ -5,8 +5,8 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from src.answered import Answered
 from src.config import Config as StrictConfig
+from src.metrics.answers import Answered
 
 _NAMES = ("em", "f1", "precision", "recall")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -18,9 +18,10 @@ from typing import Any
 from src.config import Places
 from src.errors import ConfigError, UserError
 from src.files import new_directory
-from src.models import lora, reference_layout
-from src.models.experiment import from_checkpoint
+from src.models import lora
+from src.models.cross_attention import xc_cache_weights
 from src.models.load import PLACES, checkpoint
+from src.models.trained_model import from_checkpoint
 
 log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -54,8 +55,8 @@ def _write(model: Any, moved: bool, made: Path, folder: Path) -> None:
     """The weights of `model`, trained in the checkpoint `folder`. moved: whether its base is not the one that it was built on."""
     from transformers import PreTrainedModel
 
-    from src.models.cross_attention_layers import CrossAttentionLM
-    from src.models.fusion_in_decoder_layers import FusionInDecoder
+    from src.models.cross_attention.layers import CrossAttentionLM
+    from src.models.fusion_in_decoder.layers import FusionInDecoder
 
     if isinstance(model, FusionInDecoder):
         model.base.save_pretrained(made)  # others read it as the encoder-decoder that it is
@@ -63,7 +64,7 @@ def _write(model: Any, moved: bool, made: Path, folder: Path) -> None:
         if moved or model.settings.train_all_params:
             model.base.save_pretrained(made / "base")
             model.name_or_path = "base"
-        reference_layout.save(model, made)
+        xc_cache_weights.save(model, made)
     elif isinstance(model, PreTrainedModel):
         model.save_pretrained(made)
     else:

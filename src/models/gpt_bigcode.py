@@ -6,7 +6,8 @@ from pydantic import Field, model_validator
 
 import src.config
 from src.config import Places
-from src.models import cache_size, prepared_tokenizer
+from src.models import kv_cache_size
+from src.models import tokenizer as prepared_tokenizer
 from src.models.architecture import Architecture
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def architecture(config: Config, places: Places) -> Architecture:
 
 def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, int] | None:
     """What is kept of a context that stands in the prompt, in bytes per token; None where the sizes are not known."""
-    return cache_size.of_decoder(architecture(config, places), value_bytes)
+    return kv_cache_size.of_decoder(architecture(config, places), value_bytes)
 
 
 def drawn(config: Config) -> bool:

@@ -13,7 +13,7 @@ import src.config
 from src.config import Places
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json, sha256
-from src.models import cache_size
+from src.models import kv_cache_size
 from src.models.architecture import Architecture, from_dict
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def architecture(config: Config, places: Places) -> Architecture | None:
 
 def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, int] | None:
     """What is kept of a context that stands in the prompt, in bytes per token; None where the sizes are not known."""
-    return cache_size.of_decoder(architecture(config, places), value_bytes)
+    return kv_cache_size.of_decoder(architecture(config, places), value_bytes)
 
 
 def fingerprint(config: Config, places: Places) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 
 from src.config import Places
 from src.errors import CheckpointError
-from src.experiments import checkpoints
 from src.files import defect
-from src.models.experiment import from_checkpoint
+from src.models.trained_model import from_checkpoint
+from src.runs.checkpoints import folder as checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")

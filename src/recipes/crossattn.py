@@ -5,9 +5,9 @@ from pydantic import model_validator
 from src import distributed
 from src.config import Places
 from src.errors import check_all
-from src.experiments.run import Run
+from src.recipes.question_answering import QuestionAnswering, carry_out, checks
 from src.registry import CROSS_ATTENTION
-from src.training.question_answering import QuestionAnswering, carry_out, checks
+from src.runs.context import Run
 
 
 class Config(QuestionAnswering):
@@ -21,19 +21,20 @@ class Config(QuestionAnswering):
 
 def check(config: Config, places: Places) -> None:
     """Raises a UserError for what can be known to fail before anything is loaded."""
-    from src.data import indices
+    from src.data.qa import row_index
 
     check_all(
-        *checks(config, places, CROSS_ATTENTION, indices.check),
+        *checks(config, places, CROSS_ATTENTION, row_index.check),
         lambda: config.data.ask("check_base", places, config.model),
     )
 
 
 def run(config: Config, run: Run) -> None:
     """Train to the last step, or score the model as it stands; and then make the inference. Collective."""
-    from src.data import indices, tokenizers
+    from src.data.qa import row_index
+    from src.data.text import tokenizers
     from src.training.loss import read_loss
 
     with distributed.together():
         config.data.ask("check_base", run.places, config.model)  # a parent may have been trained since the check
-    carry_out(config, run, read_loss, tokenizers.load, indices.read)
+    carry_out(config, run, read_loss, tokenizers.load, row_index.read)

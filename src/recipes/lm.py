@@ -4,9 +4,9 @@ from pydantic import model_validator
 
 from src.config import Places
 from src.errors import check_all
-from src.experiments.run import Run
+from src.recipes.pretraining import Pretraining, carry_out, checks
 from src.registry import DECODER
-from src.training.pretraining import Pretraining, carry_out, checks
+from src.runs.context import Run
 
 
 class Config(Pretraining):
@@ -30,7 +30,7 @@ def check(config: Config, places: Places) -> None:
 
 def run(config: Config, run: Run) -> None:
     """Train to the last step. Scores: train_loss, val_loss (nats per token) and val_perplexity. Collective."""
-    from src.data import tokenizers
+    from src.data.text import tokenizers
     from src.training.loss import causal_lm_loss
 
     carry_out(config, run, causal_lm_loss, tokenizers.load)

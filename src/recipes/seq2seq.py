@@ -4,9 +4,9 @@ from typing import Any
 
 from src.config import Places
 from src.errors import check_all
-from src.experiments.run import Run
+from src.recipes.text_to_text import Table, TextToText, carry_out, checks
 from src.registry import Part
-from src.training.text_to_text import Table, TextToText, carry_out, checks
+from src.runs.context import Run
 
 
 class Config(TextToText):
@@ -26,7 +26,9 @@ def run(config: Config, run: Run) -> None:
 
 
 def _table() -> Table:
-    from src.data import jsonl, tasks, tokenizers
+    from src.data import jsonl
+    from src.data.tasks import registry as tasks
+    from src.data.text import tokenizers
 
     def named(part: Part, places: Places) -> Any:
         found: Any = part.config

@@ -6,9 +6,9 @@ from pydantic import model_validator
 
 from src.config import Places
 from src.errors import check_all
-from src.experiments.run import Run
+from src.recipes.pretraining import SENTENCE_SCORES, Pretraining, carry_out, checks
 from src.registry import ENCODER_DECODER, check_kind
-from src.training.pretraining import SENTENCE_SCORES, Pretraining, carry_out, checks
+from src.runs.context import Run
 
 
 class Config(Pretraining):
@@ -31,7 +31,7 @@ def run(config: Config, run: Run) -> None:
     """Train to the last step. Scores: train_loss, val_loss (nats per token), val_perplexity, and val_accuracy: the share of target tokens
     that the model finds the likeliest, given those before; with `depth` data the last two of the sentence tokens alone, too. Collective.
     """
-    from src.data import tokenizers
+    from src.data.text import tokenizers
     from src.training.depth_loss import depth_loss
     from src.training.loss import seq2seq_loss
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from src import distributed
 from src.config import Config, unknown_text
 from src.errors import ConfigError
-from src.training.divergence import Config as Divergence
+from src.training.divergence.detector import Config as Divergence
 
 POLYNOMIAL_END = 1e-7
 """Where transformers' polynomial schedule ends."""
@@ -32,7 +32,7 @@ class LoopConfig(Config):
     sequences_per_step: int = Field(gt=0)
     micro_batch: int = Field(gt=0)
     optimizer: Literal["adamw", "adamw_scale", "adafactor"] = "adamw"
-    """See src/training/optim.py. The learning rate of the other two is a share of the size of the weights."""
+    """See src/training/optim/optimizers.py. The learning rate of the other two is a share of the size of the weights."""
     learning_rate: float = Field(gt=0)
     schedule: Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"] = (
         "linear"
@@ -107,7 +107,7 @@ class LoopConfig(Config):
             )
 
     def agree(self, told: Mapping[str, str | float]) -> None:
-        """Refuse what `accelerate launch` was told otherwise, by name as in `src.launch.accelerate_choices`.
+        """Refuse what `accelerate launch` was told otherwise, by name as in `src.launch.accelerate_env`.
 
         Raises:
             ConfigError: names both values.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from src.training.loss import NOT_LEARNED, cross_entropy
 
 MASKS = {"attention_mask": "encoder_mask", "decoder_attention_mask": "decoder_mask", "cross_attention_mask": "cross_mask"}
-"""Keywords of a model that src.models.t5 builds, and fields of a DepthBatch."""
+"""Keywords of a model that src.models.t5.config builds, and fields of a DepthBatch."""
 
 
 def depth_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:

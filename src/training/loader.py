@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from src import distributed
-from src.experiments.branches import Branch
-from src.training import order
+from src.runs.history.branches import Branch
+from src.training import data_order
 from src.training.config import LoopConfig
-from src.training.evaluation import to_device
+from src.training.validation import to_device
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ def steps(
     """
     reading = reading or Reading()
     rank, world_size = distributed.rank(), distributed.world_size()
-    share = order.Share(config.sequences_per_step, config.micro_batch, rank, world_size)
+    share = data_order.Share(config.sequences_per_step, config.micro_batch, rank, world_size)
     gpu = device.type == "cuda"
     samples = _Samples(dataset)
     batches = DataLoader(
         samples,
-        batch_sampler=_Plan(order.micro_batches(seed, len(dataset), first_step, share, reading.branches)),
+        batch_sampler=_Plan(data_order.micro_batches(seed, len(dataset), first_step, share, reading.branches)),
         collate_fn=samples.collate,
         num_workers=(2 if gpu else 0) if reading.num_workers is None else reading.num_workers,  # samples are pure: no number changes
         worker_init_fn=distributed.ignore_stops,

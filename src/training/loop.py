@@ -18,20 +18,27 @@ from torch import nn
 
 from src import distributed
 from src.errors import CheckpointError, RunError, TrainingError, UserError
-from src.experiments import branches, checkpoints, ledger
-from src.experiments.run import Run
-from src.training import checkpoint, compilation, engines, loader, memory, optim, order
+from src.runs import ledger
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.context import Run
+from src.runs.history import branches
+from src.training import data_order, loader
+from src.training.checkpointing import folder as checkpoint
 from src.training.config import LoopConfig
-from src.training.engine import Engine
-from src.training.evaluation import Loss
-from src.training.judge import Judge, Source
-from src.training.limits import Watch
-from src.training.meter import Meter
-from src.training.monitor import Monitor
-from src.training.reporting import Reporter
-from src.training.saving import Kept, Saver
-from src.training.selection import Selection
+from src.training.divergence.guard import Judge, Source
+from src.training.model_selection import Selection
+from src.training.monitoring.monitor import Monitor
+from src.training.monitoring.reporter import Reporter
+from src.training.monitoring.throughput import Meter
+from src.training.optim import optimizers
+from src.training.parallel import choice as engines
+from src.training.parallel import compile as compilation
+from src.training.parallel import memory
+from src.training.parallel.engine import Engine
+from src.training.saver import Kept, Saver
 from src.training.state import SinceRow, State
+from src.training.stop_conditions import Watch
+from src.training.validation import Loss
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +109,7 @@ class Loop:
         self.task, self.run, self.config, self.seed, self.accelerator = task, run, config, seed, accelerator
         self.engine: Engine  # made by `restore`, when the weights are there
         self.branches = distributed.from_main(lambda: branches.read(run.path))
-        self.learning_rate = branches.learning_rate(optim.learning_rate(config), self.branches)
+        self.learning_rate = branches.learning_rate(optimizers.learning_rate(config), self.branches)
         self.selection = Selection(config)
         self.saver = Saver(run, task.about, config)
         self.judge = Judge(run, config, Source(task.train, task.about.tokenizer, seed, self.branches), self.saver.written)
@@ -128,7 +135,7 @@ class Loop:
 
         The "cursor" of a start is where its data begin: the epoch, and how many of its samples are passed.
         """
-        epoch, offset = divmod(order.position(self.state.step, self.config.sequences_per_step, self.branches), len(self.task.train))
+        epoch, offset = divmod(data_order.position(self.state.step, self.config.sequences_per_step, self.branches), len(self.task.train))
         with distributed.together():
             facts = {"engine": self.engine.name, "world_size": distributed.world_size(), "cursor": {"epoch": epoch, "offset": offset}}
             self._tell("start", **facts, **ledger.started_with(self.run.path))
@@ -167,7 +174,7 @@ class Loop:
             group["lr"] = self.learning_rate(state.step)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for a, (batch, sources) in enumerate(zip(step.batches, step.sources, strict=True)):
-            self._seed(order.noise_seed(self.seed, state.step, a * world_size + distributed.rank()))
+            self._seed(data_order.noise_seed(self.seed, state.step, a * world_size + distributed.rank()))
             last = a == len(step.batches) - 1
             with self.engine.accumulating(last):
                 with self.accelerator.autocast(), self.monitor.forward(batch, last, sources), self._saving():

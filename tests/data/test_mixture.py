@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from src.config import load
-from src.data import mixture
-from src.data.interleaving import Interleaving, rates, shares, shuffled
+from src.data.mixture import dataset as mixture
+from src.data.mixture.interleaving import Interleaving, rates, shares, shuffled
 from src.errors import ConfigError, DataError
 from src.registry import DATASETS, bind, resolved
 
@@ -259,7 +259,8 @@ def test_a_mixture_may_be_a_part_of_another():
 
 
 def test_the_loop_reads_every_sample_of_an_epoch_and_tells_the_parts_apart(build):
-    from src.training import loader, order
+    from src.training import data_order as order
+    from src.training import loader
 
     data = build(ABC)
     share = order.Share(per_step=5, micro_batch=5, rank=0, world_size=1)

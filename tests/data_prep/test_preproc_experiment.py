@@ -7,7 +7,7 @@ import pytest
 
 from data_prep import preproc_nq
 from src.config import Places
-from src.data import encoded
+from src.data.qa import encoded_store
 from src.experiments.grid import ref
 from src.registry import MODELS, bind
 from tests import toy
@@ -44,13 +44,13 @@ def test_a_base_that_was_trained_here(world, capsys):
 
     places = Places(world / "data", world / "runs")
     part = bind(MODELS, {"name": "experiment", "exp_id": run.name})
-    first = encoded.identity(part, places)
+    first = encoded_store.identity(part, places)
     manifest = next(run.glob("checkpoints/step-*2/manifest.json"))
     facts = json.loads(manifest.read_text())
     (manifest.parent / "model.safetensors").write_bytes(b"others")
     facts["files"]["model.safetensors"] = {"bytes": 6, "sha256": hashlib.sha256(b"others").hexdigest()}
     manifest.write_text(json.dumps(facts))
-    assert not encoded.same(encoded.identity(part, places), first)
+    assert not encoded_store.same(encoded_store.identity(part, places), first)
     assert toy.main(["-e", "g", "--dry-run"], {**groups, "g": [{**groups["g"][0], "seed": 1}]}, world) == 1
     assert f"encoded by {run.name} (fingerprint" in capsys.readouterr().err
 

@@ -17,12 +17,14 @@ import torch
 
 from data_prep import encoding_workers, preproc_nq
 from src.config import Places
-from src.data import encoded, jsonl, tokenizers
-from src.data.encoded_shards import read_index, unlisted
-from src.data.encoder_inputs import Rules
+from src.data import jsonl
+from src.data.qa import encoded_store
+from src.data.qa.encoded_shards import read_index, unlisted
+from src.data.qa.encoder_inputs import Rules
+from src.data.text import tokenizers
 from src.errors import ConfigError, DataError, RunError
 from src.files import new_directory
-from src.models.encoding import encode
+from src.models.cross_attention.encoder import encode
 from src.registry import MODELS, bind
 from tests import toy
 
@@ -66,7 +68,7 @@ def request_of(bases, cache, tmp_path):
 
 def store_of(request):
     folder = preproc_nq.folder_of(request) / "encoded"
-    return encoded.Store(folder, encoded.read_store(folder))
+    return encoded_store.Store(folder, encoded_store.read_store(folder))
 
 
 def rows_of(folder):
@@ -119,11 +121,11 @@ def test_nothing_is_encoded_twice(cache, request_of):
     assert len(store) == 26
     folder = preproc_nq.folder_of(request)
     assert rows_of(folder)[-1]["context"] == "ünïcode 漢字 🎉"
-    encoded.check(folder / "encoded", RULES, jsonl.fingerprint(folder))
+    encoded_store.check(folder / "encoded", RULES, jsonl.fingerprint(folder))
     longer = preproc_nq.prepare(replace(request, rules=replace(RULES, context_tokens=20)))
     assert (longer.encoded, longer.kept) == (0, 26)  # none was cut before
     for tokens in (16, 20):
-        encoded.check(folder / "encoded", replace(RULES, context_tokens=tokens), jsonl.fingerprint(folder))
+        encoded_store.check(folder / "encoded", replace(RULES, context_tokens=tokens), jsonl.fingerprint(folder))
 
 
 def test_long_contexts_are_counted_cut_or_refused(cache, request_of):
@@ -142,7 +144,7 @@ def test_a_base_that_is_named_below_the_data_is_there_beside_the_encoded_corpus(
     preproc_nq.prepare(request_of(model=bind(MODELS, {"name": "hf", "path": "tiny"})))
     made = Places(cache / "processed_data" / "tiny", cache)
     part = bind(MODELS, {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": {"name": "hf", "path": "tiny"}})
-    encoded.check_base(made.data / "toy_qa" / "encoded", part, made)
+    encoded_store.check_base(made.data / "toy_qa" / "encoded", part, made)
     assert tokenizers.load(made.data / "toy_tokenizer").eos_token_id == 0
     moved = cache.rename(cache.parent / "moved")
     assert (moved / "processed_data" / "tiny" / "tiny" / "config.json").is_file()
@@ -192,7 +194,7 @@ def test_a_kill_loses_nothing_that_was_committed(cache, request_of):
     assert 20 <= kept < 640
     before = {path.name: path.read_bytes()[: 16 * 2 * 100] for path in folder.glob("*.states")}
     with pytest.raises(DataError, match=r"encoded: not finished"):
-        encoded.check(folder, RULES, "c")
+        encoded_store.check(folder, RULES, "c")
     counts = preproc_nq.prepare(request)
     assert (counts.kept, counts.encoded) == (kept, 640 - kept)
     store = store_of(request)
@@ -207,7 +209,7 @@ def test_two_workers_share_the_work(cache, request_of):
     folder = preproc_nq.folder_of(request) / "encoded"
     counts = preproc_nq.prepare(request)
     assert counts.encoded == 64
-    store = encoded.read_store(folder)
+    store = encoded_store.read_store(folder)
     assert sum(facts["entries"] for facts in store["shards"].values()) == 64
     assert len(store_of(request)) == 64
 

@@ -16,7 +16,10 @@ import pytest
 from data_prep import stdlib_qa
 from src import files
 from src.config import Places
-from src.data import jsonl, qa, text, tokenizers
+from src.data import jsonl
+from src.data.qa import cross_attention as qa
+from src.data.text import dataset as text
+from src.data.text import tokenizers
 from src.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from data_prep.t5_tokenizer import from_sentencepiece, main, prepare
-from src.data import tokenizers
+from src.data.text import tokenizers
 from src.errors import DataError
 from tests.conftest import ROOT
 from tests.data.conftest import make_tokenizer  # noqa: F401  a fixture

@@ -15,7 +15,8 @@ import pytest
 from data_prep import token_shards, token_workers
 from data_prep.tokenize import Options, main, tokenise
 from src.config import Places
-from src.data import documents, jsonl, tokenizers
+from src.data import jsonl
+from src.data.text import documents, tokenizers
 from src.errors import ConfigError, DataError, RunError
 from src.files import new_directory, sha256
 from tests.conftest import ROOT

@@ -3,8 +3,6 @@
 import pathlib
 import random
 import string
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -110,10 +108,3 @@ def test_what_is_too_deep_is_refused(exp: Any):
     for value in (exp, {"l": [exp]}, [exp]):
         with pytest.raises(ConfigError, match=r"^g\[0\]: expected dicts and lists at most 50 deep"):
             check_values(value, "g[0]")
-
-
-def test_the_experiments_layer_is_light():
-    modules = ["identity", "grid", "references", "lease", "environment", "rundir", "scores", "results", "saved"]
-    heavy = ["torch", "transformers", "numpy", "pandas", "matplotlib", "rich"]
-    code = f"import sys, {', '.join('src.experiments.' + m for m in modules)}; print([m for m in {heavy!r} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

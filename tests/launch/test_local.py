@@ -18,10 +18,11 @@ import pytest
 
 from src.config import load
 from src.errors import ConfigError, LaunchError, RunError
-from src.launch import local, local_state
 from src.launch.command import STOPPED, Processes
 from src.launch.job import Job, Seen
-from src.launch.local_state import Queue
+from src.launch.local import launcher as local
+from src.launch.local import state as local_state
+from src.launch.local.state import Queue
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -377,7 +378,7 @@ def test_what_a_crash_left_is_found_or_never_starts(world: World):
     late = world.submissions / "late"
     shutil.copytree(world.submissions / "one", late, ignore=shutil.ignore_patterns("started", "*.end", "*.pid", "*.code", "cancel"))
     assert local.find(config, late, ["a", "b"]) == {}
-    done = subprocess.run([sys.executable, "-m", "src.launch.local_scheduler", str(late)], cwd=ROOT, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-m", "src.launch.local.scheduler", str(late)], cwd=ROOT, timeout=60, check=False)
     assert done.returncode == 1
     assert not list((late / "jobs").iterdir())
     assert local.find(config, world.submissions / "nothing", ["a"]) == {}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from src.errors import LaunchError, RunError
-from src.launch import slurm
 from src.launch.job import Job
+from src.launch.slurm import launcher as slurm
 from tests.launch.fake_slurm.cluster import IMPATIENT, SOON, Cluster, job, submit
 
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from src.launch.slurm_script import write_script, write_tasks
+from src.launch.slurm.script import write_script, write_tasks
 from tests.launch.fake_slurm.cluster import Cluster, job
 
 

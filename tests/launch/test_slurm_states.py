@@ -8,9 +8,9 @@ import pytest
 
 from src import config as configs
 from src.errors import ConfigError, LaunchError
-from src.launch import slurm
-from src.launch.slurm_commands import collapse, expand
-from src.launch.slurm_states import STATES
+from src.launch.slurm import launcher as slurm
+from src.launch.slurm.commands import collapse, expand
+from src.launch.slurm.states import STATES
 from tests.launch.fake_slurm.cluster import IMPATIENT, SOON, Cluster, job, submit
 
 AWAY = "squeue: error: slurm_receive_msgs: Socket timed out on send/recv operation"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from src.errors import LaunchError
-from src.experiments import environment
 from src.launch import snapshot
+from src.runs import environment
 
 
 def git(root: Path, *words: str) -> str:
@@ -42,7 +42,7 @@ def names(folder: Path) -> set[str]:
     return found - {"manifest.json", "snapshot.json"}
 
 
-CODE = {"trainval.py", "src/data/tokenizers.py", "run.sh"}
+CODE = {"trainval.py", "src/data/text/tokenizers.py", "run.sh"}
 
 
 @pytest.mark.parametrize("with_git", [True, False])

@@ -18,11 +18,12 @@ import pytest
 from src import config as configs
 from src import registry
 from src.errors import ConfigError, LaunchError
-from src.launch import eai, resources
+from src.launch import resources
 from src.launch.command import Processes
 from src.launch.job import Job, Seen
-from src.launch.toolkit import LEFT, Config, check, find, kill, states, submit
-from src.launch.toolkit_service import Doubtful, Gone, Taken, Unreached
+from src.launch.toolkit import eai
+from src.launch.toolkit.launcher import LEFT, Config, check, find, kill, states, submit
+from src.launch.toolkit.service import Doubtful, Gone, Taken, Unreached
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).parent / "fake_eai"

@@ -14,7 +14,7 @@ import pytest
 from src import config as configs
 from src.errors import LaunchError
 from src.launch.job import Job, Seen
-from src.launch.toolkit import Config, find, kill, states, submit
+from src.launch.toolkit.launcher import Config, find, kill, states, submit
 
 FAKE = Path(__file__).parent
 
@@ -123,7 +123,7 @@ def test_the_token_of_the_login(tmp_path: Path, client: ModuleType, monkeypatch:
 
 def test_without_the_client(tmp_path: Path):
     code = """if True:
-        from src.launch.toolkit import Config, states
+        from src.launch.toolkit.launcher import Config, states
         config = Config(via="haven", account="a", image="b:1", max_run_seconds=3600)
         try:
             states(config, ["x"])

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from src.answered import Answered, scores
 from src.config import load
 from src.errors import ConfigError
+from src.metrics.answers import Answered, scores
 from src.metrics.classification import Config, names, score
 
 ABC = ["a", "b", "c"]

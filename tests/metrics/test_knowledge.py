@@ -2,7 +2,7 @@
 
 import pytest
 
-from src.answered import Answered
+from src.metrics.answers import Answered
 from src.metrics.knowledge import Config, score
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from src.answered import Answered
 from src.metrics import bleu, knowledge, meteor, rouge, squad
+from src.metrics.answers import Answered
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ["nltk", "rouge_score", "sacrebleu", "numpy"]

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from src.config import Places
-from src.models.cross_attention import Config
-from src.models.cross_attention_layers import CrossAttentionLM
+from src.models.cross_attention.config import Config
+from src.models.cross_attention.layers import CrossAttentionLM
 from src.registry import MODELS, bind
 
 VOCABULARY = 23

@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from src.errors import CheckpointError
-from src.experiments import checkpoints
 from src.files import new_directory, write_json
 from src.models.export import main
 from src.models.load import load
 from src.registry import MODELS, bind, resolved
+from src.runs.checkpoints import folder as checkpoints
 from src.weights import trained_weights
 
 GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 2, "num_heads": 4, "max_positions": 32}

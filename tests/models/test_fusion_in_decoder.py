@@ -9,8 +9,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from src.config import Places, load
 from src.errors import ConfigError
-from src.models import fusion_in_decoder, lora
-from src.models.fusion_in_decoder_layers import FusionInDecoder
+from src.models import lora
+from src.models.fusion_in_decoder import config as fusion_in_decoder
+from src.models.fusion_in_decoder.layers import FusionInDecoder
 from src.registry import DECODER, FUSION_IN_DECODER, MODELS, Part, bind, kind_of
 
 EOS, PAD = 1, 0

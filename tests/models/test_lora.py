@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 
 from src.config import Problems
 from src.errors import ConfigError
-from src.experiments import checkpoints
 from src.files import new_directory, write_json
 from src.models import lora
 from src.registry import MODELS, Part, bind, resolved
+from src.runs.checkpoints import folder as checkpoints
 from src.weights import load_trained, trained_weights
 from tests.models.conftest import make_base
 

@@ -11,7 +11,8 @@ import torch
 
 from src.config import Places, load
 from src.errors import CheckpointError, ConfigError, DataError
-from src.models import hf, lora, t5
+from src.models import hf, lora
+from src.models.t5 import config as t5
 from src.weights import load_trained, trained_weights
 from tests.models.conftest import VOCABULARY
 

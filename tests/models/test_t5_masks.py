@@ -9,7 +9,8 @@ from torch.nn.functional import gelu
 from transformers import T5Config, T5ForConditionalGeneration
 
 from src.config import Places, load
-from src.models import t5, t5_masks
+from src.models.t5 import config as t5
+from src.models.t5 import masks as t5_masks
 
 B, S, T, D, HEADS, VOCABULARY = 3, 7, 6, 16, 4, 23
 

@@ -8,7 +8,7 @@ import pytest
 
 from src import config as configs
 from src.errors import ConfigError, DataError
-from src.training.answer_configs import Answers, Inference, measured, most_new_tokens
+from src.evaluation.config import Answers, Inference, measured, most_new_tokens
 from tests import toy
 
 INFERENCE: dict[str, Any] = {"max_new_tokens": 4, "metrics": [{"name": "squad"}]}

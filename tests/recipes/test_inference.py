@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from results import rescore
-from src.answered import of_row
-from src.experiments import results
 from src.experiments.identity import exp_id
 from src.files import defect, new_directory
 from src.metrics import knowledge
+from src.metrics.answers import of_row
 from src.registry import METRICS, bind
+from src.tables import rows as results
 from tests import toy, warm
 
 ROWS = 21

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from src.experiments.rundir import RunDir
+from src.runs.run_dir import RunDir
 
 
 def loss(stride: int, seed: int, step: int) -> float:

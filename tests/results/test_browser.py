@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from results import report
-from src.experiments.rundir import RunDir
+from src.runs.run_dir import RunDir
 from tests.conftest import ROOT
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from results import clean
-from src.experiments import checkpoints, retention
-from src.experiments.rundir import RunDir
-from src.experiments.saved import write_job
 from src.files import new_directory, write_json
 from src.launch import submissions
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import retention
+from src.runs.metadata import write_job
+from src.runs.run_dir import RunDir
 
 
 def make(runs: Path, seed: int, state: str = "done", group: str = "g") -> Path:

@@ -15,7 +15,7 @@ import pytest
 from results import chart, dashboard, overview
 from results.dashboard import Dashboard
 from src.errors import ConfigError
-from src.experiments.rundir import RunDir
+from src.runs.run_dir import RunDir
 from tests.conftest import ROOT
 
 # panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of

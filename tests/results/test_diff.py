@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from results import diff
-from src.experiments import checkpoints
 from src.experiments.identity import exp_id
-from src.experiments.rundir import RunDir
 from src.files import new_directory
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.run_dir import RunDir
 
 FACTS = {
     "commit": "a" * 40,

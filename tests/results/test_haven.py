@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from results import table
-from src.experiments import results
+from src.tables import rows as results
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # haven imports deprecated modules

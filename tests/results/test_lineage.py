@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from results import lineage
-from src.experiments import checkpoints
 from src.experiments.identity import exp_id
-from src.experiments.rundir import RunDir
 from src.files import new_directory, write_json
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,9 @@ from matplotlib.collections import PolyCollection
 
 from results import plot
 from src.errors import ConfigError, DataError
-from src.experiments import curves, results
-from src.experiments.rundir import RunDir
+from src.runs.run_dir import RunDir
+from src.tables import curves
+from src.tables import rows as results
 
 
 def test_one_line_and_one_band_for_each_configuration(runs: Path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from results import overview, report
-from src.experiments.rundir import RunDir
+from src.runs.run_dir import RunDir
 
 HOSTILE = "<script>alert(1)</script>\"'&--></style></svg> $\\frac$"
 

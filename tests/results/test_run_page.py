@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from results import layers, run_page
-from src.experiments import ledger
-from src.experiments.rundir import RunDir
+from src.runs import ledger
+from src.runs.run_dir import RunDir
 from tests.results.test_report import HOSTILE, Page
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from results import share, table
 from src.errors import DataError
-from src.experiments import results
-from src.experiments.rundir import RunDir
+from src.runs.run_dir import RunDir
+from src.tables import rows as results
 
 KEYS = {
     "hugging face": "hf_" + "a1B2c3D4" * 4,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from results import run_arguments, table
-from src.experiments.rundir import RunDir
+from src.runs.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from src.experiments import saved
 from src.experiments.grid import grid, ref
 from src.experiments.identity import exp_id
-from src.launch import jobs
+from src.launch import status as jobs
+from src.runs import metadata
 from tests import toy
 from tests.slurm.real import Cluster, command, wait_until
 
@@ -76,7 +76,7 @@ def states(world: tuple[Path, Path], group: str) -> dict[str, str]:
 
 
 def job_id(folder: Path, identity: str) -> str:
-    job = saved.read_job(folder / "runs" / identity)
+    job = metadata.read_job(folder / "runs" / identity)
     assert job is not None
     return job["job_id"]
 
@@ -205,7 +205,7 @@ def test_retry_runs_exactly_what_failed(cluster: Cluster, world: tuple[Path, Pat
     assert len(cluster.alive()) == 3
     cluster.wait_for_all(120)
     assert states(world, "fragile") == dict.fromkeys(fragile | sound, "done")
-    assert {saved.attempts(folder / "runs" / identity) for identity in sound} == {1}
+    assert {metadata.attempts(folder / "runs" / identity) for identity in sound} == {1}
     assert "nothing to submit" in trainval(world, "-e", "fragile", "-j", "one", "--job_option", "retry")
     assert len(submissions(folder)) == 2
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from src.experiments import results, saved
 from src.experiments.identity import exp_id
-from src.launch import jobs
+from src.launch import status as jobs
+from src.runs import metadata
+from src.tables import rows as results
 from tests import toy
 from tests.slurm.real import Cluster
 
@@ -54,7 +55,7 @@ def test_havens_job_manager_runs_our_experiments(cluster: Cluster, tmp_path: Pat
     rows = jobs.table(runs, ids)
     assert [row.state for row in rows] == ["done", "done"]
     assert all(row.job_id and row.job_id.isdigit() for row in rows)
-    assert [saved.attempts(runs / identity) for identity in ids] == [1, 1]
+    assert [metadata.attempts(runs / identity) for identity in ids] == [1, 1]
     found, complaints = results.load_rows(runs)
     assert {row["exp_id"] for row in found} == set(ids)
     assert not complaints

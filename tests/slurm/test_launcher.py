@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from src.errors import LaunchError
-from src.launch import slurm
 from src.launch.command import Processes
 from src.launch.job import Job, Seen
-from src.launch.slurm_states import named
+from src.launch.slurm import launcher as slurm
+from src.launch.slurm.states import named
 from tests.slurm.real import Cluster, command, wait_until
 
 pytestmark = pytest.mark.slurm

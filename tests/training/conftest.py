@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.training.modes import Modes
+from tests.training.parallel.modes import Modes
 
 
 @pytest.fixture(scope="session")

@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from src import distributed
 from src.config import Places
 from src.errors import UserError
-from src.experiments.run import Limits, Options, Run
-from src.experiments.rundir import RunDir
-from src.training import limits
+from src.runs.context import Limits, Options, Run
+from src.runs.run_dir import RunDir
+from src.training import stop_conditions
 from src.training.config import LoopConfig
-from src.training.evaluation import mean_loss
+from src.training.validation import mean_loss
 from tests.training import small
-from tests.training.test_judge import config as diverging
-from tests.training.test_judge import spoiled
+from tests.training.divergence.test_guard import config as diverging
+from tests.training.divergence.test_guard import spoiled
 
 STRUCK = 1
 """The process to which it happens, where nothing else is said."""
@@ -93,27 +93,27 @@ def time_is_over(folder: Path) -> list[End]:
 
 def file_is_seen(folder: Path) -> list[End]:
     """By one, as the other does not look again."""
-    limits.LOOK_SECONDS = 0.0 if struck() else 1e9
-    file = folder / "runs" / limits.STOP_FILE
+    stop_conditions.LOOK_SECONDS = 0.0 if struck() else 1e9
+    file = folder / "runs" / stop_conditions.STOP_FILE
     first = start(folder, learn=within(LAST_UNDISTURBED, file.touch if struck() else bool))
     distributed.from_main(file.unlink)
-    limits.LOOK_SECONDS = 1.0
+    stop_conditions.LOOK_SECONDS = 1.0
     return [first, start(folder)]
 
 
 def memory_is_used(folder: Path) -> list[End]:
     """On the machine of one."""
-    before = limits.LOOK_SECONDS, limits._MEMORY, limits._GROUP
+    before = stop_conditions.LOOK_SECONDS, stop_conditions._MEMORY, stop_conditions._GROUP
     used = folder.with_suffix(f".{distributed.rank()}")
     used.write_text("MemTotal: 100 kB\nMemAvailable: 90 kB\n")
-    limits.LOOK_SECONDS, limits._MEMORY, limits._GROUP = 0.0, used, folder / "none"
+    stop_conditions.LOOK_SECONDS, stop_conditions._MEMORY, stop_conditions._GROUP = 0.0, used, folder / "none"
 
     def fill() -> None:
         if struck():
             used.write_text("MemTotal: 100 kB\nMemAvailable: 1 kB\n")
 
     first = start(folder, learn=within(LAST_UNDISTURBED, fill), options=Options(limits=Limits(host_memory=0.95)))
-    limits.LOOK_SECONDS, limits._MEMORY, limits._GROUP = before
+    stop_conditions.LOOK_SECONDS, stop_conditions._MEMORY, stop_conditions._GROUP = before
     return [first, start(folder)]
 
 

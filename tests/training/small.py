@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from src import distributed
 from src.config import Places
-from src.data import tokenizers
-from src.experiments.run import Options, Run
-from src.experiments.rundir import RunDir
-from src.training.checkpoint import About
+from src.data.text import tokenizers
+from src.runs.context import Options, Run
+from src.runs.run_dir import RunDir
+from src.training.checkpointing.folder import About
 from src.training.config import LoopConfig
 from src.training.loop import Task, fit
 from src.training.state import State

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from transformers import T5Config, T5ForConditionalGeneration
 
 from src.config import Places, load
-from src.data import depth
+from src.data.denoising.depth import dataset as depth
 from src.files import new_directory
-from src.models import t5_masks
+from src.models.t5 import masks as t5_masks
 from src.training.depth_loss import depth_loss
-from src.training.evaluation import measure
+from src.training.validation import measure
 from tests.data.conftest import make_tokenizer  # noqa: F401  a fixture
 
 NAMES = 3

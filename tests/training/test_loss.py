@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from src.training.evaluation import mean_loss, measure
 from src.training.loss import cross_entropy, seq2seq_loss
+from src.training.validation import mean_loss, measure
 
 
 def test_z_loss_adds_the_squared_logarithm_of_the_softmax_denominator_where_something_is_learned():

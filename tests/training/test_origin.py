@@ -11,14 +11,16 @@ import pytest
 
 from src import distributed
 from src.errors import RunError
-from src.experiments import branches, checkpoints, ledger
-from src.experiments.branches import Branch
-from src.experiments.run import Run
-from src.experiments.rundir import RunDir
-from src.experiments.saved import CONFIG
 from src.files import write_json
+from src.runs import ledger
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.context import Run
+from src.runs.history import branches
+from src.runs.history.branches import Branch
+from src.runs.metadata import CONFIG
+from src.runs.run_dir import RunDir
 from tests.training import small
-from tests.training.modes import MODES, Modes
+from tests.training.parallel.modes import MODES, Modes
 
 
 @pytest.fixture

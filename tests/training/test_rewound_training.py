@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from src.experiments.identity import exp_id
-from src.training import interventions
+from src.operations import interventions
 from tests import toy, warm
 
 pytestmark = pytest.mark.slow

@@ -8,9 +8,9 @@ import time
 import psutil
 import pytest
 
-from src.experiments import checkpoints
+from src.runs.checkpoints import folder as checkpoints
 from tests import warm
-from tests.training.modes import MODES, Modes, scores, weights
+from tests.training.parallel.modes import MODES, Modes, scores, weights
 
 ROWS = ("--log_every", "4")
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from src import files
 from src.errors import CheckpointError
-from src.training import consolidate
-from tests.training.modes import Modes, scores, weights
+from src.training.checkpointing import consolidate
+from tests.training.parallel.modes import Modes, scores, weights
 
 ZERO = ["zero1", "zero2", "zero3"]
 
@@ -47,7 +47,7 @@ def test_two_then_one_then_two(modes: Modes, mode: str):
 def test_shards_go_on_elsewhere_once_they_are_put_together(modes: Modes, mode: str, processes: int):
     checkpoint = modes.cut_back(mode, "wide")
     said = modes.start(mode, "wide", processes=processes)
-    assert f"Put them together first: python -m src.training.consolidate {checkpoint}" in said
+    assert f"Put them together first: python -m src.training.checkpointing.consolidate {checkpoint}" in said
     assert said.count("Put them together first") == 1
     assert "Traceback" not in said.partition("failed (exitcode: 1)")[0]
 

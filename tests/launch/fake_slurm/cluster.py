@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from src.launch import slurm
 from src.launch.job import Job
+from src.launch.slurm import launcher as slurm
 from tests.launch.fake_slurm.program import CALLS_NAME, EMPTY, FAULTS_NAME, STATE_NAME
 
 PROGRAM = Path(__file__).with_name("program.py")

@@ -1,0 +1,29 @@
+"""NQ-open: questions with accepted answers and no context, for a filter of Natural Questions or for reading without contexts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from data_prep.qa_releases.question import Question, accepted, field, text
+
+DESCRIPTION = 'NQ-open: lines {"question", "answer": [text]}; it has no contexts'
+
+
+def fits(record: dict[str, Any]) -> bool:
+    """True for a question with a list of answers and nothing to read."""
+    return "question" in record and isinstance(record.get("answer"), list)
+
+
+def questions(record: dict[str, Any], where: str) -> Iterator[Question]:
+    """One question without passages.
+
+    Raises:
+        DataError: a field is missing or malformed.
+    """
+    yield Question(
+        where=where,
+        id=None,
+        text=text(field(record, "question", str, where), "question", where),
+        answers=accepted(field(record, "answer", list[str], where), where),
+        passages=(),
+        dataset="nq_open",
+    )

@@ -1,0 +1,96 @@
+"""Samples of several denoisers, in fixed shares, over rows of text that are as long as the denoiser of each sample asks for."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from src.data import jsonl
+from src.data.denoising.dataset import Denoising, Draws, Sample
+from src.data.mixture.interleaving import shares
+from src.data.text.tokenizers import Encoder
+from src.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from src.data.denoising.dataset import Objective
+    from src.data.text.documents import Documents
+
+BLOCK = 400
+"""Samples within which the shares are met."""
+
+
+class Kind(NamedTuple):
+    """A denoiser."""
+
+    rate: float
+    """Its share, in proportion to those of the others."""
+    raw: int
+    """Tokens of its rows."""
+    mode: "np.ndarray"
+    """(tokens,) int32: what its inputs begin with; may be empty."""
+    objective: "Objective"
+
+
+class Mixture(Denoising):
+    """The text is cut into blocks of as many tokens each, and every block into as many rows for each denoiser, in an order drawn from
+    (seed, epoch, block). So no sample must know the samples before its block, and each epoch reads every token once but those at the end
+    that make no sample.
+    """
+
+    def __init__(self, documents: "Documents", kinds: Sequence[Kind], draws: Draws, encoder: Encoder, most: int | None) -> None:
+        """most: how many samples are used, the same ones for every experiment; None for all.
+
+        Raises:
+            DataError: there is less text than one sample, or than `most` samples.
+        """
+        self._documents, self._kinds = documents, kinds
+        self._block = shares([kind.rate for kind in kinds], BLOCK)
+        self._block_tokens = self._tokens(self._block)
+        blocks, left = divmod(documents.num_tokens, self._block_tokens)
+        self._last = self._longest(left)
+        total = blocks * BLOCK + sum(self._last)
+        if not total:
+            raise DataError(f"{documents.path}: {left} tokens are too few for one sequence of the likeliest denoiser.")
+        self._chosen = range(total) if most is None else jsonl.first_of_permutation(total, most, documents.path)
+        self._full_blocks = blocks
+        super().__init__(draws, encoder, documents.fingerprint)
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        return len(self._chosen)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Sample `index` of this epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number, first = self.placed(epoch, index)
+        kind = self._kinds[number]
+        row = self._documents.joined(first, first + kind.raw)
+        inputs, targets = kind.objective(row, self._draws.generator(epoch, index))
+        if len(kind.mode):
+            import numpy as np
+
+            inputs = np.concatenate([kind.mode, inputs])
+        return {"input_ids": inputs, "labels": targets}
+
+    def placed(self, epoch: int, index: int) -> tuple[int, int]:
+        """(number of the denoiser that makes sample `index` of this epoch, first token of its row)."""
+        import numpy as np
+
+        block, place = divmod(self._chosen[index], BLOCK)
+        numbers = np.repeat(np.arange(len(self._kinds)), self._block if block < self._full_blocks else self._last)
+        self._draws.generator(epoch, block, 1).shuffle(numbers)
+        before = np.bincount(numbers[:place], minlength=len(self._kinds))
+        return int(numbers[place]), block * self._block_tokens + self._tokens(before.tolist())
+
+    def _tokens(self, numbers: Sequence[int]) -> int:
+        return sum(number * kind.raw for number, kind in zip(numbers, self._kinds, strict=True))
+
+    def _longest(self, tokens: int) -> list[int]:
+        """How many samples of each denoiser there are in a block of at most `tokens`."""
+        rates = [kind.rate for kind in self._kinds]
+        least, more = 0, BLOCK
+        while more - least > 1:
+            middle = (least + more) // 2
+            least, more = (middle, more) if self._tokens(shares(rates, middle)) <= tokens else (least, middle)
+        return shares(rates, least)

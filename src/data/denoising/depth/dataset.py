@@ -1,0 +1,260 @@
+"""DEPTH: the decoder fills in masked words and puts shuffled sentences in their order (Bamberger et al. 2024, arXiv 2405.07788).
+
+A sample is some sentences of one document that follow each other: <eosen> <sent_i> words <eosen> <sent_j> words ... <eosen> </s>, with
+masked runs replaced by sentinels. Its target has all the same sentence tokens in the order of the text, each with its masked words.
+
+Sentence tokens are drawn without replacement and say nothing of the order. Nor do sentinels: they are numbered as the encoder reads them,
+after shuffling. Numbered as the text has them, which is the order of the target, they would tell it.
+"""
+
+import copy
+from collections.abc import Container, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pydantic import Field, model_validator
+
+from src.batches import DepthBatch
+from src.config import Config as StrictConfig
+from src.config import Places
+from src.data import jsonl
+from src.data.denoising import noise, sentinels
+from src.data.denoising.dataset import Sample, draws
+from src.data.denoising.depth.sentence_groups import Groups, Room
+from src.data.positions import require_fit
+from src.errors import ConfigError, DataError
+from src.registry import ENCODER_DECODER
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
+
+EOSEN = "<eosen>"
+
+
+class Config(StrictConfig):
+    """Rows {"text"} in train.jsonl and val.jsonl, and how their sentences are shuffled and masked."""
+
+    corpus: str = Field(min_length=1)
+    """Folder below `--data_path`."""
+    input_tokens: int = Field(default=512, gt=0)
+    """Most tokens of an input, all its special tokens included."""
+    target_tokens: int = Field(default=512, gt=0)
+    """Most tokens of a target, all its special tokens included."""
+    noise_density: float = Field(default=0.3, ge=0, lt=1)
+    """Share of a sample's words that is masked, in tokens."""
+    mean_span_tokens: float = Field(default=3.0, ge=1)
+    """Masked tokens by masked runs. The end of a sentence ends a run."""
+    num_sentences: int = Field(default=20, gt=0)
+    """Most sentences of a sample, and from how many sentence tokens its own are drawn. More of a document are further samples."""
+    shuffle_rate: float = Field(default=0.5, ge=0, le=1)
+    """Share of the samples whose sentences the encoder reads in random order."""
+    sentence_weight: float = Field(default=1.0, ge=0)
+    """How much the training loss of a sentence token counts, beside 1 for any other (the paper's lambda). Validation counts each once."""
+    fixed_length: bool = False
+    """Every batch is as long as inputs and targets may be, rather than as its longest ones, for `loop.compile`."""
+    val_sequences: int | None = Field(default=None, gt=0)
+    """Samples of the validation split that are used, the same ones with the same masks whatever the seed; None for all."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "Config":
+        try:
+            _room(self, self.input_tokens)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+def _room(config: Config, num_sentinels: int) -> Room:
+    return Room(config.input_tokens, config.target_tokens, config.noise_density, config.mean_span_tokens, num_sentinels)
+
+
+def reader(config: Config) -> str:
+    """The kind of model that reads the samples."""
+    del config
+    return ENCODER_DECODER
+
+
+def check(config: Config, places: Places) -> None:
+    """Refuse a data set that is missing or incomplete, without reading it.
+
+    Raises:
+        DataError: says what makes it.
+    """
+    jsonl.require_splits(places, config.corpus)
+
+
+def check_tokenizer(config: Config, folder: Path | None) -> None:
+    """Raises DataError where the tokenizer in `folder`, which is not loaded, lacks sentence tokens or has no sentinels.
+
+    None: it is not known yet. Few sentinels make short samples, and no error.
+    """
+    added = sentinels.added_ahead(folder)
+    if added is not None:
+        _require_sentence_tokens([name for name, (_, special) in added.items() if special], config.num_sentences, str(folder))
+        sentinels.require_ahead(folder, 1, "data")
+
+
+def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
+    """Raises ConfigError where a model of `max_positions` (None: unknown or without limit) cannot read the inputs or write the targets."""
+    require_fit("data.input_tokens", config.input_tokens, max_positions)
+    require_fit("data.target_tokens", max(config.target_tokens, new_tokens), max_positions)
+
+
+def one_shape(config: Config, compiled: bool) -> None:
+    """Raises ConfigError where batches of several lengths would meet `loop.compile`."""
+    if compiled and not config.fixed_length:
+        raise ConfigError("data.fixed_length: False, but loop.compile needs batches of one length. Write True, or leave loop.compile out.")
+
+
+def batch_tokens(config: Config) -> tuple[int, ...] | None:
+    """Tokens of every input and of every target of a batch; None where that hangs on its samples."""
+    return (config.input_tokens, config.target_tokens) if config.fixed_length else None
+
+
+def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "DepthDataset":
+    """The sentences of one split, tokenised. What training draws is a function of (seed, epoch, index), of other splits of the index.
+
+    Raises:
+        DataError: the tokenizer lacks sentinels or sentence tokens; the data set is missing, incomplete, malformed or empty, or smaller
+            than `val_sequences`.
+        ConfigError: the sentinels are too few for any text.
+    """
+    folder = jsonl.corpus(places, config.corpus)
+    path = jsonl.require_file(folder, f"{split}.jsonl")
+    words = Words(tokenizer, config.num_sentences)
+    rows = jsonl.read_rows(path, {"text": str})
+    room = _room(config, len(words.sentinels))
+    groups = Groups((row["text"] for row in rows), tokenizer, room, config.num_sentences, jsonl.fingerprint(folder))
+    if not len(groups):
+        raise DataError(f"{path}: no text but white space.")
+    some = config.val_sequences if split == "val" else None
+    chosen = range(len(groups)) if some is None else jsonl.first_of_permutation(len(groups), some, path)
+    return DepthDataset(config, groups, chosen, words, (split, seed))
+
+
+def sentence_tokens(number: int) -> list[str]:
+    """What stands between sentences, and `number` names of sentences."""
+    return [EOSEN, *(f"<sent_{n}>" for n in range(number))]
+
+
+def _require_sentence_tokens(special: Container[str], number: int, where: str) -> list[str]:
+    """`sentence_tokens`. Raises DataError where the special tokens of the tokenizer in `where` lack one."""
+    wanted = sentence_tokens(number)
+    missing = [name for name in wanted if name not in special]
+    if missing:
+        raise DataError(
+            f"{where}: has no special token {missing[0]}; data.num_sentences {number} needs {EOSEN} and {wanted[1]} to {wanted[-1]}. "
+            f"Add them: python -m data_prep.t5_tokenizer --from {where} --name NAME --sentences {number}"
+        )
+    return wanted
+
+
+class Words:
+    """Ids of special tokens."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", num_sentences: int) -> None:
+        """Raises DataError where the tokenizer lacks some, or has them as plain text."""
+        import numpy as np
+
+        special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        wanted = _require_sentence_tokens(special, num_sentences, tokenizer.name_or_path)
+        self.eosen, *sentences = (special[name] for name in wanted)
+        self.sentences = np.array(sentences, np.int32)
+        self.sentinels = np.array(sentinels.sentinel_ids(tokenizer), np.int32)
+        assert isinstance(tokenizer.eos_token_id, int), "load refuses a tokenizer without an end token"
+        self.eos = tokenizer.eos_token_id
+        self.pad = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else self.eos
+
+
+class DepthDataset:
+    """Samples are pure functions of (seed, epoch, index)."""
+
+    def __init__(self, config: Config, groups: Groups, chosen: Sequence[int], words: Words, drawn_for: tuple[str, int]) -> None:
+        """drawn_for: split and seed."""
+        self.fingerprint = groups.fingerprint
+        self._config, self._groups, self._chosen, self._words = config, groups, chosen, words
+        self._draws = draws(*drawn_for)
+        self._sentences_alone = False
+        self._weighted = drawn_for[0] == "train" and config.sentence_weight != 1
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        return len(self._chosen)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Sentences as input and target of this epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        rng = self._draws.generator(epoch, index)
+        ids, bounds = self._groups.sentences(self._chosen[index])
+        count, config = len(bounds) - 1, self._config
+        names = rng.permutation(self._words.sentences)[:count]
+        shuffled = rng.random() < config.shuffle_rate
+        order = rng.permutation(count) if shuffled else range(count)
+        # Not turned round, the mask would end with the last word of the text, and so tell which sentence is the last.
+        mask = noise.noise_mask(len(ids), config.noise_density, config.mean_span_tokens, rng, roll=True)
+        inputs, targets = corrupt(ids, bounds, mask, order, self._words.sentinels)
+        return {"input_ids": self._marked(inputs, names, order), "labels": self._marked(targets, names, range(count))}
+
+    def _marked(self, pieces: "Sequence[np.ndarray]", names: "np.ndarray", order: Iterable[int]) -> "np.ndarray":
+        """The `pieces` of sentences in this order, each behind <eosen> and its name."""
+        import numpy as np
+
+        eosen = self._words.eosen
+        parts = [part for j in order for part in ((eosen, names[j]), pieces[j])]
+        return np.concatenate([*parts, (eosen, self._words.eos)], dtype=np.int32)
+
+    def sentence_targets(self) -> Self:
+        """The same samples, of which only the sentence tokens are learned: what the order of the sentences costs."""
+        view = copy.copy(self)
+        view._sentences_alone = True
+        return view
+
+    def collate(self, samples: Sequence[Sample]) -> DepthBatch:
+        """Pad on the right. The decoder starts with the padding token, as T5's."""
+        import torch
+
+        from src.data import collate
+        from src.data.denoising.depth import masks as hierarchy
+
+        config, pad = self._config, self._words.pad
+        sizes = (config.input_tokens, config.target_tokens) if config.fixed_length else (0, 0)
+        plain = collate.seq2seq([s["input_ids"] for s in samples], [s["labels"] for s in samples], pad, pad)
+        sentence_ids = torch.from_numpy(self._words.sentences)
+        batch = hierarchy.with_masks(hierarchy.padded(plain, *sizes, pad), sentence_ids)
+        names_BT = torch.isin(batch["labels"], sentence_ids)
+        if self._sentences_alone:
+            return {**batch, "labels": batch["labels"].where(names_BT, collate.NOT_LEARNED), "loss_mask": names_BT}
+        if self._weighted:
+            batch["loss_weights"] = 1 + (config.sentence_weight - 1) * names_BT.float()
+        return batch
+
+
+def corrupt(
+    ids: "np.ndarray", bounds: "np.ndarray", mask: "np.ndarray", order: Iterable[int], sentinels: "np.ndarray"
+) -> "tuple[list[np.ndarray], list[np.ndarray]]":
+    """(inputs, targets), in the order of the text: of each sentence what the encoder reads, and its masked runs.
+
+    ids: (N,) of all sentences. bounds: (K + 1,), where they begin and end. mask: (N,) bool, True on masked tokens. order: of the K
+    sentences, as the encoder reads them, by which runs are numbered. sentinels: at least as many as runs.
+    """
+    import numpy as np
+
+    starts = noise.run_starts(mask)
+    starts[bounds[:-1]] = mask[bounds[:-1]]
+    row, numbered, first = ids.copy(), np.zeros_like(ids), 0
+    for j in order:
+        places = starts[bounds[j] : bounds[j + 1]].nonzero()[0] + bounds[j]
+        row[places] = numbered[places] = sentinels[first : first + len(places)]
+        first += len(places)
+    kept = starts | ~mask
+    repeats = mask.astype(np.int64) + starts
+    places = np.arange(len(ids)).repeat(repeats)
+    written = ids[places]
+    ends = repeats.cumsum()
+    written[ends[starts] - 2] = numbered[starts]
+    cuts = np.concatenate([[0], ends])[bounds]
+    sentences = range(len(bounds) - 1)
+    inputs = [row[bounds[j] : bounds[j + 1]][kept[bounds[j] : bounds[j + 1]]] for j in sentences]
+    return inputs, [written[cuts[j] : cuts[j + 1]] for j in sentences]

@@ -1,0 +1,136 @@
+"""T5's span corruption of packed text: runs of tokens are masked, and the decoder learns to write them (Raffel et al. 2020).
+
+Documents are joined and cut to exactly as many tokens as leave `input_tokens` when runs of them are replaced by sentinels, so that
+nothing is padded or lost. Both sides end with the end token.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field, model_validator
+
+from src.config import Config as StrictConfig
+from src.config import Places
+from src.data.denoising import ngrams, noise, sentinels
+from src.data.positions import require_fit
+from src.data.text.tokenizers import Encoder
+from src.errors import ConfigError
+from src.registry import ENCODER_DECODER
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
+
+    from src.data.denoising.dataset import Objective, OneObjective
+
+
+class Config(StrictConfig):
+    """Documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl; and how they are masked."""
+
+    corpus: str = Field(min_length=1)
+    """Folder below `--data_path`."""
+    input_tokens: int = Field(default=512, gt=2)
+    """Tokens of every input, with sentinels and end token. How long rows of text and targets are follows from it."""
+    noise_density: float = Field(default=0.15, gt=0, lt=1)
+    """Share of a row's tokens that is masked."""
+    mean_span_tokens: float = Field(default=3.0, ge=1)
+    """Masked tokens of a row by its masked runs."""
+    ngrams: str | None = Field(default=None, min_length=1)
+    """Text file below `--data_path` with one n-gram of words on each line: masked runs are of whole n-grams and words, where else they
+    begin and end anywhere. Lengths are the same."""
+    val_sequences: int | None = Field(default=None, gt=0)
+    """Sequences of the validation split that are used, the same ones with the same masks whatever the seed; None for all."""
+
+    @model_validator(mode="after")
+    def _gives_exact_lengths(self) -> "Config":
+        try:
+            _lengths(self)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+def reader(config: Config) -> str:
+    """The kind of model that reads the samples."""
+    del config
+    return ENCODER_DECODER
+
+
+def check(config: Config, places: Places) -> None:
+    """Refuse a data set that is missing or incomplete, without reading it.
+
+    Raises:
+        DataError: says what makes it; or the n-grams are missing.
+    """
+    from src.data.text import documents
+
+    documents.check(places, config.corpus)
+    if config.ngrams:
+        ngrams.require(places.data / config.ngrams)
+
+
+def check_tokenizer(config: Config, folder: Path | None) -> None:
+    """Raises a UserError where the tokenizer in `folder`, which is not loaded, has too few sentinels. None: it is not known yet."""
+    sentinels.require_ahead(folder, _lengths(config)[1].spans, "data.input_tokens")
+
+
+def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
+    """Raises ConfigError where a model of `max_positions` (None: unknown or without limit) cannot read the inputs or write the targets."""
+    targets = _lengths(config)[1].target_tokens
+    require_fit("data.input_tokens", config.input_tokens, max_positions)
+    require_fit(f"data.input_tokens: its targets have {targets} tokens", max(targets, new_tokens), max_positions)
+
+
+def one_shape(config: Config, compiled: bool) -> None:
+    """All inputs have one length, and all targets, so a compiled model sees one shape."""
+    del config, compiled
+
+
+def batch_tokens(config: Config) -> tuple[int, ...]:
+    """Tokens of every input and of every target."""
+    return config.input_tokens, _lengths(config)[1].target_tokens
+
+
+def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "OneObjective":
+    """The rows of one split. The masks of training are functions of (seed, epoch, index), those of other splits of the index alone.
+
+    Raises:
+        DataError: the tokenizer has no sentinels, or marks no words for `ngrams`; these are missing or malformed; the data set is missing,
+            incomplete, malformed, or too small for one sequence or for `val_sequences`.
+        ConfigError: a sequence needs more sentinels than the tokenizer has.
+    """
+    import numpy as np
+
+    from src.data.denoising.dataset import OneObjective, Rows, draws
+    from src.data.denoising.words import Words
+    from src.data.text import documents
+
+    raw, counts = _lengths(config)
+    ids = np.array(sentinels.require(tokenizer, counts.spans, "data.input_tokens"), dtype=np.int32)
+    found = documents.read(places, config.corpus, tokenizer, split)
+    rows = Rows(found, raw, config.val_sequences if split == "val" else None)
+    fingerprint = found.fingerprint
+    objective: Objective = Spans(config.noise_density, config.mean_span_tokens, ids, found.eos_id)
+    if config.ngrams:
+        vocabulary = ngrams.read(places.data / config.ngrams)
+        shares = config.noise_density, config.mean_span_tokens
+        objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
+        fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
+    return OneObjective(rows, objective, draws(split, seed), Encoder(tokenizer), fingerprint)
+
+
+def _lengths(config: Config) -> tuple[int, noise.Counts]:
+    """Tokens of a row of text, and what becomes of them."""
+    return noise.exact_lengths(config.input_tokens, config.noise_density, config.mean_span_tokens)
+
+
+class Spans:
+    """Masks runs anywhere in a row."""
+
+    def __init__(self, density: float, mean_span: float, sentinels: "np.ndarray", eos_id: int) -> None:
+        self._density, self._mean_span, self._sentinels, self._eos_id = density, mean_span, sentinels, eos_id
+
+    def __call__(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
+        """(inputs, targets) of a row."""
+        mask = noise.noise_mask(len(row), self._density, self._mean_span, rng)
+        return noise.corrupt(row, mask, noise.run_starts(mask), self._sentinels, self._eos_id)

@@ -1,0 +1,175 @@
+"""UL2's mixture of denoisers over packed text (Tay et al. 2022, arXiv 2205.05131, section 3.1).
+
+Each sample is made by one denoiser: span corruption of some density and span length, or prefix language modelling. Rows of text are as
+long as the denoiser of the sample asks for, so that nothing is lost, and at most one token of an input is padding; over an epoch every
+token is read once.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pydantic import Field, model_validator
+
+from src.config import Config as StrictConfig
+from src.config import Places
+from src.data.denoising import noise, sentinels
+from src.data.denoising.prefix_lm import Prefix
+from src.data.denoising.span_corruption import Spans
+from src.data.positions import require_fit
+from src.data.text.tokenizers import Encoder
+from src.errors import ConfigError
+from src.registry import ENCODER_DECODER
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from src.data.denoising.denoiser_mixture import Kind, Mixture
+
+
+class Denoiser(StrictConfig):
+    """One of the mixture. With neither span nor density, it is prefix language modelling."""
+
+    rate: float = Field(gt=0)
+    """Its share of the samples, in proportion to the other rates."""
+    mode: str = ""
+    """What its inputs begin with, such as "[NLU]": one token where the tokenizer has it as a control token, else its characters."""
+    mean_span_tokens: float | None = Field(default=None, ge=1)
+    noise_density: float | None = Field(default=None, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> "Denoiser":
+        if (self.mean_span_tokens is None) != (self.noise_density is None):
+            raise ValueError("expected mean_span_tokens and noise_density, or neither for a prefix language model.")
+        return self
+
+    def lengths(self, input_tokens: int) -> "Lengths":
+        """Of a sample whose inputs have at most `input_tokens` without the mode.
+
+        Raises:
+            ConfigError: they are too few.
+        """
+        if self.mean_span_tokens is None or self.noise_density is None:
+            return Lengths(input_tokens, input_tokens, 0)
+        raw, counts = noise.longest_row(input_tokens, self.noise_density, self.mean_span_tokens)
+        return Lengths(raw, counts.target_tokens, counts.spans)
+
+
+class Lengths(NamedTuple):
+    """Tokens of a row of text, most tokens of its targets, and its sentinels."""
+
+    raw: int
+    targets: int
+    sentinels: int
+
+
+def _published() -> list[Denoiser]:
+    """Those of UL2 with the shares of FAT5: two regular ones, the prefix, and four extreme ones."""
+    regular = [(3.0, 0.15), (8.0, 0.15)]
+    extreme = [(3.0, 0.5), (8.0, 0.15), (64.0, 0.15), (64.0, 0.5)]
+    return [
+        *(Denoiser(rate=0.165, mode="[NLU]", mean_span_tokens=span, noise_density=density) for span, density in regular),
+        Denoiser(rate=0.34, mode="[S2S]"),
+        *(Denoiser(rate=0.0825, mode="[NLG]", mean_span_tokens=span, noise_density=density) for span, density in extreme),
+    ]
+
+
+class Config(StrictConfig):
+    """Documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl; and how they are masked."""
+
+    corpus: str = Field(min_length=1)
+    """Folder below `--data_path`."""
+    input_tokens: int = Field(default=512, gt=3)
+    """Most tokens of an input, with mode, sentinels and end token, and of a prefix."""
+    denoisers: list[Denoiser] = Field(default_factory=_published, min_length=1)
+    """With 100 sentinels, spans of 3 at density 0.5 allow no more than 400 input tokens."""
+    val_sequences: int | None = Field(default=None, gt=0)
+    """Sequences of the validation split that are used, the same ones with the same masks whatever the seed; None for all."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "Config":
+        for number, denoiser in enumerate(self.denoisers):
+            try:
+                denoiser.lengths(self.input_tokens)
+            except ConfigError as error:
+                raise ValueError(f"denoisers[{number}]: {error}") from None
+        return self
+
+
+def reader(config: Config) -> str:
+    """The kind of model that reads the samples."""
+    del config
+    return ENCODER_DECODER
+
+
+def check(config: Config, places: Places) -> None:
+    """Refuse a data set that is missing or incomplete, without reading it.
+
+    Raises:
+        DataError: says what makes it.
+    """
+    from src.data.text import documents
+
+    documents.check(places, config.corpus)
+
+
+def check_tokenizer(config: Config, folder: Path | None) -> None:
+    """Raises a UserError where the tokenizer in `folder`, which is not loaded, has too few sentinels. None: it is not known yet."""
+    for number, denoiser in enumerate(config.denoisers):
+        most_of_mode = len(denoiser.mode.encode()) + 1  # tokens; how many they are, only the tokenizer knows
+        if denoiser.noise_density is not None and denoiser.mean_span_tokens is not None and config.input_tokens > 2 * most_of_mode:
+            room = config.input_tokens - most_of_mode
+            needed = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
+            sentinels.require_ahead(folder, needed, f"data.denoisers[{number}]")
+
+
+def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
+    """Raises ConfigError where a model of `max_positions` (None: unknown or without limit) cannot read the inputs or write the targets."""
+    require_fit("data.input_tokens", config.input_tokens, max_positions)
+    targets = max(denoiser.lengths(config.input_tokens).targets for denoiser in config.denoisers)
+    require_fit(f"data.denoisers: their targets have up to {targets} tokens", max(targets, new_tokens), max_positions)
+
+
+def one_shape(config: Config, compiled: bool) -> None:
+    """Raises ConfigError where batches of several lengths would meet `loop.compile`: each denoiser has targets of its own length."""
+    del config
+    if compiled:
+        raise ConfigError("loop.compile: the targets of 'ul2' come in many lengths, each compiled anew. Leave it out.")
+
+
+def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Mixture":
+    """The samples of one split. Which denoiser makes one, and how, is a function of (seed, epoch, index); of the index alone for
+    splits other than train.
+
+    Raises:
+        DataError: the tokenizer has no sentinels; the data set is missing, incomplete, malformed, or too small for one sequence or for
+            `val_sequences`.
+        ConfigError: a denoiser needs more sentinels than the tokenizer has, or its mode leaves too few input tokens.
+    """
+    from src.data.denoising.dataset import draws
+    from src.data.denoising.denoiser_mixture import Mixture
+    from src.data.text import documents
+
+    encoder = Encoder(tokenizer)
+    kinds = [_kind(config, number, encoder, tokenizer) for number in range(len(config.denoisers))]
+    found = documents.read(places, config.corpus, tokenizer, split)
+    return Mixture(found, kinds, draws(split, seed), encoder, config.val_sequences if split == "val" else None)
+
+
+def _kind(config: Config, number: int, encoder: Encoder, tokenizer: "PreTrainedTokenizerFast") -> "Kind":
+    """Denoiser `number`, ready to be used. Raises as `build`."""
+    import numpy as np
+
+    from src.data.denoising.denoiser_mixture import Kind
+
+    denoiser, where = config.denoisers[number], f"data.denoisers[{number}]"
+    mode = np.array(encoder.token(denoiser.mode) if denoiser.mode else [], dtype=np.int32)
+    try:
+        lengths = denoiser.lengths(config.input_tokens - len(mode))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: beside the {len(mode)} tokens of its mode, {error}") from None
+    if denoiser.mean_span_tokens is None or denoiser.noise_density is None:
+        if lengths.raw < 2:
+            raise ConfigError(f"{where}: the {len(mode)} tokens of its mode leave no room in {config.input_tokens} input tokens.")
+        return Kind(denoiser.rate, lengths.raw, mode, Prefix(encoder.eos_id))
+    ids = np.array(sentinels.require(tokenizer, lengths.sentinels, where), dtype=np.int32)
+    return Kind(denoiser.rate, lengths.raw, mode, Spans(denoiser.noise_density, denoiser.mean_span_tokens, ids, encoder.eos_id))

@@ -1,0 +1,178 @@
+"""Questions for a decoder alone: it reads the contexts in its prompt, before the question, or none."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from pydantic import Field, model_validator
+
+from src.batches import TokenBatch
+from src.config import Places
+from src.data.positions import require_fit
+from src.data.qa import questions, templates
+from src.data.qa.subsets import RowsConfig, number
+from src.data.text.tokenizers import Encoder
+from src.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Config(RowsConfig):
+    """A prepared folder of rows as those of `qa`: {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl."""
+
+    contexts: Literal["all", "useful", "none"]
+    """Which of a row's contexts stand in the prompt, joined by spaces. useful: all of them where none is marked."""
+    context_tokens: int | None = Field(default=None, gt=0)
+    """Most tokens that the contexts add to a prompt."""
+    too_long: Literal["truncate", "refuse"] = "truncate"
+    """Contexts of more tokens lose their end, or are refused when the data are read."""
+    sequence_tokens: int = Field(gt=0)
+    """Most tokens of question and answer. A longer question loses its beginning; an answer that alone is too long loses its end."""
+    loss_on: Literal["answer", "all"]
+    """Score the answer and the end token, or every token but the first."""
+    template: templates.Name = "assistant"
+    fixed_length: bool = False
+    """Every batch is as long as a sequence may be, rather than as its longest one, for `loop.compile`."""
+
+    @model_validator(mode="after")
+    def _tokens_for_contexts(self) -> "Config":
+        if self.contexts == "none" and (self.context_tokens is not None or self.too_long != "truncate"):
+            ignored = "context_tokens" if self.context_tokens is not None else "too_long"
+            raise ValueError(f"{ignored}: with contexts 'none' there is nothing to read, so it would be ignored. Remove it.")
+        if self.contexts != "none" and self.context_tokens is None:
+            raise ValueError(f"context_tokens: missing. With contexts {self.contexts!r} it says how much of them is read.")
+        return self
+
+
+class Sample(TypedDict):
+    """One training sample, or one prompt."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    """As long as input_ids. True where the prediction of the token is scored."""
+
+
+def check(config: Config, places: Places) -> None:
+    """Refuse a data set that is missing or incomplete, without reading its rows.
+
+    Raises:
+        DataError: says what makes it.
+        ConfigError: it has no rows of one of the sources.
+    """
+    questions.check(config, places)
+
+
+def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
+    """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the sequences, or write `new_tokens` after one."""
+    field = "data.sequence_tokens" + ("" if config.context_tokens is None else " + data.context_tokens")
+    require_fit(field, _longest(config) + new_tokens, max_positions)
+
+
+def one_shape(config: Config, compiled: bool) -> None:
+    """Raises ConfigError where batches of several lengths would meet `loop.compile`."""
+    if compiled and not config.fixed_length:
+        raise ConfigError("data.fixed_length: False, but loop.compile needs batches of one length. Write True, or leave loop.compile out.")
+
+
+def batch_tokens(config: Config) -> tuple[int, ...] | None:
+    """Tokens of every sequence of a batch; None where that hangs on its samples."""
+    return (_longest(config),) if config.fixed_length else None
+
+
+def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "PromptedQADataset":
+    """The rows of one split, tokenised when they are asked for.
+
+    Raises:
+        DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`; or a context is
+            too long and refused.
+        ConfigError: too few tokens are allowed for the template alone, or no row is of one of the sources.
+    """
+    rows, fingerprint = questions.read(places, config, split)
+    return PromptedQADataset(config, rows, tokenizer, seed, fingerprint)
+
+
+def _longest(config: Config) -> int:
+    return config.sequence_tokens + (config.context_tokens or 0)
+
+
+class PromptedQADataset(questions.Questions):
+    """Samples are the same in every epoch."""
+
+    def __init__(
+        self, config: Config, rows: Sequence[questions.Row], tokenizer: "PreTrainedTokenizerFast", seed: int, fingerprint: str
+    ) -> None:
+        super().__init__(rows, seed, config.corpus, fingerprint)
+        self.reads_contexts = config.context_tokens is not None
+        self._config = config
+        self._encoder = Encoder(tokenizer)
+        self._prompter = templates.Prompter(self._encoder, config.template)
+        if config.contexts == "useful":
+            self._texts_of = questions.useful_contexts
+        questions.require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
+        if config.context_tokens is not None:
+            questions.require_room("context_tokens", config.context_tokens, self._prompter.fixed_reading_tokens + 1)
+            self._shortened = questions.Shortened(config.corpus, "context_tokens", config.context_tokens)
+            if config.too_long == "refuse":
+                self._require_short_contexts(config.context_tokens)
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        return len(self._rows)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Contexts, question and answer, whatever the epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        most = self._config.sequence_tokens
+        answer = self._prompter.answer(self._rows[index]["answer"], most - self._prompter.fixed_tokens)
+        prompt = self._prompt(index, most - len(answer))
+        if self._config.loss_on == "answer":
+            loss_mask = [False] * len(prompt) + [True] * len(answer)
+        else:
+            loss_mask = [False] + [True] * (len(prompt) + len(answer) - 1)
+        return {"input_ids": prompt + answer, "loss_mask": loss_mask}
+
+    def prompt(self, index: int) -> Sample:
+        """What generation starts from: the sample without its answer."""
+        ids = self._prompt(index, self._config.sequence_tokens - 1)
+        return {"input_ids": ids, "loss_mask": [False] * len(ids)}
+
+    def collate(self, samples: Sequence[Sample]) -> TokenBatch:
+        """Pad on the right."""
+        return self._collated(samples, left=False)
+
+    def collate_prompts(self, samples: Sequence[Sample]) -> TokenBatch:
+        """Pad the prompts on the left, so that all end where generation begins."""
+        return self._collated(samples, left=True)
+
+    def _collated(self, samples: Sequence[Sample], left: bool) -> TokenBatch:
+        from src.data import collate
+
+        length = _longest(self._config) if self._config.fixed_length and not left else None
+        ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
+        return collate.pad_tokens(ids, masks, self._encoder.pad_id, left, length)
+
+    def _require_short_contexts(self, most: int) -> None:
+        """Raises DataError for the first row whose contexts would be cut."""
+        for index, row in enumerate(self._rows):
+            needed = self._needed(" ".join(self._texts_of(row)))
+            if needed > most:
+                where = f"{self._name}: row {number(self._rows, index) + 1}"
+                raise DataError(
+                    f"{where}: its contexts take {needed} tokens, more than data.context_tokens, {most}. "
+                    "Allow more, or write too_long 'truncate'."
+                )
+
+    def _needed(self, context: str) -> int:
+        """Tokens that a context adds to a prompt where none is lost."""
+        return len(self._encoder.text(context)) + self._prompter.fixed_reading_tokens
+
+    def _prompt(self, index: int, max_tokens: int) -> list[int]:
+        question, most = self._rows[index]["question"], self._config.context_tokens
+        if most is None:
+            return self._prompter.prompt(question, max_tokens)
+        context = " ".join(self._texts_of(self._context_row(index)))
+        ids = self._prompter.reading(context, question, most, max_tokens)
+        full = len(ids) >= most + self._prompter.fixed_tokens  # only then something may be lost, and tokens are counted once more
+        self._shortened.count(1, full and self._needed(context) > most)
+        return ids

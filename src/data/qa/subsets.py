@@ -1,0 +1,126 @@
+"""Which rows of a prepared data set are used: of some sources, or some that stand for all."""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from pydantic import Field, field_validator
+
+from src.config import Config as StrictConfig
+from src.config import unknown
+from src.errors import DataError
+from src.files import read_manifest
+from src.metrics.answers import source
+
+Row = dict[str, Any]
+
+
+class RowsConfig(StrictConfig):
+    """A prepared folder of rows {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl, and which of them are used.
+
+    Splits beside train and val are used whole.
+    """
+
+    corpus: str = Field(min_length=1)
+    """Folder below `--data_path`."""
+    train_datasets: list[str] | None = Field(default=None, min_length=1)
+    """Only the rows of these sources are trained on, named as in "em/<source>"; None for all."""
+    val_datasets: list[str] | None = Field(default=None, min_length=1)
+    """Only the rows of these sources are validated on, named as in "em/<source>"; None for all."""
+    val_samples: int | None = Field(default=None, gt=0)
+    """Rows of the validation split, of `val_datasets`, that are used: the same ones whatever the seed; None for all."""
+
+    @field_validator("train_datasets", "val_datasets")
+    @classmethod
+    def _each_once(cls, names: list[str] | None) -> list[str] | None:
+        twice = [name for name, times in Counter(names or ()).items() if times > 1]
+        if twice:
+            raise ValueError(f"{', '.join(twice)} stands there more than once. Name each source once.")
+        return names
+
+    def datasets(self, split: str) -> list[str] | None:
+        """The sources whose rows of a split are used; None for all."""
+        return {"train": self.train_datasets, "val": self.val_datasets}.get(split)
+
+
+def check_sources(config: RowsConfig, folder: Path) -> None:
+    """Refuse sources that the data set in `folder` lacks, as far as its manifest tells; else they are looked for when rows are read.
+
+    data_prep.prepare_qa writes {"counts": {split: {"rows": {source: number}}}}.
+
+    Raises:
+        ConfigError: names those that there are.
+        DataError: the manifest is missing or damaged.
+    """
+    counts: Any = read_manifest(folder, DataError).get("counts")
+    for split in ("train", "val"):
+        of_split = counts.get(split) if isinstance(counts, Mapping) else None
+        rows = of_split.get("rows") if isinstance(of_split, Mapping) else None
+        if isinstance(rows, Mapping):
+            _require_known(config, split, rows)
+
+
+def _require_known(config: RowsConfig, split: str, known: Iterable[str]) -> None:
+    for name in config.datasets(split) or ():
+        if name not in known:
+            raise unknown("source", name, known, f"data.{split}_datasets: {config.corpus}/{split}.jsonl")
+
+
+class Chosen:
+    """Is shown the rows of a split in order, and notes which of them are of the sources that are used."""
+
+    def __init__(self, config: RowsConfig, split: str, more: Callable[[Row, str], None]) -> None:
+        """`more` is shown each row too, and where it is."""
+        self._config, self._split, self._more = config, split, more
+        self._wanted = config.datasets(split)
+        self._known: set[str] = set()
+        self._count = 0
+        self._numbers = array("Q")
+
+    def __call__(self, row: Row, where: str) -> None:
+        self._more(row, where)
+        if self._wanted is not None:
+            found = source(row)
+            self._known.add(found)
+            if found in self._wanted:
+                self._numbers.append(self._count)
+        self._count += 1
+
+    def of(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Those of the `rows`, all of which were shown, that are used.
+
+        Raises:
+            ConfigError: no row is of one of the sources; names those that there are.
+        """
+        _require_known(self._config, self._split, self._known)
+        return rows if self._wanted is None else Subset(rows, self._numbers)
+
+
+class Subset(Sequence[Row]):
+    """Some rows of `rows`, by number, each read when it is asked for."""
+
+    def __init__(self, rows: Sequence[Row], numbers: Sequence[int]) -> None:
+        self.rows = rows
+        self.numbers = numbers
+        """Of each in `rows`, counted from 0."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self.rows[number] for number in self.numbers[index]]
+        return self.rows[self.numbers[index]]
+
+
+def number(rows: Sequence[Row], index: int) -> int:
+    """Where row `index` of `rows` stands in the whole file, counted from 0."""
+    while isinstance(rows, Subset):
+        rows, index = rows.rows, rows.numbers[index]
+    return index

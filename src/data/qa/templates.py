@@ -1,0 +1,123 @@
+"""How a question, an answer and a context are written for a model, and the ids that come of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from src.data.text.tokenizers import Encoder
+
+Name = Literal["assistant", "instruct"]
+CONTEXT_TOKEN = "<|C|>"
+
+
+@dataclass(frozen=True)
+class Template:
+    """Pieces before and after the question, and what stands between them and the answer.
+
+    A piece that is one of `controls` becomes one id where the vocabulary has it; everything else is text.
+    """
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    before_answer: str = ""
+    before_context: tuple[str, ...] = ()
+    """Where a context is in the prompt it stands between these and `after_context`, and both in the place of `before`."""
+    after_context: tuple[str, ...] = ()
+
+
+# ServiceNow/xc-cache, format_qa_task.py: the user-assistant template, that of Tulu 2 with a context, and the instruct template.
+TEMPLATES: dict[str, Template] = {
+    "assistant": Template(
+        before=("<|user|>", "\n"),
+        after=("\n", "<|assistant|>", "\n"),
+        before_context=("<|system|>", "\n"),
+        after_context=("\n", "<|user|>", "\n"),
+    ),
+    "instruct": Template(
+        before=("[INST]", " "), after=(" ", "[/INST]"), before_answer=" ", before_context=("[INST]", " "), after_context=("\n",)
+    ),
+}
+
+
+class Prompter:
+    """Writes prompts and encoder inputs in one template with one tokenizer."""
+
+    def __init__(self, encoder: Encoder, template: Name) -> None:
+        self._encoder = encoder
+        self._template = TEMPLATES[template]
+        self.fixed_tokens = len(self._assemble([], []))
+        self._marker = encoder.token(CONTEXT_TOKEN)
+        self.fixed_context_tokens = self.fixed_tokens + len(self._marker)
+        self.fixed_reading_tokens = len(self._assemble([], [], [])) - self.fixed_tokens
+        """What a context in the prompt takes besides its own ids."""
+
+    def prompt(self, question: str, max_tokens: int) -> list[int]:
+        """Ids up to where the answer begins, at most `max_tokens`; a longer question loses its beginning."""
+        ids = self._joined(question, "")
+        if len(ids) <= max_tokens:
+            return ids
+        question_ids = self._encoder.text(question)
+        room = max(0, max_tokens - self.fixed_tokens)
+        return self._assemble(question_ids[max(0, len(question_ids) - room) :], [])
+
+    def reading(self, context: str, question: str, context_tokens: int, max_tokens: int) -> list[int]:
+        """Like `prompt`, with the context before the question: at most `max_tokens`, and `context_tokens` more for the context.
+
+        A longer context loses its end, a longer question its beginning; neither has the room that the other leaves.
+        """
+        context_ids = self._encoder.text(context)
+        room = max(0, context_tokens - self.fixed_reading_tokens)
+        if len(context_ids) <= room and len(self._joined(question, "")) <= max_tokens:
+            ids = self._joined(question, "", context)
+            if len(ids) <= context_tokens + max_tokens:
+                return ids
+        question_ids = self._encoder.text(question)
+        left = max(0, max_tokens - self.fixed_tokens)
+        return self._assemble(question_ids[max(0, len(question_ids) - left) :], [], context_ids[:room])
+
+    def answer(self, answer: str, max_tokens: int) -> list[int]:
+        """Ids of the answer and the end token; an answer longer than `max_tokens` loses its end, and the end token with it."""
+        return [*self._encoder.text(self._template.before_answer + answer), self._encoder.eos_id][:max_tokens]
+
+    def context(self, context: str, question: str, max_tokens: int) -> list[int]:
+        """Encoder input: the template with <|C|> for the question, `question` (or "") before it, the context for the answer.
+
+        At most `max_tokens`: a longer context loses its end, then the question its beginning.
+        """
+        head = self._joined(question, CONTEXT_TOKEN)
+        if len(head) > max_tokens:
+            question_ids = self._encoder.text(question)
+            room = max(0, max_tokens - self.fixed_context_tokens)
+            head = self._assemble(question_ids[max(0, len(question_ids) - room) :], self._marker)
+        return (head + self._encoder.text(self._template.before_answer + context if context else ""))[:max_tokens]
+
+    def _joined(self, question: str, marker: str, context: str | None = None) -> list[int]:
+        """Tokenised as the whole text would be: runs of text between control tokens are not cut further."""
+        ids, run = list(self._encoder.start), ""
+        for piece, is_ours in self._pieces(question, marker, context):
+            control = self._encoder.control(piece) if is_ours else None
+            if control is None:
+                run += piece
+            else:
+                ids += [*self._encoder.text(run), control]
+                run = ""
+        return ids + self._encoder.text(run)
+
+    def _pieces(self, question: str, marker: str, context: str | None) -> list[tuple[str, bool]]:
+        """The text in order, each piece with whether it is ours rather than a user's. context: None where there is none."""
+        ours = self._template
+        before = [(piece, True) for piece in (ours.before if context is None else ours.before_context)]
+        if context is not None:
+            before += [(context, False), *((piece, True) for piece in ours.after_context)]
+        return [*before, (question, False), (marker, True), *((piece, True) for piece in ours.after)]
+
+    def _assemble(self, question_ids: Sequence[int], marker_ids: Sequence[int], context_ids: Sequence[int] | None = None) -> list[int]:
+        """The same from a question and a context that are tokenised already."""
+        ours = self._template
+        before = self._tokens(ours.before)
+        if context_ids is not None:
+            before = [*self._tokens(ours.before_context), *context_ids, *self._tokens(ours.after_context)]
+        return [*self._encoder.start, *before, *question_ids, *marker_ids, *self._tokens(ours.after)]
+
+    def _tokens(self, pieces: Sequence[str]) -> list[int]:
+        return [i for piece in pieces for i in self._encoder.token(piece)]

@@ -1,0 +1,257 @@
+"""Rows of a task as text to text: an encoder-decoder reads the columns of a row and writes its label."""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from pydantic import Field
+
+from src.batches import Seq2SeqBatch
+from src.config import Config as StrictConfig
+from src.config import Places
+from src.data import jsonl
+from src.data.positions import require_fit
+from src.data.tasks import registry as tasks
+from src.data.text.tokenizers import Encoder
+from src.errors import ConfigError, DataError
+from src.files import reading
+from src.metrics.answers import Answered
+from src.registry import ENCODER_DECODER
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
+Row = dict[str, Any]
+OPTIONAL = {"label": str, "index": int, "answers": list[str], "group": str}
+
+
+class Config(StrictConfig):
+    """A folder made by data_prep.prepare_task, with train.jsonl, val.jsonl and maybe test.jsonl, as a task of resources/tasks."""
+
+    task: str = Field(min_length=1)
+    """Name of an entry, as "rte"."""
+    corpus: str = Field(min_length=1)
+    """Folder below `--data_path`."""
+    input_tokens: int = Field(default=512, gt=1)
+    """Most tokens of an input and its end token; a longer one loses its end."""
+    target_tokens: int = Field(default=64, gt=1)
+    """Most tokens of a target and its end token, and of a generated answer. A longer target is refused."""
+    val_samples: int | None = Field(default=None, gt=0)
+    """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
+
+
+class Sample(TypedDict):
+    """Ids of an input and of its target, each with its end token. The target of a prompt is the end token alone."""
+
+    inputs: list[int]
+    targets: list[int]
+
+
+def reader(config: Config) -> str:
+    """The kind of model that reads the samples."""
+    del config
+    return ENCODER_DECODER
+
+
+def check(config: Config, places: Places) -> None:
+    """Refuse an unknown task, and a data set that is missing, incomplete or of another task, reading no more than a row of each split.
+
+    Raises:
+        ConfigError: names the task, and those that there are.
+        DataError: says what makes the data set.
+    """
+    check_splits(config, places, jsonl.SPLITS)
+
+
+def check_splits(config: Config, places: Places, splits: Sequence[str]) -> tasks.Named:
+    """`check` of some splits; the task."""
+    folder = jsonl.corpus(places, config.corpus)
+    task = tasks.of_corpus(config.task, folder)
+    for split in splits:
+        if split == "train" and not task.task.trained:
+            raise ConfigError(f"data.task: {config.task!r} has no rows to train on. Name it in predictions.also.")
+        _require_columns(task, jsonl.require_file(folder, f"{split}.jsonl"))
+    return task
+
+
+def _require_columns(task: tasks.Named, path: Path) -> None:
+    """Raises DataError where the first row of a file lacks a column of the task: most likely it is of another."""
+    with reading(path, DataError), open(path, "rb") as file:
+        row = jsonl.parse(file.readline(), f"{path}:1")
+    for column in task.task.columns:
+        if column not in row:
+            raise DataError(f"{path}:1: no column {column!r} of task {task.name!r}. It has: {', '.join(row)}.")
+
+
+def weight(config: Config, places: Places) -> float | None:
+    """Examples of the task in T5's mixtures, in proportion to those of others; None where they leave it out."""
+    return tasks.of_corpus(config.task, jsonl.corpus(places, config.corpus)).task.weight
+
+
+def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
+    """Raises ConfigError where a model of `max_positions` (None: unknown or without limit) cannot read an input or write a target."""
+    require_fit("data.input_tokens", config.input_tokens, max_positions)
+    require_fit("data.target_tokens", max(config.target_tokens, new_tokens), max_positions)
+
+
+def one_shape(config: Config, compiled: bool) -> None:
+    """Raises ConfigError where batches of several lengths would meet `loop.compile`."""
+    del config
+    if compiled:
+        raise ConfigError("loop.compile: texts of 'task' come in many lengths, each compiled anew. Leave it out.")
+
+
+def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TaskDataset":
+    """The rows of one split, tokenised when they are asked for. They do not depend on `seed`, which every data set is given.
+
+    Raises:
+        DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`; a row of another split than "test" has
+            no label; the tokenizer cannot write a label, or a target is too long.
+        ConfigError: the task is unknown.
+    """
+    task = check_splits(config, places, [split])
+    folder = places.data / config.corpus
+    path = folder / f"{split}.jsonl"
+
+    def check_row(row: Row, where: str) -> None:
+        label = row.get("label")
+        if label is None and split != "test":
+            raise DataError(f"{where}: no label. Only rows of the split 'test' may have none.")
+        if label is not None and task.task.kind == "classes" and label not in task.task.labels:
+            raise DataError(f"{where}: label {label!r} is none of {config.task!r}: {', '.join(task.task.labels)}. Prepare it again.")
+        if label is not None and task.task.kind == "regression":
+            require_number(label, task.task, where)
+
+    rows: Sequence[Row] = jsonl.read_rows(path, dict.fromkeys(task.task.columns, str), OPTIONAL, check_row)
+    if split == "val" and config.val_samples is not None:
+        rows = [rows[i] for i in jsonl.first_of_permutation(len(rows), config.val_samples, path)]
+    digest = hashlib.sha256(f"{jsonl.fingerprint(folder)} {task.fingerprint}".encode()).hexdigest()
+    return TaskDataset(config, task, rows, tokenizer, digest)
+
+
+def require_number(label: str, task: tasks.Task, where: str) -> None:
+    """Raises DataError, which names `where`, unless `label` is a number in the range of a regression."""
+    low, high = task.range or [0.0, 0.0]
+    try:
+        value = float(label)
+    except ValueError:
+        raise DataError(f"{where}: expected a number from {low:g} to {high:g} as the label, got {label[:60]!r}.") from None
+    if not low <= value <= high:
+        raise DataError(f"{where}: expected a label from {low:g} to {high:g}, got {label[:60]!r}.")
+
+
+class TaskDataset:
+    """Samples are the same in every epoch."""
+
+    def __init__(
+        self, config: Config, task: tasks.Named, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerFast", fingerprint: str
+    ) -> None:
+        self.task, self.fingerprint = task, fingerprint
+        self.target_tokens = config.target_tokens
+        self._config, self._rows, self._encoder = config, rows, Encoder(tokenizer)
+        self._seen, self._read, self._cut, self._next = bytearray(len(rows)), 0, 0, 1
+        self.answer_ids = [self._target(text) for text in task.answers]
+        """Ids of every text that may be written, each with its end token; empty where they cannot be listed."""
+        self._require_written(tokenizer)
+
+    def _require_written(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        """Raises DataError where a target is too long, or comes back from the tokenizer as another text."""
+        texts, place = self.task.answers, f"task {self.task.name!r}"
+        for text, ids in zip(texts, self.answer_ids, strict=True):
+            back = str(tokenizer.decode(ids[:-1], skip_special_tokens=True)).strip()
+            if back != text:
+                raise DataError(f"{place}: this tokenizer writes label {text!r} as {back!r}, so no answer could be right. Take another.")
+        if not texts:
+            texts = [self.task.target(row.get("label")) for row in self._rows]
+        for text, ids in zip(texts, self.answer_ids or self._encoder.texts(texts), strict=True):
+            length = len(ids) + (not self.answer_ids)
+            if length > self.target_tokens:
+                raise DataError(
+                    f"{place}: the target {text[:60]!r} has {length} tokens with its end token, and data.target_tokens is "
+                    f"{self.target_tokens}. Targets are never cut: allow more."
+                )
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        return len(self._rows)
+
+    @property
+    def num_questions(self) -> int:
+        """Rows: what can be asked."""
+        return len(self._rows)
+
+    @property
+    def sources(self) -> list[str]:
+        """Every `source`."""
+        return [self.task.name]
+
+    def source(self, index: int) -> str:
+        """What scores are grouped by: the task."""
+        del index
+        return self.task.name
+
+    def row(self, index: int) -> Row:
+        """Row `index` as it stands in the prepared data."""
+        return self._rows[index]
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Input and target of a row, whatever the epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return {"inputs": self._input(index), "targets": self._target(self.target(index))}
+
+    def prompt(self, index: int) -> Sample:
+        """A sample without its target."""
+        return {"inputs": self._input(index), "targets": [self._encoder.eos_id]}
+
+    def input(self, index: int) -> str:
+        """What the model reads, before it is cut to `input_tokens`."""
+        return self.task.input(self._rows[index])
+
+    def target(self, index: int) -> str:
+        """What the model should write; `tasks.UNLABELLED` where the row has no label."""
+        return self.task.target(self._rows[index].get("label"))
+
+    def answered(self, index: int, prediction: str) -> Answered:
+        """Row `index` with what a model has written, to be scored."""
+        row = self._rows[index]
+        return Answered(prediction, row.get("answers") or [self.target(index)], row.get("group") or "", source=self.task.name)
+
+    def collate(self, samples: Sequence[Sample]) -> Seq2SeqBatch:
+        """Pad on the right. The decoder starts with the padding token, as T5's."""
+        from src.data import collate
+
+        pad = self._encoder.pad_id
+        return collate.seq2seq([s["inputs"] for s in samples], [s["targets"] for s in samples], pad, pad)
+
+    def collate_prompts(self, samples: Sequence[Sample]) -> "dict[str, Tensor]":
+        """What `generate` takes: "input_ids" and "attention_mask" of `collate`."""
+        batch = self.collate(samples)
+        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+
+    def collate_answers(self, samples: Sequence[Sample], answer: Sequence[int]) -> Seq2SeqBatch:
+        """The prompts, each with the target `answer`, one of `answer_ids`."""
+        return self.collate([{"inputs": sample["inputs"], "targets": list(answer)} for sample in samples])
+
+    def _input(self, index: int) -> list[int]:
+        ids, most = self._encoder.text(self.input(index)), self._config.input_tokens - 1
+        if not self._seen[index]:
+            self._seen[index] = 1
+            self._read += 1
+            self._cut += len(ids) > most
+            if self._cut >= self._next:
+                self._tell()
+        return [*ids[:most], self._encoder.eos_id]
+
+    def _tell(self) -> None:
+        """At the first input that is cut, the 10th, the 100th and so on."""
+        found = f"{self._cut} of {self._read} inputs that this process has read so far lost their end"
+        log.warning("%s: %s: data.input_tokens is %d.", self._config.corpus, found, self._config.input_tokens)
+        self._next = 10 ** len(str(self._cut))
+
+    def _target(self, text: str) -> list[int]:
+        return [*self._encoder.text(text), self._encoder.eos_id]

@@ -1,0 +1,220 @@
+"""The table of tasks that are written as text: what a model reads, what it should write, and how that is scored.
+
+A task is an entry of a YAML file in resources/tasks, or of a user's own. The model reads "PREFIX COLUMN: value COLUMN: value", as T5
+does with GLUE (Raffel et al. 2020, arXiv 1910.10683, appendix D; Google's t5.data.preprocessors.glue), and writes a label as text.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from src import yaml_file
+from src.config import Config, unknown_text
+from src.config import load as load_config
+from src.errors import ConfigError
+from src.registry import METRICS, Part, bind
+
+FOLDER = Path(__file__).resolve().parents[3] / "resources" / "tasks"
+OWN = "task.yaml"
+"""File of a prepared data set with the task of a user."""
+UNLABELLED = "<unk>"
+"""What T5 writes for the label of a row that has none."""
+
+FIELDS = ("index", "label", "answers", "group")
+"""What a prepared row may hold beside its columns."""
+
+_OF_CLASSES, _OF_NUMBERS = {"accuracy", "f1", "macro_f1", "matthews", "f1a", "question_match"}, {"pearson", "spearman", "accuracy"}
+_OF_TEXT = {"em": "squad", "f1": "squad", "bleu": "bleu", "meteor": "meteor", "rouge1": "rouge", "rouge2": "rouge", "rougeL": "rouge"}
+_IN_HUNDREDS = {"matthews", "pearson", "spearman"}
+_STEPS = 5  # of a regression's label, per 1.0
+
+
+class Submission(Config):
+    """The file that GLUE's server takes: lines of "index", "prediction"."""
+
+    file: str = Field(pattern=r"^\w[\w.-]*\.tsv$")
+    label: Literal["text", "number"]
+    """How a class is written there."""
+
+
+class Task(Config):
+    """One entry of the table, without its name."""
+
+    columns: list[str] = Field(min_length=1)
+    """What the model reads of a row, in this order."""
+    kind: Literal["classes", "regression", "text"] = "classes"
+    """regression: a number, written to the nearest 0.2 with one decimal. text: whatever stands in a row's label."""
+    labels: list[str] = []
+    """Texts of the classes 0, 1, 2…"""
+    range: list[float] | None = None
+    """Lowest and highest number of a regression."""
+    metrics: list[str] = Field(min_length=1)
+    """Of whole sets of answers. The first is the one to optimise, unless `optimise` names another."""
+    optimise: str | None = None
+    weight: float | None = Field(gt=0)
+    """Examples of the task in T5's mixtures, in proportion to those of others; null: they leave it out."""
+    trained: bool = True
+    """Whether there are rows to train on; if not, the task is asked of a model that was trained on another."""
+    prefix: str | None = Field(default=None, min_length=1)
+    """What the input begins with. null: the name of the task."""
+    separator: str = " "
+    """Between one column and the next."""
+    names: dict[str, list[str]] = {}
+    """What a column, "label" or "index" is called in releases where it has another name."""
+    plain: list[list[str]] = []
+    """Columns of the lines of a tsv file without a header, "_" for one that is not read; one list for each number of columns."""
+    form: Literal["multirc", "record", "wsc"] | None = None
+    """What is done to a row of the release before its columns are there."""
+    submission: Submission | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Task":
+        _require_distinct("columns", self.columns)
+        for name in self.columns:
+            if name in FIELDS:
+                raise ValueError(f"columns: {name!r} is a field of every row. Call the column otherwise, and say its name in `names`.")
+        _require_distinct("labels", self.labels)
+        if (self.kind == "classes") != (len(self.labels) > 1):
+            raise ValueError(f"labels: {len(self.labels)} for kind {self.kind!r}; 'classes' has two or more, the others none.")
+        if any(not text or text != text.strip() or text == UNLABELLED for text in self.labels):
+            raise ValueError(f"labels: expected texts without blanks around them, none {UNLABELLED!r}; got {self.labels}.")
+        if (self.kind == "regression") != (self.range is not None):
+            raise ValueError("range: [lowest, highest] belongs to kind 'regression', and to no other.")
+        if self.range is not None and not (len(self.range) == 2 and self.range[0] < self.range[1]):
+            raise ValueError(f"range: expected [lowest, highest], got {self.range}.")
+        known = {"classes": _OF_CLASSES, "regression": _OF_NUMBERS, "text": set(_OF_TEXT)}[self.kind]
+        for name in self.metrics:
+            if name not in known:
+                raise ValueError(f"metrics: {unknown_text(f'metric of kind {self.kind!r}', name, known)}")
+        if self.optimise is not None and self.optimise not in self.metrics:
+            raise ValueError(f"optimise: {unknown_text('metric of this task', self.optimise, self.metrics)}")
+        if {"f1", "f1a"} & set(self.metrics) and self.kind == "classes" and len(self.labels) != 2:
+            raise ValueError(f"metrics: f1 is of two classes, and there are {len(self.labels)}. Take macro_f1.")
+        self._layouts_fit()
+        return self
+
+    def _layouts_fit(self) -> None:
+        known = [*self.columns, "label", "index"]
+        for name in self.names:
+            if name not in known:
+                raise ValueError(f"names: {unknown_text('column', name, known)}")
+        for line in self.plain:
+            for name in line:
+                if name not in [*known, "_"]:
+                    raise ValueError(f"plain: {unknown_text('column', name, [*known, '_'])}")
+            if missing := [name for name in self.columns if name not in line]:
+                raise ValueError(f"plain: {line} lacks the column {missing[0]!r}.")
+        if len({len(line) for line in self.plain}) < len(self.plain):
+            raise ValueError("plain: two lists of as many columns: which is meant could not be told.")
+
+
+def _require_distinct(field: str, values: list[str]) -> None:
+    twice = sorted({value for value in values if values.count(value) > 1})
+    if twice:
+        raise ValueError(f"{field}: {', '.join(map(repr, twice))} stands there twice.")
+
+
+class Named:
+    """A task with its name: everything that is said in words."""
+
+    def __init__(self, name: str, task: Task) -> None:
+        self.name, self.task = name, task
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that the text of samples and their scores depend on."""
+        return hashlib.sha256(json.dumps([self.name, self.task.model_dump(mode="json")], sort_keys=True).encode()).hexdigest()
+
+    @property
+    def form(self) -> str | None:
+        """What is done to a row of the release before its columns are there: a name in `data_prep.superglue.FORMS`."""
+        return self.task.form
+
+    @property
+    def optimised(self) -> str:
+        """The metric to optimise."""
+        return self.task.optimise or self.task.metrics[0]
+
+    def hundredths(self, scores: Mapping[str, float]) -> float:
+        """The metric to optimise, from 0 (or -100) to 100."""
+        value = scores[self.optimised]
+        return value if self.optimised in _IN_HUNDREDS else 100 * value
+
+    def input(self, row: Mapping[str, str]) -> str:
+        """What the model reads of a row."""
+        pairs = self.task.separator.join(f"{column}: {row[column]}" for column in self.task.columns)
+        return f"{self.task.prefix or self.name} {pairs}"
+
+    def target(self, label: str | float | None) -> str:
+        """What the model should write. label: the text of a class or an answer, the number of a regression; None where there is none."""
+        if label is None:
+            return UNLABELLED
+        if self.task.kind == "regression":
+            return f"{round(float(label) * _STEPS) / _STEPS:.1f}"
+        return str(label)
+
+    @cached_property
+    def answers(self) -> list[str]:
+        """All texts that may be written, where they can be listed: the labels, or a regression's steps. Else empty."""
+        if self.task.range is None:
+            return self.task.labels
+        low, high = (round(end * _STEPS) for end in self.task.range)
+        return [self.target(step / _STEPS) for step in range(low, high + 1)]
+
+    def class_of(self, text: str) -> int:
+        """Number of the class that is written, -1 for none."""
+        return self.task.labels.index(text) if text in self.task.labels else -1
+
+    def metrics(self) -> list[Part]:
+        """The parts of METRICS that give the task's scores."""
+        if self.task.kind == "text":
+            return [bind(METRICS, {"name": name}) for name in dict.fromkeys(_OF_TEXT[metric] for metric in self.task.metrics)]
+        return [bind(METRICS, {"name": "classification", "scores": self.task.metrics, "labels": self.task.labels})]
+
+
+def find(name: str, own: Path | None = None) -> Named:
+    """The task called `name`. own: a user's file, in which it may stand beside those of resources/tasks.
+
+    Raises:
+        ConfigError: no file has it; or a file has a mistake: names the file, the task and the field.
+    """
+    known: dict[str, Path] = {}
+    entries: dict[str, Any] = {}
+    for path in [*sorted(FOLDER.glob("*.yaml")), *([own] if own else [])]:
+        for task, raw in _read(path).items():
+            if task in known:
+                raise ConfigError(f"{path}: {task}: a task of this name stands in {known[task]}. Call it otherwise.")
+            known[task], entries[task] = path, raw
+    if name not in entries:
+        raise ConfigError(f"task: {unknown_text('task', name, known)} Another is added by an entry in a file of {FOLDER}.")
+    return Named(name, load_config(Task, entries[name], f"{known[name]}: {name}"))
+
+
+def of_corpus(name: str, folder: Path) -> Named:
+    """The task `name`, which the prepared data set `folder` may have brought itself."""
+    return find(name, folder / OWN if (folder / OWN).is_file() else None)
+
+
+def every() -> list[Named]:
+    """All tasks of resources/tasks, checked."""
+    return [find(name) for path in sorted(FOLDER.glob("*.yaml")) for name in _read(path)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return _parsed(path, path.stat().st_mtime_ns if path.is_file() else 0)
+
+
+@lru_cache(maxsize=16)
+def _parsed(path: Path, written: int) -> dict[str, Any]:
+    """The entries of a file, as it was `written`."""
+    del written
+    raw = yaml_file.read(path, "tasks by name")
+    wrong = [name for name in raw if not isinstance(name, str)]
+    if wrong:
+        raise ConfigError(f"{path}: expected tasks by name, got {wrong[0]!r} ({type(wrong[0]).__name__}).")
+    return raw

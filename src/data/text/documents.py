@@ -1,0 +1,142 @@
+"""Documents as token ids: of a folder made by data_prep.tokenize, by memory map, or of a plain text corpus, tokenised in memory."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.config import Places
+from src.data import jsonl
+from src.data.qa.encoded_store import tokenizer_digest
+from src.data.text import token_files
+from src.data.text.tokenizers import Encoder
+from src.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
+
+
+def check(places: Places, corpus: str) -> None:
+    """Refuse a data set that is missing or incomplete, without reading its documents.
+
+    Raises:
+        DataError: says what makes it.
+    """
+    folder = jsonl.corpus(places, corpus)
+    if token_files.is_tokenised(folder):
+        token_files.require(folder)
+    else:
+        jsonl.require_splits(places, corpus)
+
+
+def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", split: str) -> "Documents":
+    """All documents of one split.
+
+    corpus: folder below `places.data`: token files, or rows {"text": str} in train.jsonl and val.jsonl.
+
+    Raises:
+        DataError: the data set is missing, incomplete or malformed, or was tokenised with another tokenizer.
+    """
+    folder = jsonl.corpus(places, corpus)
+    encoder = Encoder(tokenizer)
+    if token_files.is_tokenised(folder):
+        manifest = token_files.require(folder, [split])
+        _check_tokenizer(folder, manifest["tokenizer"], tokenizer_digest(tokenizer), encoder.eos_id)
+        return Stored(folder, split, encoder.eos_id)
+    path = jsonl.require_file(folder, f"{split}.jsonl")
+    texts = [row["text"] for row in jsonl.read_rows(path, {"text": str})]
+    return Documents([joined(encoder.texts(texts), encoder.eos_id)], encoder.eos_id, jsonl.fingerprint(folder), path)
+
+
+def joined(documents: Iterable[Sequence[int]], eos_id: int) -> token_files.Shard:
+    """Ids of documents, each without its end token, as one shard in memory."""
+    import numpy as np
+
+    pieces = [np.array([*ids, eos_id], dtype=np.int32) for ids in documents]
+    ends = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+    return token_files.Shard(np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int32), ends)
+
+
+def _check_tokenizer(folder: Path, made: dict[str, Any], fingerprint: str, eos_id: int) -> None:
+    named = f"{made.get('name', 'another tokenizer')!r}"
+    if made["fingerprint"] != fingerprint:
+        raise DataError(
+            f"{folder}: tokenised with {named} (sha256 {made['fingerprint'][:12]}), but the model's tokenizer is another "
+            f"({fingerprint[:12]}). Run data_prep.tokenize with the model's tokenizer, or train a model that has this one."
+        )
+    if made["eos_id"] != eos_id:
+        raise DataError(f"{folder}: its documents end with token {made['eos_id']}, those of the model with {eos_id}. {token_files.AGAIN}")
+
+
+class Documents:
+    """Documents of one split in their order. `documents[i]` are the ids of one, (tokens,) int32, without its end token."""
+
+    def __init__(self, shards: Sequence[token_files.Shard], eos_id: int, fingerprint: str, path: Path) -> None:
+        """path: what messages name."""
+        self.eos_id = eos_id
+        self.fingerprint = fingerprint
+        self.path = path
+        self._shards = shards
+        self._first_documents = [0, *accumulate(len(shard.ends) - 1 for shard in shards)]
+        self._first_tokens = [0, *accumulate(len(shard.ids) for shard in shards)]
+        self.num_tokens = self._first_tokens[-1]
+        """Of all documents with their end tokens."""
+
+    def __len__(self) -> int:
+        return self._first_documents[-1]
+
+    def __getitem__(self, index: int) -> "np.ndarray":
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        number = bisect_right(self._first_documents, index) - 1
+        shard, place = self._shards[number], index - self._first_documents[number]
+        return shard.ids[int(shard.ends[place]) : int(shard.ends[place + 1]) - 1].astype("int32")
+
+    @cached_property
+    def lengths(self) -> "np.ndarray":
+        """(N,) int64: tokens of each document, without its end token."""
+        import numpy as np
+
+        return np.concatenate([np.diff(shard.ends) - 1 for shard in self._shards]) if self._shards else np.empty(0, np.int64)
+
+    def joined(self, first: int, last: int) -> "np.ndarray":
+        """Tokens `first` to `last` (not included) of all documents joined, each ended by the end token: (last - first,) int32."""
+        if not 0 <= first <= last <= self.num_tokens:
+            raise IndexError(f"tokens {first} to {last} of {self.num_tokens}")
+        number = bisect_right(self._first_tokens, first) - 1
+        start = self._first_tokens[number]
+        if last <= self._first_tokens[min(number + 1, len(self._shards))]:
+            return self._shards[min(number, len(self._shards) - 1)].ids[first - start : last - start].astype("int32")
+        return self._over_shards(number, first, last)
+
+    def _over_shards(self, number: int, first: int, last: int) -> "np.ndarray":
+        """What `joined` gives, from shard `number` on."""
+        import numpy as np
+
+        pieces = []
+        while first < last:
+            start, end = self._first_tokens[number : number + 2]
+            pieces.append(self._shards[number].ids[first - start : min(last, end) - start])
+            first, number = min(last, end), number + 1
+        return np.concatenate(pieces, dtype=np.int32)
+
+
+class Stored(Documents):
+    """Documents of token files. A copy in another process maps the same files, and refuses those that took their place."""
+
+    def __init__(self, folder: Path, split: str, eos_id: int) -> None:
+        """Raises DataError where a file is missing or damaged."""
+        self._split = split
+        super().__init__(token_files.open_split(folder, split), eos_id, jsonl.fingerprint(folder), folder)
+
+    def __getstate__(self) -> tuple[Path, str, int, str]:
+        return self.path, self._split, self.eos_id, self.fingerprint
+
+    def __setstate__(self, state: tuple[Path, str, int, str]) -> None:
+        folder, split, eos_id, fingerprint = state
+        self.__init__(folder, split, eos_id)
+        if self.fingerprint != fingerprint:
+            raise DataError(f"{folder}: other data than when they were opened. Start again.")

@@ -1,0 +1,231 @@
+"""The process that starts the jobs of one submission on this machine: python -m src.launch.local.scheduler FOLDER."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from src.launch.command import INTERRUPTED, STOPPED
+from src.launch.local import state as local_state
+from src.launch.local.state import Queue, verdict
+
+_POLL_SECONDS = 0.05
+_LEFT_SECONDS = 10.0
+"""How long processes that a job has left behind may live on."""
+_CONTINUES = 100
+"""How often a job that was stopped in order is started again: one that stops at once must not be started for ever."""
+# $1 file for the process, $2 file for the exit code, $3 the job, $4 descriptors whose locks are this shell's and not the job's.
+# The stop signals reach the job by themselves, as they are sent to the group; this shell only has to outlive them, and does not start
+# the job after one.
+_WRAPPER = r"""
+TOLD=
+trap TOLD=1 TERM USR1 HUP INT
+read -r -a STAT < /proc/$$/stat
+echo "$$ ${STAT[21]} $(< /proc/sys/kernel/random/boot_id)" > "$1.new" && mv "$1.new" "$1" || exit 1
+( [ -z "$TOLD" ] || exit 143; for DESCRIPTOR in $4; do eval "exec $DESCRIPTOR>&-"; done; exec bash -c "$3" )
+CODE=$?
+echo $CODE > "$2.new" && mv "$2.new" "$2"
+exit $CODE
+"""
+
+
+@dataclass
+class _Entry:
+    """One job that has not ended."""
+
+    index: int
+    job: dict[str, Any]
+    failures: int = 0
+    continues: int = 0
+    attempt: int = 0
+    child: subprocess.Popen[bytes] | None = None
+    left_until: float | None = None
+    """Until when processes that it left behind may end by themselves."""
+    told: bool = False
+
+
+@dataclass
+class _Scheduler:
+    queue: Queue
+    stopping: bool = False
+    entries: list[_Entry] = field(default_factory=list)
+    ended: dict[int, str] = field(default_factory=dict)
+    """Index -> state of the jobs that have ended."""
+    outside: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """When jobs of other submissions were looked at, and their states."""
+
+    def run(self) -> None:
+        """Until every job has ended."""
+        config = self.queue.content["scheduler"]
+        self.entries = [_Entry(index, job) for index, job in enumerate(self.queue.content["jobs"])]
+        killed_at = None
+        while self.entries:
+            cancelled = self.queue.cancelled() if not self.stopping else {entry.index for entry in self.entries}
+            if self.stopping:
+                killed_at = killed_at or time.monotonic() + config["grace_seconds"]
+                self._stop(hard=time.monotonic() > killed_at)
+            for entry in list(self.entries):
+                if entry.child is not None:
+                    self._reap(entry, entry.index in cancelled)
+                elif entry.index in cancelled:
+                    self._end(entry, "cancelled", "cancelled before it was started" if entry.attempt == 0 else "cancelled")
+                elif (reason := self._hindrance(entry)) is not None:
+                    self._end(entry, "cancelled", reason)
+            self._start_what_fits(config)
+            time.sleep(_POLL_SECONDS)
+
+    def _stop(self, hard: bool) -> None:
+        running = {self.queue.job_id(entry.index) for entry in self.entries if entry.child is not None}
+        if hard and running:
+            local_state.signal_all(local_state.processes(running), signal.SIGKILL)
+        for entry in self.entries:
+            if entry.child is not None and not entry.told:
+                entry.told = True
+                local_state.signal_group(entry.child.pid, signal.SIGTERM)
+
+    def _hindrance(self, entry: _Entry) -> str | None:
+        """Why it will never be started; None: it may be, now or later."""
+        bad = [index for index in entry.job["after"] if self.ended.get(index, "completed") != "completed"]
+        if bad:
+            return f"not started, because {self.queue.content['jobs'][bad[0]]['exp_id']} did not end well"
+        for job_id in entry.job["after_jobs"]:
+            if self._elsewhere(job_id) not in ("completed", "queued", "running"):
+                return f"not started, because job {job_id} did not end well"
+        return None
+
+    def _ready(self, entry: _Entry) -> bool:
+        within = all(self.ended.get(index) == "completed" for index in entry.job["after"])
+        return within and all(self._elsewhere(job_id) == "completed" for job_id in entry.job["after_jobs"])
+
+    def _elsewhere(self, job_id: str) -> str:
+        """State of a job of another submission, at most a second old."""
+        if time.monotonic() - self.outside.get(job_id, (-1.0, ""))[0] > 1.0:
+            found = local_state.load(self.queue.folder.parent, job_id)
+            state = found[0].seen(found[1], found[0].scheduler_lives(), found[0].attempts()).state if found else "unknown"
+            self.outside[job_id] = time.monotonic(), state
+        return self.outside[job_id][1]
+
+    def _start_what_fits(self, config: dict[str, Any]) -> None:
+        free = config["slots"] - sum(entry.child is not None for entry in self.entries)
+        for entry in list(self.entries):
+            if self.stopping or free <= 0:
+                return
+            if entry.child is None and self._ready(entry):
+                with contextlib.ExitStack() as stack:
+                    slots = Slots(self.queue.folder.parent / "slots")
+                    if (slot := slots.take([f"slot-{n}" for n in range(config["slots"])], 1, stack)) is None:
+                        return  # other submissions have them all
+                    devices = slots.take([f"gpu-{gpu}" for gpu in config["gpus"]], entry.job["gpus"], stack)
+                    if devices is not None:
+                        self._start(entry, slot | devices)
+                        free -= 1
+
+    def _start(self, entry: _Entry, locks: dict[str, int]) -> None:
+        job = entry.job
+        entry.attempt += 1
+        environment = {**os.environ, local_state.MARK: self.queue.job_id(entry.index)}
+        if devices := [name.removeprefix("gpu-") for name in locks if name.startswith("gpu-")]:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        files = [str(self.queue.path(f"{entry.index}.{entry.attempt}.{what}")) for what in ("pid", "code")]
+        descriptors = tuple(locks.values())
+        command = ["bash", "-c", _WRAPPER, "job", *files, job["line"], " ".join(map(str, descriptors))]
+        try:
+            with open(job["out"], "ab") as out, open(job["err"], "ab") as err:
+                entry.child = subprocess.Popen(
+                    command,
+                    cwd=job["cwd"],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                    pass_fds=descriptors,
+                )
+        except OSError as error:
+            self._end(entry, "failed", f"could not be started: {error}")
+
+    def _reap(self, entry: _Entry, cancelled: bool) -> None:
+        """See whether a job has ended, with all that it started, and what comes of it."""
+        assert entry.child is not None
+        code = entry.child.poll()
+        if code is None:
+            return
+        if left := local_state.processes({self.queue.job_id(entry.index)}):
+            if entry.left_until is None:
+                entry.left_until = time.monotonic() + _LEFT_SECONDS
+                local_state.signal_all(left, signal.SIGTERM)
+            elif time.monotonic() > entry.left_until:
+                local_state.signal_all(left, signal.SIGKILL)
+            return
+        entry.child, entry.left_until = None, None
+        state, reason = verdict(code, entry.job["err"])
+        if code == 0:
+            self._end(entry, state, reason)
+        elif cancelled:
+            self._end(entry, "cancelled", "cancelled")
+        elif code == STOPPED and entry.continues < _CONTINUES:
+            entry.continues += 1
+        elif code not in (STOPPED, INTERRUPTED) and entry.failures < entry.job["retries"]:
+            entry.failures += 1
+        else:
+            self._end(entry, state, reason)
+
+    def _end(self, entry: _Entry, state: str, reason: str) -> None:
+        self.queue.end(entry.index, state, reason)
+        self.ended[entry.index] = state
+        self.entries.remove(entry)
+
+
+class Slots:
+    """Locked files that stand for what jobs may use at a time; the submissions to one runs folder share them.
+
+    A lock is held by the job, not by its scheduler: it is given back when the job has ended, whoever is killed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def take(self, names: list[str], count: int, stack: contextlib.ExitStack) -> dict[str, int] | None:
+        """Lock `count` of the files `names`: name -> descriptor, closed by `stack`. None where too few are free."""
+        taken: dict[str, int] = {}
+        for name in names:
+            if len(taken) == count:
+                break
+            descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o666)
+            stack.callback(os.close, descriptor)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                taken[name] = descriptor
+        return taken if len(taken) == count else None
+
+
+def main(folder: Path) -> int:
+    """Schedule the submission in `folder`, unless it was given up."""
+    queue = Queue(folder)
+    scheduler = _Scheduler(queue)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        scheduler.stopping = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with open(folder / local_state.LOCK, "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / local_state.ABANDONED).exists() or (folder / local_state.STARTED).exists():
+            return 1
+        (folder / local_state.STARTED).touch()
+        scheduler.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

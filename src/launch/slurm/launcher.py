@@ -1,0 +1,279 @@
+"""Queues jobs on a Slurm cluster: one array for all experiments of a submission that need the same and wait for the same."""
+
+import contextlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator, Field, StrictBool, model_validator
+
+from src import config as configs
+from src.errors import LaunchError, UserError
+from src.launch.command import Environment, Processes
+from src.launch.job import Job, Note, Seen
+from src.launch.slurm.commands import Refused, ask, collapse, found
+from src.launch.slurm.script import read_ids, task_line, write_script, write_tasks
+from src.launch.slurm.states import named, seen
+from src.launch.slurm.submission import queue
+
+_TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
+_IDS_PER_CALL = 500
+# Options of sbatch that this file sets itself, and where to say it instead; None: it cannot be changed.
+_OURS = {
+    **{option: option.replace("-", "_") for option in ("partition", "account", "time", "mem", "qos", "constraint")},
+    **{option: option.replace("-", "_") for option in ("cpus-per-task", "gpus-per-node", "requeue")},
+    "no-requeue": "requeue",
+    "nodes": "processes.nodes",
+    "signal": "signal_seconds",
+    **dict.fromkeys(("array", "chdir", "dependency", "error", "export", "job-name", "kill-on-invalid-dep", "open-mode", "output"), None),
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "parsable", "test-only", "wait", "wrap", "input", "help", "version", "usage"), None),
+}
+
+
+def _check_time(time: int | str) -> int | str:
+    if isinstance(time, str) and not _TIME.fullmatch(time):
+        raise ValueError(f"expected minutes as an int, 'HH:MM:SS' or 'D-HH:MM:SS', got {time!r}.")
+    if _minutes(time) <= 0:
+        raise ValueError(f"expected a time longer than 0, got {time!r}.")
+    return time
+
+
+def _minutes(time: int | str) -> float:
+    if isinstance(time, int):
+        return time
+    days, hours, minutes, seconds = (int(part or 0) for part in _TIME.fullmatch(time).groups())  # type: ignore[union-attr]
+    return (days * 24 + hours) * 60 + minutes + seconds / 60
+
+
+def _check_options(options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+    for option, value in options.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", option):
+            raise ValueError(f"expected a long option of sbatch without its dashes, such as 'exclude', got {option!r}.")
+        if option in _OURS:
+            instead = f"Write {_OURS[option]!r} of the job config." if _OURS[option] else "The launcher needs it for itself."
+            raise ValueError(f"{option!r} cannot be set here. {instead}")
+        if isinstance(value, str) and not re.fullmatch(r"[^\x00-\x1f]+", value):
+            raise ValueError(f"{option!r}: expected text on one line, got {value!r}.")
+    return options
+
+
+Word = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f]+$")]
+
+
+class Config(configs.Config):
+    """Resources of one job, and how Slurm is to treat it. None: as the cluster says."""
+
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    constraint: Word | None = None
+    time: Annotated[int | str, AfterValidator(_check_time)] | None = None
+    """Longest run of one attempt: minutes, "HH:MM:SS" or "D-HH:MM:SS"."""
+    cpus_per_task: Annotated[int, Field(ge=1)] | None = None
+    """Processors on each node."""
+    mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
+    """Memory on each node, such as "32G"."""
+    gpus_per_node: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^[\w.-]+:\d+$")] | None = None
+    """Number, or type and number such as "a100:4"."""
+    max_running: Annotated[int, Field(ge=1)] | None = None
+    """How many tasks of one array run at a time."""
+    signal_seconds: int = Field(default=120, ge=0, le=65535)
+    """How long before the time limit the job writes a checkpoint and is queued again. Slurm may be up to a minute early. 0: never."""
+    requeue: bool = True
+    """Whether a job is queued again near its time limit, after a preemption and when its node fails.
+    Near its time limit not when two starts in a row came to no new checkpoint."""
+    options: Annotated[dict[str, str | int | StrictBool], AfterValidator(_check_options)] = {}
+    """More long options of sbatch: {"exclude": "node7", "exclusive": true}."""
+    setup: list[Annotated[str, Field(pattern=r"^[^\x00]*$")]] = []
+    """Bash that each node runs before the command, such as "module load cuda/12"."""
+    environment: Environment = {}
+    processes: Processes = Processes()
+    """Its `nodes` is the number of nodes of a job."""
+    patience_seconds: float = Field(default=60.0, gt=0)
+    """How long a scheduler that does not answer is asked again."""
+
+    @model_validator(mode="after")
+    def _signal_before_the_end(self) -> "Config":
+        if self.time is not None and self.signal_seconds >= _minutes(self.time) * 60:
+            raise ValueError(
+                f"signal_seconds: {self.signal_seconds} seconds before the time limit lie before the start. Write fewer than 'time' has."
+            )
+        return self
+
+
+class _Array(NamedTuple):
+    config: Config
+    jobs: list[Job]
+
+
+def submit(config: Config, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
+    """Queue `jobs`, parents before children; returns "ARRAY_TASK" for each, in the same order.
+
+    One array holds all jobs with the same resources and the same parents, up to the cluster's MaxArraySize. The commands go into
+    `folder`, what each job prints into its log_dir. Job names begin with the name of `folder`, by which `find` finds them again.
+
+    Raises:
+        LaunchError: Slurm refused, or does not answer. What was queued of this submission was cancelled.
+        RunError: the disk refuses; likewise.
+    """
+    if not jobs:
+        return []
+    patience = config.patience_seconds
+    largest = _largest_array(patience)
+    script = write_script(folder)
+    queued: dict[str, str] = {}
+    try:
+        for array in _grouped(config, jobs, largest):
+            tasks = _new_tasks(array, folder)
+            array_id = queue(_sbatch(array, script, tasks, queued), _name(tasks), patience)
+            ids = {job.exp_id: f"{array_id}_{i}" for i, job in enumerate(array.jobs)}
+            queued |= ids
+            note(ids)
+    except UserError:
+        with contextlib.suppress(LaunchError):  # the refusal is what the user needs to read
+            kill(config, list(queued.values()))
+        raise
+    return [queued[job.exp_id] for job in jobs]
+
+
+def states(config: Config, job_ids: Sequence[str]) -> dict[str, Seen]:
+    """What Slurm says of `job_ids`, in at most two calls; what it has forgotten is absent.
+
+    Raises:
+        LaunchError: Slurm does not answer.
+    """
+    return seen(job_ids, config.patience_seconds) if job_ids else {}
+
+
+def kill(config: Config, job_ids: Sequence[str]) -> None:
+    """Cancel `job_ids` for good: they are not queued again. Jobs that have ended are no error.
+
+    Raises:
+        LaunchError: Slurm does not answer, or refuses, as with jobs of others.
+    """
+    words = collapse(job_ids)
+    for i in range(0, len(words), _IDS_PER_CALL):
+        try:
+            ask(["scancel", *words[i : i + _IDS_PER_CALL]], config.patience_seconds)
+        except Refused as error:
+            if not re.search("invalid job id|already completing or completed", error.said, re.IGNORECASE):
+                raise
+
+
+def hold(config: Config, job_ids: Sequence[str]) -> None:
+    """Let `job_ids` not start, or not start again, until `release`. What runs of them goes on.
+
+    Raises:
+        LaunchError: Slurm does not answer, or refuses, as with jobs that have ended.
+    """
+    ask(["scontrol", "hold", ",".join(job_ids)], config.patience_seconds)
+
+
+def release(config: Config, job_ids: Sequence[str]) -> None:
+    """End what `hold` began.
+
+    Raises:
+        LaunchError: as for `hold`.
+    """
+    ask(["scontrol", "release", ",".join(job_ids)], config.patience_seconds)
+
+
+def find(config: Config, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
+    """Job ids of those of `exp_ids` that Slurm was given from the submission in `folder`, whether or not that was noted.
+
+    Raises:
+        LaunchError: Slurm does not answer.
+    """
+    tasks_of = {_name(tasks): tasks for tasks in _all_tasks(folder)}
+    if not tasks_of:
+        return {}
+    known: dict[str, str] = {}
+    for name, array_ids in named(list(tasks_of), config.patience_seconds).items():
+        known |= {exp_id: f"{array_ids[-1]}_{i}" for i, exp_id in enumerate(read_ids(tasks_of[name]))}
+    return {exp_id: known[exp_id] for exp_id in exp_ids if exp_id in known}
+
+
+def check(config: Config) -> None:
+    """Look whether jobs could be queued from here, with one question to the scheduler.
+
+    Raises:
+        LaunchError: Slurm's commands are not on PATH, the controller does not answer, or it has no such partition.
+    """
+    found("sbatch", "squeue", "scancel", "scontrol")
+    lines = ask(["scontrol", "--oneliner", "show", "partition"], config.patience_seconds).splitlines()
+    partitions = re.findall(r"^PartitionName=(\S+)", "\n".join(lines), re.MULTILINE)
+    for name in (config.partition or "").split(","):
+        if name and name not in partitions:
+            raise LaunchError(f"partition: {configs.unknown_text('partition', name, partitions)}")
+
+
+def _largest_array(patience_seconds: float) -> int:
+    said = ask(["scontrol", "show", "config"], patience_seconds)
+    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", said, re.MULTILINE)
+    return max(1, int(match[1])) if match else 1
+
+
+def _grouped(config: Config, jobs: Sequence[Job], largest: int) -> list[_Array]:
+    """Arrays of jobs with equal resources and parents, parents' arrays first: a group's first job stands behind all its parents."""
+    place = {job.exp_id: i for i, job in enumerate(jobs)}
+    groups: dict[object, _Array] = {}
+    own = config.model_dump_json()
+    for i, job in enumerate(jobs):
+        parents = frozenset(exp_id for exp_id in job.after if place.get(exp_id, i) < i)
+        resources = job.resources if isinstance(job.resources, Config) else config
+        # A config that holds a dict has no hash; its JSON does as well.
+        key = (own if resources is config else resources.model_dump_json(), parents, frozenset(job.after_jobs))
+        groups.setdefault(key, _Array(resources, [])).jobs.append(job)
+    return [_Array(group.config, group.jobs[i : i + largest]) for group in groups.values() for i in range(0, len(group.jobs), largest)]
+
+
+def _all_tasks(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("array-*.tasks") if re.fullmatch(r"array-\d+", path.stem))
+
+
+def _name(tasks: Path) -> str:
+    """The job name of an array; a submission has a name of its own, so no other array has this one."""
+    return f"{tasks.parent.name}.{tasks.stem}"
+
+
+def _new_tasks(array: _Array, folder: Path) -> Path:
+    tasks = folder.absolute() / f"array-{len(_all_tasks(folder)):03d}.tasks"
+    config = array.config
+    lines = [task_line(job, config.processes, config.environment, config.setup) for job in array.jobs]
+    write_tasks(tasks, array.jobs, lines, config.requeue)
+    return tasks
+
+
+def _sbatch(array: _Array, script: Path, tasks: Path, queued: dict[str, str]) -> list[str]:
+    """The command that queues `array`. Every value is an argument of its own; none is read by a shell."""
+    config, first = array
+    job = first[0]
+    parents = [*dict.fromkeys([queued[exp_id] for exp_id in job.after if exp_id in queued] + list(job.after_jobs))]
+    throttle = f"%{config.max_running}" if config.max_running else ""
+    options: dict[str, object] = {
+        "job-name": _name(tasks),
+        "array": f"0-{len(first) - 1}{throttle}",
+        "chdir": tasks.parent,
+        "output": f"{tasks.stem}.log",
+        "open-mode": "append",
+        "requeue" if config.requeue else "no-requeue": True,
+        "kill-on-invalid-dep": "yes",
+        "dependency": f"afterok:{':'.join(parents)}" if parents else None,
+        "signal": f"B:USR1@{config.signal_seconds}" if config.signal_seconds else None,
+        "nodes": config.processes.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": config.cpus_per_task,
+        "gpus-per-node": config.gpus_per_node,
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "constraint": config.constraint,
+        "time": config.time,
+        "mem": config.mem,
+        **config.options,
+    }
+    words = [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not None and value is not False
+    ]
+    return ["sbatch", "--parsable", *words, str(script.absolute()), str(tasks)]

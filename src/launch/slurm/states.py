@@ -1,0 +1,168 @@
+"""What Slurm says of jobs: the controller is asked first, and accounting only for what the controller has forgotten."""
+
+import re
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, get_args
+
+from src.errors import LaunchError
+from src.launch.job import Seen
+from src.launch.slurm.commands import Refused, ask, expand
+
+State = Literal["queued", "running", "completed", "failed", "cancelled", "unknown"]
+_WORDS: dict[State, str] = {
+    "queued": "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT POWER_UP_NODE",
+    "running": "RUNNING COMPLETING SUSPENDED RESIZING SIGNALING STAGE_OUT STOPPED UPDATE_DB EXPEDITING",
+    "completed": "COMPLETED",
+    "failed": "FAILED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED LAUNCH_FAILED RECONFIG_FAIL REVOKED",
+    "cancelled": "CANCELLED",
+}
+STATES: dict[str, State] = {word: state for state in get_args(State) for word in _WORDS.get(state, "").split()}
+"""Every job state word of Slurm 22.05 to 24.05."""
+_REASONS = {
+    "TIMEOUT": "time limit reached",
+    "NODE_FAIL": "a node failed",
+    "OUT_OF_MEMORY": "out of memory",
+    "BOOT_FAIL": "the node did not start",
+    "DEADLINE": "deadline passed",
+    "PREEMPTED": "preempted, and not to be queued again",
+}
+_QUEUE_FIELDS = {"JobArrayID": 64, "State": 32, "Reason": 256, "NodeList": 256, "TimeUsed": 32, "RestartCnt": 16, "exit_code": 16}
+_NO_ACCOUNTING = re.compile("accounting storage is disabled|accounting.*not (enabled|configured|supported)", re.IGNORECASE)
+_LONGEST_ARGUMENT = 100_000  # bytes; Linux takes 128 KiB
+_OLD = "1970-01-01"
+
+
+def seen(job_ids: Sequence[str], patience_seconds: float) -> dict[str, Seen]:
+    """What Slurm says of `job_ids`, in at most two calls.
+
+    - The controller knows an id (it does until some minutes after its end): that counts.
+    - It does not, and accounting has its end: that counts.
+    - Accounting says that it waits or runs, and the controller does not know it, or accounting does not answer: "unknown".
+    - Accounting answers, and both know the array without this task: "cancelled". Slurm keeps no record of a task that was cancelled
+      before it started.
+    - Accounting answers and does not know the array either, or there is no accounting in this cluster: it is forgotten, and absent here.
+
+    Raises:
+        Away, LaunchError: the controller does not answer.
+    """
+    wanted = set(job_ids)
+    queue = dict(_queue(_arrays(wanted), patience_seconds))
+    known = {job_id: queue[job_id] for job_id in wanted & queue.keys()}
+    if not (rest := wanted - known.keys()):
+        return known
+    try:
+        records = _accounting(_arrays(rest), patience_seconds)
+    except LaunchError as error:
+        if isinstance(error, Refused) and _NO_ACCOUNTING.search(error.said):
+            return known
+        return known | {job_id: Seen("unknown", reason=str(error)) for job_id in rest}
+    arrays = {job_id.partition("_")[0] for job_id in (*queue, *records)}
+    never = Seen("cancelled", "CANCELLED", "cancelled before it started")
+    return known | {i: records.get(i, never) for i in rest if i in records or i.partition("_")[0] in arrays}
+
+
+def named(names: Sequence[str], patience_seconds: float, ended: bool = True) -> dict[str, list[str]]:
+    """{name of an array: its ids, newest last} of those arrays that Slurm has heard of.
+
+    ended: whether to ask accounting too, for those that ended so long ago that the controller has forgotten them.
+
+    Raises:
+        Away, LaunchError: the controller does not answer.
+    """
+    found: dict[str, set[int]] = {}
+    chosen = ",".join(names)
+    lines = ask(["squeue", "--noheader", "--states=all", f"--name={chosen}", "--format=%F|%j"], patience_seconds).splitlines()
+    try:
+        argv = ["sacct", "-n", "-X", "--parsable2", f"--name={chosen}", f"--starttime={_OLD}", "--format=JobID,JobName"]
+        lines += ask(argv, patience_seconds).splitlines() if ended else []
+    except Refused as error:
+        if not _NO_ACCOUNTING.search(error.said):
+            raise
+    for line in lines:
+        job_id, _, name = line.strip().partition("|")
+        if name in names and (ids := list(expand(job_id))):
+            found.setdefault(name, set()).add(int(ids[0].partition("_")[0]))
+    return {name: [str(number) for number in sorted(numbers)] for name, numbers in found.items()}
+
+
+def _arrays(job_ids: Iterable[str]) -> str:
+    """For --jobs: the arrays of `job_ids`; empty where that would be too long, and all jobs of the user must be asked for."""
+    listed = ",".join(sorted({job_id.partition("_")[0] for job_id in job_ids}))
+    return listed if len(listed) < _LONGEST_ARGUMENT else ""
+
+
+def _queue(arrays: str, patience_seconds: float) -> Iterator[tuple[str, Seen]]:
+    columns = ",".join(f"{name}:{width}|" for name, width in _QUEUE_FIELDS.items())
+    which = f"--jobs={arrays}" if arrays else "--me"
+    try:
+        text = ask(["squeue", "--noheader", "--array", "--states=all", which, f"--Format={columns}"], patience_seconds)
+    except Refused as error:
+        if "invalid job id" in error.said.lower():  # all are forgotten
+            return
+        raise
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) < len(_QUEUE_FIELDS):
+            continue
+        job_id, word, reason, node, used, restarts, status = cells[: len(_QUEUE_FIELDS)]
+        exit_code = f"{int(status) >> 8}:{int(status) & 127}" if status.isdigit() else ""
+        what = _seen(word, reason, node, exit_code, _seconds(used), int(restarts) if restarts.isdigit() else 0)
+        yield from ((one, what) for one in expand(job_id))
+
+
+def _accounting(arrays: str, patience_seconds: float) -> dict[str, Seen]:
+    which = [f"--jobs={arrays}"] if arrays else [f"--starttime={_OLD}"]
+    fields = "--format=JobID,State,Reason,NodeList,ElapsedRaw,ExitCode,Submit"
+    text = ask(["sacct", "-n", "-X", "-D", "--parsable2", *which, fields], patience_seconds)
+    attempts: dict[str, list[list[str]]] = {}
+    for line in text.splitlines():
+        cells = line.split("|")
+        if len(cells) == fields.count(",") + 1:
+            for one in expand(cells[0]):
+                attempts.setdefault(one, []).append(cells)
+    found = {}
+    for job_id, records in attempts.items():
+        # Each start of a job that was queued again is a record of its own.
+        records.sort(key=lambda cells: cells[6])
+        _, word, reason, node, elapsed, exit_code, _ = records[-1]
+        what = _seen(word, reason, node, exit_code, float(elapsed) if elapsed.isdigit() else None, len(records) - 1)
+        if what.state in ("queued", "running"):
+            reason = f"accounting says {what.word}, but the controller does not know the job"
+            what = Seen("unknown", what.word, reason, what.node, what.seconds, what.restarts)
+        found[job_id] = what
+    return found
+
+
+def _seen(word: str, reason: str, node: str, exit_code: str, seconds: float | None, restarts: int) -> Seen:
+    """`word` is "RUNNING", "CANCELLED by 0", "CANCELLED+"…; `exit_code` is "1:0", code and signal."""
+    word = word.split(maxsplit=1)[0].rstrip("+") if word.strip() else ""
+    state = STATES.get(word, "unknown")
+    said = "" if reason in ("None", "NonZeroExitCode", "(null)", "N/A") else reason
+    if state in ("running", "completed"):
+        said = ""
+    elif state == "failed":
+        said = _REASONS.get(word) or _ending(exit_code) or said
+    elif state == "cancelled" and said != "DependencyNeverSatisfied":
+        said = ""
+    node = "" if node in ("None assigned", "(null)", "N/A", "n/a") else node
+    return Seen(state, word, said, node, None if state == "queued" else seconds, restarts)
+
+
+def _ending(exit_code: str) -> str:
+    code, _, number = exit_code.partition(":")
+    if number.isdigit() and int(number):
+        try:
+            return f"killed by {signal.Signals(int(number)).name}"
+        except ValueError:
+            return f"killed by signal {number}"
+    return f"exit code {code}" if code.isdigit() and int(code) else ""
+
+
+def _seconds(text: str) -> float | None:
+    """ "1-02:03:04", "2:03:04" or "03:04" as seconds; None for INVALID and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if not match:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

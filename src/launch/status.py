@@ -1,0 +1,303 @@
+"""The state of each experiment: what its scheduler says and what its save directory says, put together."""
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from src import registry
+from src.errors import LaunchError, UserError
+from src.launch import submissions
+from src.launch.job import Seen
+from src.runs import events, lease, metadata, parents, scores
+
+LOGS = "logs"
+STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "unknown")
+ALIVE = ("queued", "running")
+_SILENT_SECONDS = 10 * lease.STALE_SECONDS
+"""A job that its scheduler has forgotten, with a holder on another machine, counts as running as long as it has beaten since."""
+State = Literal["never", "queued", "running", "done", "failed", "stopped", "lost", "unknown"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One experiment in the status table."""
+
+    exp_id: str
+    group: str
+    state: State
+    reason: str
+    node: str
+    seconds: float | None
+    """Run time of the present or last attempt."""
+    attempts: int
+    step: int | None
+    """The last step with scores, of `steps`."""
+    steps: int | None
+    loss: float | None
+    heartbeat_seconds: float | None
+    """Age of the last sign of life; None where no process holds the save directory."""
+    job_id: str | None
+    log: Path | None
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """Where the job of one experiment is."""
+
+    job_id: str
+    submission: str
+    launcher: registry.Part | None
+    seen: Seen | None
+    """None: the scheduler knows nothing of it."""
+
+
+def table(runs: Path, exp_ids: Sequence[str]) -> list[Row]:
+    """One row for each experiment, in the same order. Never raises for one of them: what is damaged is "unknown"; its reason names it.
+
+    A submission that was interrupted is first cleared up with its launcher, unless another process submits just now.
+    """
+    trouble = _clear_up(runs)
+    tracked, wrong = track(runs, exp_ids)
+    return [_row(runs, exp_id, tracked.get(exp_id), wrong.get(exp_id) or trouble.get(exp_id)) for exp_id in exp_ids]
+
+
+def _clear_up(runs: Path) -> dict[str, str]:
+    """Reconcile; what stands in the way, by the experiments that it may concern."""
+    with contextlib.suppress(UserError):
+        if not submissions.interrupted(runs):
+            return {}
+        with submissions.locked(runs, wait_seconds=0.0):
+            return {exp_id: unclear.message for unclear in submissions.reconcile(runs) for exp_id in unclear.experiments}
+    return {}
+
+
+def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[str, str]]:
+    """Ask the schedulers for the jobs of these experiments, all jobs of a launcher at once: by experiment, the job, and what went wrong.
+
+    A job whose save directory was removed, or no longer tells of it, counts as long as it is queued or running.
+    """
+    noted, damaged = _noted(runs, exp_ids)
+    wrong = dict(damaged)
+    elsewhere = submissions.noted(runs, [exp_id for exp_id in exp_ids if exp_id not in noted])
+    noted |= {exp_id: {"job_id": job_id, "submission": name} for exp_id, (job_id, name) in elsewhere.items()}
+    parts: dict[str, registry.Part | None] = {}
+    refused: dict[str, str] = {}
+    asked: dict[Any, list[str]] = defaultdict(list)
+    ask_with: dict[Any, registry.Part] = {}
+    for exp_id, job in noted.items():
+        name = job["submission"]
+        if name and name not in parts:
+            try:
+                parts[name] = submissions.read(runs, name).part()
+            except UserError as error:
+                parts[name], refused[name] = None, str(error)
+        part = parts.get(name)
+        if part is not None:
+            asked[_scheduler(part)].append(exp_id)
+            ask_with[_scheduler(part)] = part
+        elif name:
+            wrong[exp_id] = f"job {job['job_id']}: {refused[name]}"
+    seen: dict[str, Seen] = {}
+    for key, ids in asked.items():
+        states = ask_with[key].function("states")
+        assert states is not None, f"{ask_with[key].name}: a launcher without states"
+        try:
+            found = states([noted[exp_id]["job_id"] for exp_id in ids])
+        except LaunchError as error:
+            wrong |= dict.fromkeys(ids, str(error))
+        else:
+            seen |= {exp_id: found[noted[exp_id]["job_id"]] for exp_id in ids if noted[exp_id]["job_id"] in found}
+    alive = {exp_id for exp_id, what in seen.items() if what.state in ALIVE}
+    tracked = {
+        exp_id: Tracked(job["job_id"], job["submission"], parts.get(job["submission"]), seen.get(exp_id))
+        for exp_id, job in noted.items()
+        if exp_id not in elsewhere or exp_id in alive
+    }
+    return tracked, {exp_id: text for exp_id, text in wrong.items() if exp_id not in alive}
+
+
+def _noted(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """What the save directories say of their jobs, and what is wrong with those that cannot be read."""
+    noted, wrong = {}, {}
+    for exp_id in exp_ids:
+        try:
+            if (job := metadata.read_job(runs / exp_id)) is not None:
+                noted[exp_id] = job
+        except UserError as error:
+            wrong[exp_id] = str(error)
+    return noted, wrong
+
+
+def same_scheduler(one: registry.Part, other: registry.Part) -> bool:
+    """Whether jobs of the two launchers can be asked for, ended and waited for together."""
+    return _scheduler(one) == _scheduler(other)
+
+
+def _scheduler(part: registry.Part) -> Any:
+    """What two submissions must share for their jobs to be asked for together."""
+    key = part.function("scheduler")
+    return part.name, key() if key else None
+
+
+def _row(runs: Path, exp_id: str, tracked: Tracked | None, trouble: str | None) -> Row:
+    """The row of one experiment; its save directory is read after the scheduler was asked, so that an end is not missed."""
+    run = runs / exp_id
+    status: dict[str, Any] = {}
+    own = "new"
+    try:
+        status = metadata.read_status(run)
+        own = metadata.state_of(run, status)
+    except UserError as error:
+        trouble = trouble or str(error)
+    beat = lease.heartbeat_seconds(run)
+    state, reason = ("unknown", trouble) if trouble else _together(run, own, status, tracked, beat)
+    exp, complaint = _experiment(run)
+    last, more = _tried(lambda: scores.last_row(run / scores.SCORES) or {}, {})
+    seen = tracked.seen if tracked else None
+    if state in ("failed", "stopped", "lost", "queued") and (parent := _parent(runs, exp)) and parent not in reason:
+        reason = f"{reason}; {parent}" if reason else parent
+    starts = _tried(lambda: metadata.attempts(run), 0)[0]
+    event, damaged = _tried(lambda: events.latest(run, starts), None) if state not in ("done", "never") else (None, "")
+    notes = [text for text in (reason, events.shown(event) if event else "", complaint, more, damaged) if text]
+    loop = exp.get("loop") if isinstance(exp.get("loop"), dict) else {}
+    groups = metadata.read_groups(run)
+    return Row(
+        exp_id,
+        groups[0] if groups else "",
+        "unknown" if complaint and state not in ("done", "queued", "running") else state,
+        "; ".join(dict.fromkeys(notes)),
+        (seen.node if seen else "") or (lease.holder_host(run) if state == "running" else ""),
+        seen.seconds if seen and seen.seconds is not None else _seconds(status, state),
+        starts,
+        last.get("step"),
+        loop.get("steps") if isinstance(loop, dict) and type(loop.get("steps")) is int else None,
+        next((last[name] for name in ("train_loss", "loss") if isinstance(last.get(name), int | float)), None),
+        beat,
+        tracked.job_id if tracked else None,
+        next((path for path in logs_of(runs, exp_id) if os.path.exists(path)), None),
+    )
+
+
+def _together(run: Path, own: str, status: Mapping[str, Any], tracked: Tracked | None, beat: float | None) -> tuple[State, str]:
+    """State and reason: done, if the save directory says so; else what the scheduler says; else what the directory says.
+
+    own: `saved.state_of` the save directory. beat: `lease.heartbeat_seconds`.
+    """
+    said = str(status.get("reason") or "")
+    if own == "done":
+        return "done", ""
+    if own == "running" and lease.holder_is_dead(run) is False:
+        # Whatever became of the job: a process on this machine trains it now.
+        return "running", ""
+    seen = tracked.seen if tracked else None
+    if tracked is None or (seen is None and own in ("failed", "stopped")):
+        return ("never" if own == "new" else own), said  # type: ignore[return-value]
+    if seen is None:
+        if own == "running" and beat is not None and beat < _SILENT_SECONDS:
+            return "running", f"job {tracked.job_id} is no longer known to the scheduler, but it beats"
+        if own == "new":
+            return "lost", f"submitted as job {tracked.job_id}, which the scheduler no longer knows"
+        return "lost", f"job {tracked.job_id} is no longer known to the scheduler, and its process is gone"
+    if seen.state == "completed":
+        return "failed", f"{seen.word or 'COMPLETED'} says the scheduler, but the run is not done (its state: {own})"
+    if seen.state in ("failed", "cancelled"):
+        word = seen.word if seen.word and seen.word.lower() not in (seen.state, "") else ""
+        told = ": ".join(text for text in (word, seen.reason) if text)
+        if own in ("failed", "stopped") and said and said not in told:
+            told = f"{said} ({told})" if told else said
+        return ("failed" if seen.state == "failed" else "stopped"), told
+    return seen.state, seen.reason
+
+
+def _experiment(run: Path) -> tuple[dict[str, Any], str]:
+    """The dict of the experiment as it stands there, and what is wrong with it."""
+    try:
+        exp = metadata.read_exp_dict(run)
+    except UserError as error:
+        with contextlib.suppress(PermissionError):  # of a directory that one may not look into
+            if not (run / metadata.EXP_DICT).exists():
+                return {}, ""
+        return {}, str(error)
+    return exp, ""
+
+
+def _tried(read: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
+    """What `read` gives, and what is wrong with it."""
+    try:
+        return read(), ""
+    except UserError as error:
+        return otherwise, str(error)
+
+
+def _parent(runs: Path, exp: Mapping[str, Any]) -> str:
+    """Names the parents that have failed; "" where none has."""
+    failed = []
+    for parent in parents.parents(dict(exp)):
+        with contextlib.suppress(UserError):
+            if (state := metadata.state_of(runs / parent)) in ("failed", "lost"):
+                failed.append(f"its parent {parent} {'has failed' if state == 'failed' else 'is lost'}")
+    return ", ".join(failed)
+
+
+def _seconds(status: Mapping[str, Any], state: str) -> float | None:
+    """Run time of the last attempt by its own clock; while it runs, until now."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        start = datetime.fromisoformat(status["started"]).timestamp()
+        end = time.time() if state == "running" else datetime.fromisoformat(status["updated"]).timestamp()
+        return max(0.0, end - start)
+    return None
+
+
+def logs_of(runs: Path, exp_id: str) -> list[Path]:
+    """Where the jobs of an experiment print, the more telling file first, and where its training logs when it is no job."""
+    folder = runs / LOGS
+    return [folder / f"{exp_id}.err.log", folder / f"{exp_id}.out.log", runs / exp_id / "logs" / "train.log"]
+
+
+def tail(log: Path, lines: int, end: int | None = None) -> str:
+    """The last `lines` lines of a file, however long it is; "" where there is none. end: bytes after which it is not looked at."""
+    piece = 64 * 1024
+    try:
+        with open(log, "rb") as file:
+            size = min(file.seek(0, 2), end) if end is not None else file.seek(0, 2)
+            while True:
+                file.seek(max(0, size - piece))
+                data = file.read(min(piece, size))
+                if piece >= size or data.count(b"\n") > lines:
+                    break
+                piece *= 8
+    except OSError:
+        return ""
+    return "\n".join(data.decode("utf-8", errors="replace").splitlines()[-lines:]) if lines > 0 else ""
+
+
+def show(rows: Iterable[Row]) -> list[str]:
+    """The rows as lines of a table, under a line of headings."""
+    head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "reason")
+    cells = [head, *(_cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else str(row.step)
+    loss = "" if row.loss is None else f"{row.loss:.4g}"
+    reason = row.reason.replace("\n", " ")
+    starts = str(row.attempts) if row.attempts else ""
+    beat = _duration(row.heartbeat_seconds)
+    return row.exp_id, row.group or "-", row.state, row.job_id or "", row.node, _duration(row.seconds), starts, step, loss, beat, reason
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.0f}s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"

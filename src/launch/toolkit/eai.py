@@ -1,0 +1,185 @@
+"""The toolkit as the program `eai` speaks to it: everything that is asked of the program and read from its answers."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from src.errors import LaunchError
+from src.launch.toolkit.service import Doubtful, Gone, JobConfig, Listed, Spec, Taken, Unreached
+
+PROGRAM = "eai"
+_UUID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", re.IGNORECASE)
+
+
+def found() -> None:
+    """Raises a LaunchError where the program is not on PATH."""
+    if shutil.which(PROGRAM) is None:
+        raise LaunchError(f"{PROGRAM}: no such program on PATH. Install the toolkit's command line, or choose via: 'haven'.")
+
+
+class Eai:
+    """The toolkit through the program `eai`, which must be on PATH and logged in."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self.account = config.account_id()
+        self.timeout_seconds = config.timeout_seconds
+
+    def create(self, spec: Spec) -> str:
+        config = spec.config
+        words = ["job", "new", "--account", self.account, "--name", spec.name, "--image", config.image, "--workdir", str(spec.workdir)]
+        words += [word for mount in config.data for word in ("--data", mount)]
+        words += [word for name, value in config.environment.items() for word in ("--env", f"{name}={value}")]
+        words += [word for name, value in spec.tags.items() for word in ("--tag", f"{name}={value}")]
+        words += ["--cpu", str(config.cpu), "--mem", str(config.mem_gb), "--max-run-time", str(config.max_run_seconds)]
+        options = {"--gpu-mem": config.gpu_mem_gb, "--gpu-model-filter": config.gpu_model, "--bid": config.bid}
+        options |= {"--gpu": config.gpus or None, "--replicas": spec.nodes if spec.nodes > 1 else None}
+        words += [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
+        words += ["--preemptable" if config.preemptable else "--non-preemptable", *(["--restartable"] if config.restartable else [])]
+        return _created(self._call([*words, "--field", "id", "--no-header", "--format", "csv", "--", *spec.command]))
+
+    def listed(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[Listed]:
+        words = ["job", "ls", "--account", self.account, "--state", "all", "--limit", str(limit), "--fields", "id,name,state,tags"]
+        words += ["--tag", "=".join(tag)] if tag else []
+        words += ["--name", name] if name else []
+        return [_listed(item) for item in _items(self._call([*words, "--no-header", "--format", "json"]))]
+
+    def get(self, job_id: str) -> Listed | None:
+        try:
+            items = _items(self._call(["job", "get", job_id, "--format", "json"]))
+        except Gone:
+            return None
+        if len(items) != 1:
+            raise Doubtful(f"eai job get {job_id}: expected one job, got {len(items)}.")
+        return _listed(items[0])
+
+    def cancel(self, job_id: str) -> None:
+        self._call(["job", "kill", job_id])
+
+    def token(self) -> str:
+        """A token of whoever is logged in."""
+        words = self._call(["login", "token", "-H"]).split()
+        if not words:
+            raise Doubtful("eai login token: printed nothing.")
+        return words[-1]
+
+    def _call(self, words: Sequence[str]) -> str:
+        """Standard output of `eai WORDS`."""
+        found()
+        told = " ".join([PROGRAM, *words[:2]])
+        try:
+            process = subprocess.Popen(
+                [PROGRAM, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"{told}: cannot be started: {error}.") from None
+        try:
+            out, err = process.communicate(timeout=self.timeout_seconds)
+        except subprocess.TimeoutExpired:
+            raise Doubtful(f"{told}: no answer within {self.timeout_seconds:g} seconds.") from None
+        finally:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        if process.returncode:
+            raise failure(told, (err.strip() or out.strip() or f"exit code {process.returncode}, without a word"))
+        return out
+
+
+# What failed calls say, in lower case. A bare number proves nothing: it may stand in a name, a path or a job's own output.
+_NOT_REACHED = re.compile(
+    r"dial tcp|connection refused|no such host|i/o timeout|tls handshake timeout|network is unreachable|(?:error|http)s?:.*: eof", re.DOTALL
+)
+_NOT_KNOWN = re.compile(r"token is invalid|invalid token|token (?:has )?expired|unauthorized|(?:http|status|code|error)\D{0,12}401\b")
+_SERVER = re.compile(
+    r"bad gateway|internal server error|service unavailable|gateway time-?out|context deadline exceeded"
+    r"|(?:http|status|code|error)\D{0,12}5\d\d\b"
+)
+_NAME_TAKEN = re.compile(r"already exists|already in use|already taken|not unique|(?:http|status|code|error)\D{0,12}409\b")
+_OVER = re.compile(r"cannot cancel a job that is in state|not found|no such job|(?:http|status|code|error)\D{0,12}404\b")
+_KINDS = ((_NOT_REACHED, Unreached), (_NOT_KNOWN, Unreached), (_SERVER, Doubtful), (_NAME_TAKEN, Taken), (_OVER, Gone))
+
+
+def failure(told: str, text: str) -> LaunchError:
+    """The error that the words of a failed call stand for."""
+    text = text.strip()
+    kind = next((kind for pattern, kind in _KINDS if pattern.search(text.lower())), LaunchError)
+    hint = " Log in with `eai login`, and unset EAI_TOKEN if it is old: it wins over the login." if _NOT_KNOWN.search(text.lower()) else ""
+    return kind(f"{told}: {text[-500:]}{hint}")
+
+
+def _created(out: str) -> str:
+    """The id that `job new` printed: as its last line, in a table, or as JSON."""
+    lines = [line for line in out.splitlines() if line.strip()]
+    with contextlib.suppress(ValueError):
+        item = json.loads(out)
+        if isinstance(item, dict) and isinstance(item.get("id"), str):
+            return item["id"]
+    ids = _UUID.findall(lines[-1]) if lines else []
+    if not ids:
+        raise Doubtful(f"eai job new: no job id in what it printed: {out.strip()[-200:]!r}.")
+    return ids[0]
+
+
+def _items(out: str) -> list[dict[str, Any]]:
+    """The jobs of an answer: one JSON object in each line, or one JSON list or object."""
+    try:
+        try:
+            value = json.loads(out) if out.strip() else []
+        except ValueError:
+            value = [json.loads(line) for line in out.splitlines() if line.strip()]
+    except (ValueError, RecursionError):
+        raise Doubtful(f"eai: expected JSON, got {out.strip()[:200]!r}.") from None
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if not (isinstance(item, dict) and isinstance(item.get("id"), str) and isinstance(item.get("state"), str)):
+            raise Doubtful(f"eai: expected a job with an id and a state, got {json.dumps(item)[:200]}.")
+    return items
+
+
+def _listed(item: dict[str, Any]) -> Listed:
+    runs = [run for run in item.get("runs") or [] if isinstance(run, dict)]
+    last = runs[-1] if runs else {}
+    code, name, node = last.get("exitCode"), item.get("name"), last.get("nodeName")
+    return Listed(
+        job_id=item["id"],
+        word=item["state"].upper(),
+        name=name if isinstance(name, str) else "",
+        tags=_tags(item.get("tags")),
+        exit_code=code if type(code) is int else None,
+        node=node if isinstance(node, str) else "",
+        seconds=_seconds(last),
+        runs=max(len(runs), 1),
+    )
+
+
+def _tags(value: Any) -> dict[str, str]:
+    """Tags as a dict, whether they came as {"k": "v"}, ["k=v"] or [{"key": "k", "value": "v"}]."""
+    if isinstance(value, dict):
+        return {str(key): str(item) for key, item in value.items()}
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
+    pairs = [(item.get("key"), item.get("value")) if isinstance(item, dict) else str(item).partition("=")[::2] for item in items]
+    return {str(key).strip(): str(item) for key, item in pairs}
+
+
+def _seconds(run: Mapping[str, Any]) -> float | None:
+    """Run time of one run that has ended, from its own count or from its times."""
+    if isinstance(run.get("runTime"), (int, float)):
+        return float(run["runTime"])
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        begin, end = (datetime.fromisoformat(run[key]) for key in ("startedOn", "endedOn"))
+        return (end - begin).total_seconds()
+    return None

@@ -1,0 +1,233 @@
+"""A frozen decoder with new layers that read encoded contexts: the config, and all that can be refused before torch is loaded.
+
+The method is "XC-Cache: Cross-Attending to Cached Context for Efficient LLM Inference" (EMNLP Findings 2024).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+import src.config
+from src.config import Places, unknown_text
+from src.errors import ConfigError
+from src.models import kv_cache_size
+from src.models.architecture import Architecture
+from src.registry import Model
+
+if TYPE_CHECKING:
+    from src.models.cross_attention.layers import CrossAttentionLM
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the attachment must know of a family of decoders: where its layers are and what its config calls things."""
+
+    layers: str
+    """Attribute path of the list of decoder layers."""
+    gated: bool
+    """True: blocks with RMSNorm, rotary positions, grouped keys and values, gated MLP. False: LayerNorm, biases, plain MLP."""
+    norm_eps: str
+    activation: str
+    residual_dropout: str | None
+    """Config field of the dropout after attention and MLP; None where the family has none."""
+    attention_dropout: str
+
+
+_LLAMA = Family("model.layers", True, "rms_norm_eps", "hidden_act", None, "attention_dropout")
+_GPT = Family("transformer.h", False, "layer_norm_epsilon", "activation_function", "resid_pdrop", "attn_pdrop")
+FAMILIES = {
+    "gpt2": _GPT,
+    "gpt_bigcode": _GPT,
+    "gpt_neox": Family("gpt_neox.layers", False, "layer_norm_eps", "hidden_act", "hidden_dropout", "attention_dropout"),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+}
+"""By the `model_type` of the base. A new family is a row here and a line in the test."""
+
+
+class Config(src.config.Config):
+    """Where the blocks go and how they look."""
+
+    num_layers: int = Field(ge=1)
+    """Blocks."""
+    stride: int = Field(ge=1)
+    """Decoder layers from one block to the next, counted from the top."""
+    base: Model
+    """The decoder, frozen; it encodes the contexts too."""
+    shared_weights: bool = False
+    """One block for all the places."""
+    final_layer: bool = False
+    """True: a block runs after its decoder layer. False: before it."""
+    shared_projections: bool = False
+    """One matrix for queries and keys."""
+    hidden_size: int | None = Field(default=None, gt=0)
+    """Width of all heads together; None: the base's hidden size."""
+    num_heads: int | None = Field(default=None, gt=0)
+    """None: the base's."""
+    num_key_value_heads: int | None = Field(default=None, gt=0)
+    """Llama style only. None: the base's."""
+    attention_bias: bool = False
+    """Llama style only: biases in the attention's projections. GPT style always has them."""
+    skip_connections: bool = False
+    """The input of a block is added to its output once more."""
+    norm: Literal["layer", "rms"] | None = None
+    """None: that of the family, RMSNorm in Llama style. XC-Cache's Llama-style blocks, as published, have LayerNorm."""
+    context_dropout_rate: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the context positions that each block cannot read at a training step."""
+    train_all_params: bool = False
+    """The base learns too, as decoder; what encodes the contexts is the base as it stands, and no gradient goes that way."""
+    weights: str | None = Field(default=None, min_length=1)
+    """Folder of a model in the layout of XC-Cache, whose blocks are where the training begins. None: they are drawn."""
+
+    @model_validator(mode="after")
+    def _base_has_nothing_to_learn(self) -> "Config":
+        if self.base.name == "lora":
+            raise ValueError(
+                "base: it is frozen, so new adapters in it would be ignored. Put 'lora' around 'cross_attention', "
+                "or take the 'experiment' that trained the adapters as base."
+            )
+        if self.train_all_params and self.base.ask("frozen"):
+            raise ValueError("train_all_params: the base is quantized, and cannot learn. Leave one of the two out.")
+        return self
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config with every choice made, for one base."""
+
+    family: Family
+    places: list[int]
+    """Decoder layers that get a block, the topmost first."""
+    hidden_size: int
+    num_heads: int
+    num_key_value_heads: int
+
+
+def build(config: Config, places: Places) -> "CrossAttentionLM":
+    """The base with its blocks. New weights are drawn from torch's global generator, after the base's.
+
+    Raises:
+        ConfigError: the base is of no known family, or the blocks do not fit it.
+        CheckpointError: `weights` are missing, damaged or of other blocks.
+    """
+    from src.models.cross_attention import xc_cache_weights
+    from src.models.cross_attention.layers import CrossAttentionLM
+
+    model = CrossAttentionLM(config, config.base(places))
+    if config.weights is not None:
+        xc_cache_weights.load(model, Path(config.weights))
+    return model
+
+
+def check(config: Config, places: Places) -> None:
+    """Check the base and, where its sizes are known, everything that `build` would refuse.
+
+    Raises:
+        ConfigError: the blocks do not fit, or a setting would be ignored.
+        UserError: whatever is wrong with the base, or `weights` are not there.
+    """
+    from src.models.cross_attention import xc_cache_weights
+
+    config.base.ask("check", places)
+    if config.base.ask("drawn") and not config.train_all_params:
+        raise ConfigError(
+            "cross_attention.base: its weights are drawn at random, and frozen they never learn and are in no checkpoint. "
+            "Train it first and write ref(...) of that experiment, or set train_all_params."
+        )
+    if config.weights is not None:
+        xc_cache_weights.require(Path(config.weights))
+    known = architecture(config, places)
+    if known:
+        plan(config, known)
+
+
+def architecture(config: Config, places: Places) -> Architecture | None:
+    """The base's."""
+    return config.base.ask("architecture", places)
+
+
+def fingerprint(config: Config, places: Places) -> str | None:
+    """Of all weights that `build` loads: the base's, and with `weights` these too; None where it loads none."""
+    from src.models.cross_attention import xc_cache_weights
+
+    found = config.base.ask("fingerprint", places)
+    return found if config.weights is None else xc_cache_weights.fingerprint(Path(config.weights), found)
+
+
+def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, int] | None:
+    """What is kept of a context, in bytes per token: see `cache_size`. None where the base's sizes are not known."""
+    sizes = architecture(config, places)
+    if sizes is None:
+        return None
+    made = plan(config, sizes)
+    block = 2 * made.num_key_value_heads * (made.hidden_size // made.num_heads)
+    return kv_cache_size.of_cross_attention(sizes, 1 if config.shared_weights else config.num_layers, block, value_bytes)
+
+
+def learns_everything(config: Config) -> bool:
+    """Whether the base changes in training, so that no context can be encoded before it."""
+    return config.train_all_params
+
+
+def reads_contexts(config: Config) -> bool:
+    """It does, whatever the base."""
+    del config
+    return True
+
+
+def placement(num_decoder_layers: int, num_layers: int, stride: int) -> list[int]:
+    """Indices of the decoder layers that get a block: the last, then every `stride`-th below it, `num_layers` of them.
+
+    Raises:
+        ConfigError: num_layers * stride is more than num_decoder_layers.
+    """
+    if num_layers < 1 or stride < 1:
+        raise ConfigError(f"cross_attention: num_layers {num_layers} and stride {stride} must be at least 1.")
+    if num_layers * stride > num_decoder_layers:
+        fits = [f"{name} up to {most}" for name, most in _fitting(num_decoder_layers, num_layers, stride) if most]
+        advice = f"Fits: {' or '.join(fits)}." if fits else f"Both must be smaller: their product may be {num_decoder_layers} at most."
+        raise ConfigError(
+            f"cross_attention: num_layers {num_layers} x stride {stride} needs {num_layers * stride} decoder layers, "
+            f"the base has {num_decoder_layers}. {advice}"
+        )
+    return [num_decoder_layers - 1 - stride * i for i in range(num_layers)]
+
+
+def _fitting(depth: int, num_layers: int, stride: int) -> list[tuple[str, int]]:
+    return [("num_layers", depth // stride), ("stride", depth // num_layers)]
+
+
+def plan(config: Config, base: Architecture) -> Plan:
+    """Make every choice that `config` leaves to the base.
+
+    Raises:
+        ConfigError: the family is unknown, the blocks do not fit, or a setting would be ignored.
+    """
+    if base.model_type not in FAMILIES:
+        raise ConfigError(f"cross_attention: {unknown_text('family of the base', base.model_type, FAMILIES)}")
+    family = FAMILIES[base.model_type]
+    if not family.gated and (config.num_key_value_heads is not None or config.attention_bias):
+        given = "num_key_value_heads" if config.num_key_value_heads is not None else "attention_bias"
+        raise ConfigError(f"cross_attention: {given} is for Llama-style bases; on {base.model_type!r} it would be ignored. Remove it.")
+    hidden, heads = config.hidden_size or base.hidden_size, config.num_heads or base.num_heads
+    groups = (config.num_key_value_heads or base.num_key_value_heads) if family.gated else heads
+    made = Plan(family, placement(base.num_layers, config.num_layers, config.stride), hidden, heads, groups)
+    _check_heads(made, config.shared_projections)
+    return made
+
+
+def _check_heads(made: Plan, shared_projections: bool) -> None:
+    hidden, heads, groups = made.hidden_size, made.num_heads, made.num_key_value_heads
+    if hidden % heads:
+        raise ConfigError(f"cross_attention: hidden_size {hidden} does not divide by num_heads {heads}.")
+    if made.family.gated and hidden // heads % 2:
+        raise ConfigError(f"cross_attention: rotary positions need an even width per head, {hidden} / {heads} is {hidden // heads}.")
+    if heads % groups:
+        raise ConfigError(f"cross_attention: num_heads {heads} does not divide by num_key_value_heads {groups}.")
+    if shared_projections and groups != heads:
+        raise ConfigError(
+            f"cross_attention: shared_projections needs as many key heads as query heads: set num_key_value_heads to {heads}, got {groups}."
+        )

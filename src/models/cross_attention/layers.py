@@ -1,0 +1,329 @@
+"""The cross-attention blocks, and the one way in which they are attached to any decoder: hooks on its list of layers.
+
+Shapes: B samples, T decoder tokens, C context chunks, S tokens of a chunk, P = C * S context positions, D hidden size of the
+base, H heads, K key/value heads, d width of a head. R rows of the decoder per context (beams), so the decoder has B * R rows.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from src.errors import ConfigError
+from src.models import architecture
+from src.models.cross_attention.config import FAMILIES, Config, Plan, plan
+from src.models.cross_attention.encoder import encode, last_hidden
+from src.models.wrapper import Wrapper
+
+
+@dataclass
+class Context:
+    """Encoded contexts."""
+
+    hidden: Tensor
+    """(B, P, D): the base's last hidden states, after its final norm."""
+    mask: Tensor
+    """(B, P) bool, True on real tokens."""
+
+
+@dataclass
+class Reading:
+    """A context while the decoder reads it."""
+
+    context: Context
+    projected: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values by block: they depend on the context alone, so they are computed once, not once for each place and token."""
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary positions (RoFormer, arXiv 2104.09864) in the layout of Llama: pair i is (x[i], x[i + d / 2]).
+
+    x: (B, T, H, d). positions: (B or 1, T). theta: the base of the wavelengths.
+    """
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = positions[..., None, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+class CrossAttention(nn.Module):
+    """Queries from the decoder, keys and values from the context."""
+
+    def __init__(self, config: Config, base: Any, sizes: Plan) -> None:
+        super().__init__()
+        width = base.hidden_size
+        self.heads, self.head_size = sizes.num_heads, sizes.hidden_size // sizes.num_heads
+        bias = config.attention_bias or not sizes.family.gated
+        self.q = nn.Linear(width, sizes.hidden_size, bias=bias)
+        self.k = None if config.shared_projections else nn.Linear(width, sizes.num_key_value_heads * self.head_size, bias=bias)
+        self.v = nn.Linear(width, sizes.num_key_value_heads * self.head_size, bias=bias)
+        self.out = nn.Linear(sizes.hidden_size, width, bias=bias)
+        self.theta: float | None = base.rope_parameters["rope_theta"] if sizes.family.gated else None
+        self.attention_dropout = getattr(base, sizes.family.attention_dropout)
+        self.residual_dropout = nn.Dropout(getattr(base, sizes.family.residual_dropout) if sizes.family.residual_dropout else 0.0)
+
+    def project(self, context_BPD: Tensor, mask_BP: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, (B, K, P, d) each, of the encoded contexts. Positions count real tokens: so that those of others
+        in the batch, which chunks are padded to, do not count."""
+        B, P, _ = context_BPD.shape
+        k = (self.q if self.k is None else self.k)(context_BPD).view(B, P, -1, self.head_size)
+        v = self.v(context_BPD).view(B, P, -1, self.head_size)
+        if self.theta is not None:
+            k = rotate(k, (mask_BP.long().cumsum(dim=-1) - 1).clamp(min=0), self.theta)
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
+        """What the decoder states h (B * R, T, D) read, in the same shape; exactly zero for a sample without a readable position.
+
+        mask: (B, P) bool, True on readable positions. positions: (B * R or 1, T), of the decoder tokens; None without rotary positions.
+        """
+        rows, T, _ = h.shape
+        q = self.q(h).view(rows, T, self.heads, self.head_size)
+        if self.theta is not None:
+            assert positions is not None
+            q = rotate(q, positions, self.theta)
+        # Reading is not causal, so the rows that share a context can stand behind one another as if they were one longer row.
+        q = q.reshape(len(keys), -1, self.heads, self.head_size).transpose(1, 2)
+        readable = mask.any(dim=-1)
+        # Softmax over nothing is NaN, and so is its gradient even where the result is thrown away: read all, then drop it.
+        allowed = (mask | ~readable[:, None])[:, None, None, :]
+        rate = self.attention_dropout if self.training else 0.0
+        read = functional.scaled_dot_product_attention(q, keys, values, allowed, dropout_p=rate, enable_gqa=keys.shape[1] != self.heads)
+        read = self.residual_dropout(self.out(read.transpose(1, 2).reshape(rows, T, -1)))
+        return torch.where(readable.repeat_interleave(rows // len(keys))[:, None, None], read, torch.zeros_like(read))
+
+
+class MLP(nn.Module):
+    """Base width -> 4 x cross-attention width -> base width; gated and without biases in Llama style."""
+
+    def __init__(self, base: Any, sizes: Plan) -> None:
+        super().__init__()
+        gated, inner = sizes.family.gated, 4 * sizes.hidden_size
+        self.gate = nn.Linear(base.hidden_size, inner, bias=False) if gated else None
+        self.up = nn.Linear(base.hidden_size, inner, bias=not gated)
+        self.down = nn.Linear(inner, base.hidden_size, bias=not gated)
+        self.activation = ACT2FN[getattr(base, sizes.family.activation)]
+        self.dropout = nn.Dropout(getattr(base, sizes.family.residual_dropout) if sizes.family.residual_dropout else 0.0)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(…, D) -> (…, D)."""
+        inner = self.activation(self.up(h)) if self.gate is None else self.activation(self.gate(h)) * self.up(h)
+        return self.dropout(self.down(inner))
+
+
+class Block(nn.Module):
+    """Pre-norm cross-attention and MLP. Its weights are float32 whatever the base's: they are the ones that are trained."""
+
+    def __init__(self, config: Config, base: Any, sizes: Plan) -> None:
+        super().__init__()
+        norm = nn.RMSNorm if (config.norm or ("rms" if sizes.family.gated else "layer")) == "rms" else nn.LayerNorm
+        eps = getattr(base, sizes.family.norm_eps)
+        self.norm1 = norm(base.hidden_size, eps=eps)
+        self.attention = CrossAttention(config, base, sizes)
+        self.norm2 = norm(base.hidden_size, eps=eps)
+        self.mlp = MLP(base, sizes)
+        self.skip_connections = config.skip_connections
+        self.context_dropout_rate = config.context_dropout_rate
+        self.apply(partial(_initialize, std=base.initializer_range))
+
+    def project(self, context_BPD: Tensor, mask_BP: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the encoded contexts, (B, K, P, d) each. mask_BP: True on real tokens."""
+        return self.attention.project(context_BPD.to(self.norm1.weight.dtype), mask_BP)
+
+    def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Decoder states (B * R, T, D) in and out, in the type of `h`; the rest as in CrossAttention."""
+        if self.training and self.context_dropout_rate:
+            mask = mask & (torch.rand(mask.shape, device=mask.device) >= self.context_dropout_rate)
+        x = h.to(self.norm1.weight.dtype)
+        y = x + self.attention(self.norm1(x), keys, values, mask, positions)
+        y = y + self.mlp(self.norm2(y))
+        return (x + y if self.skip_connections else y).to(h.dtype)
+
+
+def _initialize(module: nn.Module, std: float) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=std)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+class CrossAttentionLM(Wrapper):
+    """A causal language model, and trained blocks between its layers that read a context.
+
+    Unless `train_all_params` says otherwise the base is frozen: its weights have no gradients, and it is never in train mode, so
+    its dropout is off. It always is while it encodes.
+    """
+
+    def __init__(self, config: Config, base: PreTrainedModel) -> None:
+        """Attach the blocks of `config` to `base`, which gets hooks that sleep until a context is read.
+
+        Raises:
+            ConfigError: `base` is of no known family, or the blocks do not fit it.
+        """
+        super().__init__()
+        sizes, layers = _fit(config, base)
+        self.base = base.requires_grad_(config.train_all_params)
+        self.settings = config
+        keys = ["shared"] if config.shared_weights else [str(i) for i in sizes.places]
+        self.places = sizes.places
+        """Indices of the decoder layers that have a block, the topmost first."""
+        blocks = {key: Block(config, base.config, sizes) for key in keys}
+        self.blocks = nn.ModuleDict(blocks)
+        """By the index of the decoder layer, or one for all of them."""
+        self._reading: Reading | None = None
+        self.passes: Callable[[int], int] = lambda needed: needed
+        """How many passes through the base `encode` makes where it needs so many. More where processes wait for each other in them."""
+        for i in sizes.places:
+            block = blocks["shared" if config.shared_weights else str(i)]
+            if config.final_layer:
+                layers[i].register_forward_hook(partial(self._after, block), with_kwargs=True)
+            else:
+                layers[i].register_forward_pre_hook(partial(self._before, block), with_kwargs=True)
+        self.train()
+
+    def each_block(self) -> list[Block]:
+        """The blocks, one that stands at several places once."""
+        return cast(list[Block], list(self.blocks.values()))
+
+    def train(self, mode: bool = True) -> "CrossAttentionLM":
+        """Set the blocks to train or eval mode; the base too where it learns, else it stays in eval."""
+        super().train(mode)
+        self.base.train(mode and self.settings.train_all_params)
+        return self
+
+    def encode(self, context_ids: Tensor, context_mask: Tensor) -> Context:
+        """Encode (B, C, S) chunks, each on its own, and join those of a sample along the positions.
+
+        context_mask: (B, C, S) bool, True on real tokens. Chunks without one cost nothing.
+        """
+        B, C, S = context_ids.shape
+        mask = context_mask.bool()
+        training = self.base.training
+        self.base.eval()
+        with self.reading(None):
+            hidden = encode(self.base, context_ids.reshape(B * C, S), mask.reshape(B * C, S), self.passes)
+        self.base.train(training)
+        return Context(hidden.view(B, C * S, -1), mask.reshape(B, C * S))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        context_ids: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        context_hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Logits of the tokens (B, T), read with their contexts. Masks are True on real tokens; padding may be on either side.
+
+        Contexts are those of a ContextBatch or of an EncodedBatch.
+
+        Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each predicted from the
+        tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token after it.
+        """
+        with self._read_now(context_ids, context_mask, context_hidden):
+            hidden = last_hidden(self.base, input_ids, attention_mask)
+        if loss_mask is not None:
+            hidden = hidden[:, :-1][loss_mask[:, 1:]]
+        head = self.base.get_output_embeddings()
+        assert head is not None
+        return head(hidden)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        context_ids: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_hidden: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Continue left-padded prompts (B, T); returns prompts and continuations. `kwargs` are those of transformers' generate.
+
+        Without a context it reads the one of the `reading` around it. Call it in eval mode: in train mode positions of the context are
+        dropped.
+
+        Raises:
+            ConfigError: there is no context, neither here nor around.
+        """
+        with self._read_now(context_ids, context_mask, context_hidden):
+            return self.base.generate(input_ids=input_ids, attention_mask=attention_mask.long(), **kwargs)
+
+    def _read_now(
+        self, context_ids: Tensor | None, context_mask: Tensor | None, context_hidden: Tensor | None
+    ) -> AbstractContextManager[None]:
+        """While the contexts of a batch are read; those that are being read already where it has none."""
+        if context_mask is not None:
+            return self.reading(self.read(context_ids, context_mask, context_hidden))
+        if self._reading is None:
+            raise ConfigError("no context to read: give context_ids and context_mask, or call it inside `with model.reading(context):`.")
+        return nullcontext()
+
+    def read(self, context_ids: Tensor | None, context_mask: Tensor, context_hidden: Tensor | None = None) -> Context:
+        """Contexts to be read: (B, C, S) ids and mask are encoded now; states (B, P, D) were before, and the mask is (B, P)."""
+        if context_hidden is not None:
+            return Context(context_hidden, context_mask.bool())
+        assert context_ids is not None
+        return self.encode(context_ids, context_mask)
+
+    @contextmanager
+    def reading(self, context: Context | None) -> Iterator[None]:
+        """Let every forward of the base inside this block read `context`: its rows are the contexts', or each one's rows in turn.
+
+        Keys and values are projected at first use and kept until the block ends, so weights must not change inside.
+        None: the base is by itself.
+        """
+        outer, self._reading = self._reading, None if context is None else Reading(context)
+        try:
+            yield
+        finally:
+            self._reading = outer
+
+    def _read(self, block: Block, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        assert self._reading is not None
+        reading = self._reading
+        if block not in reading.projected:
+            reading.projected[block] = block.project(reading.context.hidden, reading.context.mask)
+        return block(h, *reading.projected[block], reading.context.mask, kwargs.get("position_ids"))
+
+    def _before(self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pre-hook: the layer gets what the block makes of its input."""
+        if self._reading is None:
+            return None
+        return (self._read(block, args[0], kwargs), *args[1:]), kwargs
+
+    def _after(self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Hook: the next layer gets what the block makes of this layer's output."""
+        if self._reading is None:
+            return None
+        if isinstance(output, tuple):
+            return (self._read(block, output[0], kwargs), *output[1:])
+        return self._read(block, output, kwargs)
+
+
+def _fit(config: Config, base: PreTrainedModel) -> tuple[Plan, nn.ModuleList]:
+    """The choices for this base, and its list of layers."""
+    known = architecture.from_dict(base.config.to_dict())
+    if known is None or known.model_type not in FAMILIES:
+        raise ConfigError(
+            f"cross_attention: {type(base).__name__} has no list of decoder layers that we know. Known families: "
+            f"{', '.join(sorted(FAMILIES))}. Add a row to FAMILIES in src/models/cross_attention/config.py."
+        )
+    sizes = plan(config, known)
+    try:
+        return sizes, attrgetter(sizes.family.layers)(base)
+    except AttributeError:
+        raise ConfigError(
+            f"cross_attention: {type(base).__name__} has no {sizes.family.layers!r}. Take a plain causal language model as base."
+        ) from None

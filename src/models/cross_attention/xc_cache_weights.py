@@ -1,0 +1,166 @@
+"""Cross-attention blocks under the names that XC-Cache gives them, to begin with published weights and to give ours away.
+
+A folder has config.json and the weights as safetensors or PyTorch files, whole or in several. Of these only
+`cross_attn_layers.<i>.…` are read; a block that stands at several places is there once for each. What config.json says of the blocks
+must be what the experiment says. Names: ServiceNow/xc-cache, xc_cache/models/cross_attn; its own code loads Llama-style blocks with
+LayerNorm alone (`norm: layer`).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.errors import CheckpointError
+from src.files import read_json, sha256, write_json
+from src.weights import some
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from src.models.cross_attention.layers import CrossAttentionLM
+
+_PREFIX = "cross_attn_layers"
+_SHARED = {"norm1": "ln_1", "norm2": "ln_2"}
+_GPT = {
+    **_SHARED,
+    "attention.v": "crossattention.v_attn",
+    "attention.out": "crossattention.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_GPT_APART = {**_GPT, "attention.q": "crossattention.q_attn", "attention.k": "crossattention.k_attn"}
+_GPT_TOGETHER = {**_GPT, "attention.q": "crossattention.q_k_attn"}
+_LLAMA = {
+    **_SHARED,
+    **{f"attention.{ours}": f"crossattention.{theirs}_proj" for ours, theirs in {"q": "q", "k": "k", "v": "v", "out": "o"}.items()},
+    **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
+
+
+def names(model: "CrossAttentionLM") -> dict[str, list[str]]:
+    """What XC-Cache calls each weight of the blocks, by our name; several names where a block stands at several places."""
+    block = model.each_block()[0]
+    gated, together = block.mlp.gate is not None, block.attention.k is None
+    table = _LLAMA if gated else _GPT_TOGETHER if together else _GPT_APART
+    found = {}
+    for key in model.blocks.state_dict():
+        place, _, rest = key.partition(".")
+        part, _, kind = rest.rpartition(".")
+        indices = model.places if place == "shared" else [int(place)]
+        found[f"blocks.{key}"] = [f"{_PREFIX}.{i}.{table[part]}.{kind}" for i in indices]
+    return found
+
+
+def require(folder: Path) -> list[Path]:
+    """The weight files in `folder`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = next((sorted(folder.glob(pattern)) for pattern in _PATTERNS if any(folder.glob(pattern))), [])
+    if not found:
+        raise CheckpointError(f"{folder}: no weights here. Expected {' or '.join(_PATTERNS)}, as XC-Cache saves a model.")
+    return found
+
+
+def fingerprint(folder: Path, base: str | None) -> str:
+    """Of the weights in `folder` and of those of the base."""
+    return hashlib.sha256(json.dumps([base, *(sha256(path) for path in require(folder))]).encode()).hexdigest()
+
+
+def load(model: "CrossAttentionLM", folder: Path) -> None:
+    """Copy the blocks in `folder` into those of `model`, which is changed in place.
+
+    Raises:
+        CheckpointError: the files are damaged, or their blocks are not such as those of `model`; it is unchanged then.
+    """
+    import torch
+
+    _agree(model, folder)
+    saved: dict[str, Tensor] = {}
+    for path in require(folder):
+        saved |= _read(path)
+    wanted, weights = names(model), model.state_dict()
+    expected = {theirs for several in wanted.values() for theirs in several}
+    if saved.keys() != expected:
+        raise CheckpointError(
+            f"{folder}: of other blocks. Missing: {some(expected - saved.keys())}; unexpected: {some(saved.keys() - expected)}. "
+            "Compare its config.json with the experiment's model."
+        )
+    for ours, several in wanted.items():
+        for theirs in several:
+            if saved[theirs].shape != weights[ours].shape:
+                raise CheckpointError(
+                    f"{folder}: of other blocks. {theirs} is {list(saved[theirs].shape)}, expected {list(weights[ours].shape)}."
+                )
+            if not torch.equal(saved[theirs], saved[several[0]]):
+                raise CheckpointError(f"{folder}: {several[0]} and {theirs} differ, but shared_weights says that they are one block.")
+    with torch.no_grad():
+        for ours, several in wanted.items():
+            weights[ours].copy_(saved[several[0]])
+
+
+def _agree(model: "CrossAttentionLM", folder: Path) -> None:
+    """Refuse blocks that stand or compute otherwise, as far as their config.json tells."""
+    path = folder / "config.json"
+    told = read_json(path, CheckpointError) if path.is_file() else {}
+    ours = _settings(model)
+    # Dropout is a choice of the training; where they come from is not one of the blocks.
+    wrong = [
+        f"{name} is {told[name]!r}, the experiment's is {value!r}"
+        for name, value in ours.items()
+        if name.startswith(("n_cross_attn", "cross_attn")) and name != "cross_attn_dropout_prob" and told.get(name) not in (None, value)
+    ]
+    if wrong:
+        raise CheckpointError(f"{path}: of other blocks: {'; '.join(wrong)}. Change the experiment's model.")
+
+
+def save(model: "CrossAttentionLM", folder: Path) -> None:
+    """Write the blocks of `model`, and a config.json that names the base, into `folder`, which is there."""
+    from safetensors.torch import save_file
+
+    weights = model.state_dict()
+    save_file(
+        {theirs: weights[ours].detach().cpu().clone() for ours, several in names(model).items() for theirs in several},
+        folder / "model.safetensors",
+    )
+    write_json(folder / "config.json", {**model.config.to_dict(), **_settings(model)})
+
+
+def _settings(model: "CrossAttentionLM") -> dict[str, Any]:
+    """The blocks' sizes, as XC-Cache writes them into config.json."""
+    config, attention = model.settings, model.each_block()[0].attention
+    return {
+        "_name_or_path": model.name_or_path,
+        "n_cross_attn_layers": config.num_layers,
+        "cross_attn_layers_stride": config.stride,
+        "cross_attn_shared_weights": config.shared_weights,
+        "cross_attn_dropout_prob": config.context_dropout_rate,
+        "cross_attn_final_layer": config.final_layer,
+        "cross_attn_shared_projections": config.shared_projections,
+        "cross_attn_hidden_size": attention.heads * attention.head_size,
+        "cross_attn_num_attention_heads": attention.heads,
+        "cross_attn_num_key_value_heads": attention.v.out_features // attention.head_size,
+        "cross_attn_attention_bias": config.attention_bias,
+        "cross_attn_skip_connections": config.skip_connections,
+    }
+
+
+def _read(path: Path) -> "Mapping[str, Tensor]":
+    """The blocks' weights in one file."""
+    import pickle
+
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys() if name.startswith(f"{_PREFIX}.")}  # noqa: SIM118  no dict
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: tensor for name, tensor in loaded.items() if name.startswith(f"{_PREFIX}.")}
+    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: damaged, not readable ({str(error).splitlines()[0][:200]}). Get it again.") from None

@@ -1,0 +1,76 @@
+"""Keeps the checkpoints that a plan means from being deleted, by their training or by a cleaning, until the plan is done with them.
+
+One process that works through a plan holds one lease for all runs, <runs>/checkpoint_jobs/<name>/, and has a pin in each (see
+src.runs.checkpoints.pins): of the multiples of `checkpoints.every` those to come are pinned, too. What it held is free once it ends.
+"""
+
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from src.errors import RunError
+from src.operations.checkpoint_jobs.plan import Plan
+from src.runs.checkpoints import pins
+from src.runs.checkpoints.pins import Pin
+from src.runs.history.transaction import manifest_hash
+from src.runs.lease import LEASE, Lease, holder_is_dead
+from src.runs.metadata import read_status
+
+FOLDER = "checkpoint_jobs"
+
+
+class Pins:
+    """Those of this process. A context manager: leaving it takes them away."""
+
+    def __init__(self, runs: Path, plan: Plan) -> None:
+        self._every = plan.checkpoints.every
+        self._name = uuid.uuid4().hex[:12]
+        self._placed: dict[Path, Pin] = {}
+        for left in (runs / FOLDER).glob("*"):
+            if (left / LEASE).exists() and holder_is_dead(left):
+                shutil.rmtree(left, ignore_errors=True)
+        self._lease = Lease.acquire(runs / FOLDER / self._name)
+
+    def renew(self, run: Path, ended: Sequence[Path], others: Sequence[Path]) -> None:
+        """Pin what is not done in `run`: the checkpoints `others`, and those to come, unless it is done. The `ended` are free.
+
+        Raises:
+            RunError: the disk refuses, or status.json is damaged.
+        """
+        every = self._every if read_status(run)["state"] != "done" else None
+        pin = Pin(os.path.relpath(self._lease.path, run), every, _named(ended) if every else {}, _named(others))
+        if not every and not pin.steps:
+            self._take_away(run)
+        elif pin != self._placed.get(run):
+            self._placed[run] = pin
+            pins.place(run, self._name, pin)
+            self._sweep(run)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with suppress(RunError):  # what cannot be taken away holds nothing without the lease
+            for run in list(self._placed):
+                self._take_away(run)
+        self._lease.release()
+        shutil.rmtree(self._lease.path, ignore_errors=True)
+
+    def _take_away(self, run: Path) -> None:
+        if self._placed.pop(run, None) is not None:
+            pins.take_away(run, self._name)
+
+    def _sweep(self, run: Path) -> None:
+        """Take away the pins of those whose lease was swept."""
+        for path in (run / pins.FOLDER).glob("[!.]*.json"):
+            if not (self._lease.path.parent / path.stem).exists():
+                pins.take_away(run, path.stem)
+
+
+def _named(checkpoints: Sequence[Path]) -> dict[str, str]:
+    return {path.name: digest for path in checkpoints if (digest := manifest_hash(path)) is not None}

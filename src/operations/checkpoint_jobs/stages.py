@@ -1,0 +1,297 @@
+"""One stage of one checkpoint: what it needs, what it does, and when it counts as done.
+
+A stage is held with a lease on its own folder, <run>/checkpoint_jobs/<branch and step>/<stage>/, where its attempts leave their logs.
+What came of each attempt is a line of <run>/checkpoint_jobs.jsonl, scores one of <run>/evaluations.jsonl.
+"""
+
+import errno
+import json
+import math
+import os
+import shlex
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from src.errors import RunError
+from src.files import defect, new_directory, read_json, sha256, write_json, writing
+from src.operations.checkpoint_jobs import process as stage_process
+from src.operations.checkpoint_jobs import uploads
+from src.operations.checkpoint_jobs.plan import Plan, Stage, Trials
+from src.operations.checkpoint_jobs.process import Attempt, End
+from src.runs import events, jsonl_records
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.lease import guarded
+from src.runs.metadata import read_status
+
+FOLDER = "checkpoint_jobs"
+JOBS = "checkpoint_jobs.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+CONVERTED = "converted"
+_UPLOAD = "upload.json"
+Check = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A stage, or one evaluation, of one checkpoint."""
+
+    run: Path
+    checkpoint: Path
+    branch: int
+    """Number of the last branch that the step was made under; 0: nobody ever went back before it."""
+    stage: Stage
+    task: str | None
+    plan: Plan
+
+    @property
+    def step(self) -> int:
+        return checkpoints.step_of(self.checkpoint)
+
+    @property
+    def key(self) -> str:
+        """Names the checkpoint among those of all branches."""
+        return f"branch-{self.branch}-step-{self.step:08d}"
+
+    @property
+    def name(self) -> str:
+        """The stage, with the evaluation's name."""
+        return self.stage if self.task is None else f"{self.stage}.{self.task}"
+
+    @property
+    def folder(self) -> Path:
+        """Where its lease and its attempts are."""
+        return self.run / FOLDER / self.key / self.name
+
+    @property
+    def converted(self) -> Path:
+        """What the stage convert makes."""
+        return self.run / CONVERTED / self.key
+
+    @property
+    def trials(self) -> Trials:
+        """How often it is tried."""
+        if self.task is not None:
+            assert self.plan.evaluate is not None
+            return self.plan.evaluate.tasks[self.task]
+        found = self.plan.stage(self.stage)
+        assert isinstance(found, Trials)
+        return found
+
+    def is_named_by(self, row: dict[str, Any]) -> bool:
+        """Whether a line of one of the files is of this unit."""
+        return all(row.get(key) == value for key, value in self.facts().items())
+
+    def facts(self) -> dict[str, Any]:
+        """What tells it from others, in lines."""
+        return {"branch": self.branch, "step": self.step, "stage": self.stage, "task": self.task}
+
+    def fill(self, template: str, **more: object) -> str:
+        """A shell command from a template."""
+        values = {"run": self.run, "exp_id": self.run.name, "checkpoint": self.checkpoint, "converted": self.converted}
+        values |= {"step": self.step, "branch": self.branch, **more}
+        return template.format(**{name: shlex.quote(str(value)) for name, value in values.items()})
+
+
+def command(unit: Unit) -> str:
+    """What the stage runs, for people to read."""
+    if unit.stage == "upload" and unit.plan.upload is not None and unit.plan.upload.to is not None:
+        return f"copy {', '.join(unit.plan.upload.folders)} to {unit.plan.upload.to}"
+    if unit.stage == "clean_up" and unit.plan.clean_up is not None:
+        return f"delete {', '.join(unit.plan.clean_up.delete)}"
+    where = {"output": unit.folder / "output", "scores": unit.folder / "scores.json", "task": unit.task, "file": "FILE", "name": "NAME"}
+    return unit.fill(str(getattr(unit.trials, "command", "")), **where)
+
+
+def scores_of(unit: Unit) -> dict[str, Any] | None:
+    """The row of evaluations.jsonl of this evaluation; None where there is none.
+
+    Raises:
+        DataError, RunError: the file is damaged, or cannot be read.
+    """
+    key = {"run": unit.run.name, "branch": unit.branch, "step": unit.step, "task": unit.task}
+    rows = jsonl_records.rows(unit.run / EVALUATIONS)
+    return next((row for row in rows if all(row.get(name) == value for name, value in key.items())), None)
+
+
+def result_holds(unit: Unit) -> bool:
+    """Whether what the stage made is still there, as far as the later ones need it."""
+    if unit.stage == "convert":
+        # A clean-up that was cut short has deleted it first, and verified that it lies elsewhere.
+        return defect(unit.converted, hashes=False) is None or stage_process.last_begun(unit.folder.parent / "clean_up") > 0
+    return unit.task is None or scores_of(unit) is not None
+
+
+def act(unit: Unit, attempt: Attempt, check: Check) -> End:
+    """Make one attempt. check: raises where the lease is lost.
+
+    Raises:
+        RunError: it failed, or must not be done.
+    """
+    if unit.stage in ("upload", "clean_up"):
+        with writing(attempt.folder):
+            attempt.file("lock").touch()
+        return _upload(unit, attempt, check) if unit.stage == "upload" else _clean_up(unit, attempt, check)
+    fresh = unit.folder / ("output" if unit.stage == "convert" else "scores.json")
+    with writing(fresh):
+        shutil.rmtree(fresh) if fresh.is_dir() else fresh.unlink(missing_ok=True)
+        if unit.stage == "convert":
+            fresh.mkdir()
+    return conclude(unit, stage_process.run(attempt, command(unit), unit.trials.timeout_seconds, check))
+
+
+def conclude(unit: Unit, end: End) -> End:
+    """Take over what a command has made, if it ended well.
+
+    Raises:
+        RunError: it says that it ended well, and has not made what it should; or the disk refuses.
+    """
+    if end.exit_code != 0:
+        return end
+    if unit.stage == "convert":
+        _take_converted(unit)
+    elif unit.stage == "evaluate":
+        _take_scores(unit)
+    return end
+
+
+def _take_converted(unit: Unit) -> None:
+    made = unit.folder / "output"
+    if not made.is_dir():
+        if defect(unit.converted, hashes=False) is None:
+            return  # taken by somebody who was killed before he could say so
+        raise RunError(f"{made}: the command has removed its output folder.")
+    if not any(path.is_file() for path in made.rglob("*")):
+        raise RunError(f"{made}: the command ended well, but wrote no file to {{output}}.")
+    with new_directory(unit.converted, {"made_from": sha256(unit.checkpoint / "manifest.json")}) as folder:
+        for path in sorted(made.iterdir()):
+            shutil.copytree(path, folder / path.name, copy_function=_link) if path.is_dir() else _link(str(path), str(folder / path.name))
+    taken = made.with_name(".output")  # renamed first: half of it must not be taken again
+    shutil.rmtree(taken, ignore_errors=True)
+    made.rename(taken)
+    shutil.rmtree(taken, ignore_errors=True)
+
+
+def _link(source: str, target: str) -> None:
+    """A second name where that can be had, else a copy; of what a link leads to, a copy."""
+    try:
+        if os.path.islink(source):
+            shutil.copy2(source, target)
+        else:
+            os.link(source, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        shutil.copy2(source, target)
+
+
+def _take_scores(unit: Unit) -> None:
+    file = unit.folder / "scores.json"
+    found = read_json(file, RunError)
+    if not isinstance(found, dict) or not found or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in found.values()):
+        raise RunError(f"{file}: expected a JSON object of numbers by name, got {json.dumps(found)[:100]}.")
+    values = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    row = {"run": unit.run.name, "branch": unit.branch, "step": unit.step, "task": unit.task, "scores": values, "time": events.now()}
+    with jsonl_records.opened(unit.run / EVALUATIONS) as rows:
+        if scores_of(unit) is None:
+            rows.append(row)
+
+
+def _destination(unit: Unit, log: Path) -> uploads.Destination:
+    there = unit.plan.upload
+    assert there is not None
+    if there.to is not None:
+        return uploads.Local(Path(there.to.removeprefix("file://")))
+    send, read = there.command, there.readback
+    assert send is not None
+    assert read is not None
+    return uploads.Commands(
+        lambda file, name: unit.fill(send, file=file, name=name), lambda name: unit.fill(read, name=name), there.timeout_seconds, log
+    )
+
+
+def _folder(unit: Unit, which: str) -> Path:
+    return unit.checkpoint if which == "checkpoint" else unit.converted
+
+
+def _upload(unit: Unit, attempt: Attempt, check: Check) -> End:
+    assert unit.plan.upload is not None
+    there = _destination(unit, attempt.file("log"))
+    sent: dict[str, uploads.Fact] = {}
+    for which in unit.plan.upload.folders:
+        sent |= uploads.upload(_folder(unit, which), f"{unit.run.name}/{unit.key}/{which}", there, check)
+    check()
+    write_json(unit.folder / _UPLOAD, {name: list(fact) for name, fact in sent.items()})
+    return End(0, 0.0, f"{len(sent)} files, {sum(fact[0] for fact in sent.values())} bytes read back")
+
+
+def must_stay(unit: Unit) -> str:
+    """Why the checkpoint may not be deleted now; "" where it may. Judged on what lies there at this moment.
+
+    Other experiments start from the last or the best checkpoint of a run (`references.named`): these stay, whoever names them.
+
+    Raises:
+        RunError: best.json or status.json is damaged.
+    """
+    assert unit.plan.clean_up is not None
+    whole = [path for path in checkpoints.every(unit.run) if not defect(path, hashes=False)]
+    if unit.checkpoint in whole[-unit.plan.clean_up.keep_last :]:
+        return f"one of the {unit.plan.clean_up.keep_last} newest"
+    if best_step(unit.run) == unit.step:
+        return "the best one"
+    return "the last one" if read_status(unit.run).get("step") == unit.step else ""
+
+
+def best_step(run: Path) -> int | None:
+    """The step that best.json names; None where there is none.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    pointer = run / "checkpoints" / "best.json"
+    if not pointer.exists():
+        return None
+    named = read_json(pointer, RunError)
+    if not isinstance(named, dict) or type(named.get("step")) is not int:
+        raise RunError(f'{pointer}: expected {{"step": …}}. Which checkpoint is the best is not known.')
+    return named["step"]
+
+
+def _clean_up(unit: Unit, attempt: Attempt, check: Check) -> End:
+    assert unit.plan.clean_up is not None
+    record = read_json(unit.folder.parent / "upload" / _UPLOAD, RunError)
+    try:
+        sent = {str(name): (int(size), str(digest)) for name, (size, digest) in record.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise RunError(f"{unit.folder.parent / 'upload' / _UPLOAD}: damaged, so nothing is deleted.") from None
+    there = _destination(unit, attempt.file("log"))
+    # The checkpoint last: it is what a clean-up that was cut short is found by.
+    doomed = sorted(unit.plan.clean_up.delete, reverse=True)
+    for which in doomed:
+        folder, prefix = _folder(unit, which), f"{unit.run.name}/{unit.key}/{which}/"
+        if which == "converted" and not folder.exists():
+            continue
+        recorded = {name: fact for name, fact in sent.items() if name.startswith(prefix)}
+        if recorded != {prefix + name: fact for name, fact in uploads.listed(folder).items()}:
+            raise RunError(f"{folder}: is not what was uploaded, so nothing of it is deleted.")
+        if problem := uploads.differing(recorded, there, check):
+            raise RunError(f"{problem}. Nothing of {folder} is deleted.")
+    check()
+    for which in doomed:
+        _delete(unit, _folder(unit, which), check)
+    return End(0, 0.0, f"deleted {', '.join(doomed)}")
+
+
+def _delete(unit: Unit, folder: Path, check: Check) -> None:
+    """Rename, so that it is gone at once, then delete. Nobody can start the run, or take its lease, in between."""
+    with guarded(unit.run, create=False), writing(folder):
+        check()
+        if reason := must_stay(unit):
+            raise RunError(f"{unit.checkpoint}: must stay, as it is {reason}. Nothing was deleted.")
+        if not folder.exists():
+            return
+        hidden = folder.rename(folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old"))
+    shutil.rmtree(hidden, ignore_errors=True)

@@ -1,0 +1,201 @@
+"""What a person does to a run that goes wrong: go back, change something, go on; or take that back, or keep its job from starting.
+
+python -m src.operations.interventions rewind RUN --to 2000 --data skip:50 --lr x0.75 --why "loss spike at 2140"
+python -m src.operations.interventions undo RUN                     as it was before the last rewind, to the byte
+python -m src.operations.interventions rollback-evals RUN [--to STEP]
+python -m src.operations.interventions hold RUN / release RUN       Slurm does not start its job, until it is released
+python -m src.operations.interventions ledger RUN                   who did what, when and why
+
+RUN is a save directory, or an id in --runs (its first characters will do). `--dry-run` prints the plan and changes nothing. A command
+that was killed is finished by the next one, or by the next start of the run.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from src.errors import ConfigError, RunError, UserError
+from src.operations import hold
+from src.runs import lease, ledger
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.history import archive as abandoned
+from src.runs.history import branches, rewind
+from src.runs.history import transaction as journal
+from src.runs.history.archive import Plan
+from src.runs.history.branches import Branch
+from src.runs.lease import Lease
+from src.runs.metadata import EXP_DICT
+
+RUNS = Path("results/runs")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says, and print it. Returns the exit code: 1 where it was refused."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    try:
+        run = find(options.run, options.runs)
+        lines = _COMMANDS[options.command](run, options)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+def find(name: str, runs: Path) -> Path:
+    """The save directory called `name`: a path, or the beginning of an id in the folder `runs`.
+
+    Raises:
+        RunError: there is none, or several.
+    """
+    if (Path(name) / EXP_DICT).is_file():
+        return Path(name).resolve()
+    found = [path for path in sorted(runs.glob(f"{name}*")) if (path / EXP_DICT).is_file()] if name.isalnum() else []
+    if len(found) == 1:
+        return found[0].resolve()
+    many = f": {', '.join(path.name for path in found)}. Write more of the id" if found else ""
+    raise RunError(f"{name}: {len(found) or 'no'} experiments in {runs} are called that, and it is no save directory{many}.")
+
+
+def change(run: Path, decide: "Decide", same: "Same", dry_run: bool) -> list[str]:
+    """Under the lease of `run`: end what was interrupted, and carry out what `decide` plans then, unless that was the `same`.
+
+    Raises:
+        RunError: the run is alive.
+        UserError: what `decide` raises.
+    """
+    if dry_run:
+        if lease.holder_is_dead(run) is False:
+            raise RunError(f"{run}: a process on {lease.holder_host(run)} trains it now. Stop it first.")
+        if began := journal.unfinished(run):
+            return [f"{run}: was interrupted: {began}. Without --dry-run that is finished first."]
+        return [f"{run}: would go", *_shown(decide()), "Nothing was changed."]
+    held = Lease.acquire(run)
+    try:
+        ended = journal.finish(run)
+        said = [f"{run}: finished what was interrupted: {ended['event']} to step {ended.get('step')}"] if ended else []
+        if ended and same(ended):
+            return said
+        plan = decide()
+        held.confirm()
+        plan.carry_out()
+        return [*said, f"{run}: went", *_shown(plan)]
+    finally:
+        held.release()
+
+
+def _rewind(run: Path, options: argparse.Namespace) -> list[str]:
+    data = branches.parse_data(options.data)
+    rate = branches.parse_rate(options.lr) if options.lr else None
+    if options.to < 1:
+        raise ConfigError(f"--to: expected a step of at least 1, got {options.to}. To begin anew: trainval.py … -r 1.")
+
+    def branch(number: int) -> Branch:
+        return Branch(number=number, from_step=options.to, data=data, learning_rate=rate, reset_optimizer=options.reset_optimizer)
+
+    def decide() -> Plan:
+        return rewind.plan(run, branch(abandoned.next_number(run)), options.why, options.new_wandb_run)
+
+    def same(ended: dict[str, Any]) -> bool:
+        if ended["event"] != "rewind":
+            return False
+        done = dict(ended["branch"])
+        new_wandb = done.pop("wandb", None) is not None
+        wanted = branch(ended["number"]).model_dump(mode="json", exclude_none=True)
+        return wanted == done and options.new_wandb_run == new_wandb
+
+    return change(run, decide, same, options.dry_run)
+
+
+def _undo(run: Path, options: argparse.Namespace) -> list[str]:
+    return change(run, lambda: rewind.plan_undo(run, options.why), lambda ended: ended["event"] == "undo", options.dry_run)
+
+
+def _rollback(run: Path, options: argparse.Namespace) -> list[str]:
+    def decide() -> Plan:
+        step = options.to
+        if step is None:
+            newest = checkpoints.newest_whole(run)
+            if newest is None:
+                raise RunError(f"{run}: has no whole checkpoint. Say up to which step the evaluations hold: --to STEP.")
+            step = checkpoints.step_of(newest)
+        return rewind.plan_evaluations(run, step, options.why)
+
+    return change(run, decide, lambda ended: ended["event"] == "rollback-evals", options.dry_run)
+
+
+def _hold(run: Path, options: argparse.Namespace) -> list[str]:
+    before = hold.held(run)
+    event = hold.change(run, options.command, options.why)
+    told = f", which {before['who']} held since {before['when']}{_because(before)}" if before else ""
+    return [f"{run}: {'held' if options.command == 'hold' else 'released'} job {event['job']}{told}"]
+
+
+def _ledger(run: Path, options: argparse.Namespace) -> list[str]:
+    if options.json:
+        return [json.dumps(event, sort_keys=True) for event in ledger.read(run)]
+    lines = []
+    for event in ledger.read(run):
+        step = f" step {event['step']}" if event.get("step") is not None else ""
+        lines.append(f"{event.get('when', '')}  {event['event']}{step}  {event.get('who', '')}{_because(event)}")
+    return lines
+
+
+def _because(event: dict[str, Any]) -> str:
+    return f" ({event['why']})" if event.get("why") else ""
+
+
+def _shown(plan: Plan) -> list[str]:
+    return [f"  {line}" for line in plan.told]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m src.operations.interventions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    made = {name: commands.add_parser(name, help=text) for name, text in _HELP.items()}
+    for name, command in made.items():
+        command.add_argument("run", metavar="RUN", help="save directory, or the beginning of an id")
+        command.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help=f"where ids are looked for (default: {RUNS})")
+        if name != "ledger":
+            command.add_argument("--why", default="", metavar="TEXT", help="for the ledger")
+        if name in ("rewind", "undo", "rollback-evals"):
+            command.add_argument("--dry-run", action="store_true", help="print the plan and change nothing")
+    back = made["rewind"]
+    back.add_argument("--to", type=int, required=True, metavar="STEP", help="of a whole checkpoint")
+    back.add_argument("--data", default="same", metavar="same|skip:K|reshuffle", help="what is read from there on (default: same)")
+    back.add_argument("--lr", metavar="x0.75|=1e-4|hold0:K", help=branches.LEARNING_RATES)
+    back.add_argument("--reset-optimizer", action="store_true", help="its moments begin anew, once")
+    back.add_argument("--new-wandb-run", action="store_true", help="log to another Weights & Biases run from there on")
+    made["rollback-evals"].add_argument("--to", type=int, metavar="STEP", help="rows after it go (default: the newest checkpoint's)")
+    made["ledger"].add_argument("--json", action="store_true", help="one event a line, with everything that it holds")
+    return parser
+
+
+Decide = Callable[[], Plan]
+Same = Callable[[dict[str, Any]], bool]
+_HELP = {
+    "rewind": "go back to a checkpoint; what was trained since is kept aside",
+    "undo": "restore what was before the last rewind or rollback-evals",
+    "rollback-evals": "keep aside the rows of evaluations*.jsonl after a step",
+    "hold": "keep the run's Slurm job from starting",
+    "release": "let the run's Slurm job start",
+    "ledger": "print what was done to the run",
+}
+_COMMANDS: Mapping[str, Callable[[Path, argparse.Namespace], list[str]]] = {
+    "rewind": _rewind,
+    "undo": _undo,
+    "rollback-evals": _rollback,
+    "hold": _hold,
+    "release": _hold,
+    "ledger": _ledger,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""Watches trainings: which is hung, which is dead, and what their logs say. Notes each incident once, in <run>/events.jsonl.
+
+python -m src.operations.watchdog results/runs --once                  for cron
+python -m src.operations.watchdog results/runs -e base_tiny --every 60 --notify 'mail -s "$WATCHDOG_RULE $WATCHDOG_RUN" me'
+
+A run is hung when its process lives and its last step is older than FACTOR times its median step, besides the time that an evaluation
+and the way to the next sign of life take; it is dead when its process is gone without having said so. A command of --notify gets
+each new event as JSON, on its standard input.
+With --once the exit code is 0 where nothing is wrong, 3 for a new incident or a run that cannot be read, 4 where all are
+known from before, 1 for a wrong command.
+"""
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from src.errors import ConfigError, UserError
+from src.launch import run_folders
+from src.launch import status as jobs
+from src.launch.interruption import signals_raise
+from src.runs import events, heartbeat, lease, metadata
+
+NEW, KNOWN = 3, 4
+SILENT_SECONDS = 10 * lease.STALE_SECONDS
+"""A holder whose lease has not beaten for so long is gone, or stands still."""
+_ROWS = 50
+"""Newest rows of perf.jsonl that tell how long things take."""
+_NOTIFY_SECONDS = 60.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is too long."""
+
+    factor: float = 10.0
+    """Of the median step."""
+    least_seconds: float = 60.0
+    """However fast the steps are."""
+    start_seconds: float = 1800.0
+    """Until the first step, and for an evaluation of which none has been seen: data are read, kernels compiled."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one run."""
+
+    exp_id: str
+    state: str
+    """"hung" or "dead", else as in the status table."""
+    reason: str
+    attempt: int
+    step: int | None
+
+    @property
+    def wrong(self) -> bool:
+        """Whether somebody should look."""
+        return self.state in ("hung", "dead", "failed")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long things take in a run, in seconds, as far as perf.jsonl and the heartbeat tell."""
+
+    step: float | None
+    """Median of one optimizer step."""
+    row: float
+    """The longest time between two rows."""
+    apart: float | None
+    """The longest evaluation with its checkpoint; None: none was seen."""
+
+
+def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
+    """What the newest rows of perf.jsonl say; lines that are none are left out."""
+    steps, rows, apart = [], [], []
+    for line in jobs.tail(run / "perf.jsonl", _ROWS).splitlines():
+        try:
+            row = json.loads(line)
+            seconds, rate, at = float(row["seconds"]), float(row["steps_per_second"]), int(row["step"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        if seconds > 0 and rate > 0:
+            steps.append(1 / rate)
+            rows.append((at, seconds))
+    for (before, _), (after, seconds) in pairwise(rows):
+        if after > before:
+            apart.append(max(0.0, seconds - (after - before) * median(steps)))
+    step = beat.step_seconds if beat and beat.step_seconds else median(steps) if steps else None
+    return Pace(step, max((seconds for _, seconds in rows), default=0.0), max(apart, default=None))
+
+
+def judge(run: Path, row: jobs.Row, limits: Limits) -> Verdict:
+    """What became of the run in the save directory `run`, whose row of the status table is `row`.
+
+    Raises:
+        RunError: status.json is damaged.
+    """
+    state, reason, step = row.state, row.reason, row.step
+    if state == "lost":
+        state, reason = "dead", reason or "its process is gone, and has not said why"
+    elif state == "running":
+        status = metadata.read_status(run)
+        beat = heartbeat.read(run)
+        state, reason, step = _running(run, row, status, beat if beat and beat.attempt == row.attempts else None, limits)
+    return Verdict(row.exp_id, state, reason, row.attempts, step)
+
+
+def _running(run: Path, row: jobs.Row, status: dict[str, Any], beat: heartbeat.Beat | None, limits: Limits) -> tuple[str, str, int | None]:
+    """(state, reason, last step) of a run that its scheduler, or its save directory, takes for running."""
+    silent = row.heartbeat_seconds
+    dead = lease.holder_is_dead(run)
+    if dead is None and silent is not None and silent > SILENT_SECONDS:
+        return "dead", f"no sign of life from {lease.holder_host(run)} for {_told(silent)}", row.step
+    if status["state"] != "running" or dead:
+        # A job whose process has not come yet, or not again: torchrun starts it anew, modules are loaded.
+        waits = min((seconds for seconds in (row.seconds, _age(run / metadata.STATUS)) if seconds is not None), default=0.0)
+        if waits > limits.start_seconds:
+            return "hung", f"its job runs, and no process of it has trained for {_told(waits)}", row.step
+        return "running", "", row.step
+    known = pace(run, beat)
+    step, age = status.get("step"), _age(run / metadata.STATUS) or 0.0
+    if beat is not None and (beat.age_seconds <= age or type(step) is not int or beat.step >= step):
+        step, age = beat.step, min(age, beat.age_seconds)
+    elif status.get("updated") == status.get("started"):
+        if age <= limits.start_seconds:
+            return "running", "", row.step
+        return "hung", f"no step since it was started {_told(age)} ago{_stopped(silent)}", row.step
+    at_rest = 3 * known.apart if known.apart is not None else limits.start_seconds
+    allowed = max(limits.least_seconds, limits.factor * (known.step or 0.0)) + at_rest + (known.row if beat is None else 0.0)
+    if age <= allowed:
+        return "running", "", step
+    pace_told = f"a step takes {_told(known.step)}" if known.step else "how long a step takes is not known"
+    return "hung", f"its last step, {step}, was {_told(age)} ago; {pace_told}, and {_told(allowed)} are allowed{_stopped(silent)}", step
+
+
+def _stopped(silent: float | None) -> str:
+    if silent is None or silent <= SILENT_SECONDS / 5:
+        return ""
+    return ". Its lease does not beat either: is the process stopped (SIGSTOP), or its disk full?"
+
+
+def _age(path: Path) -> float | None:
+    """Seconds since the file was written; None where there is none."""
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return None
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+
+
+def look(runs: Path, exp_ids: Sequence[str], limits: Limits) -> tuple[list[Verdict], list[tuple[str, events.Event]], list[str]]:
+    """Judge each run, read on in its logs, and note what is new: verdicts, (id, new event), and what could not be looked at."""
+    verdicts, new, trouble = [], [], []
+    for row in jobs.table(runs, exp_ids):
+        run = runs / row.exp_id
+        if row.state == "unknown":
+            trouble.append(f"{run}: {row.reason}")
+        try:
+            verdict = judge(run, row, limits)
+            verdicts.append(verdict)
+            logs = jobs.logs_of(runs, row.exp_id)
+            new += [(row.exp_id, event) for event in events.scan(run, logs, row.attempts, ended=row.state not in jobs.ALIVE)]
+            if (event := _incident(run, verdict)) is not None:
+                new.append((row.exp_id, event))
+        except UserError as error:
+            trouble.append(str(error))
+    return verdicts, new, trouble
+
+
+def _incident(run: Path, verdict: Verdict) -> events.Event | None:
+    """Note what the verdict says, if that is news."""
+    facts = {"attempt": verdict.attempt, "step": verdict.step}
+    if verdict.wrong:
+        at = f":{verdict.step}" if verdict.state == "hung" else ""
+        incident = f"{verdict.state}:{verdict.attempt}{at}"
+        event = {"rule": verdict.state, "severity": "error", "line": verdict.reason, **facts, "incident": incident}
+    elif verdict.state in ("running", "done") and (last := events.latest(run, verdict.attempt)) and "incident" in last:
+        event = {"rule": "recovered", "severity": "info", "line": f"goes on after: {last['line']}", **facts}
+        event["incident"] = f"recovered:{last['incident']}"
+    else:
+        return None
+    return event if events.note_once(run, event) else None
+
+
+def notify(command: str, exp_id: str, event: events.Event) -> None:
+    """Run a shell command with the event on its standard input. That it fails is logged, and stops nothing."""
+    environment = {**os.environ, "WATCHDOG_RUN": exp_id, "WATCHDOG_RULE": str(event["rule"]), "WATCHDOG_SEVERITY": str(event["severity"])}
+    text = json.dumps({"exp_id": exp_id, **event}) + "\n"
+    try:
+        done = subprocess.run(
+            ["/bin/sh", "-c", command], input=text, text=True, capture_output=True, env=environment, timeout=_NOTIFY_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("--notify: %s", error)
+        return
+    if done.returncode:
+        log.warning("--notify: the command ended with %d: %s", done.returncode, done.stderr.strip()[-500:])
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m src.operations.watchdog",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", type=Path, metavar="RUNS", help="folder of save directories, or one of them")
+    parser.add_argument("-e", "--group", metavar="GROUP", help="only the runs of this group")
+    parser.add_argument("--once", action="store_true", help="look once, and tell by the exit code")
+    parser.add_argument("--every", type=float, default=60.0, metavar="SECONDS", help="look again and again (default: 60)")
+    parser.add_argument("--factor", type=float, default=10.0, help="how many median steps the last step may be old (default: 10)")
+    parser.add_argument("--least", type=float, default=60.0, metavar="SECONDS", help="however fast the steps are (default: 60)")
+    parser.add_argument("--start", type=float, default=1800.0, metavar="SECONDS", help="allowed until the first step (default: 1800)")
+    parser.add_argument("--notify", metavar="COMMAND", help="shell command for each new warning or error")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = parse(argv)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("src").setLevel(logging.INFO)
+    try:
+        if min(args.every, args.factor, args.least, args.start) <= 0:
+            raise ConfigError("--every, --factor, --least, --start: expected numbers above 0.")
+        limits = Limits(args.factor, args.least, args.start)
+        with signals_raise():
+            while True:
+                code = _round(*run_folders.chosen(args.runs, args.group), limits, args.notify)
+                if args.once:
+                    return code
+                time.sleep(args.every)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _round(runs: Path, exp_ids: Sequence[str], limits: Limits, command: str | None) -> int:
+    """Look once, tell what is new, and say how things stand."""
+    verdicts, new, trouble = look(runs, exp_ids, limits)
+    for text in trouble:
+        log.warning("%s", text)
+    for exp_id, event in new:
+        log.info("%s %s %s", exp_id, event["severity"], events.shown(event))
+        if command and event["severity"] != "info":
+            notify(command, exp_id, event)
+    if trouble or any(event["severity"] == "error" for _, event in new):
+        return NEW
+    return KNOWN if any(verdict.wrong for verdict in verdicts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The checkpoints of a save directory: which are whole, which is the last, which is the best."""
+
+import hashlib
+import json
+import logging
+import re
+from pathlib import Path
+
+from src.errors import CheckpointError
+from src.files import defect, read_json, read_manifest, write_json, writing
+from src.runs.metadata import read_status
+
+log = logging.getLogger(__name__)
+_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
+
+
+def folder(run: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint folder is named by."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def every(run: Path) -> list[Path]:
+    """All checkpoints, whole or not, by step. Other folders, such as copies made by hand, are none of ours."""
+    return sorted((entry for entry in (run / "checkpoints").glob("step-*") if _NAME.fullmatch(entry.name)), key=step_of)
+
+
+def newest_whole(run: Path) -> Path | None:
+    """The newest checkpoint whose files are all as they were written; None where there is none. It is what a run resumes from.
+
+    A damaged one is passed over with a warning that names the file.
+    """
+    for checkpoint in reversed(every(run)):
+        problem = defect(checkpoint)
+        if problem is None:
+            return checkpoint
+        log.warning("%s: damaged, so it is passed over (%s).", checkpoint, problem)
+    return None
+
+
+def last(run: Path) -> Path:
+    """The checkpoint of the last step of a run that is done: what its children start from. An earlier one never stands in for it.
+
+    Raises:
+        CheckpointError: the run is not done, or the checkpoint is gone or damaged.
+        RunError: status.json is damaged.
+    """
+    again = f"Start the run again with --exp_id {run.name} -r 1, or restore it from a copy."
+    status = read_status(run)
+    if status["state"] != "done":
+        raise CheckpointError(f"{run}: has no last checkpoint yet, as it is {status['state']}, not done.")
+    if type(status.get("step")) is not int:
+        raise CheckpointError(f"{run}: status.json does not say at which step the run ended. {again}")
+    checkpoint = folder(run, status["step"])
+    if not checkpoint.exists():
+        raise CheckpointError(f"{checkpoint}: the last checkpoint is gone. {again}")
+    if problem := defect(checkpoint):
+        raise CheckpointError(f"{checkpoint}: the last checkpoint is damaged ({problem}). {again}")
+    return checkpoint
+
+
+def best(run: Path) -> Path | None:
+    """The checkpoint that `mark_best` named, or None where none was.
+
+    Raises:
+        CheckpointError: the one named is gone or damaged, or best.json is.
+    """
+    pointer = _pointer(run)
+    if not pointer.exists():
+        return None
+    named = read_json(pointer, CheckpointError)
+    if not isinstance(named, dict) or type(named.get("step")) is not int:
+        raise CheckpointError(f'{pointer}: expected {{"step": …}}, got {json.dumps(named)}.')
+    checkpoint = folder(run, named["step"])
+    problem = defect(checkpoint)
+    if problem:
+        raise CheckpointError(f"{checkpoint}: the best checkpoint is damaged ({problem}). Use the last one, or train again with -r 1.")
+    return checkpoint
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """Hex digest of what a child takes from a whole checkpoint: its weights and its tokenizer, as the manifest lists them.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged.
+    """
+    files = read_manifest(checkpoint, CheckpointError)["files"]
+    taken = {name: entry for name, entry in files.items() if name == "model.safetensors" or name.startswith("tokenizer/")}
+    return hashlib.sha256(json.dumps(taken, sort_keys=True).encode()).hexdigest()
+
+
+def mark_best(run: Path, step: int) -> None:
+    """Name the checkpoint of `step` as the best."""
+    write_json(_pointer(run), {"step": step})
+
+
+def forget_best(run: Path) -> None:
+    """Name none as the best: what a run does that resumes from before its first evaluation.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    with writing(_pointer(run)):
+        _pointer(run).unlink(missing_ok=True)
+
+
+def set_aside_newer(run: Path, step: int) -> None:
+    """Rename the checkpoints newer than `step`, which a resume passed over, to damaged-step-…, so that nobody counts them.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    for checkpoint in every(run):
+        if step_of(checkpoint) > step:
+            number, aside = 0, checkpoint.with_name(f"damaged-{checkpoint.name}")
+            while aside.exists():
+                number += 1
+                aside = checkpoint.with_name(f"damaged-{checkpoint.name}.{number}")
+            with writing(checkpoint):
+                checkpoint.rename(aside)
+            log.warning("%s: set aside as %s, as the run goes on from step %d.", checkpoint, aside.name, step)
+
+
+def _pointer(run: Path) -> Path:
+    return run / "checkpoints" / "best.json"

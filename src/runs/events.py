@@ -1,0 +1,227 @@
+"""What happened to a run: <run>/events.jsonl, filled from its logs by `log_rules` as they grow, and by the watchdog. Each event once.
+
+Where the reading of each log stands is in events.cursors.json beside it. A log that was truncated, or replaced by another, is read from
+its start; what was left in one that was renamed (LOG.1) is read first. A cursor that was lost, or is behind since a crash, costs time only:
+an event is told from others by log, generation of the log, offset and rule.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from src.errors import RunError
+from src.files import read_json, write_json
+from src.runs import jsonl_records, log_rules
+
+EVENTS = "events.jsonl"
+CURSORS = "events.cursors.json"
+LONGEST_LINE = 64 * 1024
+"""Bytes; what is longer is read as several lines."""
+SAME_INCIDENT = 64 * 1024
+"""Bytes of log within which a rule that matches again tells of the same: a hundred ranks say that one is gone."""
+_PIECE = 1 << 20
+_HEAD = 256
+"""Bytes at the start of a log by which it is recognised."""
+_SHOWN = 500
+Event = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False) -> list[Event]:
+    """Read what was added to `logs` since the last scan, and note what the rules find. Returns the new events.
+
+    attempt: which start of the run they are noted for. ended: nothing is printed any more, so that a last line without newline counts.
+
+    Raises:
+        RunError: the disk refuses, or the save directory is gone.
+        DataError: events.jsonl holds a line that is no event.
+    """
+    if not any(path.is_file() for path in logs):
+        return []
+    new: list[Event] = []
+    with jsonl_records.opened(run / EVENTS) as notes:
+        cursors = _read_cursors(run)
+        known = {_identity(event) for event in notes.rows()}
+
+        def note(event: Event) -> None:
+            if _identity(event) not in known:
+                new.append({"time": now(), **event, "attempt": attempt})
+                notes.append(new[-1])
+                known.add(_identity(event))
+
+        for path in logs:
+            _scan_log(run, path, cursors, ended, note)
+    return new
+
+
+def note_once(run: Path, event: Mapping[str, Any]) -> bool:
+    """Add an event that has an "incident", unless one with the same is there; returns whether it was added.
+
+    Raises:
+        RunError: the disk refuses.
+        DataError: events.jsonl holds a line that is no event.
+    """
+    with jsonl_records.opened(run / EVENTS) as notes:
+        if any(old.get("incident") == event["incident"] for old in notes.rows()):
+            return False
+        notes.append({"time": now(), **event})
+    return True
+
+
+def latest(run: Path, attempt: int) -> Event | None:
+    """The last warning or error of the start `attempt` that is not over; None where there is none. A cause goes before what it entails.
+
+    Raises:
+        DataError, RunError: events.jsonl is damaged, or cannot be read.
+    """
+    last = None
+    for event in jsonl_records.rows(run / EVENTS):
+        if event.get("attempt") != attempt:
+            continue
+        if event.get("rule") == "recovered":
+            last = None if last and last.get("rule") == "hung" else last
+        elif event.get("severity") not in ("warning", "error") or event.get("rule") in ("failed", "dead"):
+            continue
+        elif last is None or last.get("rule") in log_rules.AFTERMATH or event.get("rule") not in log_rules.AFTERMATH:
+            last = event
+    return last
+
+
+def shown(event: Mapping[str, Any]) -> str:
+    """An event in one short line, as the status table has it."""
+    line = str(event.get("line", ""))
+    return f"{event.get('rule')}: {line if len(line) <= 120 else line[:117] + '...'}"
+
+
+def _identity(event: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(event.get(key) for key in ("log", "generation", "offset", "rule", "incident"))
+
+
+def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note: Callable[[Event], None]) -> None:
+    """Read one log from where its cursor stands, and move the cursor."""
+    name = str(path.relative_to(run.parent)) if path.is_relative_to(run.parent) else str(path)
+    cursor = cursors.get(name)
+    try:
+        with open(path, "rb") as file:
+            facts = os.fstat(file.fileno())
+            if cursor is None or not _same(file, facts, cursor):
+                if cursor is not None:
+                    _finish_renamed(path, name, cursor, note)
+                generation = cursor["generation"] + 1 if cursor else _next_generation(run, name)
+                cursor = {"generation": generation, "offset": 0, "inode": facts.st_ino, "last": {}}
+                cursors[name] = cursor
+                write_json(run / CURSORS, cursors)  # before any event of this generation: a crash must not use its number twice
+            before = json.dumps(cursor)
+            _read_on(file, name, cursor, ended, note)
+            head = os.pread(file.fileno(), min(_HEAD, cursor["offset"]), 0)
+            cursor["head_bytes"], cursor["head"] = len(head), hashlib.sha256(head).hexdigest()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("%s: cannot read: %s.", path, error.strerror)
+        return
+    if json.dumps(cursor) != before:
+        write_json(run / CURSORS, cursors)
+
+
+def _same(file: Any, facts: os.stat_result, cursor: Mapping[str, Any]) -> bool:
+    """Whether an open log is the one that was read up to the cursor, and only grew."""
+    if facts.st_ino != cursor["inode"] or facts.st_size < cursor["offset"]:
+        return False
+    head = os.pread(file.fileno(), cursor.get("head_bytes", 0), 0)
+    return hashlib.sha256(head).hexdigest() == cursor.get("head", hashlib.sha256(b"").hexdigest())
+
+
+def _finish_renamed(path: Path, name: str, cursor: dict[str, Any], note: Callable[[Event], None]) -> None:
+    """Read the rest of a log that was renamed to NAME.something, and so replaced."""
+    for other in sorted(path.parent.glob(f"{path.name}.*")):
+        try:
+            if other.stat().st_ino != cursor["inode"]:
+                continue
+            with open(other, "rb") as file:
+                if _same(file, os.fstat(file.fileno()), cursor):
+                    _read_on(file, name, cursor, True, note)
+        except OSError:
+            continue
+
+
+def _read_on(file: Any, name: str, cursor: dict[str, Any], ended: bool, note: Callable[[Event], None]) -> None:
+    """Match every whole line from the cursor on."""
+    last = cursor["last"]
+    for start, text in _pieces(file, cursor["offset"], ended):
+        for begin, end, rule in log_rules.matches(text):
+            offset = start + begin
+            previous = last.get(rule.name)
+            last[rule.name] = offset
+            if previous is not None and offset - previous < SAME_INCIDENT:
+                continue
+            note(
+                {
+                    "rule": rule.name,
+                    "severity": rule.severity,
+                    "line": _line(text[begin:end]),
+                    "offset": offset,
+                    "log": name,
+                    "generation": cursor["generation"],
+                    "advice": rule.advice,
+                }
+            )
+        cursor["offset"] = start + len(text)
+
+
+def _pieces(file: Any, offset: int, ended: bool) -> Iterator[tuple[int, bytes]]:
+    """(offset, whole lines) of at most a MiB from `offset` on. A line without end counts when `ended`, or when it is too long."""
+    while True:
+        text = os.pread(file.fileno(), _PIECE, offset)
+        if not text:
+            return
+        whole = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        if not whole and len(text) > LONGEST_LINE:
+            whole = LONGEST_LINE
+        elif ended and len(text) < _PIECE:
+            whole = len(text)
+        if not whole:
+            return
+        yield offset, text[:whole]
+        offset += whole
+
+
+def _line(text: bytes) -> str:
+    decoded = text.decode("utf-8", errors="replace")
+    clean = "".join(c if c.isprintable() else " " for c in decoded).strip()
+    return clean if len(clean) <= _SHOWN else clean[: _SHOWN - 3] + "..."
+
+
+def _read_cursors(run: Path) -> dict[str, Any]:
+    """By log. Damaged ones are forgotten: everything is then read again, and nothing noted twice."""
+    if not (run / CURSORS).exists():
+        return {}
+    try:
+        found = read_json(run / CURSORS, RunError)
+    except RunError as error:
+        log.warning("%s The logs are read from their start.", error)
+        return {}
+    keys = {"generation": int, "offset": int, "inode": int, "last": dict}
+    if not isinstance(found, dict):
+        return {}
+    return {
+        name: cursor
+        for name, cursor in found.items()
+        if isinstance(cursor, dict) and all(isinstance(cursor.get(key), kind) for key, kind in keys.items())
+    }
+
+
+def _next_generation(run: Path, name: str) -> int:
+    """For a log without cursor: that of its last event, which may be of these same bytes."""
+    return max((event.get("generation", 1) for event in jsonl_records.rows(run / EVENTS) if event.get("log") == name), default=1)

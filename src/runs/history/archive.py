@@ -1,0 +1,138 @@
+"""What was trained and then left: <run>/abandoned/branch-K, K counting up, and how a change of the run that adds one is put together.
+
+A branch's folder holds checkpoints/ and the rows that came after the step; before/ with every changeable file as it was, and the
+checkpoints that stayed as links (retention may delete theirs); record.json, which says what was done. Nothing is deleted or overwritten.
+"""
+
+import hashlib
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from src.errors import RunError
+from src.files import read_json
+from src.runs import ledger
+from src.runs.history import branches
+from src.runs.history import transaction as journal
+from src.runs.history.transaction import Step
+from src.runs.metadata import STATUS
+from src.runs.scores import SCORE_LIST
+
+FOLDER = "abandoned"
+RECORD = "record.json"
+WANDB = "wandb.json"
+BEST = "checkpoints/best.json"
+_HISTORIES = {ledger.FILE, "events.jsonl", "checkpoint_jobs.jsonl"}
+"""What happened stays true; the last tells steps of one branch from those of another."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done, decided from what lies there now."""
+
+    run: Path
+    steps: tuple[Step, ...]
+    event: dict[str, Any]
+    told: tuple[str, ...]
+    """What people should know, a line each."""
+
+    def carry_out(self) -> None:
+        """Do it. The caller holds the lease of the run.
+
+        Raises:
+            RunError: the disk refuses; whoever opens the run next finishes.
+        """
+        journal.begin(self.run, self.steps, self.event)
+
+
+@dataclass
+class Draft:
+    """The steps of a plan while it is made."""
+
+    run: Path
+    number: int
+    steps: list[Step] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    """sha256 of the changed files as they were."""
+    moved: dict[str, str | None] = field(default_factory=dict)
+    """Hash of the manifest of each checkpoint that goes."""
+    archived: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        return f"{FOLDER}/branch-{self.number}"
+
+    def do(self, what: str, to: str, **facts: Any) -> None:
+        self.steps.append({"do": what, "to": to, **facts})
+
+    def keep(self, name: str) -> None:
+        """Copy a file of the run before it is changed."""
+        self.files[name] = hashlib.sha256((self.run / name).read_bytes()).hexdigest()
+        self.do("keep", f"{self.folder}/before/{name}", **{"from": name})
+
+    def cut(self, name: str, step: int) -> None:
+        """Move the rows after `step` out of a file that was kept."""
+        _, later = journal.rows_after((self.run / name).read_bytes(), step)
+        if later:
+            self.archived[name] = {"rows": later.count(b"\n"), "sha256": hashlib.sha256(later).hexdigest()}
+            self.do("cut", name, rest=f"{self.folder}/{name}", step=step, **{"from": f"{self.folder}/before/{name}"})
+
+    def move_away(self, name: str) -> None:
+        """Move a checkpoint out of the run."""
+        self.moved[name] = journal.manifest_hash(self.run / "checkpoints" / name)
+        self.do("move", f"{self.folder}/checkpoints/{name}", **{"from": f"checkpoints/{name}"})
+
+    def told(self) -> list[str]:
+        """What goes where, a line each."""
+        lines = [f"{name} -> {self.folder}/checkpoints" for name in self.moved]
+        return lines + [f"{facts['rows']} rows of {name} -> {self.folder}/{name}" for name, facts in self.archived.items()]
+
+    def planned(self, name: str, facts: Mapping[str, Any], every: Sequence[str] | None, told: Sequence[str]) -> Plan:
+        """The plan of the event `name`. every: names of the checkpoints that lie there now; None where none is touched."""
+        event = ledger.event(
+            name,
+            id=uuid.uuid4().hex,
+            number=self.number,
+            commit=ledger.commit(),
+            moved=self.moved,
+            archived=self.archived,
+            **facts,
+        )
+        listed = None if every is None else {item: journal.manifest_hash(self.run / "checkpoints" / item) for item in every}
+        record = {**event, "before": {"files": self.files, "checkpoints": listed}}
+        first: Step = {"do": "write", "to": f"{self.folder}/{RECORD}", "json": record}
+        return Plan(self.run, (first, *self.steps), event, (*told, *self.told()))
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """What was done to the save directory `run`, by number: what the folders in abandoned/ say.
+
+    Raises:
+        RunError: one of them is damaged.
+    """
+    found = []
+    for path in (run / FOLDER).glob(f"branch-*/{RECORD}"):
+        record = read_json(path, RunError)
+        if not isinstance(record, dict) or not {"number", "event", "step", "who", "when", "before"} <= record.keys():
+            raise RunError(f"{path}: not what a rewind writes.")
+        found.append(record)
+    return sorted(found, key=lambda record: record["number"])
+
+
+def next_number(run: Path) -> int:
+    """A number that no branch of `run` ever had."""
+    named = [re.fullmatch(r"branch-(\d+)", path.name) for path in (run / FOLDER).glob("branch-*")]
+    return max([*(int(match[1]) for match in named if match), *(branch.number for branch in branches.read(run))], default=0) + 1
+
+
+def by_rows(run: Path) -> list[str]:
+    """Files of the run whose lines are of a step each."""
+    return sorted(path.name for path in run.glob("*.jsonl") if path.name not in _HISTORIES)
+
+
+def changeable(run: Path) -> list[str]:
+    """Files of the run that a training or a rewind changes, as far as they are there."""
+    return [name for name in (*by_rows(run), SCORE_LIST, STATUS, branches.FILE, BEST, WANDB) if (run / name).is_file()]

@@ -1,0 +1,190 @@
+"""Going back to an earlier checkpoint of a run, and back again: what that changes in the save directory. See `abandoned` for where."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from src.errors import CheckpointError, RunError
+from src.files import defect, read_json
+from src.runs import ledger
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import retention
+from src.runs.history import archive as abandoned
+from src.runs.history import branches
+from src.runs.history import transaction as journal
+from src.runs.history.archive import BEST, WANDB, Draft, Plan, next_number
+from src.runs.history.branches import Branch
+from src.runs.metadata import STATUS, read_status
+from src.runs.scores import SCORES, Scores
+
+EVALUATIONS = "evaluations*.jsonl"
+
+
+def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> Plan:
+    """What going back to the checkpoint of `branch.from_step` will do. `branch.number` is `next_number(run)`. Changes nothing.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        RunError, DataError: a file of the run is damaged.
+    """
+    step = branch.from_step
+    target = _whole(run, step)
+    status = read_status(run)
+    Scores(run / SCORES, read_only=True).rows()  # what cannot be read then could not be cut half way through
+    before = branches.read(run)
+    if new_wandb:
+        branch = branch.model_copy(update={"wandb": f"{run.name}-branch-{branch.number}"})
+    after = branches.chain(before, branch)
+    draft = Draft(run, branch.number)
+    every = [path.name for path in checkpoints.every(run)]
+    stay = [name for name in every if checkpoints.step_of(Path(name)) <= step]
+    for name in abandoned.changeable(run):
+        draft.keep(name)
+    for name in stay:
+        draft.do("link", f"{draft.folder}/before/checkpoints/{name}", **{"from": f"checkpoints/{name}"})
+    for name in reversed(every[len(stay) :]):
+        draft.move_away(name)
+    for name in abandoned.by_rows(run):
+        draft.cut(name, step)
+    best, told = _best(run, target)
+    if best is None:
+        draft.do("remove", BEST)
+    else:
+        draft.do("write", BEST, json={"step": best})
+    draft.do("write", branches.FILE, json={"branches": [item.model_dump(mode="json") for item in after]})
+    if branch.wandb:
+        draft.do("write", WANDB, json={"id": branch.wandb, "forked_from": {"run": _wandb_id(run), "step": step}})
+    reason = f"rewound to step {step} by {ledger.who()}{f' ({why})' if why else ''}; start it again to continue"
+    kept = {key: value for key, value in status.items() if key != "loss"}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    draft.do("conclude", STATUS, json={**kept, "state": "stopped", "step": step, "reason": reason, "updated": now})
+    left = [item.number for item in before if item not in after]
+    facts = {"why": why, "step": step, "was_at": status.get("step"), "branch": branch.model_dump(mode="json", exclude_none=True)}
+    return draft.planned("rewind", facts, every, [f"to step {step}: {describe(branch)}", *told, *_warned(run, branch, draft, left)])
+
+
+def plan_evaluations(run: Path, step: int, why: str = "") -> Plan:
+    """What taking the rows after `step` out of the evaluations' files will do. Changes nothing.
+
+    Raises:
+        RunError: there is none, or a file cannot be read.
+    """
+    draft = Draft(run, next_number(run))
+    for path in sorted(run.glob(EVALUATIONS)):
+        draft.keep(path.name)
+    for name in list(draft.files):
+        draft.cut(name, step)
+    if not draft.archived:
+        raise RunError(f"{run}: no row of {EVALUATIONS} is of a step after {step}, so there is nothing to roll back.")
+    return draft.planned("rollback-evals", {"why": why, "step": step}, None, [f"evaluations to step {step}"])
+
+
+def plan_undo(run: Path, why: str = "") -> Plan:
+    """What restoring the run as it was before the last rewind or roll-back that was not undone will do. Changes nothing.
+
+    What was trained since goes to a branch of its own.
+
+    Raises:
+        RunError: there is none, or something of what it needs is gone.
+    """
+    done = [record for record in abandoned.records(run) if record["event"] != "undo"]
+    undoable = [record for record in done if not record.get("undone")]
+    if not undoable:
+        last = f" The last {done[-1]['event']} was undone at {done[-1]['undone']}." if done else ""
+        raise RunError(f"{run}: there is nothing to undo.{last}")
+    record = undoable[-1]
+    draft, old = Draft(run, next_number(run)), f"{abandoned.FOLDER}/branch-{record['number']}"
+    files, listed = record["before"]["files"], record["before"]["checkpoints"]
+    every = [path.name for path in checkpoints.every(run)]
+    touched = sorted(files) if listed is None else sorted({*files, *abandoned.changeable(run)})
+    for name in touched:
+        if (run / name).is_file():
+            draft.keep(name)
+    if listed is not None:
+        _restore_checkpoints(draft, old, listed, every)
+    for name in touched:
+        if name not in files:
+            draft.do("remove", name)
+        elif not (run / old / "before" / name).is_file():
+            raise RunError(f"{run / old / 'before' / name}: gone, so the run cannot be restored.")
+        else:
+            draft.do("put", name, **{"from": f"{old}/before/{name}"})
+    draft.do("write", f"{old}/{abandoned.RECORD}", json={**record, "undone": datetime.now(UTC).isoformat(timespec="seconds")})
+    told = [f"as it was before the {record['event']} to step {record['step']} by {record['who']} at {record['when']}"]
+    facts = {"why": why, "step": record["step"], "undoes": record["number"]}
+    return draft.planned("undo", facts, None if listed is None else every, told)
+
+
+def describe(branch: Branch) -> str:
+    """What a branch changes, for people."""
+    rate = branch.learning_rate
+    said = {"same": "the same data", "reshuffle": "the rest of the epoch in another order"}
+    words = [said.get(branch.data, f"{branch.skipped_steps} steps of data passed over")]
+    if rate is not None and rate.factor is not None:
+        words.append(f"learning rate x{rate.factor:g}")
+    elif rate is not None and rate.value is not None:
+        words.append(f"learning rate {rate.value:g}, then the schedule's shape")
+    elif rate is not None:
+        words.append(f"learning rate 0 for {rate.hold_steps} steps")
+    if branch.reset_optimizer:
+        words.append("the optimizer's moments begin anew")
+    return ", ".join([*words, *([f"Weights & Biases run {branch.wandb}"] if branch.wandb else [])])
+
+
+def _restore_checkpoints(draft: Draft, old: str, listed: dict[str, str | None], every: Sequence[str]) -> None:
+    """First all that was made since goes, then all that was there comes back: both may have a checkpoint of one step."""
+    run = draft.run
+    for name in every:
+        was_moved = (run / old / "checkpoints" / name).is_dir()
+        if was_moved or name not in listed or journal.manifest_hash(run / "checkpoints" / name) != listed[name]:
+            draft.move_away(name)
+    for name in listed:
+        if name in every and name not in draft.moved:
+            continue
+        places = {"move": f"{old}/checkpoints/{name}", "link": f"{old}/before/checkpoints/{name}"}
+        found = next(((do, place) for do, place in places.items() if (run / place).is_dir()), None)
+        if found is None:
+            raise RunError(f"{run / places['move']}: gone, so the run cannot be restored.")
+        draft.do(found[0], f"checkpoints/{name}", **{"from": found[1]})
+
+
+def _whole(run: Path, step: int) -> Path:
+    target = checkpoints.folder(run, step)
+    if not target.is_dir():
+        whole = [str(checkpoints.step_of(path)) for path in checkpoints.every(run) if defect(path, hashes=False) is None]
+        elsewhere = sorted((run / abandoned.FOLDER).glob(f"branch-*/checkpoints/{target.name}"))
+        hint = f" {elsewhere[-1]} is of a branch that was left: `undo` leads back there." if elsewhere else ""
+        raise CheckpointError(f"--to {step}: no such checkpoint in {run}. There are: {', '.join(whole) or 'none'}.{hint}")
+    if (run / "checkpoints").stat().st_dev != run.stat().st_dev:
+        raise RunError(f"{run / 'checkpoints'}: a link to another file system, into which nothing can be moved in one step.")
+    if problem := defect(target):
+        raise CheckpointError(f"{target}: damaged ({problem}), so nobody can go back to it. Choose another step.")
+    return target
+
+
+def _best(run: Path, target: Path) -> tuple[int | None, list[str]]:
+    """The best step as the checkpoint `target` knows it; None where none was evaluated, or its checkpoint is gone."""
+    state = read_json(target / "state.json", CheckpointError) if (target / "state.json").exists() else {}
+    selection = state.get("selection") if isinstance(state, dict) else None
+    best = selection.get("best_step") if isinstance(selection, dict) else None
+    if type(best) is not int:
+        return None, []
+    if problem := defect(checkpoints.folder(run, best), hashes=False):
+        return None, [f"the best checkpoint of that time, step {best}, is gone ({problem}); none is named best until one is better"]
+    return best, []
+
+
+def _wandb_id(run: Path) -> str:
+    found = read_json(run / WANDB, RunError) if (run / WANDB).exists() else None
+    return found["id"] if isinstance(found, dict) and isinstance(found.get("id"), str) else run.name
+
+
+def _warned(run: Path, branch: Branch, draft: Draft, left: Sequence[int]) -> list[str]:
+    lines = []
+    if left:
+        lines.append(f"branch {', '.join(map(str, left))} began here or later, so what it changed no longer holds")
+    if draft.moved and run.name in {name for name, _ in retention.needed(run.parent)[0]}:
+        lines.append("another experiment starts from this run, and will find another checkpoint")
+    if (run / WANDB).exists() and not branch.wandb:
+        lines.append("Weights & Biases takes no step twice: without --new-wandb-run, steps that are made again do not show there")
+    return lines

@@ -1,0 +1,286 @@
+"""The exclusive lock of a save directory: a file with a beating counter, taken over when its holder is dead.
+
+Whoever reads or changes the file `lease` holds an flock on `lease.guard` beside it, so check-and-set is exclusive.
+A holder in the same boot and pid namespace is judged by its process: gone means dead, stopped means alive. Any other
+holder is judged by its beat, watched for a while on our own clock: no two clocks are compared. A lease that cannot be
+read (nothing of ours writes one) is watched likewise, and taken over when it stands still.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from src.errors import RunError
+from src.files import reading, write_atomic, writing
+from src.runs.processes import process_start, this_process
+
+STALE_SECONDS = 30.0
+"""How long a holder elsewhere may stand still before it counts as dead."""
+BEAT_SECONDS = 5.0
+GUARD_SECONDS = 20.0
+"""How long to wait for a guard, which is held for milliseconds, before saying that something is wrong."""
+LEASE = "lease"
+GUARD = "lease.guard"
+_POLL_SECONDS = 0.01
+
+log = logging.getLogger(__name__)
+
+
+class Lease:
+    """Held from `acquire` to `release`. A daemon thread beats; `lost` turns True when another took over."""
+
+    def __init__(self, path: Path, stale_seconds: float, beat_seconds: float) -> None:
+        self.path = path
+        self.lost = False
+        self._stale_seconds = stale_seconds
+        self._beat_seconds = beat_seconds
+        self._facts = {**this_process(), "token": uuid.uuid4().hex, "since": datetime.now(UTC).isoformat(timespec="seconds")}
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name=f"lease {path.name}", daemon=True)
+
+    @classmethod
+    def acquire(cls, path: Path, stale_seconds: float = STALE_SECONDS, beat_seconds: float = BEAT_SECONDS) -> "Lease":
+        """Lock the save directory `path`, which is made where it is missing.
+
+        A dead holder on this machine is replaced at once; a silent one elsewhere after `stale_seconds`.
+
+        Raises:
+            RunError: another process, or this one, holds it; or the disk refuses.
+        """
+        lease = cls(path, stale_seconds, beat_seconds)
+        seen = lease._try(None)
+        if seen is not None:
+            log.warning("%s: waiting up to %g s to see whether its holder is alive: %s", path, stale_seconds, _holder(seen))
+            until = time.monotonic() + stale_seconds
+            while time.monotonic() < until and _read(path) == seen:
+                time.sleep(min(1.0, stale_seconds / 20))
+            if lease._try(seen) is not None:
+                raise _held(path, _read(path) or seen)
+        lease._thread.start()
+        return lease
+
+    def confirm(self) -> None:
+        """Make sure that the lease is still ours: call it before anything of value is written.
+
+        Raises:
+            RunError: another process took over while this one stood still, or the lease was removed.
+        """
+        if self._released.is_set():
+            raise RunError(f"{self.path}: the lease was released; nothing more may be written.")
+        self._look()
+        if self.lost:
+            now = _read(self.path)
+            by = f"held by {_holder(now)} now" if now else "gone"
+            raise RunError(f"{self.path}: this process no longer holds the lease (it is {by}), so it stops here and writes nothing more.")
+
+    def release(self) -> None:
+        """Unlock. Harmless when released, lost, or inherited by a forked process."""
+        if self._facts["pid"] != os.getpid() or self._released.is_set():
+            return
+        self._released.set()
+        self._thread.join()
+        try:
+            with guarded(self.path, create=False):
+                if _parsed(_read(self.path)).get("token") == self._facts["token"]:
+                    (self.path / LEASE).unlink()
+        except (OSError, RunError) as error:
+            log.warning("%s: the lease could not be removed (%s); it counts as dead once this process has ended.", self.path, error)
+
+    def move_directory(self, target: Path) -> None:
+        """Rename the locked directory to `target` and let go of it. Nobody can enter in between.
+
+        Raises:
+            RunError: the lease was lost, or the disk refuses.
+        """
+        self.confirm()
+        with guarded(self.path), writing(target):
+            os.rename(self.path, target)
+            (target / LEASE).unlink(missing_ok=True)
+            self._released.set()
+        self._thread.join()
+
+    def _try(self, silent: bytes | None) -> bytes | None:
+        """Take the lease where it is free, dead, or still the `silent` bytes. Else the bytes of a holder that must be watched.
+
+        Raises:
+            RunError: the holder is known to be alive.
+        """
+        with guarded(self.path):
+            now = _read(self.path)
+            if now is not None and now != silent:
+                alive = _alive(_parsed(now))
+                if alive:
+                    raise _held(self.path, now)
+                if alive is None:
+                    return now
+            if now is not None:
+                log.warning("%s: taking over from a dead holder: %s", self.path, _holder(now))
+            self._write(0)
+        return None
+
+    def _write(self, beat: int) -> None:
+        write_atomic(self.path / LEASE, json.dumps({**self._facts, "beat": beat}) + "\n")
+
+    def _beat(self) -> None:
+        beat = 0
+        while not self._released.wait(self._beat_seconds):
+            beat += 1
+            try:
+                with guarded(self.path, create=False):
+                    self._look()
+                    if self.lost or self._released.is_set():
+                        return
+                    self._write(beat)
+            except (OSError, RunError) as error:
+                # A full disk may have room again before anyone else calls us dead.
+                log.warning("%s: no heartbeat: %s", self.path, error)
+
+    def _look(self) -> None:
+        try:
+            found = _read(self.path)
+        except RunError as error:
+            log.warning("%s", error)
+            return
+        if _parsed(found).get("token") != self._facts["token"] and not self._released.is_set():
+            self.lost = True
+
+
+def holder_is_dead(path: Path) -> bool | None:
+    """Whether the save directory `path` is left behind: True for no holder or a dead one, None for one that cannot be judged from here."""
+    try:
+        found = _read(path)
+    except RunError:
+        return None
+    if found is None:
+        return True
+    alive = _alive(_parsed(found))
+    return None if alive is None else not alive
+
+
+def heartbeat_seconds(path: Path) -> float | None:
+    """Age of the last beat of the holder of the save directory `path`; None where nobody holds it.
+
+    For people to read: the clock of the disk is compared with ours, and an age is never negative. `holder_is_dead` judges without clocks.
+    """
+    try:
+        return max(0.0, time.time() - (path / LEASE).stat().st_mtime)
+    except OSError:
+        return None
+
+
+def holder_host(path: Path) -> str:
+    """The machine of the process that holds the save directory `path`; "" where nobody does, or it cannot be read."""
+    try:
+        return str(_parsed(_read(path)).get("host") or "")
+    except RunError:
+        return ""
+
+
+@contextlib.contextmanager
+def guarded(path: Path, create: bool = True) -> Iterator[None]:
+    """Hold the guard of the save directory `path`; makes both where they are missing, if `create`. Not twice in one process: it waits.
+
+    For what others than the holder of the lease may write, too.
+
+    Raises:
+        RunError: held for too long, no locks on this file system, or the disk refuses.
+    """
+    with writing(path):
+        descriptor = _open_guard(path, create)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor, and with it the lock
+        os.close(descriptor)
+
+
+def _open_guard(path: Path, create: bool) -> int:
+    until = time.monotonic() + GUARD_SECONDS
+    while True:
+        if create:
+            _make(path)
+        try:
+            descriptor = os.open(path / GUARD, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:
+            if not create:
+                raise
+            if time.monotonic() > until:  # not only moved away between the two lines above
+                raise RunError(f"{path}: the save directory cannot be made: it is gone each time that it was made.") from None
+            time.sleep(_POLL_SECONDS)
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The directory may have been moved away while we waited: then we hold the guard of another directory.
+            if os.path.samestat(os.fstat(descriptor), os.stat(path / GUARD)):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(descriptor)
+                raise RunError(f"{path}: this file system offers no locks (flock: {error.strerror}). Choose another folder.") from error
+        os.close(descriptor)
+        if time.monotonic() > until:
+            raise RunError(f"{path / GUARD}: locked for {GUARD_SECONDS:g} s, not milliseconds. Is a process stopped in the middle?")
+        time.sleep(_POLL_SECONDS)
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        # Also raised for a directory that was moved away while it was looked at; then the caller tries again.
+        for folder in (path, *path.parents):
+            if folder.is_symlink() and not folder.exists():
+                raise RunError(f"{folder}: a link to {os.readlink(folder)}, which is not there. Make it, or remove the link.") from None
+            if folder.exists() and not folder.is_dir():
+                raise RunError(f"{folder}: a file stands where the save directory should be. Move it away.") from None
+
+
+def _read(path: Path) -> bytes | None:
+    """The bytes of the lease; None where there is none. A RunError where it cannot be read."""
+    try:
+        with reading(path / LEASE):
+            return (path / LEASE).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _parsed(content: bytes | None) -> dict[str, Any]:
+    """The facts in a lease; empty when there are none or they cannot be read."""
+    try:
+        facts = json.loads(content or b"")
+    except ValueError:
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _alive(facts: dict[str, Any]) -> bool | None:
+    """None: cannot be judged from here."""
+    here = this_process()
+    same = all(here[key] is not None and facts.get(key) == here[key] for key in ("boot_id", "pid_namespace"))
+    if not same or type(facts.get("pid")) is not int:
+        return None
+    started = process_start(facts["pid"])
+    return started is not None and started == facts.get("started")
+
+
+def _holder(content: bytes) -> str:
+    facts = _parsed(content)
+    if not facts:
+        return "an unreadable lease"
+    return f"process {facts.get('pid')} on host {facts.get('host')} since {facts.get('since')}"
+
+
+def _held(path: Path, content: bytes) -> RunError:
+    return RunError(f"{path}: held by {_holder(content)}; it trains this experiment now. Wait for it, or stop it.")

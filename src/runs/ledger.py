@@ -1,0 +1,119 @@
+"""What was done to a run, when, by whom and why: ledger.jsonl in its save directory. Lines are appended and never changed.
+
+Each event is one synced line. What a killed writer left of a line stays, on a line of its own, and readers pass over it.
+"""
+
+import fcntl
+import functools
+import getpass
+import json
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from src.errors import RunError
+from src.files import read_json, reading, sync_directory, writing
+from src.runs import environment
+from src.runs.appending import append_line
+from src.runs.metadata import ENV
+
+FILE = "ledger.jsonl"
+_ROOT = Path(__file__).resolve().parents[2]
+
+log = logging.getLogger(__name__)
+
+
+def event(name: str, **facts: Any) -> dict[str, Any]:
+    """An event called `name` that happens now: with "when" (UTC), "who" (user@host) and `facts`, JSON values only."""
+    return {"event": name, "when": datetime.now(UTC).isoformat(timespec="seconds"), "who": who(), **facts}
+
+
+def append(run: Path, what: Mapping[str, Any]) -> None:
+    """Add what `event` gave to the ledger of the save directory `run`; it is on the disk when this returns. Needs no lease.
+
+    Of one with an "id" that the ledger holds already, nothing is added: a step that is done again after a crash says so once.
+
+    Raises:
+        RunError: the disk refuses. The ledger holds what it held before.
+    """
+    line = json.dumps(dict(what), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    path = run / FILE
+    with writing(path):
+        new = not path.exists()
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if what.get("id") is not None and any(known.get("id") == what["id"] for known in read(run)):
+                return
+            append_line(descriptor, line)
+        finally:
+            os.close(descriptor)
+        if new:
+            sync_directory(run)
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """Every event of the save directory `run`, the oldest first. A line that is none, as a killed writer leaves it, is passed over.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    path = run / FILE
+    try:
+        with reading(path):
+            lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    events, torn = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        if isinstance(found, dict) and isinstance(found.get("event"), str):
+            events.append(found)
+        else:
+            torn.append(number)
+    if torn:
+        log.info("%s: passed over what killed writers left, in line %s.", path, ", ".join(map(str, torn)))
+    return events
+
+
+def who() -> str:
+    """user@host of this process."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # no name for this number, as in many containers
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
+
+
+@functools.cache
+def commit() -> str | None:
+    """The git commit of this code, with "+" where it has uncommitted changes; None where that cannot be known. Asked once."""
+    return _commit(environment.code(_ROOT))
+
+
+def started_with(run: Path) -> dict[str, str | None]:
+    """The "commit" that the last start of the save directory `run` trains with, as `commit` names it, and the scheduler's "job" it is in.
+
+    Both from env.json; None where it does not say.
+
+    Raises:
+        RunError: env.json is damaged.
+    """
+    facts = read_json(run / ENV, RunError) if (run / ENV).exists() else {}
+    facts = facts if isinstance(facts, dict) else {}
+    variables = facts.get("variables") or {}
+    return {"commit": _commit(facts), "job": environment.slurm_job(variables) or variables.get("EAI_JOB_ID")}
+
+
+def _commit(facts: Mapping[str, Any]) -> str | None:
+    named = facts.get("commit")
+    return named and named + ("+" if facts.get("dirty") else "")

@@ -1,0 +1,195 @@
+"""What a save directory says of itself, read without locking it."""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from src.config import join
+from src.errors import ConfigError, RunError
+from src.experiments.identity import check_values, exp_id
+from src.files import read_json, reading, write_json, writing
+from src.runs.lease import guarded, holder_is_dead
+
+EXP_DICT = "exp_dict.json"
+CONFIG = "config.json"
+ENV = "env.json"
+DIFF = "diff.patch"
+STATUS = "status.json"
+GROUPS = "groups.json"
+JOB = "job_dict.json"
+State = Literal["running", "done", "failed", "stopped"]
+
+
+def read_exp_dict(path: Path) -> dict[str, Any]:
+    """The dict of the experiment in the save directory `path`.
+
+    Raises:
+        RunError: missing, damaged, or not the dict that the directory's name is the id of.
+    """
+    exp = read_json(path / EXP_DICT, RunError)
+    if not isinstance(exp, dict):
+        raise RunError(f"{path / EXP_DICT}: expected a dict, got {type(exp).__name__}.")
+    try:
+        check_values(exp, str(path / EXP_DICT))
+    except ConfigError as error:
+        raise RunError(str(error)) from None
+    if exp_id(exp) != path.name:
+        raise RunError(f"{path / EXP_DICT}: its id is {exp_id(exp)}, not the name of its directory. It was changed by hand, or moved.")
+    return exp
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """status.json of the save directory `path`, or {"state": "new"} where there is none.
+
+    Raises:
+        RunError: it is damaged, or cannot be read.
+    """
+    with reading(path):
+        if not (path / STATUS).exists():
+            return {"state": "new"}
+    hint = "Delete it: the run then goes on from its newest checkpoint."
+    try:
+        status = read_json(path / STATUS, RunError)
+    except RunError as error:
+        raise RunError(f"{error} {hint}") from None
+    if not isinstance(status, dict) or status.get("state") not in get_args(State):
+        raise RunError(f"{path / STATUS}: expected a dict with one of the states {', '.join(get_args(State))}. {hint}")
+    return status
+
+
+def state_of(path: Path, status: Mapping[str, Any] | None = None) -> str:
+    """State of the save directory `path`: new, running, done, failed, stopped; or lost, which is running with a dead holder.
+
+    A holder on another machine cannot be judged at a glance and counts as alive. status: `read_status(path)`, where it was just read.
+
+    Raises:
+        RunError: status.json is damaged.
+    """
+    state = (read_status(path) if status is None else status)["state"]
+    return "lost" if state == "running" and holder_is_dead(path) else state
+
+
+def attempts(path: Path) -> int:
+    """How often the experiment in `path` was started.
+
+    Raises:
+        RunError: the directory cannot be read.
+    """
+    with reading(path):
+        names = [entry.name for entry in (path / "attempts").glob("*") if re.fullmatch(r"\d{3,}", entry.name)]
+    return max(map(int, names), default=0)
+
+
+def join_groups(path: Path, groups: Iterable[str]) -> None:
+    """Note that `groups` asked for the experiment in `path`: several may, and only the first has it trained. Needs no lease.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    if not (wanted := dict.fromkeys(groups)):
+        return
+    with guarded(path):
+        noted = read_groups(path)
+        if joined := [group for group in wanted if group not in noted]:
+            write_json(path / GROUPS, [*noted, *joined])
+
+
+def read_groups(path: Path) -> list[str]:
+    """The groups that asked for the experiment in `path`, the first to ask first; empty where that is not known."""
+    try:
+        found = read_json(path / GROUPS, RunError)
+    except RunError:
+        return []
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def prepare(path: Path, exp: Mapping[str, Any], groups: Iterable[str]) -> None:
+    """Write what a job finds in its save directory, as haven's jobs do: the dict, and the groups that asked for it. Needs no lease.
+
+    A new directory appears whole, at the cost of no other file: a thousand of them are written at once.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    if not path.exists():
+        beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+        with writing(path):
+            beside.mkdir(parents=True)
+            write_json(beside / EXP_DICT, exp)
+            if named := list(dict.fromkeys(groups)):
+                write_json(beside / GROUPS, named)
+            try:
+                os.rename(beside, path)
+                return
+            except OSError as error:
+                shutil.rmtree(beside, ignore_errors=True)
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else was faster
+                    raise
+    if not (path / EXP_DICT).exists():
+        with guarded(path):
+            write_json(path / EXP_DICT, exp)
+    join_groups(path, groups)
+
+
+def write_job(path: Path, job_id: str, command: str, submission: str = "") -> None:
+    """Note the job that was submitted for the experiment in `path`, as haven's job manager does. Needs no lease.
+
+    submission: name of the folder below <runs>/submissions that says which launcher has the job.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    job = {"job_id": job_id, "command": command, "submission": submission}
+    if path.is_dir():
+        with contextlib.suppress(RunError):  # moved away just now, or refused; the next line tells
+            write_json(path / JOB, job)
+            return
+    with guarded(path):
+        write_json(path / JOB, job)
+
+
+def read_job(path: Path) -> dict[str, str] | None:
+    """The job that was last submitted for the experiment in `path`: "job_id", "command" and "submission"; None where there was none.
+
+    "submission" is "" where haven wrote the file.
+
+    Raises:
+        RunError: job_dict.json is damaged, or cannot be read.
+    """
+    with reading(path):
+        if not (path / JOB).exists():
+            return None
+    hint = "Delete it once you know that its job has ended."
+    try:
+        job = read_json(path / JOB, RunError)
+    except RunError as error:
+        raise RunError(f"{error} {hint}") from None
+    if not isinstance(job, dict) or not isinstance(job.get("job_id"), str):
+        raise RunError(f'{path / JOB}: expected a dict with "job_id" and "command". {hint}')
+    return {key: job[key] if isinstance(job.get(key), str) else "" for key in ("job_id", "command", "submission")}
+
+
+def differences(old: Any, new: Any) -> list[tuple[str, str, str]]:
+    """(dotted path, old, new) for each value that differs in value or type; "absent" stands for a key that is not there."""
+    before, after = flat(old), flat(new)
+    keys = [*before, *(key for key in after if key not in before)]
+    shown = [(key, _json(before, key), _json(after, key)) for key in keys]
+    return [change for change in shown if change[1] != change[2]]
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """{"model": {"depth": 2}} -> {"model.depth": 2}. Lists, and dicts without keys, are values."""
+    if not isinstance(value, dict) or (not value and path):
+        return {path: value}
+    return {key: leaf for name, item in value.items() for key, leaf in flat(item, join(path, name)).items()}
+
+
+def _json(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key], sort_keys=True) if key in values else "absent"

@@ -1,0 +1,142 @@
+"""Lineage: which experiments an experiment starts from, and in which order they run."""
+
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from src.config import Places
+from src.errors import CheckpointError, UserError
+from src.files import defect, read_json
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.metadata import read_status, state_of
+
+Experiment = dict[str, Any]
+Seen = dict[tuple[str, str], str | None]
+"""What is wrong with each checkpoint (id, "last" or "best") that was looked at; None: nothing."""
+
+
+def parents(exp: Experiment) -> list[str]:
+    """Ids of the experiments that `exp` names at any depth, in the order in which they stand, each once."""
+    return list(dict.fromkeys(parent for parent, _ in named(exp)))
+
+
+def named(exp: Experiment) -> list[tuple[str, str]]:
+    """(id, "last" or "best") of the checkpoints that `exp` names at any depth, in the order in which they stand, each once."""
+    return list(dict.fromkeys(_named(exp)))
+
+
+def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
+    """What `exp` starts from: {"<id>/<last or best>": fingerprint} of its parents' checkpoints, and of those that these are built on.
+
+    A parent that was trained on top of another keeps only the weights that it trained, so its parents count as well.
+
+    Raises:
+        CheckpointError: a checkpoint is missing or damaged.
+        RunError: the status of a parent is damaged.
+    """
+    found: dict[str, str] = {}
+
+    def visit(value: Experiment) -> None:
+        for parent, which in named(value):
+            key = f"{parent}/{which}"
+            if key not in found:
+                folder = checkpoints.best(runs / parent) if which == "best" else checkpoints.last(runs / parent)
+                if folder is None:
+                    raise CheckpointError(f"{runs / parent}: has no best checkpoint. Use the last one.")
+                found[key] = checkpoints.fingerprint(folder)
+                visit(read_json(folder / "model.json", CheckpointError))
+
+    visit(exp)
+    return found
+
+
+def _named(value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        if value.get("name") == "experiment" and isinstance(value.get("exp_id"), str):
+            yield value["exp_id"], value.get("checkpoint", "last")
+        for item in value.values():
+            yield from _named(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _named(item)
+
+
+def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], with_parents: bool) -> list[str]:
+    """Ids of `selected`, parents before children and otherwise as given.
+
+    selected, known: id -> dict; `known` holds every experiment that can be run.
+    with_parents: True adds the ancestors found in `known`. A cycle is impossible: an id is the hash of a dict that holds its parents' ids.
+    """
+    everything = {**known, **selected}
+    ordered: list[str] = []
+    visited: set[str] = set()
+
+    def visit(name: str) -> None:
+        if name in visited or name not in everything:
+            return
+        visited.add(name)
+        for parent in parents(everything[name]):
+            visit(parent)
+        if with_parents or name in selected:
+            ordered.append(name)
+
+    for name in selected:
+        visit(name)
+    return ordered
+
+
+def missing(exp: Experiment, places: Places, ahead: Container[str] = (), seen: Seen | None = None) -> list[str]:
+    """One message for each parent of `exp` that is not `ahead` and cannot be started from: its id, what it lacks, and how to get it.
+
+    Of a checkpoint only the sizes of its files are compared: `checkpoints.last` and `best` read them when they are used.
+
+    seen: filled; given again with the same `places`, each parent of many children is looked at once.
+    """
+    seen = {} if seen is None else seen
+    found = []
+    for parent, which in named(exp):
+        if parent not in ahead:
+            if (parent, which) not in seen:
+                seen[parent, which] = _lack(parent, which, places)
+            if how := seen[parent, which]:
+                found.append(f"it starts from experiment {parent}, {how}")
+    return list(dict.fromkeys(found))
+
+
+def _lack(parent: str, which: str, places: Places) -> str | None:
+    run = places.runs / parent
+    try:
+        state = state_of(run)
+        if state == "done":
+            return _checkpoint_lack(run, which)
+    except UserError as error:
+        return f"which cannot be read: {error}"
+    if state == "running":
+        return f"which is still running in {run}. Wait until it is done."
+    if parent in places.experiments:
+        recipe = places.experiments[parent].get("recipe")
+        what = "has not been run" if state == "new" else f"is {state}, not done"
+        return f"which {what} (recipe {recipe!r}, wanted in {run}). Add --with-parents, or run its group first."
+    if state == "new":
+        return f"which is neither in exp_configs.py nor in {places.runs}. Use ref(...) of an experiment, or copy its save directory there."
+    return f"which is {state}, not done, and no longer in exp_configs.py. Finish it with --exp_id {parent}."
+
+
+def _checkpoint_lack(run: Path, which: str) -> str | None:
+    """What the checkpoint "last" or "best" of a run that is done lacks, as far as names and sizes of files tell."""
+    if which == "best":
+        pointer = run / "checkpoints" / "best.json"
+        if not pointer.exists():
+            return f"which has no best checkpoint in {run}. Use the last one."
+        noted, source = read_json(pointer, CheckpointError), pointer
+    else:
+        noted, source = read_status(run), run / "status.json"
+    step = noted.get("step") if isinstance(noted, dict) else None
+    again = f"Start it again with --exp_id {run.name} -r 1, or restore it from a copy."
+    if type(step) is not int:
+        return f"of which {source} names no step. {again}"
+    checkpoint = checkpoints.folder(run, step)
+    if not checkpoint.exists():
+        return f"whose {which} checkpoint {checkpoint} is gone. {again}"
+    problem = defect(checkpoint, hashes=False)
+    return f"whose {which} checkpoint is damaged ({problem.rstrip('.')}). {again}" if problem else None

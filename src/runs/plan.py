@@ -1,0 +1,186 @@
+"""From names on a command line to checked experiments, parents first."""
+
+import contextlib
+import re
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from src.config import Places, unknown
+from src.errors import ConfigError, RunError, UserError
+from src.experiments.grid import set_path
+from src.experiments.identity import check_values, exp_id
+from src.registry import Part, canonical, load_experiment, remembering
+from src.runs import metadata, parents
+
+Experiment = dict[str, Any]
+Groups = Mapping[str, Sequence[Experiment]]
+_ONE = re.compile(r"(.+)\[(\d{1,9})\]", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One experiment that is valid as written."""
+
+    exp_id: str
+    exp: Experiment
+    """Canonical: what exp_dict.json holds and the id is the hash of."""
+    recipe: Part
+    groups: tuple[str, ...]
+    """Those that asked for it, the first to ask first."""
+    where: str
+    """Its first place, for messages, such as "crossattn_tiny[3]"."""
+
+    @property
+    def group(self) -> str:
+        """The first of its groups; "" where none is known."""
+        return self.groups[0] if self.groups else ""
+
+
+def load(exp: Experiment, group: str, where: str) -> Planned:
+    """Check one dict; `group` is "" where none is known.
+
+    Raises:
+        ConfigError: one line for each mistake in it.
+    """
+    check_values(exp, where)
+    recipe = load_experiment(exp, where)
+    spelled = canonical(exp, recipe)
+    return Planned(exp_id(spelled), spelled, recipe, (group,) if group else (), where)
+
+
+def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]) -> list[Planned]:
+    """Every experiment of the groups called `names`, with the assignments of --set made in each. "lm[3]" names one of the group "lm".
+
+    Raises:
+        ConfigError: an unknown or empty group, every mistake of every experiment, or two experiments with one id.
+    """
+    planned: list[Planned] = []
+    mistakes: list[str] = []
+    for asked in dict.fromkeys(names):
+        name, places = _asked(groups, asked)
+        for i in places:
+            where = f"{name}[{i}]"
+            try:
+                planned.append(load(_assigned(groups[name][i], assignments, name, where), name, where))
+            except ConfigError as error:
+                mistakes.append(str(error))
+    if mistakes:
+        raise ConfigError("\n".join(dict.fromkeys(mistakes)))
+    return _distinct(planned)
+
+
+def _asked(groups: Groups, asked: str) -> tuple[str, Sequence[int]]:
+    """The group that `asked` names, and the places in it that are meant: "lm" all, "lm[3]" one."""
+    one = None if asked in groups else _ONE.fullmatch(asked)
+    name = one[1] if one else asked
+    if name not in groups:
+        raise unknown("group", name, groups, "-e")
+    group = groups[name]
+    if not isinstance(group, list):
+        raise ConfigError(f"{name}: expected a list of experiments, got {type(group).__name__}.")
+    if not group:
+        raise ConfigError(f"{name}: has no experiments.")
+    if one is None:
+        return name, range(len(group))
+    if int(one[2]) >= len(group):
+        raise ConfigError(f"-e {asked}: the group has the experiments {name}[0] to {name}[{len(group) - 1}].")
+    return name, [int(one[2])]
+
+
+def _assigned(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str, where: str) -> Experiment:
+    """`exp` with the assignments made. A path that does not fit is told of the group: it rarely fits only one of its experiments."""
+    if assignments:
+        check_values(exp, where)
+    for path, value in assignments:
+        try:
+            exp = set_path(exp, path, value, must_exist=False)
+        except ConfigError as error:
+            raise ConfigError(f"{group}: {error}") from None
+    return exp
+
+
+def known(groups: Groups) -> dict[str, Planned]:
+    """Every experiment of `groups` by its id. Those that are not valid are left out: they do not stand in the way of others."""
+    found: dict[str, Planned] = {}
+    for name, experiments in groups.items():
+        for i, exp in enumerate(experiments if isinstance(experiments, list) else []):
+            with contextlib.suppress(ConfigError):
+                item = load(exp, name, f"{name}[{i}]")
+                found.setdefault(item.exp_id, item)
+    return found
+
+
+def _distinct(planned: list[Planned]) -> list[Planned]:
+    """Each id once, in all the groups that hold it."""
+    places: dict[str, list[Planned]] = {}
+    for item in planned:
+        others = places.setdefault(item.exp_id, [])
+        for other in others:
+            if other.exp != item.exp:
+                raise ConfigError(f"{item.where} and {other.where} differ but share the id {item.exp_id}. Change a string in one of them.")
+            if other.groups == item.groups:
+                raise ConfigError(f"{item.where} is the same experiment as {other.where}. Remove one of them.")
+        others.append(item)
+    return [replace(items[0], groups=tuple(item.group for item in items)) for items in places.values()]
+
+
+def find(wanted: str, known: Mapping[str, Planned], runs: Path) -> Planned:
+    """The experiment with the id `wanted`: from exp_configs.py or from its save directory, in the groups that are noted there.
+
+    Raises:
+        ConfigError: neither has it.
+        RunError: the dict in the save directory is damaged, or has another id.
+    """
+    run = runs / wanted
+    file = run / metadata.EXP_DICT
+    if wanted in known:
+        item = known[wanted]
+    elif file.exists():
+        item = load(metadata.read_exp_dict(run), "", str(file))
+        if item.exp_id != wanted:
+            raise RunError(f"{file}: as numbers are spelled now its id is {item.exp_id}, not {wanted}. Train that one with -e.")
+    else:
+        raise ConfigError(f"--exp_id {wanted}: neither in exp_configs.py nor in {runs}.")
+    return replace(item, groups=tuple(metadata.read_groups(run)) or item.groups)
+
+
+def with_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: bool) -> list[Planned]:
+    """`selected` with parents before children; `add` puts in the ancestors that `known` holds."""
+    chosen = {item.exp_id: item for item in selected}
+    everything = {**known, **chosen}
+    ordered = parents.order({i: p.exp for i, p in chosen.items()}, {i: p.exp for i, p in known.items()}, add)
+    return [everything[name] for name in ordered]
+
+
+def problems(planned: Sequence[Planned], places: Places, reset: Container[str] = (), ahead: Collection[str] = ()) -> dict[str, list[str]]:
+    """What this machine lacks for each experiment, by id. Parents that are planned to run before are not missed. Loads no model.
+
+    ahead: ids whose jobs will have ended before, so that they are not missed as parents.
+    reset: ids that start over. Any other experiment that is done lacks nothing: neither parent nor data is read again.
+    """
+    with remembering():
+        return _problems(planned, places, reset, ahead)
+
+
+def _problems(planned: Sequence[Planned], places: Places, reset: Container[str], queued: Collection[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    ahead = set(queued)
+    seen: parents.Seen = {}
+    for item in planned:
+        lacks: list[str] = []
+        try:
+            if item.exp_id not in reset and metadata.state_of(places.runs / item.exp_id) == "done":
+                continue
+        except UserError as error:
+            lacks.append(str(error))
+        lacks += parents.missing(item.exp, places, ahead, seen)
+        try:
+            item.recipe.ask("check", places)
+        except UserError as error:
+            lacks.append(str(error))
+        if lacks:
+            found[item.exp_id] = [f"{item.where}: {lack}" for lack in lacks]
+        ahead.add(item.exp_id)
+    return found

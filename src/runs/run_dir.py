@@ -1,0 +1,283 @@
+"""The save directory of one experiment: locked, checked against its dict, every file whole."""
+
+import contextlib
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, get_args
+
+from src.errors import ConfigError, RunError, UserError
+from src.experiments.identity import check_values, exp_id
+from src.files import read_json, write_atomic, write_json, writing
+from src.runs import lease as leases
+from src.runs.history import transaction as journal
+from src.runs.lease import Lease
+from src.runs.metadata import (
+    CONFIG,
+    DIFF,
+    ENV,
+    EXP_DICT,
+    GROUPS,
+    JOB,
+    STATUS,
+    State,
+    attempts,
+    differences,
+    join_groups,
+    read_exp_dict,
+    read_groups,
+    read_status,
+)
+from src.runs.scores import SCORES, Scores
+from src.runs.summary import SUMMARY, summarized
+
+DELETED = "deleted"
+_BEFORE_A_START = (leases.LEASE, leases.GUARD, EXP_DICT, GROUPS, JOB)
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
+"""As `files.write_atomic` names what it has not finished."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunDir:
+    """Opened for writing by one process (`open`), or for reading by any (`attach`). A context manager: leaving it unlocks."""
+
+    path: Path
+    exp_id: str
+    exp: dict[str, Any]
+    """Canonical dict of the experiment."""
+    attempt: int
+    lease: Lease | None
+    """None: attached, so it may not write."""
+
+    @classmethod
+    def open(
+        cls, runs: Path, exp: dict[str, Any], resolved: Mapping[str, Any], *, reset: int = 0, facts: Mapping[str, Any] | None = None
+    ) -> "RunDir":
+        """Lock <runs>/<id>, made where it is missing, and check that it belongs to `exp`.
+
+        Its status is then "running", unless it is "done": a finished run is left as it is, but for the groups that asked for it.
+
+        exp: canonical (`registry.canonical`). resolved: with every default (`registry.resolved`).
+        reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … where that exists.
+            The groups that asked for it, and the job that was submitted for it, stay noted.
+        facts: for env.json; "groups" lists those that ask for it now, and "diff", if any, goes to diff.patch.
+
+        An exp_dict.json that cannot be read is written anew, as the id in the directory's name vouches for its content.
+
+        Raises:
+            ConfigError: `exp` holds a value that cannot be hashed faithfully.
+            RunError: held by another process; another dict with the same id; defaults that changed since the start;
+                a damaged file; a disk that refuses.
+        """
+        if reset not in (0, 1):
+            raise ConfigError(f"-r: expected 0 (continue) or 1 (start over), got {reset}.")
+        check_values(exp, "experiment")
+        identity = exp_id(exp)
+        path = runs / identity
+        lease = Lease.acquire(path)
+        try:
+            _sweep(path)
+            journal.finish(path)
+            if reset and _used(path):
+                backup = _backup(runs / DELETED, identity)
+                lease.move_directory(backup)
+                lease = Lease.acquire(path)
+                _bring_back(backup, path)
+            run = cls(path, identity, exp, attempts(path), lease)
+            run._check_dict()
+            run._check_config(dict(resolved))
+            run._begin(read_status(path)["state"], dict(facts or {}))
+        except BaseException:
+            lease.release()
+            raise
+        return run
+
+    @classmethod
+    def attach(cls, path: Path) -> "RunDir":
+        """Read a directory that another process may hold: no lock, and every writing method is refused.
+
+        Raises:
+            RunError: there is no experiment in `path`, or its exp_dict.json is damaged.
+        """
+        exp = read_exp_dict(path)
+        return cls(path, path.name, exp, attempts(path), None)
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the log files; it need not exist yet."""
+        return self.path / "logs"
+
+    @cached_property
+    def scores(self) -> Scores:
+        """The scores of this run. One object for the whole life of this one: it knows the last step."""
+        return Scores(self.path / SCORES, read_only=self.lease is None)
+
+    def confirm(self) -> None:
+        """Make sure that this process may still write here: call it before checkpoints and scores.
+
+        Raises:
+            RunError: attached only, or the lease was lost.
+        """
+        if self.lease is None:
+            raise RunError(f"{self.path}: opened for reading only; the process that holds the lease writes.")
+        self.lease.confirm()
+
+    def set_status(self, state: State, **facts: Any) -> None:
+        """Replace status.json: the state, this attempt's number, the time, and `facts` such as step and reason.
+
+        What was said before in this attempt stays, but for a reason. An end also says what the scores came to: see `summary`.
+
+        Raises:
+            RunError: attached only, the lease was lost, or the disk refuses.
+        """
+        assert state in get_args(State), state
+        self.confirm()
+        now = _now()
+        before = self.status()
+        if before.get("attempt") == self.attempt:
+            kept = {key: value for key, value in before.items() if key not in ("reason", SUMMARY)}
+        else:
+            kept = {"started": now} | {key: value for key, value in before.items() if key == "step"}
+        if state != "running":
+            with contextlib.suppress(UserError):  # scores that cannot be read are named by whoever reads them
+                facts[SUMMARY] = summarized(self.path / SCORES).as_json()
+        write_json(self.path / STATUS, {**kept, **facts, "state": state, "attempt": self.attempt, "updated": now})
+
+    def status(self) -> dict[str, Any]:
+        """What status.json says: at least "state", which is "new" where nothing was ever started.
+
+        Raises:
+            RunError: status.json is damaged.
+        """
+        return read_status(self.path)
+
+    def close(self) -> None:
+        """Unlock. Harmless a second time."""
+        if self.lease is not None:
+            self.lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _check_dict(self) -> None:
+        file = self.path / EXP_DICT
+        if file.exists():
+            try:
+                found = read_json(file, RunError)
+            except RunError as error:
+                log.warning("%s It is written anew: the id vouches for its content.", error)
+            else:
+                changes = differences(found, self.exp)
+                if changes:
+                    raise RunError(
+                        f"{file}: another experiment has the id {self.exp_id}: {_told(changes)}. "
+                        "Haven's hash cannot tell them apart; change a string in one of them."
+                    )
+                return
+        write_json(file, self.exp)
+
+    def _check_config(self, resolved: dict[str, Any]) -> None:
+        file = self.path / CONFIG
+        resolved = json.loads(json.dumps(resolved, allow_nan=False))
+        if file.exists():
+            try:
+                found = read_json(file, RunError)
+            except RunError as error:
+                raise RunError(f"{error} Delete it if no default has changed since the run began, or start over with -r 1.") from None
+            changes = differences(found, resolved)
+            if changes:
+                raise RunError(
+                    f"{file}: this run was started with other defaults: {_told(changes)}. To continue it, restore the old defaults; "
+                    "to have both, write the value into the dict (a new id); to start over, -r 1."
+                )
+            return
+        write_json(file, resolved)
+
+    def _begin(self, state: str, facts: dict[str, Any]) -> None:
+        """Write what this attempt was started with, and that it runs."""
+        join_groups(self.path, facts.get("groups", ()))
+        if state == "done":
+            return
+        self.attempt += 1
+        diff = facts.pop("diff", None)
+        history = self.path / "attempts" / f"{self.attempt:03d}"
+        with writing(history):
+            history.mkdir(parents=True, exist_ok=True)
+        if diff:
+            write_atomic(history / DIFF, diff)
+        for folder in (history, self.path):
+            write_json(folder / ENV, {"attempt": self.attempt, **facts})
+        self.set_status("running")
+
+
+def start_over(path: Path) -> None:
+    """Move what was trained in the save directory `path` to <runs>/deleted, as `RunDir.open` with reset does; the groups stay noted.
+
+    For a job that is going to be submitted, and may be started several times. The job that was submitted before is forgotten.
+
+    Raises:
+        RunError: a process holds it, or the disk refuses.
+    """
+    lease = Lease.acquire(path)
+    try:
+        _sweep(path)
+        if _used(path):
+            backup = _backup(path.parent / DELETED, path.name)
+            lease.move_directory(backup)
+            join_groups(path, read_groups(backup))
+        with writing(path):
+            (path / JOB).unlink(missing_ok=True)
+    finally:
+        lease.release()
+
+
+def _told(changes: list[tuple[str, str, str]]) -> str:
+    return "; ".join(f"{key or 'value'} was {old}, is now {new}" for key, old, new in changes)
+
+
+def _used(path: Path) -> bool:
+    """Whether anything lies there but what is written before a start."""
+    return any(entry.name not in _BEFORE_A_START for entry in path.iterdir())
+
+
+def _backup(deleted: Path, identity: str) -> Path:
+    """The first free name, so that no older backup is replaced."""
+    with writing(deleted):
+        os.makedirs(deleted, exist_ok=True)
+    number, target = 0, deleted / identity
+    while target.exists():
+        number += 1
+        target = deleted / f"{identity}.{number}"
+    return target
+
+
+def _sweep(path: Path) -> None:
+    """Delete what killed writers left half written. Whoever writes here holds the lease, as this process does, or the guard."""
+    with leases.guarded(path), writing(path):
+        for folder in (path, path / "checkpoints", *path.glob("attempts/*")):
+            for entry in folder.glob(".*"):
+                if _TEMPORARY.fullmatch(entry.name) and entry.is_file():
+                    entry.unlink()
+
+
+def _bring_back(backup: Path, path: Path) -> None:
+    """What others noted in the directory that was moved to `backup`: it is not this start's to forget."""
+    join_groups(path, read_groups(backup))
+    if (backup / JOB).exists() and not (path / JOB).exists():
+        write_atomic(path / JOB, (backup / JOB).read_bytes())
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

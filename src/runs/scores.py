@@ -1,0 +1,276 @@
+"""The scores of one run: append-only JSON lines that survive a kill in the middle of a line, and haven's score_list.pkl."""
+
+import io
+import json
+import logging
+import math
+import os
+import pickle
+import struct
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from src.errors import DataError, RunError
+from src.files import reading, sync_directory, write_atomic, writing
+from src.runs.appending import append_line
+
+SCORES = "scores.jsonl"
+SCORE_LIST = "score_list.pkl"
+
+log = logging.getLogger(__name__)
+_SHAPES = bytes.maketrans(b"123456789:,-[", b"000000000    ")
+_LONG = b" " + b"0" * 19
+"""How an integer of 19 digits or more begins after `_SHAPES`."""
+Row = dict[str, Any]
+"""An int "step" and, by name, numbers or None."""
+
+
+class Scores:
+    """scores.jsonl in the folder of a run. Rows are in the order of their steps, one for each step."""
+
+    def __init__(self, path: Path, read_only: bool = False) -> None:
+        self.path = path
+        self._read_only = read_only
+        self._last_step: int | None = None
+        self._mended = False
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row of numbers with an int "step" greater than that of the row before; it is on the disk when this returns.
+
+        NaN and infinity become null, as JSON has neither: one undefined metric must not end a training.
+
+        Raises:
+            RunError: the disk refuses. The file holds what it held before.
+        """
+        self._check_writable()
+        line = self._line(row)
+        if not self._mended:
+            self._mend()
+        step = row["step"]
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"{self.path}: step {step} cannot follow step {self._last_step}: truncate first.")
+        with writing(self.path):
+            _append_whole(self.path, line)
+        self._last_step = step
+
+    def complete(self, scores: Mapping[str, Any]) -> None:
+        """Add scores to the last row, in place of those of the same names: what is measured once, when the training is over.
+
+        Raises:
+            DataError: a line that is not a row.
+            RunError: the disk refuses. The file holds what it held before.
+        """
+        self._check_writable()
+        *before, (_, last) = self._read()
+        added = json.loads(self._line({**scores, "step": last["step"]}))
+        lines = [*(line for line, _ in before), json.dumps({**last, **added}).encode()]
+        write_atomic(self.path, b"".join(line + b"\n" for line in lines))
+
+    def rows(self) -> list[Row]:
+        """Every complete row. A last line without its newline was cut by a crash and is left out.
+
+        Raises:
+            DataError: a line that is not a row; names the file and the line.
+            RunError: the file cannot be read.
+        """
+        return [row for _, row in self._read()]
+
+    def truncate(self, step: int) -> None:
+        """Drop the rows after `step`, and a line that was cut by a crash: what a run does that resumes from `step`.
+
+        Raises:
+            DataError: a line that is not a row.
+            RunError: the disk refuses. The file holds what it held before.
+        """
+        self._check_writable()
+        kept = [(line, row) for line, row in self._read() if row["step"] <= step]
+        content = b"".join(line + b"\n" for line, _ in kept)
+        if self.path.exists() and self.path.read_bytes() != content:
+            write_atomic(self.path, content)
+        self._last_step = kept[-1][1]["step"] if kept else None
+        self._mended = True
+
+    def export_haven(self) -> None:
+        """Write score_list.pkl beside, from the rows; null becomes NaN, which haven's tables skip.
+
+        Raises:
+            RunError: the disk refuses. An older score_list.pkl stays.
+        """
+        self._check_writable()
+        rows = [{key: math.nan if value is None else value for key, value in row.items()} for row in self.rows()]
+        write_atomic(self.path.with_name(SCORE_LIST), pickle.dumps(rows, protocol=4))
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise RunError(f"{self.path}: opened for reading only; the process that holds the lease writes.")
+
+    def _line(self, row: Mapping[str, Any]) -> bytes:
+        if type(row.get("step")) is not int:
+            raise TypeError(f"{self.path}: a row needs an int 'step', got {row!r}.")
+        values = {"step": row["step"]}
+        for key, value in row.items():
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{self.path}: {key!r} is not a number: {value!r} ({type(value).__name__}).")
+            values[key] = int(value) if isinstance(value, Integral) else float(value)
+            if not math.isfinite(values[key]):
+                log.warning("%s: %s at step %d is %s; written as null.", self.path, key, row["step"], value)
+                values[key] = None
+        return json.dumps(values, allow_nan=False).encode() + b"\n"
+
+    def _mend(self) -> None:
+        """Find the last step, and cut the torn line that a killed process may have left: nothing may be glued to it."""
+        rows = self._read()
+        whole = sum(len(line) + 1 for line, _ in rows)
+        if self.path.exists() and self.path.stat().st_size > whole:
+            with writing(self.path):
+                os.truncate(self.path, whole)
+        self._last_step = rows[-1][1]["step"] if rows else None
+        self._mended = True
+
+    def _read(self) -> list[tuple[bytes, Row]]:
+        """Complete lines, without their newlines, and the rows in them."""
+        try:
+            with reading(self.path):
+                lines = self.path.read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        return list(zip(lines, parse_lines(lines, self.path), strict=True))
+
+
+def parse_lines(lines: Sequence[bytes], path: Path) -> list[Row]:
+    """The rows in the first lines of the scores file `path`.
+
+    Raises:
+        DataError: a line that is not a row; names the file and the line.
+    """
+    # One call for all lines: several times faster than one for each.
+    rows = _loaded(b"[" + b",".join(lines) + b"]")
+    if len(rows) != len(lines) or not all(map(_is_row, rows)):
+        rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    return rows
+
+
+def _loaded(text: bytes) -> list[Any]:
+    """A JSON list; empty where it is none. By orjson, but for integers of more than 63 bits, which it would read as floats."""
+    import orjson  # 20 ms, which a start need not spend
+
+    try:
+        if _LONG in text.translate(_SHAPES):
+            return json.loads(text)
+        return orjson.loads(text)
+    except ValueError:
+        pass  # json also reads NaN, and halves of surrogate pairs
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+
+
+def last_row(path: Path) -> Row | None:
+    """The last complete row of the scores file `path`, however long it is; None where there is none yet.
+
+    Raises:
+        DataError: the last complete line is not a row.
+        RunError: the file cannot be read.
+    """
+    piece = 4096
+    try:
+        with reading(path), open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            while True:
+                start = max(0, size - piece)
+                file.seek(start)
+                lines = file.read(size - start).split(b"\n")[:-1]
+                if start == 0 or len(lines) > 1:
+                    break
+                piece *= 8
+    except FileNotFoundError:
+        return None
+    return _parse(lines[-1], f"{path}: its last line") if lines else None
+
+
+def read_score_list(path: Path) -> list[dict[str, Any]]:
+    """The rows of a score_list.pkl that haven wrote: containers and numbers, numpy's scalars among them as Python numbers.
+
+    Nothing else is unpickled, so that a file from elsewhere cannot run code.
+
+    Raises:
+        DataError: the file is torn, or holds anything else.
+    """
+    try:
+        with reading(path, DataError):
+            rows = _Numbers(io.BytesIO(path.read_bytes())).load()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file.") from None
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError, struct.error) as error:
+        raise DataError(f"{path}: expected a pickled list of dicts of numbers, got {error}.") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path}: expected a pickled list of dicts, got {type(rows).__name__}.")
+    return rows
+
+
+class _Dtype:
+    """Stands for numpy.dtype while unpickling, so that numpy need not be there."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        self.code, self.order = code, "<"
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.order = "<" if state[1] == "|" else state[1]
+
+
+_FORMATS: dict[str, str] = dict(zip(["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "b1"], "dfeqihbQIHB?", strict=True))
+
+
+def _scalar(dtype: _Dtype, data: bytes) -> Any:
+    return struct.unpack(dtype.order + _FORMATS[dtype.code], data)[0]
+
+
+_ALLOWED: dict[str, Any] = {
+    "builtins.set": set,
+    "__builtin__.set": set,  # as protocols 0 to 2 spell it
+    "collections.OrderedDict": dict,
+    "numpy.dtype": _Dtype,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy.core.multiarray.scalar": _scalar,  # numpy 1
+    "_codecs.encode": lambda text, _: text.encode("latin1"),  # how protocols 0 to 2 spell bytes
+}
+
+
+class _Numbers(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return _ALLOWED[f"{module}.{name}"]
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and type(row.get("step")) is int
+
+
+_REASONS = {UnicodeDecodeError: "not UTF-8 text", RecursionError: "nested too deeply"}
+
+
+def _parse(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else _REASONS.get(type(error), str(error))
+        raise DataError(f"{where}: not a row of scores: {reason}. Remove this line, or start over with -r 1.") from None
+    if not _is_row(row):
+        raise DataError(f"{where}: expected a row with an int 'step', got {line[:60].decode(errors='replace')!r}.")
+    return row
+
+
+def _append_whole(path: Path, line: bytes) -> None:
+    """One write of one line, synced; a part of a line that a full disk took is given back."""
+    new = not path.exists()
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        append_line(descriptor, line)
+    finally:
+        os.close(descriptor)
+    if new:
+        sync_directory(path.parent)

@@ -1,0 +1,150 @@
+"""The last value of each score of a run, so that a table reads no histories: trusted where the scores still are those that it is of."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from src.errors import DataError
+from src.files import reading
+from src.runs.scores import Row, parse_lines
+
+SUMMARY = "scores"
+"""Under which key of status.json a run that has ended keeps its summary."""
+TAIL_BYTES = 4096
+_EMPTY = hashlib.sha256(b"").hexdigest()
+
+
+class Piece(NamedTuple):
+    """What `read_on` found in a file of lines."""
+
+    start: int
+    """The bytes before this were known already."""
+    lines: bytes
+    """The complete lines from there on."""
+    tail: str
+    """sha256 of the last `TAIL_BYTES` bytes before the end of these."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.lines)
+
+
+@dataclass
+class Summary:
+    """Of the first `size` bytes of a scores.jsonl, which end with a line."""
+
+    size: int = 0
+    tail: str = _EMPTY
+    step: int | None = None
+    last: dict[str, float | None] = field(default_factory=dict)
+    """The last finite value of each score, in the order of first appearance; None for a score that never had one."""
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take in later rows. A value that is not finite does not replace the last one that was: haven's tables do the same."""
+        for row in rows:
+            self.step = row.get("step", self.step)
+            for name, value in row.items():
+                if is_finite(value):
+                    self.last[name] = value
+                else:
+                    self.last.setdefault(name)
+        self.last.pop("step", None)
+
+    def as_json(self) -> dict[str, Any]:
+        """To be read by `parsed`, whatever order the keys of objects are written in."""
+        return {"bytes": self.size, "tail": self.tail, "step": self.step, "names": list(self.last), "values": list(self.last.values())}
+
+
+def is_finite(value: Any) -> bool:
+    """Whether `value` is a number, and neither NaN nor infinite."""
+    return isinstance(value, (int, float)) and value - value == 0
+
+
+def parsed(value: Any) -> Summary | None:
+    """What `as_json` gave; None for anything else."""
+    if not isinstance(value, dict):
+        return None
+    size, tail, step, names, values = (value.get(key) for key in ("bytes", "tail", "step", "names", "values"))
+    if type(size) is not int or not isinstance(tail, str) or not (step is None or type(step) is int):
+        return None
+    if not isinstance(names, list) or not isinstance(values, list) or len(names) != len(values):
+        return None
+    if all(type(name) is str for name in names) and all(item is None or (type(item) is not bool and is_finite(item)) for item in values):
+        return Summary(size, tail, step, dict(zip(names, values, strict=True)))
+    return None
+
+
+def summarized(path: Path, known: Summary | None = None) -> Summary:
+    """Summary of the scores.jsonl `path`, which need not exist. Only what follows `known` is read, where that still is of this file.
+
+    Raises:
+        DataError: a line that is not a row; names the file and the line.
+        RunError: the file cannot be read.
+    """
+    piece = read_on(path, known.size, known.tail) if known else read_on(path)
+    if known is None or piece.start == 0:
+        summary = Summary()
+    else:
+        summary = Summary(known.size, known.tail, known.step, dict(known.last))
+    if piece.lines:
+        try:
+            summary.add(rows_of(piece, path))
+        except DataError:
+            if piece.start:
+                return summarized(path)  # which counts its lines from the beginning
+            raise
+    summary.size, summary.tail = piece.end, piece.tail
+    return summary
+
+
+def rows_of(piece: Piece, path: Path) -> list[Row]:
+    """The rows in the lines of `piece`.
+
+    Raises:
+        DataError: a line that is not a row; its number is counted from the start of the piece.
+    """
+    return parse_lines(piece.lines.split(b"\n")[:-1], path)
+
+
+def read_on(path: Path, size: int = 0, tail: str = _EMPTY) -> Piece:
+    """The complete lines of a file after the first `size` bytes, if these still end with `tail`; else all of it. None there: empty.
+
+    A file is only ever appended to, or replaced by one that differs before its end: what `Scores` does.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    try:
+        with reading(path):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                return _read_on(descriptor, size, tail)
+            finally:
+                os.close(descriptor)
+    except FileNotFoundError:
+        return Piece(0, b"", _EMPTY)
+
+
+def _read_on(descriptor: int, size: int, tail: str) -> Piece:
+    start = max(0, size - TAIL_BYTES)
+    before = _at(descriptor, start, size - start) if size > 0 else b""
+    if len(before) != size - start or hashlib.sha256(before).hexdigest() != tail:
+        size, before = 0, b""
+    now = os.fstat(descriptor).st_size
+    lines = _at(descriptor, size, now - size) if now > size else b""
+    lines = lines[: lines.rfind(b"\n") + 1]
+    if not lines:
+        return Piece(size, b"", tail if size else _EMPTY)
+    return Piece(size, lines, hashlib.sha256((before + lines[-TAIL_BYTES:])[-TAIL_BYTES:]).hexdigest())
+
+
+def _at(descriptor: int, start: int, count: int) -> bytes:
+    """`count` bytes, fewer only where the file ends."""
+    parts = []
+    while count > 0 and (part := os.pread(descriptor, count, start)):
+        parts.append(part)
+        start, count = start + len(part), count - len(part)
+    return b"".join(parts)

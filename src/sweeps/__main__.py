@@ -1,0 +1,176 @@
+"""Sweeps without a server: the file that `wandb agent` runs, run here. Any number of these commands may work on one sweep at once.
+
+python -m src.sweeps.__main__ resources/sweeps/base_tiny_bayes.yaml --trials 20 --workers 2
+python -m src.sweeps.__main__ resources/sweeps/base_tiny_bayes.yaml --dry-run
+"""
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.config import Places
+from src.errors import ConfigError, UserError
+from src.launch.interruption import signals_raise
+from src.runs import metadata
+from src.sweeps.plan import Sweep, combinations, load
+from src.sweeps.trial import POLL_SECONDS, Ending, Training
+
+if TYPE_CHECKING:
+    from src.sweeps.study import Claimed, Study
+
+log = logging.getLogger(__name__)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m src.sweeps.__main__", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="sweep in the schema of Weights & Biases")
+    parser.add_argument(
+        "--trials", type=int, metavar="N", help="trials of the whole sweep, earlier calls included (default: run_cap or the grid)"
+    )
+    parser.add_argument("-sb", "--savedir_base", type=Path, default=Path("results/runs"), metavar="DIR", help="save directories")
+    parser.add_argument("--data_path", type=Path, default=Path("results/data"), metavar="DIR", help="prepared data sets")
+    parser.add_argument("--workers", type=int, default=1, metavar="K", help="trials at a time; they share CUDA_VISIBLE_DEVICES out evenly")
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="check the file, print what would be tried, and exit")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0 where every trial has ended and none failed."""
+    args = parse(argv)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("src").setLevel(logging.INFO)
+    try:
+        return act(args)
+    except UserError as error:
+        for line in str(error).splitlines():
+            sys.stderr.write(f"error: {line}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def act(args: argparse.Namespace) -> int:
+    """Check, then show, work, or have workers work."""
+    if args.workers < 1 or (args.trials is not None and args.trials < 1):
+        raise ConfigError("--trials, --workers: expected numbers above 0.")
+    sweep = load(args.file, Places(args.data_path, args.savedir_base))
+    total = _total(args.trials, sweep)
+    if args.dry_run:
+        sys.stdout.write("\n".join(sweep.shown(total)) + "\n")
+    sweep.check_place()
+    if args.dry_run:
+        return 0
+    from src.sweeps.study import Study
+
+    study = Study(sweep.places.runs, sweep.name, sweep.file, sweep.axes, sweep.asked())
+    with signals_raise():
+        if args.workers > 1:
+            _employ(args, total)
+        work(sweep, study, total)
+    trials = study.trials()
+    sys.stdout.write("\n".join(table(sweep, study)) + "\n")
+    return 1 if any(trial.state.name == "FAIL" for trial in trials) else 0
+
+
+def work(sweep: Sweep, study: "Study", total: int) -> None:
+    """Carry out one trial after another, until all have ended; those of workers that die meanwhile, too."""
+    while True:
+        claimed = study.claim(total)
+        if claimed is not None:
+            try:
+                carry_out(sweep, study, claimed)
+            finally:
+                claimed.lease.release()
+        elif not any(trial.state.name == "RUNNING" for trial in study.trials()):
+            return
+        else:
+            time.sleep(POLL_SECONDS)
+
+
+def carry_out(sweep: Sweep, study: "Study", claimed: "Claimed") -> None:
+    """Train one trial, unless another trial or an earlier training has done so."""
+    number = claimed.trial.number
+    try:
+        item = sweep.source.trial(claimed.values, "parameters")
+    except ConfigError as error:
+        study.end(claimed, Ending("failed", reason=str(error).splitlines()[0]))
+        return
+    if not study.note(claimed, item.exp_id):
+        log.info("trial %d: %s, as an earlier trial", number, item.exp_id)
+        return
+    log.info("trial %d: %s %s", number, item.exp_id, " ".join(f"{path}={value}" for path, value in claimed.values.items()))
+    run = sweep.places.runs / item.exp_id
+    metadata.prepare(run, item.exp, [sweep.group])  # the training finds its experiment there
+    training = Training(run, sweep.command.argv(item.exp_id, sweep.places), sweep.metric)
+    ending = training.follow(lambda values: study.report(claimed, values))
+    study.end(claimed, ending)
+    log.info("trial %d: %s %s%s", number, ending.state, "" if ending.value is None else f"{ending.value:g} ", ending.reason)
+
+
+def table(sweep: Sweep, study: "Study") -> list[str]:
+    """The trials in their order, and the best."""
+    trials = study.trials()
+    rows = [["trial", "state", sweep.metric or "", *(axis.path for axis in sweep.axes), "id"]]
+    for trial in trials:
+        values = study.values_of(trial)
+        last = trial.value if trial.value is not None else trial.intermediate_values.get(max(trial.intermediate_values, default=0))
+        shown = "" if last is None or sweep.metric is None else f"{last:.6g}"
+        cells = [_short(values.get(axis.path, "")) for axis in sweep.axes]
+        rows.append([str(trial.number), trial.state.name.lower(), shown, *cells, str(trial.user_attrs.get("exp_id", ""))])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    reasons = [f"trial {t.number} failed: {t.user_attrs['reason']}" for t in trials if t.state.name == "FAIL" and "reason" in t.user_attrs]
+    ended = [trial for trial in trials if trial.state.name == "COMPLETE"]
+    if not sweep.metric or not ended:
+        return [*lines, *reasons]
+    best = study.study.best_trial
+    return [*lines, *reasons, f"best: trial {best.number}, {sweep.metric} {best.value:.6g}, {best.user_attrs.get('exp_id')}"]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _total(trials: int | None, sweep: Sweep) -> int:
+    """Trials of the whole sweep."""
+    size = len(combinations(sweep)) if sweep.file.method == "grid" else None
+    bounds = [bound for bound in (trials, sweep.file.run_cap, size) if bound is not None]
+    if not bounds:
+        raise ConfigError(
+            f"--trials: how many? A sweep by method {sweep.file.method!r} has no end of its own; or write run_cap in its file."
+        )
+    return min(bounds)
+
+
+def _employ(args: argparse.Namespace, total: int) -> None:
+    """Run `args.workers` processes of this command, and wait for them. What a worker that dies leaves is done by the others."""
+    command = [sys.executable, "-m", "src.sweeps.__main__", str(args.file), "--trials", str(total)]
+    command += ["-sb", str(args.savedir_base), "--data_path", str(args.data_path)]
+    devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        for place in range(args.workers):
+            share = devices[place * len(devices) // args.workers : (place + 1) * len(devices) // args.workers]
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(share)} if share else None
+            children.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True))
+        for child in children:
+            child.wait()
+    except BaseException:
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.wait()
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Ancestry: which experiment of a folder of runs started from which, and which parents are missing or did not end well."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from src.config import Places
+from src.errors import ConfigError, DataError, UserError
+from src.runs import parents as references
+from src.runs.history import branches
+from src.runs.metadata import read_exp_dict, read_status
+from src.runs.plan import Planned
+from src.tables import rows as results
+
+
+@dataclass(frozen=True)
+class Node:
+    """One experiment."""
+
+    exp_id: str
+    state: str
+    """As `saved.state_of` has it ("haven": written by haven); "missing": known only as a parent; "damaged": it cannot be read."""
+    group: str = ""
+    recipe: str = ""
+    step: int | None = None
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    """The last value of each headline score; None: it was never finite."""
+    reason: str = ""
+    """Why it is failed, stopped, missing or damaged, as far as that is noted."""
+    branches: tuple[tuple[int, int], ...] = ()
+    """(number, step) of each point where it went on otherwise than it had begun, after a rewind; the oldest first."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """`child` starts from the checkpoint ("last" or "best") of `parent`. Both are ids."""
+
+    child: str
+    parent: str
+    checkpoint: str
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Experiments by id, and who starts from whom. There is no cycle: an id is the hash of a dict that holds its parents' ids."""
+
+    nodes: Mapping[str, Node]
+    edges: tuple[Edge, ...]
+    problems: tuple[str, ...] = ()
+    """One line for each parent that its child cannot start from, or can no longer be loaded from."""
+    warnings: tuple[str, ...] = ()
+    """One line for each directory that was skipped."""
+
+    def parents(self, exp_id: str) -> list[Edge]:
+        """The edges from `exp_id` to its parents, in the order in which its dict names them."""
+        return self._up.get(exp_id, [])
+
+    def children(self, exp_id: str) -> list[Edge]:
+        """The edges from the children of `exp_id`."""
+        return self._down.get(exp_id, [])
+
+    def find(self, prefix: str) -> str:
+        """The one id that begins with `prefix`.
+
+        Raises:
+            ConfigError: none does, or several do.
+        """
+        found = [name for name in self.nodes if name.startswith(prefix)]
+        if not found:
+            raise ConfigError(f"--exp_id {prefix}: no experiment among these {len(self.nodes)} has an id that begins like that.")
+        if len(found) > 1:
+            raise ConfigError(f"--exp_id {prefix}: {len(found)} experiments begin like that: {', '.join(found)}. Write more of the id.")
+        return found[0]
+
+    def family(self, members: Iterable[str]) -> "Lineage":
+        """`members` with all that they come from and all that came from them; problems and warnings of these only."""
+        members = list(members)
+        up = _reached(members, lambda name: [edge.parent for edge in self.parents(name)])
+        kept = up | _reached(members, lambda name: [edge.child for edge in self.children(name)])
+        told = [line for line in self.problems if line.split(":")[0] in kept]
+        return Lineage(
+            {name: node for name, node in self.nodes.items() if name in kept},
+            tuple(edge for edge in self.edges if edge.child in kept and edge.parent in kept),
+            tuple(told),
+            self.warnings,
+        )
+
+    @cached_property
+    def _up(self) -> dict[str, list[Edge]]:
+        return _by(self.edges, lambda edge: edge.child)
+
+    @cached_property
+    def _down(self) -> dict[str, list[Edge]]:
+        return _by(self.edges, lambda edge: edge.parent)
+
+
+def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
+    """The ancestry of every experiment that has a save directory in `runs` or is in `planned`.
+
+    planned: experiments of exp_configs.py by id; those without a directory are "new" instead of "missing".
+
+    Raises:
+        DataError: there is no run, and nothing is planned.
+    """
+    planned = planned or {}
+    rows, warnings = _rows(runs, bool(planned))
+    nodes: dict[str, Node] = {}
+    dicts: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        try:
+            dicts[row["exp_id"]] = read_exp_dict(runs / row["exp_id"])
+            nodes[row["exp_id"]] = _node(runs, row)
+        except UserError as error:  # damaged or removed since its row was read
+            warnings.append(f"skipped: {error}")
+            dicts.pop(row["exp_id"], None)
+    for name, item in planned.items():
+        if name not in nodes and not (runs / name / "exp_dict.json").exists():
+            nodes[name] = Node(name, "new", item.group, str(item.exp.get("recipe", "")))
+            dicts[name] = item.exp
+    edges = [Edge(name, parent, which) for name, exp in dicts.items() for parent, which in references.named(exp)]
+    for parent in dict.fromkeys(edge.parent for edge in edges if edge.parent not in nodes):
+        nodes[parent] = _absent(runs, parent, warnings)
+    return Lineage(nodes, tuple(edges), tuple(_problems(runs, dicts, planned)), tuple(warnings))
+
+
+def of_group(runs: Path, lineage: Lineage, group: str) -> Lineage:
+    """The family of the runs that `group` asked for.
+
+    Raises:
+        ConfigError: no run is of `group`.
+    """
+    names = {node.exp_id for node in lineage.nodes.values() if node.group == group}
+    try:
+        names |= {row["exp_id"] for row in results.load_rows(runs, group)[0]}
+    except UserError:
+        if not names:
+            raise
+    return lineage.family(name for name in lineage.nodes if name in names)
+
+
+def _rows(runs: Path, may_be_empty: bool) -> tuple[list[results.Row], list[str]]:
+    try:
+        return results.load_rows(runs)
+    except DataError:
+        if not may_be_empty:
+            raise
+        return [], []
+
+
+def _node(runs: Path, row: results.Row) -> Node:
+    recipe = row.get("recipe", "")
+    scores = {name: row[name] for name in results.headline(row.scores)}
+    reason = "" if row["state"] in ("done", "haven") else str(read_status(runs / row["exp_id"]).get("reason", ""))
+    begun = tuple((branch.number, branch.from_step) for branch in branches.read(runs / row["exp_id"]))
+    return Node(row["exp_id"], row["state"], row["group"], str(recipe), row["step"], scores, reason, begun)
+
+
+def _absent(runs: Path, parent: str, warnings: Iterable[str]) -> Node:
+    """The node of a parent without a row: no directory, or one that cannot be read."""
+    if not (runs / parent).exists():
+        return Node(parent, "missing", reason=f"no directory in {runs}")
+    return Node(parent, "damaged", reason=next((text for text in warnings if parent in text), f"{runs / parent} cannot be read"))
+
+
+def _problems(runs: Path, dicts: Mapping[str, dict[str, Any]], planned: Mapping[str, Planned]) -> list[str]:
+    places = Places(data=runs, runs=runs, experiments={name: item.exp for name, item in planned.items()})
+    seen: references.Seen = {}
+    return [f"{name}: {text}" for name, exp in dicts.items() for text in references.missing(exp, places, seen=seen)]
+
+
+def _by(edges: Iterable[Edge], end: Callable[[Edge], str]) -> dict[str, list[Edge]]:
+    found: dict[str, list[Edge]] = {}
+    for edge in edges:
+        found.setdefault(end(edge), []).append(edge)
+    return found
+
+
+def _reached(start: Iterable[str], step: Callable[[str], list[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = list(start)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += step(name)
+    return found

@@ -1,0 +1,310 @@
+"""Finished and running experiments as rows for tables and plots. Needs the save directories only, not exp_configs.py."""
+
+import json
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.config import unknown
+from src.errors import ConfigError, DataError, UserError
+from src.experiments import expressions
+from src.files import reading
+from src.runs.lease import holder_is_dead
+from src.runs.metadata import state_of
+from src.runs.scores import SCORE_LIST, SCORES, Scores, read_score_list
+from src.runs.summary import is_finite
+from src.tables.intervals import ci95
+from src.tables.scan import Found, Scan
+
+if TYPE_CHECKING:
+    import pandas
+
+FACTS = ("exp_id", "state", "group", "step")
+_LOWER_IS_BETTER = {"loss", "ppl", "perplexity", "error", "errors", "err", "nll", "wer", "cer", "bpb", "bpc", "mse", "mae", "rmse", "kl"}
+
+_SIZES = ("projected_bytes_per_context_token", "decoder_cache_bytes_per_context_token")
+DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens", *_SIZES)
+"""What the training loop reports of itself in each score row, beside its loss; and sizes that the model's own is compared with."""
+
+
+class Row(dict[str, Any]):
+    """One run, flat: the keys of `FACTS`, the config by dotted key, and the last value of each score."""
+
+    scores: tuple[str, ...] = ()
+    """Which of the keys are scores, in the order in which they first appeared."""
+
+
+def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[list[Row], list[str]]:
+    """One row for each save directory in `runs`, those of `group` only if one or several are given; and a warning for each that
+    cannot be read. A run of several groups is told as of the first of them.
+
+    "state" is that of `saved.state_of`, or "haven" for a directory that haven wrote. "step" is that of the last row of scores,
+    or None. A config key named like a fact is called "config.<name>", a score named like any of them "score.<name>".
+
+    Raises:
+        DataError: there is no such folder, or it holds no run.
+        ConfigError: no run is of `group`, or of one of them.
+    """
+    if not runs.is_dir():
+        raise DataError(f"{runs}: no such folder of runs. Train something first, or name the folder given as --savedir_base.")
+    wanted = [group] if group is None or isinstance(group, str) else group
+    rows, warnings, known = [], [], set()
+    with reading(runs), Scan(runs) as scan:
+        for name in scan.names:
+            try:
+                for each in wanted:
+                    groups, found = scan.read(name, each)
+                    known.update(groups)
+                    if found is not None:
+                        rows.append(_row(runs / name, found, each or (groups or [""])[0]))
+                        break
+            except UserError as error:
+                warnings.append(f"skipped: {error}")
+    for each in wanted:
+        if each is not None and each not in known:
+            raise unknown("group", each, known, str(runs))
+    if not rows and not warnings:
+        raise DataError(f"{runs}: no runs in this folder. Train something first, or name the folder given as --savedir_base.")
+    return rows, warnings
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    """All rows of scores of the save directory `path`; haven's where only haven's are there.
+
+    Raises:
+        DataError: the scores are damaged.
+    """
+    if not (path / SCORES).exists() and (path / SCORE_LIST).exists():
+        return read_score_list(path / SCORE_LIST)
+    return Scores(path / SCORES, read_only=True).rows()
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """Dotted config keys that are not the same in all rows, a key that is missing somewhere included: what names a run by what differs."""
+    keys = dict.fromkeys(key for row in rows for key in config_keys(row))
+    return [key for key in keys if len({_spelled(row, key) for row in rows}) > 1]
+
+
+def distinguishing(rows: Sequence[Row]) -> list[str]:
+    """`varying` without what belongs to the seed: the seed itself, and the id of a parent where each seed has a parent of its own."""
+    keys = [key for key in varying(rows) if key != "seed"]
+    parents = [key for key in keys if key.endswith(".exp_id")]
+    alike = grouped(rows, [key for key in keys if key not in parents])
+
+    def follows_seed(key: str) -> bool:
+        counts = [[len(grouped(group, by)) for by in (["seed"], [key], ["seed", key])] for group in alike]
+        return all(len(set(count)) == 1 for count in counts) and any(count[0] > 1 for count in counts)
+
+    return [key for key in keys if key not in parents or not follows_seed(key)]
+
+
+def config_keys(row: Row) -> list[str]:
+    """Keys of the row that come from its experiment dict."""
+    return [key for key in row if key not in FACTS and key not in row.scores]
+
+
+def score_names(rows: Iterable[Row]) -> list[str]:
+    """Every score of any row, in the order of first appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row.scores))
+
+
+def headline(names: Sequence[str]) -> list[str]:
+    """The scores that a reader wants first: not the loop's diagnostics, not parts such as "em/nq"; all where nothing else is left.
+
+    "inference/em" is no part: it is of the trained model, over all that was asked.
+    """
+    return [name for name in names if name not in DIAGNOSTICS and "/" not in name.removeprefix("inference/")] or list(names)
+
+
+def grouped(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
+    """Rows that agree in all of `by`, in the order of first appearance. 1 and 1.0 disagree, as their ids do."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(_spelled(row, key) for key in by), []).append(row)
+    return list(groups.values())
+
+
+def telling(rows: Sequence[Row], by: Sequence[str] | None) -> list[str]:
+    """The keys `by`, or where it is None those that tell the configurations of `rows` apart.
+
+    Raises:
+        ConfigError: a key of `by` that no row has.
+    """
+    if by is None:
+        return distinguishing(rows)
+    _check_known("key", by, {key for row in rows for key in [*config_keys(row), *FACTS]})
+    return list(by)
+
+
+def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> list[dict[str, Any]]:
+    """One row for each combination of `by`.
+
+    Its keys: those of `by`; "runs", how many; "state", one for all or such as "2 done, 1 failed"; "step", the lowest last step; and for
+    each score its mean (None of nothing), "<score>_std" (sample, n - 1; None for n < 2), "<score>_ci95" (half the width of the
+    95 % interval of the mean after Student's t; None for n < 2) and "<score>_n" (runs that have it).
+
+    Raises:
+        ConfigError: a key of `by` or a score that no row has.
+    """
+    by = telling(rows, by)
+    _check_known("score", scores, score_names(rows))
+    return [_aggregated(group, by, scores) for group in grouped(rows, by)]
+
+
+def lower_is_better(name: str) -> bool:
+    """Whether a score by this name is a loss, a perplexity or an error; anything else is better when higher."""
+    return any(word in _LOWER_IS_BETTER for word in re.split(r"[^a-z0-9]+", name.lower()))
+
+
+def best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | None = None) -> list[dict[str, Any]]:
+    """Rows sorted by `metric`; those without it last. `lowest`: True puts the lowest first, None decides by the metric's name."""
+    lowest = lower_is_better(metric) if lowest is None else lowest
+
+    def place(row: dict[str, Any]) -> tuple[bool, float]:
+        value = row.get(metric)
+        return (True, 0.0) if value is None else (False, value if lowest else -value)
+
+    return sorted(rows, key=place)
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Each dotted key with the shortest end that tells it from the others: {"model.stride": "stride"}."""
+    names = {}
+    for key in keys:
+        words = key.split(".")
+        ends = [".".join(words[start:]) for start in range(len(words) - 1, -1, -1)]
+        names[key] = next(end for end in ends if sum(other == end or other.endswith("." + end) for other in keys) == 1 or end == key)
+    return names
+
+
+def select(runs: Path, group: str | Sequence[str] | None = None, question: str | None = None) -> tuple[list[Row], list[str]]:
+    """`load_rows` and, if there is a `question`, `where`; at least one row, unless none can be read.
+
+    Raises:
+        DataError: there is no such folder, or it holds no run.
+        ConfigError: no run is of one of the groups, none answers the question, or that cannot be understood.
+    """
+    rows, warnings = load_rows(runs, group)
+    if question is None or not rows:
+        return rows, warnings
+    chosen = where(rows, question)
+    if not chosen:
+        names = [name for name in sorted(expressions.compile(question).names) if name in config_keys(rows[0]) or name in FACTS]
+        values = {name: list(dict.fromkeys(str(row.get(name)) for row in rows)) for name in names}
+        seen = "; ".join(f"{name} is {', '.join(of_name[:5])}{', …' * (len(of_name) > 5)}" for name, of_name in values.items())
+        raise ConfigError(f"--where: none of {len(rows)} runs answers {question!r}.{f' Among them {seen}.' if seen else ''}")
+    return chosen, warnings
+
+
+def where(rows: Sequence[Row], text: str, place: str = "--where") -> list[Row]:
+    """The rows for which the question `text` holds: see `query`. "status" is the same as "state", unless an experiment says "status".
+
+    Without rows no name is known: then any will do. place: where the question was asked, for messages.
+
+    Raises:
+        ConfigError: it cannot be understood, or asks for what no row has.
+    """
+    asked = expressions.compile(text, place)
+    if not rows:
+        return []
+    known = {key for row in rows for key in row}
+    renamed = "status" in asked.names and "status" not in known
+    _check_known("name", sorted(asked.names - {"status"} if renamed else asked.names), known, place)
+    return [row for row in rows if asked.matches({**row, "status": row["state"]} if renamed else row)]
+
+
+def missing_seeds(rows: Sequence[Row], by: Sequence[str]) -> list[str]:
+    """A sentence for each combination of `by` that lacks seeds which others have: its mean is over fewer runs, and other ones."""
+    if "seed" in by:
+        return []
+    seeds = sorted({_spelled(row, "seed"): row["seed"] for row in rows if "seed" in row}.items(), key=lambda pair: _place(pair[1]))
+    found = []
+    for group in grouped(rows, by):
+        has = {_spelled(row, "seed") for row in group}
+        if absent := [value for spelled, value in seeds if spelled not in has]:
+            named = ", ".join(f"{key}={group[0].get(key)}" for key in by) or "all"
+            found.append(f"{named}: no run with seed {', '.join(map(str, absent))}, which others have.")
+    return found
+
+
+@dataclass(frozen=True)
+class Pivot:
+    """One score over two keys."""
+
+    rows: list[Any]
+    """Values of the first key, sorted."""
+    columns: list[Any]
+    """Values of the second key, sorted."""
+    cells: list[list[dict[str, Any] | None]]
+    """As rows of `aggregate`; None where no run has this combination."""
+
+
+def pivot(rows: Sequence[Row], index: str, columns: str, score: str) -> Pivot:
+    """Mean of `score` for each combination of the keys `index` and `columns`, over all runs that have it.
+
+    Raises:
+        ConfigError: a key or a score that no row has.
+    """
+    cells = {(_spelled(cell, index), _spelled(cell, columns)): cell for cell in aggregate(rows, [index, columns], [score])}
+    downwards, across = ({_spelled(row, key): row.get(key) for row in rows} for key in (index, columns))
+    down, over = (sorted(values, key=lambda spelled, values=values: _place(values[spelled])) for values in (downwards, across))
+    table = [[cells.get((one, other)) for other in over] for one in down]
+    return Pivot([downwards[one] for one in down], [across[other] for other in over], table)
+
+
+def frame(rows: Sequence[Row]) -> "pandas.DataFrame":
+    """The rows as a pandas DataFrame: facts first, then the config, then the scores."""
+    import pandas
+
+    columns = dict.fromkeys([*FACTS, *(key for row in rows for key in config_keys(row)), *score_names(rows)])
+    return pandas.DataFrame([[row.get(column) for column in columns] for row in rows], columns=list(columns))
+
+
+def _row(path: Path, found: Found, group: str) -> Row:
+    state = found.state
+    if state == "running" and holder_is_dead(path):
+        state = state_of(path)  # read anew: it may have ended since
+    row = Row({"exp_id": path.name, "state": state, "group": group, "step": found.summary.step})
+    row.update({f"config.{key}" if key in FACTS else key: value for key, value in found.config.items()})
+    named = {f"score.{name}" if name in row else name: value for name, value in found.summary.last.items()}
+    row.scores = tuple(named)
+    row.update(named)
+    return row
+
+
+def _place(value: Any) -> tuple[int, Any, str]:
+    """What to sort values of a key by: numbers by size, then texts, then all else."""
+    if is_finite(value):
+        return 0, value, ""
+    return (1, 0, value) if isinstance(value, str) else (2, 0, json.dumps(value))
+
+
+def _spelled(row: Mapping[str, Any], key: str) -> str:
+    return json.dumps(row[key], sort_keys=True) if key in row else ""
+
+
+def _check_known(kind: str, names: Iterable[str], known: Iterable[str], place: str = "results") -> None:
+    known = set(known)
+    for name in names:
+        if name not in known:
+            raise unknown(kind, name, known, place)
+
+
+def _aggregated(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> dict[str, Any]:
+    states = [row["state"] for row in rows]
+    counts = {state: states.count(state) for state in dict.fromkeys(states)}
+    steps = [row["step"] for row in rows if row["step"] is not None]
+    found: dict[str, Any] = {key: rows[0].get(key) for key in by}
+    found["runs"] = len(rows)
+    found["state"] = states[0] if len(counts) == 1 else ", ".join(f"{n} {state}" for state, n in counts.items())
+    found["step"] = min(steps) if steps else None
+    for name in scores:
+        values = [row[name] for row in rows if row.get(name) is not None]
+        found[name] = statistics.fmean(values) if values else None
+        found[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None
+        found[f"{name}_ci95"] = ci95(values)
+        found[f"{name}_n"] = len(values)
+    return found

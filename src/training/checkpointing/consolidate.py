@@ -1,0 +1,300 @@
+"""ZeRO shards of a checkpoint made into plain safetensors: the weights, and the optimizer's state by parameter name.
+
+python -m src.training.checkpointing.consolidate results/runs/EXP_ID                       its newest checkpoint, in place
+python -m src.training.checkpointing.consolidate results/runs/EXP_ID --step 2000 --output exported --dtype bfloat16 --all
+python -m src.training.checkpointing.consolidate CHECKPOINT --verify    writes nothing: compares what is there with the shards
+
+In place, the checkpoint gets the files that a training without ZeRO would have written, so that it can be resumed in any mode and on any
+number of processes. Weights are those of DeepSpeed's zero_to_fp32, bit for bit. Memory needed does not grow with the model: tensors go
+from the shards to the file 16 MB at a time.
+"""
+
+import argparse
+import logging
+import re
+import shutil
+import sys
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from src import files
+from src.errors import CheckpointError, ConfigError, UserError
+from src.runs.checkpoints import folder as checkpoints
+from src.training.checkpointing import safetensors_stream, zero_layout
+from src.training.checkpointing.folder import SEPARATOR
+from src.training.checkpointing.safetensors_stream import Stored
+
+log = logging.getLogger(__name__)
+WEIGHTS, OPTIMIZER, INDEX = "model.safetensors", "optimizer.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class Export:
+    """How weights are written to a folder of their own."""
+
+    folder: Path
+    shard_bytes: int = SHARD_BYTES
+    """Most that one file of weights holds. A tensor larger than that has a file of its own."""
+    dtype: str = "float32"
+    """Of the weights, a key of DTYPES; the optimizer's state stays float32."""
+    everything: bool = False
+    """Frozen weights, every buffer and the second names of tied weights too, not the trained weights alone."""
+
+
+def locate(path: Path, step: int | None = None) -> Path:
+    """The checkpoint that is meant: `path` itself, or that of `step` of the run `path`, or its newest whole one.
+
+    Raises:
+        CheckpointError: there is none.
+        ConfigError: `step` is given and `path` is no run.
+    """
+    if not (path / "checkpoints").is_dir():
+        if step is not None:
+            raise ConfigError(f"--step {step}: {path} is not the folder of a run, which has a folder checkpoints/.")
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such folder.")
+        return path.resolve()
+    checkpoint = checkpoints.newest_whole(path) if step is None else checkpoints.folder(path, step)
+    if checkpoint is None or not checkpoint.is_dir():
+        there = ", ".join(str(checkpoints.step_of(entry)) for entry in checkpoints.every(path)) or "none"
+        raise CheckpointError(
+            f"{path}: has no whole checkpoint{'' if step is None else f' of step {step}'}. Steps that are there: {there}."
+        )
+    return checkpoint.resolve()
+
+
+def consolidate(checkpoint: Path, export: Export | None = None) -> list[Path]:
+    """Write weights and optimizer's state from the ZeRO shards of `checkpoint`; returns the files written, none where all were there.
+
+    export: where to; None: into the checkpoint itself, whose other files stay and whose manifest then lists the new ones too. What it
+    has already is compared with the shards, and not written again. A crash leaves the checkpoint as it was, or with whole files added.
+    `checkpoint` may be a folder written by DeepSpeed alone where `export` is given.
+
+    Raises:
+        CheckpointError: there are no shards, or they are damaged or do not go together, or are not what the checkpoint holds already.
+        ConfigError: the folder of `export` is in use.
+        RunError: the disk refuses.
+    """
+    found = _open(checkpoint)
+    if export is None:
+        return _complete(checkpoint, found)
+    if export.folder.exists() and not _replaceable(export.folder):
+        raise ConfigError(
+            f"--output {export.folder}: holds something else. Name a folder that is new, empty, or was written by this command."
+        )
+    facts = _facts(checkpoint, found, export.dtype, export.everything)
+    with files.new_directory(export.folder, facts) as folder:
+        digests = _write_weights(folder, found, export)
+        digests |= safetensors_stream.write(folder / OPTIMIZER, optimizer_tensors(found))
+        facts["consolidated"]["tensors"] = digests
+    return sorted(path for path in export.folder.iterdir() if path.name != files.MANIFEST)
+
+
+def verify(checkpoint: Path, folder: Path | None = None) -> list[str]:
+    """Compare what was consolidated, in the checkpoint itself or in `folder`, with the shards; returns the names of the tensors.
+
+    Raises:
+        CheckpointError: there is nothing to compare, or it is damaged or differs; the message names the file and the tensors.
+    """
+    found = _open(checkpoint)
+    folder = checkpoint if folder is None else folder
+    if problem := files.defect(folder):
+        raise CheckpointError(f"{folder}: damaged ({problem}).")
+    facts = files.read_manifest(folder, CheckpointError).get("consolidated", {})
+    compared: dict[str, Stored] = {}
+    kept = _weights_in(folder)
+    if kept is not None:
+        compared |= found.weights(facts.get("all", False))
+        _must_equal(folder / WEIGHTS, compared, kept, DTYPES[facts.get("dtype", "float32")])
+    if (folder / OPTIMIZER).exists():
+        state = optimizer_tensors(found)
+        _must_equal(folder / OPTIMIZER, state, safetensors_stream.read(folder / OPTIMIZER))
+        compared |= state
+    if not compared:
+        raise CheckpointError(f"{folder}: has neither {WEIGHTS} nor {OPTIMIZER}, so there is nothing to compare with the shards.")
+    return list(compared)
+
+
+def optimizer_tensors(found: zero_layout.Shards) -> dict[str, Stored]:
+    """The optimizer's state, named as `src.training.checkpointing.folder` names it: {"blocks.0.mlp.weight::exp_avg": tensor, …}."""
+    return {f"{name}{SEPARATOR}{key}": value for name, entries in found.moments.items() for key, value in entries.items()}
+
+
+def _open(checkpoint: Path) -> zero_layout.Shards:
+    """The shards of a checkpoint, found whole: by its manifest, or, where DeepSpeed alone wrote it, by the checksums within them."""
+    folder = zero_layout.find(checkpoint)
+    if folder is None:
+        raise CheckpointError(
+            f"{checkpoint}: holds no shards of DeepSpeed ZeRO (zero_pp_rank_*_mp_rank_00_optim_states.pt), itself or in zero/."
+        )
+    if (checkpoint / files.MANIFEST).exists():
+        if problem := files.defect(checkpoint):
+            raise CheckpointError(f"{checkpoint}: damaged ({problem}).")
+    else:
+        for file in sorted(folder.glob("*_states.pt")):
+            _check_sums(file)
+    return zero_layout.read(folder)
+
+
+def _check_sums(file: Path) -> None:
+    """Raises CheckpointError where a part of a shard, which is a zip file, is not what was written."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError) as error:
+        raise CheckpointError(f"{file}: damaged ({error}).") from None
+    if damaged:
+        raise CheckpointError(f"{file}: damaged: its part {damaged} is not what was written.")
+
+
+def _complete(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
+    """Add to a checkpoint of ours what it lacks."""
+    manifest = files.read_manifest(checkpoint, CheckpointError)
+    wanted = {WEIGHTS: found.weights(everything=False), OPTIMIZER: optimizer_tensors(found)}
+    for name in [name for name in wanted if name in manifest["files"]]:
+        _must_equal(checkpoint / name, wanted[name], safetensors_stream.read(checkpoint / name))
+        del wanted[name]
+    if not wanted:
+        return []
+    facts = _facts(checkpoint, found)
+    aside = checkpoint.with_name(f".consolidated-{checkpoint.name}")
+    try:
+        with files.new_directory(aside) as folder:
+            digests = {name: safetensors_stream.write(folder / name, tensors) for name, tensors in wanted.items()}
+        facts["consolidated"]["tensors"] = {tensor: digest for names in digests.values() for tensor, digest in names.items()}
+        written = files.read_manifest(aside, CheckpointError)["files"]
+        with files.writing(checkpoint):
+            for name in wanted:
+                (aside / name).replace(checkpoint / name)  # unlisted until the next line but one, and no reader needs it before
+            files.sync_directory(checkpoint)
+        files.write_json(checkpoint / files.MANIFEST, {**manifest, **facts, "files": {**manifest["files"], **written}})
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return [checkpoint / name for name in wanted]
+
+
+def _facts(checkpoint: Path, found: zero_layout.Shards, dtype: str = "float32", everything: bool = False) -> dict[str, Any]:
+    """What the manifest says of a consolidation; "tensors" is added to it: {name: sha256 of its bytes}."""
+    source = {"from": checkpoint.name, "stage": found.stage, "world_size": found.world_size, "step": found.step}
+    return {"consolidated": {**source, "dtype": dtype, "all": everything}}
+
+
+def _replaceable(folder: Path) -> bool:
+    """True for an empty folder, and for one that this command has written and nobody has added to."""
+    if not folder.is_dir():
+        return False
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    if not there:
+        return True
+    manifest = files.read_manifest(folder, CheckpointError) if files.MANIFEST in there else {}
+    return "consolidated" in manifest and there == {*manifest["files"], files.MANIFEST}
+
+
+def _write_weights(folder: Path, found: zero_layout.Shards, export: Export) -> dict[str, str]:
+    """model.safetensors, or model-00001-of-0000N.safetensors and their index, as Hugging Face's libraries read them."""
+    dtype, metadata = DTYPES[export.dtype], {"format": "pt"}
+    shares = safetensors_stream.split(found.weights(export.everything), export.shard_bytes, dtype)
+    if len(shares) == 1:
+        return safetensors_stream.write(folder / WEIGHTS, shares[0], dtype, metadata)
+    digests: dict[str, str] = {}
+    places: dict[str, str] = {}
+    for number, share in enumerate(shares, start=1):
+        name = f"model-{number:05d}-of-{len(shares):05d}.safetensors"
+        digests |= safetensors_stream.write(folder / name, share, dtype, metadata)
+        places |= dict.fromkeys(share, name)
+    total = sum(safetensors_stream.size_bytes(tensor, dtype) for share in shares for tensor in share.values())
+    files.write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    return digests
+
+
+def _weights_in(folder: Path) -> dict[str, Stored] | None:
+    """The weights in one file or many; None where there are none."""
+    if (folder / WEIGHTS).exists():
+        return safetensors_stream.read(folder / WEIGHTS)
+    if not (folder / INDEX).exists():
+        return None
+    names = sorted(set(files.read_json(folder / INDEX, CheckpointError)["weight_map"].values()))
+    return {name: tensor for file in names for name, tensor in safetensors_stream.read(folder / file).items()}
+
+
+def _must_equal(file: Path, expected: Mapping[str, Stored], kept: Mapping[str, Stored], dtype: torch.dtype | None = None) -> None:
+    if problem := safetensors_stream.difference(expected, kept, dtype):
+        raise CheckpointError(f"{file}: not what the shards hold ({problem}).")
+
+
+def byte_count(text: str) -> int:
+    """5GB -> 5000000000, 2GiB -> 2147483648.
+
+    Raises:
+        ValueError: it is no such number above 0; argparse says which argument it was.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    if not match or match[2] not in _UNITS or float(match[1]) * _UNITS[match[2]] < 1:
+        raise ValueError(text)
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m src.training.checkpointing.consolidate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="save directory, checkpoint, or folder written by DeepSpeed")
+    parser.add_argument("--step", type=int, metavar="N", help="which checkpoint of the run (default: the newest whole one)")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write there (default: into the checkpoint)")
+    parser.add_argument("--shard-size", "--shard_size", type=byte_count, metavar="SIZE", help="most per file of weights (default: 5GB)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: float32)")
+    parser.add_argument("--all", action="store_true", help="frozen weights, all buffers and second names too, not trained weights alone")
+    parser.add_argument("--verify", action="store_true", help="write nothing; compare what was written before with the shards")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = parse(argv)
+    logging.basicConfig(format="%(message)s")
+    try:
+        sys.stdout.write(act(args) + "\n")
+    except UserError as error:
+        for line in str(error).splitlines():
+            sys.stderr.write(f"error: {line}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def act(args: argparse.Namespace) -> str:
+    """Do what was asked; returns what to say."""
+    export = None
+    if args.verify and (args.shard_size or args.dtype or args.all):
+        raise ConfigError("--verify: without --shard-size, --dtype and --all. It looks up how the folder was written.")
+    if args.output is not None:
+        export = Export(args.output, args.shard_size or SHARD_BYTES, args.dtype or "float32", args.all)
+    elif args.shard_size or args.dtype or args.all:
+        raise ConfigError(
+            "--shard-size, --dtype, --all: only with --output. A checkpoint keeps its trained weights as float32 in one file."
+        )
+    checkpoint = locate(args.source, args.step)
+    if export is None and not (checkpoint / files.MANIFEST).exists():
+        raise ConfigError(f"{checkpoint}: is not a checkpoint of a run (it has no {files.MANIFEST}). Say with --output where to write.")
+    if args.verify:
+        return f"{args.output or checkpoint}: {len(verify(checkpoint, args.output))} tensors are what the shards hold."
+    written = consolidate(checkpoint, export)
+    return "\n".join(f"{path}: {path.stat().st_size} bytes" for path in written) or f"{checkpoint}: is consolidated already."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

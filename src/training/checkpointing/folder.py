@@ -1,0 +1,173 @@
+"""Tensors and state in and out of a checkpoint folder. Which folder is whole, last or best: src/runs/checkpoints/folder.py.
+
+A folder holds model.safetensors (trained weights only), optimizer.safetensors, state.json, model.json (the `model` part of the
+experiment, defaults written out), tokenizer/, config.json (the whole experiment, as the run's own config.json has it), branch.json
+where the run went back, as it was when the checkpoint was written, and manifest.json with the hash of every file. Nothing is pickled
+but what DeepSpeed writes below zero/.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from src import distributed, files
+from src.errors import CheckpointError, RunError
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import pins
+from src.runs.history import branches
+from src.runs.lease import guarded
+from src.runs.metadata import CONFIG
+from src.weights import load_trained
+
+OPTIMIZER = "optimizer.safetensors"
+SEPARATOR = "::"
+"""Between the name of a parameter and that of its entry."""
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def begun(run: Path, step: int) -> Iterator[Path]:
+    """The folder that becomes the checkpoint of `step` once the block is left well: whole or not at all.
+
+    One of this step, as a stop in an evaluation leaves it, stays as it is while somebody works on it. It has the same weights; who goes
+    on from it makes the evaluation once more.
+
+    Raises:
+        RunError: the disk refuses. Earlier checkpoints are untouched.
+    """
+    final = checkpoints.folder(run, step)
+    try:
+        with files.new_directory(final, around=lambda: _unpinned(run, final)) as folder:
+            yield folder
+    except _InUse as error:
+        log.info("%s: stays as it was when the training stopped there, as somebody works on it: %s", final, error)
+    except SafetensorError as error:
+        raise RunError(f"{final}: cannot write: {error}. Nothing complete was lost; make room or choose another folder.") from None
+
+
+class _InUse(Exception):
+    """Who works on it."""
+
+
+@contextlib.contextmanager
+def _unpinned(run: Path, checkpoint: Path) -> Iterator[None]:
+    """A moment in which nobody works on it, nor begins to."""
+    with guarded(run, create=False):
+        if checkpoint.exists():
+            try:
+                held = pins.held(run, [checkpoint], pins.Silence())
+            except RunError as error:
+                raise _InUse(str(error)) from None
+            if held:
+                raise _InUse(held[checkpoint])
+        yield
+
+
+def write(folder: Path, weights: dict[str, Tensor], moments: dict[str, Tensor] | None, state: dict[str, Any], about: "About") -> None:
+    """Write what a training makes. moments: None where the optimizer's state is written elsewhere."""
+    save_file(weights, folder / "model.safetensors")
+    if moments is not None:
+        save_file(moments, folder / OPTIMIZER)
+    files.write_json(folder / "state.json", state)
+    files.write_json(folder / "model.json", about.model)
+    _save_tokenizer(about.tokenizer, folder / "tokenizer")
+
+
+def origin(run: Path) -> dict[str, bytes]:
+    """What the checkpoints of the save directory `run` are made from, by file name: they need the run no more to say so.
+
+    Raises:
+        RunError: config.json is missing, or cannot be read.
+    """
+    names = [CONFIG, branches.FILE] if (run / branches.FILE).exists() else [CONFIG]
+    try:
+        with files.reading(run):
+            return {name: (run / name).read_bytes() for name in names}
+    except FileNotFoundError as error:
+        raise RunError(f"{error.filename}: no such file. Start the run again, which writes it anew.") from None
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if "os error" in str(error):  # the tokenizers library raises a bare Exception with what the disk said
+            raise RunError(f"{folder}: cannot write: {error}. Nothing complete was lost; make room or choose another folder.") from None
+        raise
+
+
+def load_weights(folder: Path, model: nn.Module) -> dict[str, Any]:
+    """Put the weights of the checkpoint in `folder` into `model`, before processes share it; returns the checkpoint's state.
+
+    Raises:
+        CheckpointError: it is a checkpoint of another model.
+    """
+    load_trained(model, folder / "model.safetensors")
+    return files.read_json(folder / "state.json", CheckpointError)
+
+
+class About:
+    """What stands in a checkpoint besides the loop's state: it makes the folder loadable on its own."""
+
+    def __init__(self, model: dict[str, Any], tokenizer: Any) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state by parameter name: {"blocks.0.mlp.weight::exp_avg": tensor, …}."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[id(parameter)]}{SEPARATOR}{key}": torch.as_tensor(value).contiguous()
+        for parameter, entries in optimizer.state.items()
+        for key, value in entries.items()
+    }
+
+
+def load_optimizer(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, fitted: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> None:
+    """Put the optimizer's state of the checkpoint in `folder` into `optimizer`. Collective.
+
+    fitted: what becomes of an entry of a parameter.
+
+    Raises:
+        CheckpointError: it is of another model, or only the processes that wrote it can read it.
+    """
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    with distributed.together():
+        entries = list(optimizer_entries(folder, model))
+        if any(id(parameter) not in owned for parameter, _, _ in entries):
+            raise CheckpointError(f"{folder / OPTIMIZER}: has state for a parameter that this model does not train.")
+    for parameter, entry, value in entries:
+        # AdamW keeps its step count on the CPU, everything shaped like the parameter beside it.
+        device = parameter.device if value.shape == parameter.shape and value.ndim else value.device
+        optimizer.state[parameter][entry] = fitted(parameter, value) if fitted else value.to(device)
+
+
+def optimizer_entries(folder: Path, model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
+    """(parameter, "exp_avg", tensor), … of the checkpoint in `folder`."""
+    if not (folder / OPTIMIZER).exists():
+        raise cut_otherwise(folder, "this start")
+    parameters = dict(model.named_parameters())
+    for key, value in load_file(folder / OPTIMIZER).items():
+        name, entry = key.rsplit(SEPARATOR, 1)
+        if name not in parameters:
+            raise CheckpointError(f"{folder / OPTIMIZER}: has state for {name!r}, which this model does not train.")
+        yield parameters[name], entry, value
+
+
+def cut_otherwise(folder: Path, now: str) -> CheckpointError:
+    """The optimizer's state is in parts that only the processes that wrote them can read."""
+    return CheckpointError(
+        f"{folder}: its optimizer state is in DeepSpeed's shards, which do not fit {now}. "
+        f"Put them together first: python -m src.training.checkpointing.consolidate {folder}"
+    )

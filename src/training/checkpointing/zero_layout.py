@@ -1,0 +1,245 @@
+"""Where each tensor of a DeepSpeed ZeRO checkpoint lies in its shards (stages 1, 2 and 3), without reading one.
+
+Layout as DeepSpeed 0.19.8 writes it: `deepspeed/utils/zero_to_fp32.py` and the `state_dict` of `runtime/zero/stage_1_and_2.py` and
+`stage3.py`. Stages 1 and 2 lay the parameters of a group end to end and cut the whole into one part per process; stage 3 cuts each
+parameter into one part per process, padded to equal size, and lays a process's parts end to end. DeepSpeed itself is not needed.
+"""
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from src.errors import CheckpointError
+from src.files import read_json, reading
+from src.training.checkpointing.safetensors_stream import Piece, Stored, difference
+from src.training.checkpointing.zero_shard import ModelShard, OptimizerShard, stored
+
+TOPOLOGY = "topology.json"
+"""Beside the shards of our own trainings: {"stage", "world_size", "frozen"}, the last how many frozen parameters they leave out."""
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What a ZeRO checkpoint holds. Tensors stay on disk."""
+
+    folder: Path
+    stage: int
+    world_size: int
+    step: int
+    """Steps that the engine had made, skipped ones included."""
+    trained: dict[str, Stored]
+    """Parameters by name, in the model's order; those that are tied are there once. float32, as ZeRO keeps them."""
+    frozen: dict[str, Stored]
+    buffers: dict[str, Stored]
+    tied: dict[str, str]
+    """Other name of a parameter -> the name that it has in `trained` or `frozen`."""
+    moments: dict[str, dict[str, Stored]]
+    """Parameter name -> optimizer's entry ("exp_avg", "step", …) -> tensor; empty before the first step."""
+    left_out: int = 0
+    """Frozen parameters that were not saved."""
+
+    def weights(self, everything: bool) -> dict[str, Stored]:
+        """The trained weights as `src.weights.trained_weights` names them, or everything that DeepSpeed's zero_to_fp32 would give.
+
+        With `everything` there is more than zero_to_fp32 gives in one case: frozen parameters of stage 1, which it leaves out.
+
+        Raises:
+            CheckpointError: everything is asked for, and frozen weights were not saved.
+        """
+        if not everything:
+            owners = {name.rpartition(".")[0] for name in self.trained}
+            return self.trained | {name: tensor for name, tensor in self.buffers.items() if name.rpartition(".")[0] in owners}
+        if self.left_out:
+            raise CheckpointError(
+                f"{self.folder}: holds the trained weights alone; {self.left_out} frozen parameters are where the model of the experiment "
+                "comes from. Leave out --all."
+            )
+        own = self.buffers | self.frozen | self.trained
+        return own | {name: own[source] for name, source in self.tied.items() if source in own}
+
+
+def find(path: Path) -> Path | None:
+    """The folder of shards that is meant by `path`: itself, its zero/, or the one that DeepSpeed's file `latest` names; None: none is."""
+    latest = path / "latest"
+    with reading(latest, CheckpointError):
+        tagged = [path / latest.read_text(encoding="utf-8", errors="replace").strip()] if latest.is_file() else []
+    for folder in (path, path / "zero", *tagged):
+        if any(_OPTIMIZER.fullmatch(file.name) or _MODEL.fullmatch(file.name) for file in folder.glob("*_states.pt")):
+            return folder
+    return None
+
+
+def read(folder: Path) -> Shards:
+    """Look at every shard in `folder`.
+
+    Raises:
+        CheckpointError: a shard is missing, too many, damaged, of another step or number of processes, or of a kind that is not known.
+    """
+    pattern = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    optimizers = {rank: OptimizerShard(file) for rank, file in _ranked(folder, _OPTIMIZER, pattern).items()}
+    stage = _agreed(optimizers, "stage", "of ZeRO stage {}")
+    if stage not in {1, 2, 3}:
+        raise CheckpointError(f"{folder}: written by ZeRO stage {stage}, expected 1, 2 or 3.")
+    world = _agreed(optimizers, "world_size", "of a training of {} processes")
+    _check_ranks(folder, optimizers, world, pattern)
+    _agreed(optimizers, "steps", "whose optimizer has made {} steps")
+    pattern = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+    models = {rank: ModelShard(file) for rank, file in _ranked(folder, _MODEL, pattern).items()}
+    _check_ranks(folder, models, world if stage == 3 else 1, pattern)
+    step = _agreed(models, "step", "of step {}")
+    _agreed(models, "shapes", "of another model")
+    if _agreed(models, "world_size", "of a training of {} processes") != world:
+        raise CheckpointError(f"{models[0].file}: of a training of {models[0].world_size} processes, {optimizers[0].file.name} of {world}.")
+    return _assemble(folder, step, [optimizers[rank] for rank in range(world)], [models[rank] for rank in sorted(models)])
+
+
+def _ranked(folder: Path, pattern: re.Pattern[str], example: str) -> dict[int, Path]:
+    """The shards of one kind by rank."""
+    found = {}
+    for file in sorted(folder.glob("*_states.pt")):
+        if match := pattern.fullmatch(file.name):
+            if int(match[2]):
+                raise CheckpointError(f"{file}: a part of a model that is cut over processes (tensor parallel), which is not known here.")
+            found[int(match[1] or 0)] = file
+    if 0 not in found:
+        raise CheckpointError(f"{folder / example.format(0)}: no such file.")
+    return found
+
+
+def _check_ranks(folder: Path, shards: Mapping[int, Any], count: int, pattern: str) -> None:
+    """Raises CheckpointError where a rank below `count` has no shard, or one above has."""
+    for kind, ranks in (("missing", set(range(count)) - shards.keys()), ("too many", shards.keys() - set(range(count)))):
+        if ranks:
+            names = ", ".join(pattern.format(rank) for rank in sorted(ranks)[:3])
+            raise CheckpointError(f"{folder}: {kind}: {names}; expected the shards of {count} processes.")
+
+
+def _agreed(shards: Mapping[int, Any], name: str, text: str) -> Any:
+    """The value that `name` has in every shard; CheckpointError where one has another."""
+    expected = getattr(shards[0], name)
+    for shard in shards.values():
+        found = getattr(shard, name)
+        if found != expected:
+            raise CheckpointError(
+                f"{shard.file}: {text.format(found)}; {shards[0].file.name}: {text.format(expected)}. Shards of one save go together."
+            )
+    return expected
+
+
+def _assemble(folder: Path, step: int, optimizers: list[OptimizerShard], models: list[ModelShard]) -> Shards:
+    first, stage = models[0], optimizers[0].stage
+    trained: dict[str, Stored] = {}
+    moments: dict[str, dict[str, Stored]] = {}
+    for name, shape, place in list(_places(stage, first, optimizers)):
+        trained[name] = place.tensor(shape, optimizers, None)
+        entries = optimizers[0].states[place.group]
+        moments[name] = {key: value if value.shape == () else place.tensor(shape, optimizers, key) for key, value in entries.items()}
+    order = {name: number for number, name in enumerate(first.module)}
+    trained = dict(sorted(trained.items(), key=lambda item: order.get(item[0], len(order))))
+    topology = read_json(folder / TOPOLOGY, CheckpointError) if (folder / TOPOLOGY).exists() else {}
+    frozen, left_out = _frozen(stage, models), topology.get("frozen", 0)
+    found = Shards(folder, stage, len(optimizers), step, trained, frozen, first.buffers, first.tied, moments, left_out)
+    if stage < 3:
+        _agree_on_weights(first, found)
+    return found
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one parameter lies in the vectors."""
+
+    stage: int
+    group: int
+    """Index of the vector that it begins in."""
+    offset: int
+    """Of its first element: over the group's vectors of all processes (stages 1, 2), or over all vectors of each process (stage 3)."""
+
+    def tensor(self, shape: tuple[int, ...], shards: Sequence[OptimizerShard], key: str | None) -> Stored:
+        """The parameter's part of the weights (key None) or of an entry of the optimizer."""
+        count = math.prod(shape)
+        if self.stage < 3:
+            vectors = [vector for shard in shards for vector in shard.vectors(key, self.group)]
+            return Stored(shape, vectors[0].dtype, _cut(vectors, self.offset, count))
+        share = -(-count // len(shards))
+        parts = [_cut(shard.vectors(key, None), self.offset, share) for shard in shards]
+        dtype = shards[0].vectors(key, None)[0].dtype
+        return Stored(shape, dtype, _cut([Stored((share,), dtype, part) for part in parts], 0, count))
+
+
+def _places(stage: int, model: ModelShard, shards: list[OptimizerShard]) -> Iterator[tuple[str, tuple[int, ...], _Place]]:
+    """Name, shape and place of each trained parameter.
+
+    Raises:
+        CheckpointError: parameters and vectors are not of the same size.
+    """
+    first, world = shards[0], len(shards)
+    if stage == 3:
+        offset, ends = 0, list(accumulate(vector.numel for vector in first.weights))
+        for name, shape in chain.from_iterable(group.items() for group in model.shapes):
+            yield name, shape, _Place(stage, bisect_right(ends, offset) if offset < ends[-1] else len(ends) - 1, offset)
+            offset += -(-math.prod(shape) // world)
+        _check_size(model, offset, ends[-1], 1)
+        return
+    if len(model.shapes) != len(first.weights):
+        raise CheckpointError(f"{model.file}: {len(model.shapes)} groups of parameters, {first.file.name} has {len(first.weights)}.")
+    for group, shapes in enumerate(model.shapes):
+        offset = 0
+        for number, (name, shape) in enumerate(shapes.items()):
+            yield name, shape, _Place(stage, group, offset)
+            offset += math.prod(shape) + (first.paddings[group][number] if first.paddings else 0)
+        _check_size(model, offset, sum(shard.weights[group].numel for shard in shards), 2 * world)
+
+
+def _check_size(model: ModelShard, wanted: int, found: int, alignment: int) -> None:
+    """Stages 1 and 2 pad a group to a multiple of twice the number of processes, and leave some of the padding out of the shards."""
+    if -(-wanted // alignment) != -(-found // alignment) or found < wanted:
+        raise CheckpointError(f"{model.file}: its parameters need {wanted} elements, the optimizer's shards beside it hold {found}.")
+
+
+def _cut(vectors: Sequence[Stored], start: int, count: int) -> tuple[Piece, ...]:
+    """`count` elements from `start` on of vectors laid end to end.
+
+    Raises:
+        CheckpointError: they hold fewer.
+    """
+    pieces = []
+    for piece, size in ((piece, vector.dtype.itemsize) for vector in vectors for piece in vector.pieces if isinstance(piece, Piece)):
+        taken = max(0, min(piece.count - start, count))
+        if taken:
+            pieces.append(Piece(piece.file, piece.offset + start * size, taken))
+            count -= taken
+        start = max(0, start - piece.count)
+    if count:
+        raise CheckpointError(f"{pieces[-1].file if pieces else vectors[0]}: holds {count} elements too few.")
+    return tuple(pieces)
+
+
+def _frozen(stage: int, models: list[ModelShard]) -> dict[str, Stored]:
+    first = models[0]
+    if stage == 3:
+        parts = {name: [stored(model.file, model.fragments[name]) for model in models] for name in first.frozen_shapes}
+        return {
+            name: Stored(shape, parts[name][0].dtype, _cut(parts[name], 0, math.prod(shape))) for name, shape in first.frozen_shapes.items()
+        }
+    if first.fragments:
+        return {name: stored(first.file, tensor) for name, tensor in first.fragments.items()}
+    # Stage 1 does not list them: they are what is left of the model.
+    known = first.buffers.keys() | first.tied.keys() | {name for group in first.shapes for name in group}
+    return {name: stored(first.file, tensor) for name, tensor in first.module.items() if name not in known}
+
+
+def _agree_on_weights(model: ModelShard, shards: Shards) -> None:
+    """Stages 1 and 2 keep float32 weights twice: in the model's shard and in the optimizer's."""
+    twice = {name: stored(model.file, model.module[name]) for name in shards.trained if name in model.module}
+    twice = {name: tensor for name, tensor in twice.items() if tensor.dtype == torch.float32}
+    if problem := difference({name: shards.trained[name] for name in twice}, twice):
+        raise CheckpointError(f"{model.file}: not of the same step as the optimizer's shards beside it ({problem}).")

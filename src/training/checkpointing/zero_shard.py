@@ -1,0 +1,124 @@
+"""One shard of a DeepSpeed ZeRO checkpoint: what it says, and where its tensors lie in it. Written as of DeepSpeed 0.19.8.
+
+Shards are pickles. They are read with `weights_only`, so that nothing in them runs, and without DeepSpeed.
+"""
+
+import contextlib
+import pickle
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from src.errors import CheckpointError
+from src.training.checkpointing.safetensors_stream import Piece, Stored, opened
+
+
+class _Unread:
+    """Stands for an object of DeepSpeed's in a shard that nothing here looks at."""
+
+
+_ALLOWED = [
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_Unread, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_Unread, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Unread, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+]
+
+
+class OptimizerShard:
+    """A shard of one process with float32 weights and the optimizer's state, laid end to end in vectors."""
+
+    def __init__(self, file: Path) -> None:
+        content = _load(file)
+        with _understood(file):
+            inner = content["optimizer_state_dict"]
+            self.file = file
+            self.stage = int(inner["zero_stage"])
+            count = inner["partition_count"]
+            self.world_size = max(count) if isinstance(count, list) else int(count)
+            self.weights = [stored(file, v) for v in inner["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]]
+            self.paddings: list[list[int]] | None = inner.get("param_alignment_paddings")
+            state = inner["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
+            if isinstance(state, list):  # the key "elastic_checkpoint" of DeepSpeed's json
+                entries = state
+            else:
+                order = [number for group in state["param_groups"] for number in group["params"]]
+                entries = [state["state"].get(number, {}) for number in order]
+            self.states = [{key: _entry(file, value) for key, value in entry.items()} for entry in entries]
+            self.steps = ", ".join(sorted({f"{_number(entry['step']):g}" for entry in self.states if "step" in entry})) or "no"
+            if len(self.states) != len(self.weights):
+                raise CheckpointError(f"{file}: {len(self.weights)} vectors of weights, {len(self.states)} of the optimizer.")
+
+    def vectors(self, key: str | None, group: int | None) -> list[Stored]:
+        """The weights (key None) or an entry of the optimizer: of one group, or of all, one after the other."""
+        chosen = range(len(self.weights)) if group is None else [group]
+        try:
+            return [self.weights[g] if key is None else self.states[g][key] for g in chosen]
+        except (KeyError, IndexError):
+            raise CheckpointError(f"{self.file}: has no {key or 'weights'} for some parameters that other shards have.") from None
+
+
+class ModelShard:
+    """What a process says of the model: shapes, names, buffers, frozen parameters; in stages 1 and 2 the whole of its weights too."""
+
+    def __init__(self, file: Path) -> None:
+        content = _load(file)
+        with _understood(file):
+            self.file = file
+            self.step = int(content["global_steps"])
+            self.world_size = int(content["dp_world_size"])
+            self.shapes = [{name: tuple(shape) for name, shape in group.items()} for group in content["param_shapes"]]
+            self.module = {name: tensor for name, tensor in content["module"].items() if isinstance(tensor, torch.Tensor)}
+            self.tied: dict[str, str] = dict(content.get("shared_params") or {})
+            self.frozen_shapes = {name: tuple(shape) for name, shape in (content.get("frozen_param_shapes") or {}).items()}
+            self.fragments: dict[str, torch.Tensor] = dict(content.get("frozen_param_fragments") or {})
+            self.buffers = {name: stored(file, self.module[name]) for name in content["buffer_names"] if name in self.module}
+
+
+def _load(file: Path) -> Any:
+    """What is pickled in a shard, its tensors without storage.
+
+    Raises:
+        CheckpointError: it is damaged, or holds an object of a class that is not known here, which could run code.
+    """
+    try:
+        with opened(file) as stream, torch.serialization.safe_globals(_ALLOWED):
+            return torch.load(stream, map_location="meta", weights_only=True)
+    except pickle.UnpicklingError as error:
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"holds a {kind[1]}, which is not read, as it could run code" if kind else "damaged, not readable as a shard"
+        raise CheckpointError(f"{file}: {what}.") from None
+    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{file}: damaged, not readable as a shard ({str(error).splitlines()[0][:120]}).") from None
+
+
+@contextlib.contextmanager
+def _understood(file: Path) -> Iterator[None]:
+    """A shard that is not laid out as expected is a CheckpointError."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise CheckpointError(f"{file}: not a shard of DeepSpeed ZeRO as 0.19.8 writes it ({type(error).__name__}: {error}).") from None
+
+
+def stored(file: Path, tensor: torch.Tensor) -> Stored:
+    """Where a tensor of a shard lies in its file."""
+    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if start is None or not tensor.is_contiguous():
+        raise CheckpointError(f"{file}: holds a tensor that does not lie in one piece, which is not known here.")
+    offset = start + tensor.storage_offset() * tensor.element_size()
+    return Stored(tuple(tensor.shape), tensor.dtype, (Piece(file, offset, tensor.numel()),))
+
+
+def _entry(file: Path, value: Any) -> Stored:
+    """An entry of the optimizer: a vector, or a number, as float32 like AdamW's own step count."""
+    return stored(file, value) if isinstance(value, torch.Tensor) else Stored((), torch.float32, struct.pack("<f", value))
+
+
+def _number(value: Stored) -> float:
+    """The value of an entry that is a number."""
+    return torch.frombuffer(bytearray(b"".join(value.chunks())), dtype=value.dtype).item()

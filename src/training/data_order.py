@@ -1,0 +1,79 @@
+"""Which sample is read when: a pure function of (seed, step, branches), the same for every world size and after every restart."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from src.runs.history.branches import Branch
+
+Reshuffles = Mapping[int, Sequence[tuple[int, int]]]
+"""Epoch -> (offset, branch number): from this offset on the epoch comes in another order. In the order in which they happened."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """How the sequences of one optimizer step are cut into micro-batches, and which of them this process takes."""
+
+    per_step: int
+    micro_batch: int
+    rank: int
+    world_size: int
+
+
+def samples(seed: int, num_samples: int, first: int, reshuffles: Reshuffles | None = None) -> Iterator[tuple[int, int]]:
+    """Yield (epoch, index) from position `first` on, for ever. Each epoch is a permutation of its own: every sample once."""
+    epoch, offset = divmod(first, num_samples)
+    while True:
+        for index in permutation(seed, num_samples, epoch, (reshuffles or {}).get(epoch, ()))[offset:]:
+            yield epoch, int(index)
+        epoch, offset = epoch + 1, 0
+
+
+def permutation(seed: int, num_samples: int, epoch: int, reshuffled: Sequence[tuple[int, int]] = ()) -> NDArray[np.int64]:
+    """The order of one epoch. What was read before an offset of `reshuffled` stays; what was not is permuted among itself."""
+    order = np.random.default_rng([seed, epoch]).permutation(num_samples)
+    for offset, number in reshuffled:
+        order[offset:] = np.random.default_rng([seed, epoch, number]).permutation(order[offset:])
+    return order
+
+
+def position(step: int, per_step: int, branches: Sequence[Branch] = ()) -> int:
+    """Where in the stream of `samples` the step that follows `step` finished ones begins to read."""
+    skipped = sum(branch.skipped_steps for branch in branches if branch.from_step <= step)
+    return (step + skipped) * per_step
+
+
+def reshuffles(num_samples: int, per_step: int, branches: Sequence[Branch]) -> dict[int, list[tuple[int, int]]]:
+    """What the branches that reshuffle do to the epochs that they begin in. One that begins with an epoch reorders all of it."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for branch in branches:
+        if branch.data == "reshuffle":
+            epoch, offset = divmod(position(branch.from_step, per_step, branches), num_samples)
+            found.setdefault(epoch, []).append((offset, branch.number))
+    return found
+
+
+def micro_batches(
+    seed: int, num_samples: int, first_step: int, share: Share, branches: Sequence[Branch] = ()
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield the micro-batches of one process from `first_step` on, as lists of (epoch, index).
+
+    A step reads the next `share.per_step` positions. They are cut into micro-batches; number g goes to process g % world_size.
+    """
+    reordered = reshuffles(num_samples, share.per_step, branches)
+    jumps = {branch.from_step for branch in branches if branch.skipped_steps}
+    step, stream = first_step, iter(())
+    while True:
+        if step == first_step or step in jumps:
+            stream = samples(seed, num_samples, position(step, share.per_step, branches), reordered)
+        keys = [next(stream) for _ in range(share.per_step)]
+        for g in range(share.rank, share.per_step // share.micro_batch, share.world_size):
+            yield keys[g * share.micro_batch : (g + 1) * share.micro_batch]
+        step += 1
+
+
+def noise_seed(seed: int, step: int, micro_batch: int) -> int:
+    """Seed of the dropout of one micro-batch (its number within the step over all processes): 63 bits."""
+    return int(np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)[0] >> 1)

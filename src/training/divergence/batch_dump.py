@@ -1,0 +1,109 @@
+"""The batch of a step that went wrong, written down for a person to read: which documents, and their text.
+
+<run>/offending/step-00000012-rank-0.json, one of each process, as it had its own share of the batch:
+{"step": 12, "rank": 0, "documents": [{"micro_batch", "epoch", "index", "tokens", "loss_tokens", "text", "contexts", "cut"}, ...]}.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.files import write_atomic, writing
+from src.runs.history.branches import Branch
+from src.training import data_order
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
+
+FOLDER = "offending"
+MOST_FILES = 100
+"""Of one process in one run."""
+MOST_TOKENS = 2_000
+"""Of one document, or one chunk of its context, that are decoded."""
+MOST_CHARACTERS = 500_000
+"""Of text in one file. The documents that come after have everything but their text."""
+
+log = logging.getLogger(__name__)
+
+Key = tuple[int, int]
+"""(epoch, index): what `sample` of the data set is asked for."""
+
+
+def read(
+    dataset: Any, seed: int, share: data_order.Share, step: int, branches: Sequence[Branch] = ()
+) -> tuple[list[Mapping[str, "Tensor"]], list[list[Key]]]:
+    """The micro-batches of this process in optimizer step number `step` (counted from 1), read again, and their keys.
+
+    `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`.
+    """
+    count = share.per_step // share.micro_batch // share.world_size
+    keys = list(islice(data_order.micro_batches(seed, len(dataset), step - 1, share, branches), count))
+    return [dataset.collate([dataset.sample(*key) for key in micro_batch]) for micro_batch in keys], keys
+
+
+def save(
+    run_path: Path,
+    step: int,
+    rank: int,
+    batches: Sequence[Mapping[str, "Tensor"]],
+    tokenizer: "PreTrainedTokenizerFast",
+    keys: Sequence[Sequence[Key]],
+) -> Path | None:
+    """Write the documents of `batches` and give the file; an older one of the same step is replaced. Not collective.
+
+    batches: micro-batches of `src.batches`, on any device. keys: of each micro-batch its documents' (epoch, index), row by row.
+    Returns None, and writes nothing, where this process has written MOST_FILES files already.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    folder = run_path / FOLDER
+    path = folder / f"step-{step:08d}-rank-{rank}.json"
+    with writing(path):
+        folder.mkdir(exist_ok=True)
+        if not path.exists() and len(list(folder.glob(f"step-*-rank-{rank}.json"))) >= MOST_FILES:
+            log.warning("%s: holds %d batches of rank %d already, so that of step %d is not saved.", folder, MOST_FILES, rank, step)
+            return None
+    left, documents = MOST_CHARACTERS, []
+    for number, (batch, rows) in enumerate(zip(batches, keys, strict=True)):
+        assert len(batch["input_ids"]) == len(rows), "a key for each document"
+        for row, (epoch, index) in enumerate(rows):
+            document = {"micro_batch": number, "epoch": epoch, "index": index, **_counts(batch, row)}
+            if left > 0:
+                document |= _texts(batch, row, tokenizer, left)
+                left -= len(document["text"]) + sum(map(len, document.get("contexts", [])))
+            documents.append(document)
+    # One line a document, so that a person can search it; text as it is, so that a person can read it.
+    lines = ",\n".join(json.dumps(document, ensure_ascii=False) for document in documents)
+    write_atomic(path, f'{{"step": {step}, "rank": {rank}, "documents": [\n{lines}\n]}}\n')
+    return path
+
+
+def _counts(batch: Mapping[str, "Tensor"], row: int) -> dict[str, Any]:
+    return {"tokens": int(batch["attention_mask"][row].sum()), "loss_tokens": int(batch["loss_mask"][row].sum())}
+
+
+def _texts(batch: Mapping[str, "Tensor"], row: int, tokenizer: "PreTrainedTokenizerFast", most: int) -> dict[str, Any]:
+    """The document's text and contexts, `most` characters at most; control tokens are shown."""
+    text, cut = _decoded(tokenizer, batch["input_ids"][row][batch["attention_mask"][row].bool()], most)
+    if "context_ids" not in batch:
+        return {"text": text, "cut": cut}
+    contexts, left = [], most - len(text)
+    for ids, mask in zip(batch["context_ids"][row], batch["context_mask"][row], strict=True):
+        if not mask.any():
+            continue  # a chunk that this sample does not have
+        context, shorter = _decoded(tokenizer, ids[mask.bool()], left)
+        cut, left = cut or shorter, left - len(context)
+        contexts.append(context)
+    return {"text": text, "contexts": contexts, "cut": cut}
+
+
+def _decoded(tokenizer: "PreTrainedTokenizerFast", ids: "Tensor", most: int) -> tuple[str, bool]:
+    """Text of the first ids, and True where it is not the whole text."""
+    text = tokenizer.decode(ids[:MOST_TOKENS].tolist(), skip_special_tokens=False) if most > 0 else ""
+    assert isinstance(text, str), "a list of ids makes one text"
+    return text[:most], len(ids) > MOST_TOKENS or len(text) > most or most <= 0

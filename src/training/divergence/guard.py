@@ -1,0 +1,116 @@
+"""What is done about a step that diverges, before the optimizer moves: see `divergence` for when it does, and for the actions."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from src import distributed
+from src.errors import TrainingError, UserError
+from src.runs import ledger
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.context import Run
+from src.runs.history import archive as abandoned
+from src.runs.history import rewind
+from src.runs.history.branches import Branch
+from src.training import data_order
+from src.training.config import LoopConfig
+from src.training.divergence import batch_dump
+from src.training.divergence.detector import Detector, Finding, severest
+
+REMEDY = "Lower loop.learning_rate, lengthen loop.warmup_rate, or look at the data of this step."
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is needed to read a step's batch again."""
+
+    dataset: Any
+    """Data set: `len`, `sample(epoch, index)`, `collate(samples)`."""
+    tokenizer: Any
+    seed: int
+    branches: Sequence[Branch]
+
+
+class Judge:
+    """Asks the detector about each step, and acts. The same values come to every rank, so all decide alike.
+
+    written: waits until the checkpoint that is being written lies there. Collective.
+    """
+
+    def __init__(self, run: Run, config: LoopConfig, source: Source, written: Callable[[], None]) -> None:
+        self.run, self.config, self.source, self.written = run, config, source, written
+        self.detector = Detector(config.divergence)
+
+    def leaves_out(self, step: int, loss: float, grad_norm: float, overflowed: bool) -> bool:
+        """True where the weights must not move for step number `step`, counted from 1. Collective where something is found.
+
+        overflowed: the float16 loss scaler sees to the gradient.
+
+        Raises:
+            TrainingError: the training must not go on; on every rank.
+            distributed.Stopped: it has been taken back to an earlier checkpoint; on every rank.
+            RunError: the disk refuses.
+        """
+        found = self.detector.observe(step, loss, grad_norm, skipped=overflowed)
+        action, text = severest(found), " ".join(finding.message for finding in found)
+        if action is None:
+            return False
+        log.warning("%s: %s (%s)", self.run.path, text, action)
+        distributed.from_main(lambda: self._note(found))
+        self._save_batches(found)
+        if action == "rewind":
+            self._rewind(found, step, text)
+        if action in ("stop", "rewind"):
+            error = TrainingError(f"{text} The training stops before the optimizer moves; the last checkpoint is sound. {REMEDY}")
+            error.everywhere = True
+            raise error
+        return action == "skip_batch"
+
+    def _note(self, found: Sequence[Finding]) -> None:
+        for finding in found:
+            facts = {**asdict(finding), "message": finding.message}
+            ledger.append(self.run.path, ledger.event("divergence", **facts))
+
+    def _save_batches(self, found: Sequence[Finding]) -> None:
+        config, source, rank = self.config, self.source, distributed.rank()
+        share = data_order.Share(config.sequences_per_step, config.micro_batch, rank, distributed.world_size())
+        with distributed.together():
+            for suspect in sorted({step for finding in found if finding.action != "warn" for step in finding.suspects}):
+                batches, keys = batch_dump.read(source.dataset, source.seed, share, suspect, source.branches)
+                batch_dump.save(self.run.path, suspect, rank, batches, source.tokenizer, keys)
+
+    def _rewind(self, found: Sequence[Finding], step: int, text: str) -> None:
+        """Go back to the newest checkpoint before it began, and pass over the data up to here; returns where that cannot be."""
+        self.written()
+        first = min(finding.first_step for finding in found)
+        to, refusal = distributed.from_main(lambda: self._back(first, step, text))
+        if to is None:
+            log.warning("%s: it cannot be taken back: %s", self.run.path, refusal)
+            return
+        raise distributed.Stopped(distributed.Reason(f"taken back to step {to}, as {text}", "limit"), everywhere=True, step=to)
+
+    def _back(self, first: int, step: int, text: str) -> tuple[int | None, str]:
+        path, most = self.run.path, self.config.divergence.max_rewinds
+        number = abandoned.next_number(path)
+        if number > most:
+            return None, f"there are {number - 1} branches already, and loop.divergence.max_rewinds is {most}."
+        before = [at for at in map(checkpoints.step_of, checkpoints.every(path)) if at < first]
+        if not before:
+            return None, f"no checkpoint of a step before {first} is left. Save more often (--log_every), or keep more."
+        to = before[-1]
+        # Of two branches from one step only the later holds, so it takes over what the earlier says.
+        old = next((branch for branch in self.source.branches if branch.from_step == to), None)
+        if old is not None and old.data == "reshuffle":
+            return None, f"branch {old.number} reads step {to} and what follows in another order, in which nothing can be passed over."
+        skipped = step - to + (old.skipped_steps if old else 0)
+        new = {"number": number, "data": f"skip:{skipped}"}
+        branch = old.model_copy(update=new) if old else Branch(from_step=to, **new)
+        try:
+            self.run.dir.confirm()
+            rewind.plan(path, branch, text).carry_out()
+        except UserError as error:
+            return None, str(error)
+        return to, ""

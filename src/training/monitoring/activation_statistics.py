@@ -1,0 +1,77 @@
+"""The sums of what goes into and comes out of each module in one forward pass."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from src.training.monitoring import tensor_statistics
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The sums of one input or output of a module."""
+
+    name: str
+    """Of the module; "" for the model itself."""
+    type: str
+    """Its class."""
+    context: str
+    """`input[i]`, `input[name]`, `output`, `output[i]`, `output[name]` or `output[i][j]`."""
+    sums: Tensor
+    """(P,), see statistics.PARTS."""
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module, found: list[Activation]) -> Iterator[None]:
+    """Within the block add to `found` what the modules of `model` read and give; the hooks are gone afterwards.
+
+    Tensors of real numbers with a fraction count: no ids, no masks of bool. One entry for each (name, type, context): a module that runs
+    once more, as gradient checkpointing has it do, is left out. Compiled code is not watched: hooks would have it compiled anew.
+    """
+    if is_compiled(model):
+        yield
+        return
+    seen: set[tuple[str, str]] = set()
+    hooks = [
+        module.register_forward_hook(_Hook(name, type(module).__name__, seen, found), with_kwargs=True)
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """True where torch.compile has taken the model or a part of it."""
+    return any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None for part in model.modules())
+
+
+class _Hook:
+    def __init__(self, name: str, kind: str, seen: set[tuple[str, str]], found: list[Activation]) -> None:
+        self.name, self.kind, self.seen, self.found = name, kind, seen, found
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        if (self.name, self.kind) in self.seen:
+            return
+        self.seen.add((self.name, self.kind))
+        entries = [*_tensors("input", inputs, 1), *_tensors("input", named, 1), *_tensors("output", output, 2)]
+        self.found += [Activation(self.name, self.kind, context, tensor_statistics.sums(tensor)) for context, tensor in entries]
+
+
+def _tensors(context: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in `value`, and in the tuples, lists and dicts in it, to `depth`."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.layout == torch.strided:
+            yield context, value
+    elif depth and isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _tensors(f"{context}[{key}]", entry, depth - 1)
+    elif depth and isinstance(value, tuple | list):
+        for index, entry in enumerate(value):
+            yield from _tensors(f"{context}[{index}]", entry, depth - 1)

@@ -1,0 +1,169 @@
+"""The sums of weights, gradients, Adam's moments and updates, by parameter, however the processes share them.
+
+What a process has whole, rank 0 reads alone; of FSDP2's parts each process reads its own, and `gathered` joins the sums, not the parts;
+ZeRO's are put together one parameter at a time.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from src import distributed
+from src.training.monitoring import tensor_statistics
+
+GRADIENT, WEIGHT, UPDATE = "hp_grad", "hp", "effective_update"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The sums of one tensor, or of this process's part of it."""
+
+    name: str
+    """Of the parameter."""
+    context: str
+    sums: Tensor
+    """(P,), see statistics.PARTS."""
+
+
+def gradients(model: nn.Module) -> list[Measured]:
+    """`hp_grad` of every trained parameter that has a gradient, as it stands. Collective where the processes share the model."""
+    return [found for name, p in _trained(model) for found in _measured(name, GRADIENT, _gradient(p))]
+
+
+def weights(model: nn.Module, optimizer: Any) -> list[Measured]:
+    """`hp`, `exp_avg`, `exp_avg_sq` and `effective_update` of every trained parameter. Collective where the processes share the model.
+
+    The update is m̂ / (√v̂ + ε) with moments freed of their bias (Kingma & Ba 2015, algorithm 1): what Adam's last step subtracted,
+    before the learning rate and without weight decay. With AdamWScale's scale in it, and its ε. An optimizer without Adam's moments has
+    `hp` alone, Adafactor a second moment of vectors besides.
+    """
+    found: list[Measured] = []
+    for name, parameter in _trained(model):
+        found += _measured(name, WEIGHT, _weight(parameter))
+        adam = _adam(optimizer, parameter)
+        first, second = (_moment(optimizer, parameter, key) for key in MOMENTS)
+        for context, moment in zip(MOMENTS, (first, second), strict=True):
+            found += _measured(name, context, moment)
+        if adam is not None and first is not None and second is not None:
+            pieces = (adam.update(m, v) for m, v in tensor_statistics.chunks(first, second))
+            found.append(Measured(name, UPDATE, tensor_statistics.sums_of(pieces, first.device)))
+    return found
+
+
+def gathered(found: list[Measured], model: nn.Module) -> list[Measured]:
+    """The sums of whole tensors, on the CPU, from those of the parts. Collective where FSDP2 shares the model; waits for the device."""
+    if not found and not _cut(model):
+        return []
+    table = torch.stack([item.sums for item in found]).cpu() if found else torch.empty(0, len(tensor_statistics.PARTS), dtype=torch.float64)
+    if _cut(model):
+        table = tensor_statistics.joined(torch.stack(distributed.gathered([table])))
+    return [Measured(item.name, item.context, sums) for item, sums in zip(found, table, strict=True)]
+
+
+def update_rates(found: list[Measured], learning_rate: float) -> dict[str, float | None]:
+    """By parameter: the length of its last update, learning rate times `effective_update`, over the length of the parameter."""
+    norms: dict[str, dict[str, float | None]] = {WEIGHT: {}, UPDATE: {}}
+    if found:
+        for item, norm in zip(found, tensor_statistics.norms(torch.stack([item.sums for item in found])), strict=True):
+            norms.setdefault(item.context, {})[item.name] = norm
+    rates: dict[str, float | None] = {}
+    for name, update in norms[UPDATE].items():
+        weight = norms[WEIGHT][name]
+        rates[name] = learning_rate * update / weight if update is not None and weight else None
+    return rates
+
+
+@dataclass(frozen=True)
+class _Adam:
+    beta1: float
+    beta2: float
+    epsilon: float
+    steps: float
+    scale: float = 1.0
+
+    def update(self, first: Tensor, second: Tensor) -> Tensor:
+        """m̂ / (√v̂ + ε), times the scale, in float64, of flat pieces of the moments."""
+        mean = first.double() / (1 - self.beta1**self.steps)
+        square = second.double() / (1 - self.beta2**self.steps)
+        return mean / (square.sqrt_() + self.epsilon) * self.scale
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def _measured(name: str, context: str, tensor: Tensor | None) -> list[Measured]:
+    return [] if tensor is None else [Measured(name, context, tensor_statistics.sums(tensor))]
+
+
+def _cut(model: nn.Module) -> bool:
+    """True where processes have different parts of a parameter."""
+    return any(_is_part(parameter) for _, parameter in _trained(model))
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
+
+
+def _is_zero(parameter: Tensor) -> bool:
+    return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
+
+
+def _mine(tensor: Tensor | None) -> Tensor | None:
+    """What this process shall read of a tensor: its part, or, of a whole one, all on rank 0 and nothing elsewhere."""
+    if tensor is None or _is_part(tensor):
+        return None if tensor is None else tensor.to_local()  # type: ignore[attr-defined]  a DTensor
+    if not distributed.is_main():
+        return None
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    if _is_zero(parameter):
+        from deepspeed.utils import safe_get_full_grad
+
+        return _mine(safe_get_full_grad(parameter))
+    return _mine(parameter.grad)
+
+
+def _weight(parameter: nn.Parameter) -> Tensor | None:
+    if _is_zero(parameter):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return _mine(safe_get_full_fp32_param(parameter))
+    return _mine(parameter)
+
+
+def _moment(optimizer: Any, parameter: nn.Parameter, key: str) -> Tensor | None:
+    if _is_zero(parameter):
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        return _mine(safe_get_full_optimizer_state(parameter, key)) if _inner(optimizer).state else None
+    return _mine(optimizer.state.get(parameter, {}).get(key))
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer of PyTorch in one of DeepSpeed."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _adam(optimizer: Any, parameter: nn.Parameter) -> _Adam | None:
+    """The settings of the last step; None before the first, and for another kind of optimizer."""
+    if _is_zero(parameter):  # its groups are flat, and alike but for the decay
+        states, groups = list(_inner(optimizer).state.values()), optimizer.param_groups
+    else:
+        states = [state] if (state := optimizer.state.get(parameter)) else []
+        groups = [group for group in optimizer.param_groups if any(member is parameter for member in group["params"])]
+    steps = next((float(state["step"]) for state in states if "step" in state), 0.0)
+    if not steps or not groups or "betas" not in groups[0]:
+        return None
+    (beta1, beta2), epsilon = groups[0]["betas"], groups[0]["eps"]
+    scale = next((float(state["scale"]) for state in states if "scale" in state), None)
+    if scale is None:
+        return _Adam(beta1, beta2, epsilon, steps)
+    return _Adam(beta1, beta2, epsilon / math.sqrt(1 - beta2**steps), steps, scale)  # AdamWScale adds ε to √v, before the bias is taken out

@@ -1,0 +1,84 @@
+"""Where the numbers of a training go: scores.jsonl, perf.jsonl, status.json, the progress bar, wandb. Rank 0 only."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from src import distributed
+from src.files import writing
+from src.runs.context import Run
+from src.runs.heartbeat import Heartbeat
+from src.training.config import LoopConfig
+from src.training.evaluation_config import Evaluation
+from src.training.monitoring.progress import Progress
+
+
+class Callback(Protocol):
+    """Is shown every step and every row; changes nothing."""
+
+    def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """`step` optimizer steps are finished, the last with this mean loss."""
+
+    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
+        """`row`: scores by name, with "step". `perf`: rates by name."""
+
+    def on_end(self, scores: Mapping[str, float]) -> None:
+        """`scores` were measured once, of the trained model: they join the last row."""
+
+    def close(self) -> None:
+        """The training is over, finished or not."""
+
+
+class Reporter:
+    """Writes the files of a run and hands each row to the callbacks. `finished`: steps done before this start."""
+
+    def __init__(self, run: Run, config: LoopConfig | Evaluation, model: nn.Module, finished: int) -> None:
+        self.run, self.config = run, config
+        self.callbacks: list[Callback] = []
+        if distributed.is_main():
+            self.callbacks.append(Progress(config.steps, finished))
+            self.callbacks.append(Heartbeat(run.path, run.dir.attempt))
+            if run.options.wandb:
+                from src.training.monitoring.wandb import Wandb
+
+                self.callbacks.append(Wandb(run, run.options.wandb, model))
+
+    def report(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
+        """Append a score row and its timings; to be called on rank 0.
+
+        Raises:
+            RunError: the disk refuses, or another process has taken over the save directory.
+        """
+        self.run.dir.confirm()
+        self.run.dir.scores.append(row)
+        self.run.dir.scores.export_haven()
+        path = self.run.path / "perf.jsonl"
+        with writing(path), open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": row["step"], **perf}) + "\n")
+        self.run.dir.set_status("running", step=row["step"], steps=self.config.steps, loss=row.get("train_loss"))
+        for callback in self.callbacks:
+            callback.on_row(row, perf)
+
+    def complete(self, scores: Mapping[str, float]) -> None:
+        """Add scores of the trained model to the last row; to be called on rank 0.
+
+        Raises:
+            RunError: the disk refuses, or another process has taken over the save directory.
+        """
+        self.run.dir.confirm()
+        self.run.dir.scores.complete(scores)
+        self.run.dir.scores.export_haven()
+        for callback in self.callbacks:
+            callback.on_end(scores)
+
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Show that `step` is finished."""
+        for callback in self.callbacks:
+            callback.on_step(step, loss, tokens_per_second)
+
+    def close(self) -> None:
+        """Let the callbacks finish."""
+        for callback in self.callbacks:
+            callback.close()

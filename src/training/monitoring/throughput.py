@@ -1,0 +1,108 @@
+"""How fast a training goes, and what it takes. Timings differ from run to run, so they stay out of scores.jsonl."""
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from src import distributed
+from src.training.loader import Step
+from src.training.monitoring import flops
+from src.training.monitoring.energy import Energy
+
+T = TypeVar("T")
+
+
+class Meter:
+    """Sums since `restart`, on this rank. With `model` and `precision` also model FLOPs and, of a known GPU, the share of its peak."""
+
+    def __init__(self, model: nn.Module | None = None, precision: str = "float32") -> None:
+        self._flops_of = flops.of_model(model) if model is not None else None
+        self._peak = flops.peak(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
+        self._energy = Energy()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew."""
+        self.began = time.perf_counter()
+        self.apart_seconds = self.wait_seconds = 0.0
+        self.steps = self.tokens = self.sequences = self.flops = 0
+        self._joules = self._energy.joules()
+
+    def waiting(self, batches: Iterator[T]) -> T:
+        """The next item; the time until it comes counts as waiting for data."""
+        before = time.perf_counter()
+        item = next(batches)
+        self.wait_seconds += time.perf_counter() - before
+        return item
+
+    def count(self, step: Step) -> None:
+        """Count one optimizer step: every real token that the model reads, contexts too."""
+        self.steps += 1
+        self.sequences += step.sequences
+        self.tokens += step.read_tokens
+        if self._flops_of is not None:
+            self.flops += sum(map(self._flops_of, step.batches))
+
+    def tokens_per_second(self) -> float:
+        """Rate of this rank since `restart`."""
+        return self.tokens / max(time.perf_counter() - self.began - self.apart_seconds, 1e-9)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Time spent inside is not training time (evaluation, checkpoints)."""
+        before = time.perf_counter()
+        yield
+        self.apart_seconds += time.perf_counter() - before
+
+    def row(self) -> dict[str, float]:
+        """Rates over all ranks since `restart`. Collective.
+
+        `data_wait_seconds`: of the rank that waited longest, and `data_wait_rate` its share of the training time.
+        `peak_host_memory_bytes`, `peak_memory_bytes` (GPU): of the rank with most, since the process began.
+        `model_flops_per_second`, `mfu`: see flops.py. `watts`: of all GPUs together, evaluation and checkpoints included.
+        """
+        joules = self._energy.joules()
+        used = None if joules is None or self._joules is None else joules - self._joules
+        gpu = torch.cuda.is_available()
+        mine = (
+            self.tokens,
+            self.sequences,
+            self.flops,
+            used,
+            self.wait_seconds,
+            _host_bytes(),
+            torch.cuda.max_memory_allocated() if gpu else 0,
+        )
+        tokens, sequences, operations, energies, waits, host, device = zip(*distributed.gathered([mine]), strict=True)
+        total = time.perf_counter() - self.began
+        seconds = max(total - self.apart_seconds, 1e-9)
+        row = {
+            "seconds": total,
+            "steps_per_second": self.steps / seconds,
+            "tokens_per_second": sum(tokens) / seconds,
+            "sequences_per_second": sum(sequences) / seconds,
+            "data_wait_seconds": max(waits),
+            "data_wait_rate": max(waits) / seconds,
+            "peak_host_memory_bytes": max(host),
+        }
+        if self._flops_of is not None:
+            row["model_flops_per_second"] = sum(operations) / seconds
+            if self._peak:
+                row["mfu"] = flops.mfu(row["model_flops_per_second"], self._peak, len(tokens))
+        if None not in energies:
+            row["watts"] = sum(energies) / max(total, 1e-9)
+        if gpu:
+            row["peak_memory_bytes"] = max(device)
+        return row
+
+
+def _host_bytes() -> int:
+    """Most memory that this process has had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,112 @@
+"""Weights & Biases: the only module that calls it. The key comes from the environment or netrc and is written nowhere."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import wandb
+from torch import nn
+
+from src.errors import RunError
+from src.files import read_json, write_json
+from src.runs import context as runs
+from src.runs.run_dir import DELETED
+
+ID = "wandb.json"
+INSPECT_SECONDS = 300
+log = logging.getLogger(__name__)
+
+
+class Wandb:
+    """One wandb run per experiment, whose rows are those of scores.jsonl: a restart continues it by its id, and logs no step twice.
+
+    Offline each start writes a folder <run>/wandb/offline-run-*; `wandb sync --id` makes one run of them.
+
+    Raises:
+        RunError: wandb refuses, as without a key.
+    """
+
+    def __init__(self, run: runs.Run, options: runs.Wandb, model: nn.Module) -> None:
+        online = options.entity is not None and options.project is not None
+        identity = _identity(run)
+        self.last_step = -1 if online else _last_step(run.path, identity)
+        """Rows up to this step are logged."""
+        # Of the command, code and machine env.json has what is no secret; wandb would send the whole command and the whole diff.
+        settings = wandb.Settings(disable_git=True, disable_code=True, disable_job_creation=True, x_disable_meta=True)
+        try:
+            self.wandb = wandb.init(
+                entity=options.entity,
+                project=options.project or "trainval",
+                name=options.name or run.dir.exp_id,
+                id=identity,
+                resume="allow" if online else None,
+                mode="online" if online else "offline",
+                dir=str(run.path),
+                config=read_json(run.path / "config.json", RunError),
+                settings=settings,
+            )
+        except wandb.Error as error:
+            reason = str(error).splitlines()[0]
+            raise RunError(f"wandb: {reason} Run `wandb login`, or leave out --wandb_entity_name to log to files.") from None
+        if online and self.wandb.resumed:
+            self.last_step = self.wandb.step - 1
+        for row in run.dir.scores.rows():  # what a killed start did not bring to wandb any more
+            self._log(row)
+        if options.gradients:
+            self.wandb.watch(model, log="gradients", log_freq=run.options.log_every or 100)
+
+    def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Nothing: rows are logged."""
+
+    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
+        """Log the row at its step."""
+        self._log({**row, **{f"perf/{name}": value for name, value in perf.items()}})
+
+    def on_end(self, scores: Mapping[str, float]) -> None:
+        """Put them into the summary: their step is logged already."""
+        self.wandb.summary.update(dict(scores))
+
+    def close(self) -> None:
+        """Flush and end."""
+        self.wandb.finish()
+
+    def _log(self, row: Mapping[str, Any]) -> None:
+        if row["step"] > self.last_step:
+            self.wandb.log({name: value for name, value in row.items() if value is not None}, step=row["step"])
+            self.last_step = row["step"]
+
+
+def _identity(run: runs.Run) -> str:
+    """The id of the experiment; with a number after -r 1, which begins another wandb run. Kept in wandb.json."""
+    file = run.path / ID
+    if file.exists():
+        found = read_json(file, RunError)
+        if isinstance(found, dict) and isinstance(found.get("id"), str):
+            return found["id"]
+        raise RunError(f'{file}: expected {{"id": ...}}. Delete it to begin another wandb run.')
+    resets = len(list((run.places.runs / DELETED).glob(f"{run.dir.exp_id}*")))
+    identity = f"{run.dir.exp_id}-{resets}" if resets else run.dir.exp_id
+    write_json(file, {"id": identity})
+    return identity
+
+
+def _last_step(path: Path, identity: str) -> int:
+    """The last step that earlier starts logged offline in the save directory `path`; -1 where none did."""
+    last = -1
+    for file in sorted((path / "wandb").glob(f"offline-run-*/run-{identity}.wandb")):
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file.parent)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=INSPECT_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            done = None
+        if done is None or done.returncode:
+            log.warning("%s: wandb cannot read it, so that steps that are trained again may stand in it twice.", file)
+            continue
+        for line in done.stdout.splitlines():
+            if '"history"' in line and (record := json.loads(line))["type"] == "history":
+                last = max(last, int(record["history"]["item"]["_step"]))
+    return last

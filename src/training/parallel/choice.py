@@ -1,0 +1,85 @@
+"""Which engine trains, and what must be so before one is made."""
+
+import warnings
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from src.errors import ConfigError
+from src.runs.context import Options
+from src.training.config import LoopConfig
+from src.training.parallel import memory
+from src.training.parallel.engine import Engine, Replicated
+
+_INSTEAD = {"adamw_scale": "--fsdp instead of --deepspeed", "adafactor": "whole copies (neither --deepspeed nor --fsdp)"}
+"""How an optimizer that ZeRO cannot have shares a model."""
+
+
+def start(config: LoopConfig, options: Options) -> Accelerator:
+    """Accelerate for this process, with the precision of `config`.
+
+    Raises:
+        ConfigError: float16 without a GPU, or with a shared model; an optimizer that needs whole tensors, with cut ones; the DeepSpeed json
+            or the launcher says otherwise than the experiment; checkpoints are to be kept at steps at which none is written.
+    """
+    options.keep.check((options.log_every or config.eval_every, config.eval_every))
+    config.agree(options.told)
+    if config.precision == "float16" and (options.deepspeed or options.fsdp):
+        raise ConfigError("loop.precision: 'float16' trains whole models only. Use 'bfloat16', or leave out --deepspeed and --fsdp.")
+    if options.deepspeed and config.optimizer != "adamw":  # ZeRO joins parameters end to end: it has no tensor whose size could be taken
+        raise ConfigError(
+            f"loop.optimizer: {config.optimizer!r} needs to know each tensor's size, and DeepSpeed shows it flat pieces of many. "
+            f"Use {_INSTEAD[config.optimizer]}, or 'adamw'."
+        )
+    if options.fsdp and config.optimizer == "adafactor":
+        raise ConfigError(
+            "loop.optimizer: 'adafactor' needs whole rows and columns, and --fsdp gives it parts. "
+            "Leave out --fsdp (its state is small: each process can have it all), or use 'adamw_scale' or 'adamw'."
+        )
+    if options.deepspeed:
+        from src.training.parallel.zero import filled
+
+        filled(options.deepspeed, config)
+    return accelerate(config.precision, "loop.precision")
+
+
+def accelerate(precision: str, field: str) -> Accelerator:
+    """Accelerate for this process, with `precision`, which stands in `field` of the experiment.
+
+    On a CPU the process keeps freed memory from then on (`memory.keep_freed`).
+
+    Raises:
+        ConfigError: float16 without a GPU.
+    """
+    gpu = torch.cuda.is_available()
+    if precision == "float16" and not gpu:
+        raise ConfigError(f"{field}: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
+    if not gpu:
+        memory.keep_freed()
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
+    # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a restarted
+    # run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.
+    warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified")
+    return Accelerator(
+        cpu=not gpu,
+        mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[precision],
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+    )
+
+
+def made(accelerator: Accelerator, model: nn.Module, config: LoopConfig, options: Options) -> Engine:
+    """How the processes share the model, as the command line says. Collective."""
+    if options.deepspeed:
+        from src.training.parallel.zero import ZeroEngine
+
+        engine: Engine = ZeroEngine(accelerator, model, config, options.deepspeed)
+    elif options.fsdp:
+        from src.training.parallel.fsdp import FullyShardedEngine
+
+        engine = FullyShardedEngine(accelerator, model, config)
+    else:
+        engine = Replicated(accelerator, model, config)
+    engine.alike()
+    return engine

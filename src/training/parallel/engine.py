@@ -1,0 +1,146 @@
+"""How the processes of one training share the model, its gradients and its optimizer. The loop sees only what stands in `Engine`.
+
+The norm of the gradients is taken here, alike in every mode: in float64, so that neither the number of processes nor the way the
+parameters are cut changes the float32 that it is rounded to, and clipping gives the same bits everywhere.
+"""
+
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from src import distributed
+from src.training.checkpointing import folder as checkpoint
+from src.training.config import LoopConfig
+from src.training.optim import optimizers
+from src.training.parallel.copies import Copies
+from src.weights import trained_weights
+
+
+class Engine(ABC):
+    """A model that trains. `model` is what a loss calls; `optimizer` has the parameter groups that the learning rate is set in."""
+
+    name: str
+    """For people: it stands in the ledger."""
+    sharded = False
+    """True where a forward pass is collective: every process must make as many as the others. See `alike`."""
+    cut = False
+    """True where each process has a part of the gradients."""
+    model: nn.Module
+    optimizer: Any
+
+    def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
+        self.accelerator, self.module, self.config = accelerator, module, config
+        self._weights, self._moments = Copies(), Copies()
+
+    def alike(self) -> None:
+        """Have the parts of the model whose number of passes depends on the data make as many as on the process that needs most."""
+        if self.sharded:
+            for part in self.module.modules():
+                if "passes" in vars(part):
+                    vars(part)["passes"] = distributed.most
+
+    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Around one forward and backward pass; after the `last` of a step the gradients are the mean over processes."""
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of `loss`."""
+
+    @abstractmethod
+    def gradients(self) -> Iterable[Tensor]:
+        """The gradients, after the last `backward`, that this process will use. Scaled in place by `clip`."""
+
+    @abstractmethod
+    def step(self) -> bool:
+        """Move the weights and forget the gradients. False where float16 overflowed and nothing moved."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forget the gradients; nothing moves."""
+
+    def norm(self) -> float:
+        """L2 norm of the gradients over all parameters, rounded to float32. Collective."""
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self.gradients()]
+        squares = [norm**2 for norm in torch.stack(norms).tolist()] if norms else [0.0]  # one wait for the device
+        (total,) = distributed.total([math.fsum(squares)]) if self.cut else [math.fsum(squares)]
+        return float(torch.tensor(math.sqrt(total), dtype=torch.float32))
+
+    def clip(self, norm: float, max_norm: float) -> bool:
+        """Scale the gradients so that their norm is at most `max_norm`; True where that changed them."""
+        if not (math.isfinite(norm) and norm > max_norm):
+            return False
+        for gradient in self.gradients():
+            gradient.mul_(max_norm / norm)
+        return True
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights, whole, on the CPU: copies, which only the next call changes. Collective; empty but on rank 0."""
+        return self._weights.of(trained_weights(self.module).items()) if distributed.is_main() else {}
+
+    def moments(self) -> dict[str, Tensor] | None:
+        """The optimizer's state by parameter name, as `weights`. None where it is written with `save_shards`."""
+        return self._moments.of(checkpoint.optimizer_tensors(self.module, self.optimizer).items()) if distributed.is_main() else {}
+
+    def save_shards(self, folder: Path) -> None:  # noqa: B027  most modes have none
+        """Write what `moments` does not give into a folder that all processes see. Collective."""
+
+    @abstractmethod
+    def load_optimizer(self, folder: Path) -> None:
+        """Take the optimizer's state from a checkpoint; the weights were there before. Collective.
+
+        Raises:
+            CheckpointError: it was written for another model, or by processes that share it otherwise.
+        """
+
+
+class Replicated(Engine):
+    """Every process has the whole model; DistributedDataParallel sums the gradients."""
+
+    name = "replicated"
+
+    def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
+        super().__init__(accelerator, module, config)
+        self.model, self.optimizer = accelerator.prepare(module, optimizers.made(module, config))
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.forward_sync_buffers = False  # they are constants: masks and frequencies
+        self.trained = [p for p in module.parameters() if p.requires_grad]
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Of a loss that a float16 scaler has made larger, if there is one."""
+        scaler = self.accelerator.scaler
+        (scaler.scale(loss) if scaler else loss).backward()
+        if last:
+            self.accelerator.unscale_gradients()
+
+    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Only the last pass sums over processes."""
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
+
+    def gradients(self) -> Iterable[Tensor]:
+        """Of every trained parameter that took part."""
+        return [p.grad for p in self.trained if p.grad is not None]
+
+    def step(self) -> bool:
+        """The optimizer's step, unless the loss scaler has seen an overflow."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return not self.optimizer.step_was_skipped
+
+    def drop(self) -> None:
+        """As after a step."""
+        self.optimizer.zero_grad()
+        if self.accelerator.scaler:
+            self.accelerator.scaler.update()
+
+    def load_optimizer(self, folder: Path) -> None:
+        """From optimizer.safetensors."""
+        checkpoint.load_optimizer(folder, self.module, self.optimizer.optimizer)

@@ -1,0 +1,107 @@
+"""Fully sharded data parallelism (FSDP2): each process keeps a part of every weight, gradient and optimizer state."""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from src import distributed
+from src.training.checkpointing import folder as checkpoint
+from src.training.config import LoopConfig
+from src.training.optim import optimizers
+from src.training.parallel import alone
+from src.training.parallel.copies import Copies
+from src.training.parallel.engine import Engine
+from src.weights import trained_weights
+
+
+class FullyShardedEngine(Engine):
+    """Layers are gathered as the pass comes to them. The checkpoint is that of `Replicated`, whatever the number of processes."""
+
+    name = "fsdp"
+    sharded = True
+    cut = True
+
+    def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
+        super().__init__(accelerator, module, config)
+        alone.ensure_group()
+        mesh = init_device_mesh(accelerator.device.type, (distributed.world_size(),))
+        for layer in _layers(module):
+            fully_shard(layer, mesh=mesh)
+        root = fully_shard(module, mesh=mesh)
+        assert isinstance(root, FSDPModule)
+        if hasattr(module, "generate"):  # it begins below the root, whose parameters must be whole there too
+            register_fsdp_forward_method(module, "generate")
+        self.model, self.root = module, root
+        self.optimizer = optimizers.made(module, config)
+
+    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Only the last pass sums over processes."""
+        self.root.set_requires_gradient_sync(last)
+        return self.accelerator.autocast()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of `loss`."""
+        loss.backward()
+
+    def gradients(self) -> Iterable[Tensor]:
+        """This process's parts."""
+        return [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
+
+    def step(self) -> bool:
+        """The optimizer's step on this process's parts."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return True
+
+    def drop(self) -> None:
+        """As after a step."""
+        self.optimizer.zero_grad()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Gathered one by one."""
+        return _whole(trained_weights(self.module), self._weights)
+
+    def moments(self) -> dict[str, Tensor] | None:
+        """Gathered one by one."""
+        return _whole(checkpoint.optimizer_tensors(self.module, self.optimizer), self._moments)
+
+    def load_optimizer(self, folder: Path) -> None:
+        """From optimizer.safetensors, of which each process keeps its parts."""
+        checkpoint.load_optimizer(folder, self.module, self.optimizer, _cut_like)
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The entries of the lists of layers, which are gathered one at a time. None is in another, as T5's sublayers are."""
+    found: list[nn.Module] = []
+    inner: set[int] = set()
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and id(part) not in inner:
+            found += [layer for layer in part if any(True for _ in layer.parameters())]
+            inner |= {id(below) for below in part.modules()}
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensors: dict[str, Tensor], copies: Copies) -> dict[str, Tensor]:
+    whole = ((name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in tensors.items())
+    if distributed.is_main():
+        return copies.of(whole)
+    deque(whole, maxlen=0)  # gathering takes all processes
+    return {}
+
+
+def _cut_like(parameter: Tensor, value: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape and value.ndim:
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return value

@@ -1,0 +1,147 @@
+"""Less memory for what the backward pass needs: computed once more, or kept in the host's memory; and how a CPU keeps what it has freed.
+
+None of it changes a bit of a gradient.
+"""
+
+import contextlib
+import ctypes
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from src.errors import ConfigError, RunError
+from src.training.parallel.compile import layers
+
+log = logging.getLogger(__name__)
+LEAST_BYTES = 2**20
+"""A tensor smaller than that stays where it is: the copy would cost more than the room."""
+
+
+@contextlib.contextmanager
+def advice() -> Iterator[None]:
+    """Turn an exhausted GPU into a RunError that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        remedy = "Try --gradient_checkpointing, or lower loop.micro_batch: a step reads the same sequences in more pieces."
+        raise RunError(f"{str(error).splitlines()[0]} {remedy}") from error
+
+
+def keep_freed() -> None:
+    """Let this process keep freed memory for the next step, from here on, where its C library is glibc; otherwise nothing happens.
+
+    As it comes glibc gives large blocks back to the kernel in each pass and takes fresh pages in the next, for which a training on a CPU
+    pays with a part of its time (LOG.md). Blocks above 32 MiB are still given back: kept, they would part the memory into pieces that
+    fit nothing, and the peak would grow.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    never, most = -1, 2**25  # most: glibc refuses a larger one
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(trim_threshold, never)
+        mallopt(mmap_threshold, most)
+
+
+def checkpointed(model: nn.Module) -> int:
+    """Have every layer of `model` keep only its inputs, and compute the rest again in the backward pass; returns how many.
+
+    Chen et al. 2016, "Training deep nets with sublinear memory cost" (arXiv 1604.06174). Dropout draws again what it drew before. `model`
+    is changed in place, the names of its weights are not. A layer behaves as ever where no gradients are taken.
+
+    Raises:
+        ConfigError: it has no layers.
+    """
+    found = layers(model)
+    if not found:
+        raise ConfigError(f"--gradient_checkpointing: {type(model).__name__} has no layers to compute again. Leave it out.")
+    for layer in found:
+        layer.forward = _Again(layer.forward)
+    log.info("%d layers keep only their inputs for the backward pass.", len(found))
+    return len(found)
+
+
+class _Again:
+    """Calls `forward`; only its inputs are kept for the backward pass."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)  # without the trouble of noting the random state
+        return checkpoint(self.forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+
+
+@contextlib.contextmanager
+def offloaded(model: nn.Module, least_bytes: int = LEAST_BYTES) -> Iterator["Offload"]:
+    """Around a forward pass of `model`: what it saves for the backward pass waits in the host's memory, pinned where there is a GPU.
+
+    Weights stay where they are; of weights that a pass casts or gathers, the copies that it made go as well.
+    """
+    found = Offload(model, least_bytes)
+    with saved_tensors_hooks(found.pack, found.unpack):
+        yield found
+
+
+class Offload:
+    """Moves saved tensors to the host and back, and counts them."""
+
+    def __init__(self, model: nn.Module, least_bytes: int) -> None:
+        self.least_bytes = least_bytes
+        self.num_bytes = 0
+        """Moved to the host."""
+        self.num_returned = 0
+        """Tensors that came back."""
+        self._weights = {_place(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+
+    def pack(self, tensor: Tensor) -> "Tensor | _Kept":
+        """What is kept in the place of `tensor`."""
+        size = tensor.numel() * tensor.element_size()
+        if size < self.least_bytes or _place(tensor) in self._weights or tensor.layout != torch.strided:
+            return tensor
+        extent = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        gaps = extent > tensor.numel()
+        source = tensor.detach() if gaps else tensor.detach().as_strided((extent,), (1,), tensor.storage_offset())
+        pinned = tensor.device.type == "cuda"
+        numbers = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
+        # Copies in both directions wait in the stream that computes, so neither end is read too early.
+        numbers.copy_(source, non_blocking=pinned)
+        self.num_bytes += numbers.nbytes
+        return _Kept(numbers, tensor.device, tensor.shape, tensor.stride(), gaps)
+
+    def unpack(self, kept: "Tensor | _Kept") -> Tensor:
+        """The tensor that was packed, laid out as it was: compiled code counts on that."""
+        if isinstance(kept, Tensor):
+            return kept
+        self.num_returned += 1
+        if not kept.gaps:
+            return kept.numbers.to(kept.device, non_blocking=True).as_strided(kept.shape, kept.strides)
+        room = torch.empty_strided(kept.shape, kept.strides, dtype=kept.numbers.dtype, device=kept.device)
+        return room.copy_(kept.numbers, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor on the host."""
+
+    numbers: Tensor
+    """With `gaps` in the shape of the tensor, else all that lies between its first and its last number, flat."""
+    device: torch.device
+    """Where it came from."""
+    shape: torch.Size
+    strides: tuple[int, ...]
+    gaps: bool
+    """Whether it used only a part of the memory between its first and its last number."""
+
+
+def _place(tensor: Tensor) -> int:
+    """Where its numbers are, the same for all views of it."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()

@@ -1,0 +1,239 @@
+"""DeepSpeed ZeRO (Rajbhandari et al. 2020): processes share optimizer states (stage 1), gradients (2) and weights (3).
+
+The json that is given to --deepspeed may say how, not what: batch sizes, clipping, precision and learning rate are the experiment's.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from src import distributed, files
+from src.errors import CheckpointError, ConfigError
+from src.files import read_json
+from src.training.checkpointing import folder as checkpoint
+from src.training.checkpointing import zero_layout
+from src.training.config import LoopConfig
+from src.training.optim import optimizers
+from src.training.parallel import alone
+from src.training.parallel.engine import Engine
+from src.weights import trained_weights
+
+SHARDS = "zero"
+_NUMBERS = (
+    *("amp", "data_types", "prescale_gradients", "gradient_predivide_factor", "communication_data_type", "sparse_gradients"),
+    *("curriculum_learning", "data_efficiency", "progressive_layer_drop", "eigenvalue", "quantize_training", "compression_training"),
+    *("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients"),
+    *("zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.zenflow", "torch_autocast"),
+)
+"""What changes numbers, and so has no place in a file that is not part of the experiment."""
+
+
+def filled(path: Path, config: LoopConfig) -> dict[str, Any]:
+    """The json in `path` with all that the experiment decides. "auto" may stand for what is filled in.
+
+    Raises:
+        ConfigError: it is no json with a ZeRO stage, or it says otherwise than the experiment; names each such key.
+    """
+    given = read_json(path, ConfigError)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(given).__name__}.")
+    stage = given.get("zero_optimization", {}).get("stage") if isinstance(given.get("zero_optimization"), dict) else None
+    if stage not in (1, 2, 3):
+        raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, got {json.dumps(stage)}.")
+    count = config.sequences_per_step // config.micro_batch // distributed.world_size()
+    wanted: dict[str, Any] = {
+        "train_batch_size": config.sequences_per_step,
+        "train_micro_batch_size_per_gpu": config.micro_batch,
+        "gradient_accumulation_steps": count,
+        "gradient_clipping": config.max_grad_norm,
+        "bf16.enabled": False,
+        "fp16.enabled": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization.compute_grad_norm": True,  # by which `drop` tells DeepSpeed not to move
+    }
+    flat = _flat(given)
+    wrong = [
+        f"{key}: {json.dumps(flat[key])}, but the experiment makes it {json.dumps(value)}"
+        for key, value in wanted.items()
+        if flat.get(key, "auto") not in ("auto", value)
+    ]
+    wrong += [
+        f"{key}: {json.dumps(given[key])}, but the experiment makes it {value}"
+        for key, value in _spoken(config).items()
+        if given.get(key, "auto") != "auto"
+    ]
+    wrong += [
+        f"{key}: {json.dumps(value)}, which would change the experiment's numbers, and the experiment says nothing of it"
+        for key, value in {**given, **flat}.items()
+        if key in _NUMBERS and value not in ("auto", None) and value is not False
+    ]
+    if wrong:
+        raise ConfigError("\n".join(f'{path}: {text}. Leave it out, or write "auto".' for text in wrong))
+    # The loop clips, so that every mode clips alike; weights are float32 and precision is autocast's, as in every mode.
+    return {
+        "steps_per_print": 2**62,
+        **_without_auto({key: value for key, value in given.items() if key not in ("bf16", "fp16")}),
+        **{key: value for key, value in wanted.items() if "." not in key},
+        "gradient_clipping": 0.0,
+    }
+
+
+def _spoken(config: LoopConfig) -> dict[str, str]:
+    """The experiment's optimizer and schedule, which DeepSpeed is not told."""
+    betas = f"betas {config.adam_beta1:g} and {config.adam_beta2:g}, epsilon {config.adam_epsilon:g}"
+    return {
+        "optimizer": f"AdamW: learning rate {config.learning_rate:g}, {betas}, weight decay {config.weight_decay:g}",
+        "scheduler": f"{config.schedule!r} with loop.warmup_rate {config.warmup_rate:g}",
+    }
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in nested.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _without_auto(nested: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in nested.items() if value != "auto"}
+
+
+class ZeroEngine(Engine):
+    """Its optimizer states are saved in DeepSpeed's own shards, which the same number of processes reads again."""
+
+    cut = True
+
+    def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig, path: Path) -> None:
+        super().__init__(accelerator, module, config)
+        import deepspeed
+
+        from src.training.checkpointing.zero_writer import ShardWriter
+
+        settings = filled(path, config)
+        self.stage = settings["zero_optimization"]["stage"]
+        self.name, self.sharded = f"zero{self.stage}", self.stage == 3
+        # On CPUs it would compile an all-reduce of its own. torch's lock on that outlives a killed process and stops every later start,
+        # and the all-reduce itself waits for ever for a process that is gone.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        alone.ensure_group()
+        deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optimizers.adamw(module, config), config=settings)
+        self.model = self.engine
+        self._linked = False
+        self.writer = self.engine.checkpoint_engine = ShardWriter()
+        # It would copy scripts into each checkpoint that consolidate.py makes needless, and a full disk would stop it there.
+        self.engine._copy_recovery_script = lambda save_path: None
+
+    def accumulating(self, last: bool) -> Any:
+        """Stage 2 and 3 sum over processes after every pass, stage 1 after the last."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary=last)
+        return self.accelerator.autocast()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradients of `loss`."""
+        self.engine.backward(loss, scale_wrt_gas=False)
+        if not last:
+            self.engine.step()  # counts the pass, moves nothing
+
+    def gradients(self) -> Iterable[Tensor]:
+        """This process's parts, where DeepSpeed keeps them between the last backward pass and its step."""
+        if self.stage == 3 and self.optimizer.offload_optimizer:
+            return [part.grad for part in self.optimizer.fp32_partitioned_groups_flat if part.grad is not None]
+        if self.stage < 3 and self.optimizer.cpu_offload:
+            return [part.grad for part in self.optimizer.single_partition_of_fp32_groups if part.grad is not None]
+        return [part for parts in self.optimizer.averaged_gradients.values() for part in parts]
+
+    def step(self) -> bool:
+        """DeepSpeed's step."""
+        self.engine.step()
+        if not self._linked:
+            self._link()
+        return True
+
+    def _link(self) -> None:
+        """Have DeepSpeed find each parameter's moments: stages 1 and 2 look once, within the first step, when only one group has any."""
+        self._linked = True
+        if self.stage < 3:
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def drop(self) -> None:
+        """DeepSpeed's way with a gradient that has overflowed, which it knows by its norm."""
+        name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        overflowed = torch.tensor(math.nan)
+        setattr(self.optimizer, name, lambda: [overflowed] if self.stage == 3 else overflowed)
+        try:
+            self.engine.step()
+        finally:
+            delattr(self.optimizer, name)
+        assert self.optimizer.overflow, "the weights have moved on a batch that was to be left out"
+
+    def weights(self) -> dict[str, Tensor]:
+        """Gathered one by one in stage 3."""
+        if self.stage < 3:
+            return super().weights()
+        import deepspeed
+
+        parameters, found = dict(self.module.named_parameters()), {}
+        for name, tensor in trained_weights(self.module).items():
+            parameter = parameters.get(name)
+            with deepspeed.zero.GatheredParameters([parameter] if parameter is not None else []):
+                if distributed.is_main():
+                    found[name] = (tensor if parameter is None else parameter.detach()).to("cpu", copy=True)
+        return found
+
+    def moments(self) -> None:
+        """They are in the shards."""
+
+    def save_shards(self, folder: Path) -> None:
+        """DeepSpeed's files below zero/, and which processes they are of."""
+        self.engine.save_checkpoint(str(folder), tag=SHARDS, save_latest=False, exclude_frozen_parameters=True)
+        self.writer.check()
+        frozen = sum(not parameter.requires_grad for parameter in self.module.parameters())
+        topology = {"stage": self.stage, "world_size": distributed.world_size(), "frozen": frozen}
+        distributed.from_main(lambda: files.write_json(folder / SHARDS / zero_layout.TOPOLOGY, topology))
+
+    def load_optimizer(self, folder: Path) -> None:
+        """From the shards of as many processes and the same stage, or from optimizer.safetensors."""
+        topology = folder / SHARDS / zero_layout.TOPOLOGY
+        now = {"stage": self.stage, "world_size": distributed.world_size()}
+        with distributed.together():
+            own = topology.exists() and now.items() <= read_json(topology, CheckpointError).items()
+            if not own and not (folder / checkpoint.OPTIMIZER).exists():
+                raise checkpoint.cut_otherwise(folder, f"ZeRO-{self.stage} with world size {now['world_size']}")
+        if own:
+            self.engine.load_checkpoint(str(folder), tag=SHARDS, load_module_strict=False)  # frozen weights are not in it
+        else:
+            self._distribute(folder)
+
+    def _distribute(self, folder: Path) -> None:
+        """Give each process its part of the moments by parameter name."""
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        with distributed.together():
+            entries = list(checkpoint.optimizer_entries(folder, self.module))
+        step = max((float(value) for _, key, value in entries if key == "step"), default=0.0)
+        own = self.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else self.optimizer.single_partition_of_fp32_groups
+        for part in own:  # torch's AdamW makes them at its first step only
+            moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.optimizer.state[part] = {"step": torch.tensor(step), **moments}
+        self._link()
+        for parameter, key, value in entries:
+            if key != "step" and self.stage == 3:  # cut here: DeepSpeed's own cut fails where the parts are not of one size
+                safe_set_local_optimizer_state(parameter, _own_part(value).to(parameter.device), key)
+            elif key != "step":
+                safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
+
+
+def _own_part(whole: Tensor) -> Tensor:
+    """This process's part of a parameter or of its moments as stage 3 cuts them: flat, of equal size, the last padded with zeros."""
+    share = -(-whole.numel() // distributed.world_size())
+    flat = torch.nn.functional.pad(whole.flatten(), (0, share * distributed.world_size() - whole.numel()))
+    return flat[distributed.rank() * share :][:share]

@@ -1,0 +1,102 @@
+"""Checkpoints of one training as it goes: written while it goes on where that can be, each whole or not at all."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from src import distributed, files
+from src.errors import UserError
+from src.runs import ledger
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints.rotation import Rotation
+from src.runs.context import Run
+from src.training.checkpointing import folder as checkpoint
+from src.training.checkpointing.background import Writer
+from src.training.config import LoopConfig
+from src.training.parallel.engine import Engine
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a checkpoint says of the loop at its step."""
+
+    step: int
+    best_step: int | None
+    state: dict[str, Any]
+
+
+class Saver:
+    """Its methods are collective."""
+
+    def __init__(self, run: Run, about: checkpoint.About, config: LoopConfig) -> None:
+        self.run, self.about = run, about
+        self.rotation = Rotation(run.path, run.options.keep, config.best_metric, config.best_mode)
+        self.writer = Writer()
+        self.origin = distributed.from_main(lambda: checkpoint.origin(run.path))
+        self.step = 0
+        """Of the newest checkpoint that there is, or is being written."""
+
+    def save(self, engine: Engine, kept: Kept) -> None:
+        """Write a checkpoint, name the best and drop the old ones. Where the engine gives whole tensors, this returns with copies of them.
+
+        Raises:
+            RunError: the disk refuses, now or for the checkpoint before; or another process has taken over the save directory.
+        """
+        self.written()
+        weights, moments = engine.weights(), engine.moments()
+        if moments is None:
+            self._save_shards(engine, kept, weights)
+        elif distributed.is_main():
+            self.writer.start(lambda: self._write(kept, weights, moments))
+        self.step = kept.step
+
+    def written(self) -> None:
+        """Wait for the checkpoint that is being written; what went wrong is raised on every rank."""
+        distributed.from_main(self.writer.wait)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Leaves nothing half written, however the block ends."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(UserError):  # what ended the training is more worth telling
+                self.writer.wait()
+            raise
+        self.written()
+
+    def _write(self, kept: Kept, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
+        self.run.dir.confirm()
+        with checkpoint.begun(self.run.path, kept.step) as folder:
+            self._fill(folder, kept, weights, moments)
+        self._settle(kept)
+
+    def _save_shards(self, engine: Engine, kept: Kept, weights: dict[str, Tensor]) -> None:
+        """Every process writes its part into the one folder."""
+        with contextlib.ExitStack() as stack:
+
+            def begin() -> Path:
+                self.run.dir.confirm()
+                folder = stack.enter_context(checkpoint.begun(self.run.path, kept.step))
+                self._fill(folder, kept, weights, None)
+                return folder
+
+            engine.save_shards(distributed.from_main(begin))
+            distributed.from_main(stack.close)
+        distributed.from_main(lambda: self._settle(kept))
+
+    def _fill(self, folder: Path, kept: Kept, weights: dict[str, Tensor], moments: dict[str, Tensor] | None) -> None:
+        checkpoint.write(folder, weights, moments, kept.state, self.about)
+        for name, content in self.origin.items():
+            files.write_atomic(folder / name, content)
+
+    def _settle(self, kept: Kept) -> None:
+        ledger.append(self.run.path, ledger.event("save", step=kept.step))
+        if kept.best_step == kept.step:
+            checkpoints.mark_best(self.run.path, kept.step)
+        self.run.dir.confirm()  # the write may have taken long
+        self.rotation.rotate(kept.step, kept.best_step)

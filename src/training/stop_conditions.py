@@ -1,0 +1,87 @@
+"""When a training stops of its own accord, to be continued: its time is over, its machine's memory runs out, a person wants it to."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from src import distributed
+from src.errors import RunError
+from src.files import reading
+from src.runs.context import Limits
+
+STOP_FILE = "stop"
+"""In a save directory, or in the folder of all of them: whoever makes it stops the trainings there, and who removes it lets them go on."""
+LOOK_SECONDS = 1.0
+"""Least time between two looks at the disk and at the memory."""
+_MEMORY = Path("/proc/meminfo")
+_GROUP = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+class Watch:
+    """Knows what of `limits`, or of the stop files of the save directory `run`, is reached. Each process watches for itself."""
+
+    def __init__(self, limits: Limits, run: Path) -> None:
+        self.limits = limits
+        self.files = (run / STOP_FILE, run.parent / STOP_FILE)
+        self._looked = float("-inf")
+        self._found: distributed.Reason | None = None
+
+    def reached(self) -> distributed.Reason | None:
+        """The reason to stop, if there is one."""
+        now, end = time.monotonic(), self.limits.end
+        if end is not None and now >= end:
+            return distributed.Reason("time limit", "limit")
+        if self._found is None and now - self._looked >= LOOK_SECONDS:  # what was reached once stays so, until all have heard of it
+            self._looked, self._found = now, self._look()
+        return self._found
+
+    def _look(self) -> distributed.Reason | None:
+        for file in self.files:
+            if file.exists():
+                return distributed.Reason(f"{file} (remove it to let the training go on)", "person")
+        most = self.limits.host_memory
+        if most is not None and (used := memory_used()) >= most:
+            return distributed.Reason(f"{used:.0%} of the host's memory in use", "limit")
+        return None
+
+
+def memory_used() -> float:
+    """Share of the machine's memory that is in use, or of what this process's control groups may have, where that is more.
+
+    Raises:
+        RunError: this system does not say. Linux does.
+    """
+    return max(_of_machine(), *_of_groups(), 0.0)
+
+
+def _of_machine() -> float:
+    try:
+        with reading(_MEMORY):
+            facts = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in _MEMORY.read_text().splitlines())}
+    except FileNotFoundError:
+        raise RunError(
+            f"{_MEMORY}: this system has none, so how much memory is in use is not known. Leave out --max_host_memory."
+        ) from None
+    return 1 - facts["MemAvailable"] / facts["MemTotal"]
+
+
+def _of_groups() -> Iterator[float]:
+    """Version 2 and 1 of control groups; memory that the kernel gives back when asked (cached files) does not count."""
+    if not _GROUP.exists():
+        return
+    for line in _GROUP.read_text().splitlines():
+        number, kinds, path = line.split(":", 2)
+        if number == "0":
+            top, limit, used, cached = _GROUPS, "memory.max", "memory.current", "inactive_file"
+        elif kinds == "memory":
+            top, limit, used, cached = _GROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        folder = top / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if group == top.parent:
+                break
+            if (group / limit).exists() and (group / limit).read_text().strip() != "max":
+                statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield (int((group / used).read_text()) - int(statistics[cached])) / int((group / limit).read_text())

@@ -1,0 +1,47 @@
+"""What an experiment may say of depth, and what is refused."""
+
+import pytest
+
+from src.config import load
+from src.data.denoising.depth import dataset as depth
+from src.errors import ConfigError, DataError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"input_tokens": 5}, r"data: input_tokens 5 and target_tokens 512, with 5 sentinels at most, leave no room for text\."),
+        ({"target_tokens": 4}, r"data: input_tokens 512 and target_tokens 4, .* leave no room"),
+        ({"noise_density": 0.7, "mean_span_tokens": 1.0}, "data: .*too few to part the runs"),
+        ({"num_sentences": 0}, "data.num_sentences: expected"),
+        ({"shuffle_rate": 1.5}, "data.shuffle_rate: expected"),
+        ({"sentence_weight": -1.0}, "data.sentence_weight: expected"),
+    ],
+)
+def test_config_refuses(values, message):
+    with pytest.raises(ConfigError, match=message):
+        load(depth.Config, {"corpus": "t", **values}, "data")
+
+
+def test_a_model_of_few_positions_is_refused():
+    config = load(depth.Config, {"corpus": "t", "target_tokens": 600}, "data")
+    depth.fits(config, None)
+    depth.fits(config, 600)
+    with pytest.raises(ConfigError, match=r"data\.target_tokens: 600 tokens are more than the 599"):
+        depth.fits(config, 599)
+
+
+def test_a_tokenizer_that_lacks_tokens_is_refused_without_loading_it(make_tokenizer, tmp_path):
+    sentences, names = [depth.EOSEN, "<sent_0>", "<sent_1>"], [f"<extra_id_{n}>" for n in range(100)]
+    for name, more in {"whole": sentences + names, "one": names, "no_sentinels": sentences}.items():
+        make_tokenizer(["<|endoftext|>", *more], None).save_pretrained(tmp_path / name)
+    config = load(depth.Config, {"corpus": "t", "num_sentences": 2}, "data")
+    depth.check_tokenizer(config, None)
+    depth.check_tokenizer(config, tmp_path)
+    depth.check_tokenizer(config, tmp_path / "whole")
+    with pytest.raises(DataError, match=r"one: has no special token <eosen>; data\.num_sentences 2 needs <eosen> and <sent_0> to <sent_1>"):
+        depth.check_tokenizer(config, tmp_path / "one")
+    with pytest.raises(DataError, match="no_sentinels: this tokenizer has no sentinels"):
+        depth.check_tokenizer(config, tmp_path / "no_sentinels")
+    with pytest.raises(DataError, match=r"<sent_2>; data\.num_sentences 3 needs"):
+        depth.check_tokenizer(load(depth.Config, {"corpus": "t", "num_sentences": 3}, "data"), tmp_path / "whole")

@@ -1,0 +1,208 @@
+"""Masks of whole n-grams: exact lengths, any unit as likely as another, words where the tokenizer says."""
+
+import re
+
+import numpy as np
+import pytest
+
+from src.config import load
+from src.data.denoising import ngrams, noise, span_corruption
+from src.data.denoising.words import Words
+from src.errors import DataError
+
+EOS, SENTINELS = 0, np.arange(10_000, 9_900, -1)
+TOKENS = ["</s>", "<pad>", *[f"▁w{i}" for i in range(100)], "▁new", "▁york", "ing", ",", "▁", "Y", "<0xC3>", "<0x89>"]
+ID = {token: number for number, token in enumerate(TOKENS)}
+
+
+def ids(text):
+    return np.array([ID[token] for token in text.split()])
+
+
+@pytest.fixture(scope="module")
+def sentence_piece():
+    """A tokenizer with SentencePiece's marks."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(vocab=ID, unk_token="▁"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens(["</s>", "<pad>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
+
+
+@pytest.fixture
+def make(sentence_piece, tmp_path):
+    def made(lines, density=0.15, mean_span=3.0):
+        (tmp_path / "ngrams.txt").write_text("".join(f"{line}\n" for line in lines))
+        vocabulary = ngrams.read(tmp_path / "ngrams.txt")
+        return ngrams.Ngrams(Words(sentence_piece), vocabulary, (density, mean_span), SENTINELS, EOS)
+
+    return made
+
+
+def words_of(tokenizer, row):
+    words = Words(tokenizer)
+    return words.spelled(row, np.append(words.starts(row).nonzero()[0], len(row)))
+
+
+def test_words_by_the_marks_of_sentence_piece(sentence_piece):
+    row = ids("▁new ing , ▁york </s> ing ▁ Y ing , , <0xC3> <0x89> <pad> ▁w5")
+    assert words_of(sentence_piece, row) == [" newing", ",", " york", "", "ing", " ying", ",", ",", "é", "", " w5"]
+
+
+def test_words_by_the_marks_of_byte_level_bpe(tokenizer):
+    row = np.array([0, *(8 + b for b in "Don't  stop_it, ÉTÉ\n2 go".encode()), 0])
+    assert words_of(tokenizer, row) == ["", "don", "'", "t", " ", " stop_it", ",", " été", "\n", "2", " go", ""]
+
+
+def test_a_tokenizer_without_marks_is_refused(make_tokenizer):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab={"a": 0, "ByteLevel": 1}, unk_token="a")))
+    with pytest.raises(DataError, match="marks no spaces"):
+        Words(plain)
+
+
+def units(masker, row, seed=0):
+    first, sizes = masker.units(row, np.random.default_rng(seed))
+    return [" ".join(TOKENS[i] for i in row[a : a + n]) for a, n in zip(first, sizes, strict=True)]
+
+
+def test_units(make):
+    masker = make(["new york", "NEW  york, w1", "w3 w4 w5", "w2 w3"])
+    row = ids("▁new ▁york ▁w9 </s> ▁new ▁york , ▁w1 ▁w3 ▁w4 ▁w5 ▁new </s> ▁york ing ▁new ▁york ing")
+    assert units(masker, row) == ["▁new ▁york", "▁w9", "▁new ▁york , ▁w1", "▁w3 ▁w4 ▁w5", "▁new", "▁york ing", "▁new", "▁york ing"]
+    assert units(masker, ids("▁new </s> ▁york </s> ▁new ▁york </s> ▁w1")) == ["▁new", "▁york", "▁new ▁york", "▁w1"]
+    assert units(masker, ids("ing ▁w1")) == ["ing", "▁w1"]  # a row begins in the middle of a word
+
+
+def test_of_overlapping_ngrams_the_longest_and_of_equals_any(make):
+    masker = make(["w1 w2", "w2 w3", "w4 w5", "w5 w6 w7"])
+    assert {tuple(units(masker, ids("▁w1 ▁w2 ▁w3"), seed)) for seed in range(20)} == {("▁w1 ▁w2", "▁w3"), ("▁w1", "▁w2 ▁w3")}
+    assert {tuple(units(masker, ids("▁w4 ▁w5 ▁w6 ▁w7"), seed)) for seed in range(20)} == {("▁w4", "▁w5 ▁w6 ▁w7")}
+
+
+def check(masker, row, seed, density=0.15, mean_span=3.0):
+    """Lengths are exact. Returns the mask."""
+    wanted = noise.counts(len(row), density, mean_span)
+    mask, starts = masker.masked(row, np.random.default_rng(seed))
+    assert mask.sum() == wanted.noise
+    assert starts.sum() == wanted.spans
+    assert not (starts & ~mask).any()
+    assert not (mask[1:] & ~mask[:-1] & ~starts[1:]).any()  # every run begins with a start
+    assert not mask[0] or starts[0]
+    read, written = masker(row, np.random.default_rng(seed))
+    assert (len(read), len(written)) == (wanted.input_tokens, wanted.target_tokens)
+    return mask
+
+
+def row_of_words(length=141):
+    """Every fourth word begins "new york"; an end token in between."""
+    rng = np.random.default_rng(5)
+    row = []
+    while len(row) < length:
+        row += [ID["▁new"], ID["▁york"], *rng.integers(2, 102, 3).tolist()]
+    row[70] = EOS
+    return np.array(row[:length])
+
+
+@pytest.mark.parametrize(("density", "mean_span"), [(0.15, 3.0), (0.3, 2.0), (0.15, 1.5), (0.5, 8.0)])
+def test_ngrams_are_masked_whole_and_lengths_are_exact(make, density, mean_span):
+    masker, row = make(["new york"], density, mean_span), row_of_words()
+    begins = np.flatnonzero((row[:-1] == ID["▁new"]) & (row[1:] == ID["▁york"]))
+    for seed in range(200):
+        mask = check(masker, row, seed, density, mean_span)
+        assert (mask[begins] == mask[begins + 1]).all()
+        assert not mask[70]
+
+
+def test_long_and_short_units_are_masked_as_often(make):
+    """And none always: the choice is random, where the seed's took the longest first."""
+    masker, row = make(["new york", "w1 w2 w3 w4 w5"]), row_of_words()
+    row[20:25] = ids("▁w1 ▁w2 ▁w3 ▁w4 ▁w5")
+    share = np.mean([check(masker, row, seed) for seed in range(3000)], axis=0)
+    assert share[70] == 0
+    assert share.mean() == pytest.approx(21 / 141)
+    assert 0.08 < share[20] < 0.22
+    inside = np.delete(share, [0, 70, 71])
+    assert inside.min() > 0.06
+    assert inside.max() < 0.25
+
+
+def test_a_continuation_right_after_an_end_token(make):
+    masker = make(["new york"])
+    row = np.concatenate([ids("ing ▁new </s> ing ing ▁york </s>"), row_of_words()])[:141]
+    for seed in range(20):
+        check(masker, row, seed)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        np.array([ID["Y"]] * 141),  # one word
+        np.array([EOS] * 141),
+        np.array([EOS] * 130 + [ID["▁w1"]] * 11),
+        np.array([ID["▁w1"], EOS] * 70 + [ID["▁w2"]]),
+        np.array([ID["▁new"], *[ID["ing"]] * 45] * 3 + [EOS] * 3),
+        np.array([EOS] * 100 + [ID["Y"]] * 41),
+        np.array([EOS] * 120 + [ID["▁w1"]] * 21),
+    ],
+)
+def test_lengths_are_exact_where_units_cannot_make_them(make, row):
+    masker = make(["new york"])
+    for seed in range(20):
+        check(masker, row, seed)
+
+
+def test_a_run_that_can_only_grow_backwards_into_a_long_word(make):
+    masker = make(["new york"], mean_span=21.0)
+    row = np.array([ID["Y"]] * 130 + [ID["▁w1"]] * 11)
+    for seed in range(20):
+        assert check(masker, row, seed, mean_span=21.0)[-21:].all()
+
+
+def test_draws_are_functions_of_the_generator(make):
+    masker, row = make(["new york"]), row_of_words()
+    first = masker(row, np.random.default_rng(1))[0].tolist()
+    assert first == masker(row, np.random.default_rng(1))[0].tolist() != masker(row, np.random.default_rng(2))[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty. It should have one n-gram"),
+        (b"new york\nword\n", ":2: expected an n-gram of two words or more, got 'word'"),
+        (b"new york\n\n", ":2: expected an n-gram of two words or more, got ''"),
+        (b"new york\n\xff\xff\n", ":2: not UTF-8"),
+    ],
+)
+def test_vocabularies_that_are_refused(tmp_path, content, message):
+    (tmp_path / "ngrams.txt").write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(f"ngrams.txt{message}" if message[0] == ":" else message)):
+        ngrams.read(tmp_path / "ngrams.txt")
+
+
+def test_as_an_option_of_span_corruption(places, write_corpus, make_tokenizer):
+    write_corpus("t", [{"text": f"The New York {'times ' * i}of new york"} for i in range(30)])
+    controls = ("<|endoftext|>", "<|pad|>", *[f"<extra_id_{k}>" for k in range(100)])
+    tokenizer = make_tokenizer(controls, "<|pad|>")
+    values = {"corpus": "t", "input_tokens": 128, "mean_span_tokens": 8.0, "ngrams": "lists/ngrams.txt"}
+    config = load(span_corruption.Config, values, "data")
+    with pytest.raises(DataError, match=r"lists/ngrams.txt: no such file. data.ngrams names a text file"):
+        span_corruption.check(config, places)
+    path = places.data / "lists" / "ngrams.txt"
+    path.parent.mkdir()
+    path.write_text("new york\n")
+    span_corruption.check(config, places)
+    data = span_corruption.build(config, places, tokenizer, "train", 0)
+    raw, targets = noise.lengths(128, 0.15, 8.0)
+    batch = data.collate([data.sample(0, i) for i in range(len(data))])
+    assert raw > 128
+    assert (batch["input_ids"].shape[1], batch["labels"].shape[1]) == (128, targets)
+    assert batch["attention_mask"].all()
+    plain = span_corruption.build(load(span_corruption.Config, {**values, "ngrams": None}, "data"), places, tokenizer, "train", 0)
+    path.write_text("new jersey\n")
+    other = span_corruption.build(config, places, tokenizer, "train", 0)
+    assert len({data.fingerprint, other.fingerprint, plain.fingerprint}) == 3

@@ -1,0 +1,78 @@
+"""Prefix language modelling: what is read and what is written make up the text."""
+
+import pytest
+
+from src.config import load
+from src.data.denoising import prefix_lm
+from src.errors import ConfigError, DataError
+
+TEXTS = [f"Document {i} says {'more and ' * i}no more." for i in range(40)]
+CONTROLS = ("<|endoftext|>", "<|pad|>")
+
+
+@pytest.fixture
+def build(places, write_corpus, make_tokenizer):
+    """Write documents and build a data set of rows of 16 tokens on them."""
+
+    def make(documents=TEXTS, split="train", seed=0, **values):
+        write_corpus("t", [{"text": d} for d in documents])
+        config = load(prefix_lm.Config, {"corpus": "t", "sequence_tokens": 16, **values}, "data")
+        prefix_lm.check(config, places)
+        return prefix_lm.build(config, places, make_tokenizer(CONTROLS, "<|pad|>"), split, seed)
+
+    return make
+
+
+@pytest.mark.parametrize("prefix_tokens", [None, 1, 15])
+def test_prefix_and_rest_are_the_text(build, prefix_tokens):
+    data = build(prefix_tokens=prefix_tokens)
+    joined = [token for text in TEXTS for token in [*(2 + b for b in text.encode()), 0]]
+    cuts = set()
+    for index in range(len(data)):
+        sample = data.sample(3, index)
+        inputs, targets = sample["input_ids"].tolist(), sample["labels"].tolist()
+        assert [*inputs[:-1], *targets[:-1]] == joined[16 * index : 16 * index + 16]
+        assert inputs[-1] == targets[-1] == 0
+        cuts.add(len(inputs) - 1)
+    assert cuts == (set(range(1, 16)) if prefix_tokens is None else {prefix_tokens})
+
+
+def test_batch_is_padded(build):
+    data = build()
+    samples = [data.sample(0, i) for i in range(8)]
+    batch = data.collate(samples)
+    assert batch["attention_mask"].sum(1).tolist() == [len(s["input_ids"]) for s in samples]
+    assert batch["loss_mask"].sum(1).tolist() == [len(s["labels"]) for s in samples]
+    assert (batch["input_ids"][~batch["attention_mask"]] == 1).all()
+    assert (batch["labels"][~batch["loss_mask"]] == -100).all()
+
+
+def test_cuts_are_functions_of_seed_epoch_and_index(build):
+    def cuts(data, epoch):
+        return [len(data.sample(epoch, i)["input_ids"]) for i in range(30)]
+
+    assert cuts(build(), 0) == cuts(build(), 0)
+    assert cuts(build(), 0) != cuts(build(), 1)
+    assert cuts(build(), 0) != cuts(build(seed=1), 0)
+    assert cuts(build(split="val", seed=1), 4) == cuts(build(split="val"), 0)
+
+
+def test_one_shape_needs_a_fixed_cut():
+    free, fixed = (load(prefix_lm.Config, {"corpus": "t", "sequence_tokens": 16, "prefix_tokens": n}, "data") for n in (None, 4))
+    prefix_lm.one_shape(fixed, True)
+    prefix_lm.one_shape(free, False)
+    with pytest.raises(ConfigError, match=r"^data\.prefix_tokens: random lengths"):
+        prefix_lm.one_shape(free, True)
+    prefix_lm.fits(fixed, 13)
+    with pytest.raises(ConfigError, match=r"^data\.sequence_tokens: 13 tokens are more than the 12"):
+        prefix_lm.fits(fixed, 12)
+    prefix_lm.fits(free, 16)
+    with pytest.raises(ConfigError, match=r"^data\.sequence_tokens: 16 tokens are more than the 15"):
+        prefix_lm.fits(free, 15)
+
+
+def test_refusals(build):
+    with pytest.raises(ConfigError, match="prefix_tokens: 16 leave nothing to write of 16 sequence_tokens"):
+        build(prefix_tokens=16)
+    with pytest.raises(DataError, match="fewer than 16 tokens"):
+        build(["short"])

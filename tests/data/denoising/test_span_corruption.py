@@ -1,0 +1,184 @@
+"""Span corruption of packed text: exact lengths, nothing lost, the same masks wherever they are drawn."""
+
+import numpy as np
+import pytest
+
+from src.config import load
+from src.data.denoising import span_corruption
+from src.errors import ConfigError, DataError
+
+CONTROLS = ("<|endoftext|>", "<|pad|>", *[f"<extra_id_{k}>" for k in range(99, -1, -1)])  # <extra_id_0> is 101; byte b is 102 + b
+EOS, PAD, FIRST = 0, 1, 101
+TEXTS = [f"Document {i} says {'more and ' * i}no more." for i in range(40)]
+
+
+def byte_ids(text):
+    return [len(CONTROLS) + b for b in text.encode()]
+
+
+@pytest.fixture
+def build(places, write_corpus, make_tokenizer):
+    """Write documents and build a data set of inputs of 32 tokens on them: rows of 34 tokens, targets of 8."""
+
+    def make(documents=TEXTS, split="train", seed=0, controls=CONTROLS, **values):
+        write_corpus("t", [{"text": d} for d in documents])
+        config = load(span_corruption.Config, {"corpus": "t", "input_tokens": 32, **values}, "data")
+        span_corruption.check(config, places)
+        return span_corruption.build(config, places, make_tokenizer(controls, "<|pad|>"), split, seed)
+
+    return make
+
+
+def restored(sample):
+    """The row that a sample was made from: each sentinel of the inputs replaced by what follows it in the targets."""
+    inputs, targets = sample["input_ids"].tolist(), sample["labels"].tolist()
+    assert inputs[-1] == targets[-1] == EOS
+    runs, expected = {}, FIRST
+    for token in targets[:-1]:
+        if token == expected:
+            runs[token], expected = [], expected - 1
+        else:
+            runs[expected + 1].append(token)
+    row = []
+    for token in inputs[:-1]:
+        row += runs.pop(token, [token])
+    assert not runs
+    return row
+
+
+def test_inputs_and_targets_give_back_the_text(build):
+    data = build()
+    joined = [token for text in TEXTS for token in [*byte_ids(text), EOS]]
+    for epoch in (0, 1):
+        samples = [data.sample(epoch, i) for i in range(len(data))]
+        rows = [token for sample in samples for token in restored(sample)]
+        assert rows == joined[: len(rows)]
+        assert 0 <= len(joined) - len(rows) < 34
+
+
+def test_every_length_is_exact(build):
+    data = build()
+    samples = [data.sample(epoch, i) for i in range(len(data)) for epoch in range(3)]
+    assert {len(s["input_ids"]) for s in samples} == {32}
+    assert {len(s["labels"]) for s in samples} == {8}
+    assert {s["input_ids"].dtype for s in samples} == {np.dtype("int32")}
+
+
+def test_batch(build):
+    data = build()
+    samples = [data.sample(0, 0), data.sample(0, 1)]
+    batch = data.collate(samples)
+    assert batch["input_ids"].tolist() == [s["input_ids"].tolist() for s in samples]
+    assert batch["labels"].tolist() == [s["labels"].tolist() for s in samples]
+    assert batch["decoder_input_ids"].tolist() == [[PAD, *s["labels"].tolist()[:-1]] for s in samples]
+    assert batch["attention_mask"].all()
+    assert batch["loss_mask"].all()
+    assert batch["attention_mask"].shape == (2, 32)
+    assert batch["loss_mask"].shape == (2, 8)
+
+
+def masks(data, epoch, count=20):
+    return [data.sample(epoch, i)["input_ids"].tolist() for i in range(count)]
+
+
+def test_masks_are_functions_of_seed_epoch_and_index(build):
+    data = build()
+    first = masks(data, 0)
+    assert masks(data, 1) != first
+    assert masks(data, 0) == first == masks(build(), 0)
+    assert masks(build(seed=1), 0) != first
+    assert len({tuple(np.isin(row, [FIRST, FIRST - 1]).tolist()) for row in first}) > 5
+
+
+def test_validation_is_masked_alike_for_every_seed_and_epoch(build):
+    data = build(split="val", val_sequences=15)
+    assert len(data) == 15
+    assert len(build(val_sequences=15)) == len(build()) > 15
+    assert masks(data, 0, 15) == masks(data, 7, 15) == masks(build(split="val", seed=3, val_sequences=15), 0, 15)
+    assert masks(build(split="val"), 0) != masks(build(split="train"), 0)
+
+
+def test_sentinels_and_padding_in_documents_stay_text(build):
+    data = build(["<extra_id_0></s><|pad|>\0" * 9])
+    rows = [restored(data.sample(0, i)) for i in range(len(data))]
+    assert all(token >= len(CONTROLS) for row in rows for token in row)
+
+
+def test_ids_are_those_of_the_table_however_it_is_ordered(build):
+    """The first sentinel is neither the last id of the vocabulary nor its size less one."""
+    data = build(controls=(*CONTROLS[:2], *CONTROLS[:1:-1]))
+    assert data.sample(0, 0)["labels"][0] == 2
+
+
+def test_more_sentinels_than_there_are_is_refused_before_documents_are_read(build):
+    with pytest.raises(ConfigError, match=r"^data\.input_tokens: masks 128 runs in a sequence, .* has 100\. Write fewer"):
+        build(["too short"], input_tokens=512, noise_density=0.5)
+    with pytest.raises(DataError, match="has no sentinels"):
+        build(controls=CONTROLS[:2])
+
+
+def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenizer, tmp_path):
+    dense, sparse = (load(span_corruption.Config, {"corpus": "t", "noise_density": density}, "data") for density in (0.5, 0.15))
+    make_tokenizer(CONTROLS, "<|pad|>").save_pretrained(tmp_path / "hundred")
+    make_tokenizer(CONTROLS[:2], "<|pad|>").save_pretrained(tmp_path / "none")
+    span_corruption.check_tokenizer(dense, None)
+    span_corruption.check_tokenizer(dense, tmp_path)
+    span_corruption.check_tokenizer(sparse, tmp_path / "hundred")
+    with pytest.raises(ConfigError, match=r"^data\.input_tokens: masks 128 runs in a sequence, .*hundred has 100"):
+        span_corruption.check_tokenizer(dense, tmp_path / "hundred")
+    with pytest.raises(DataError, match="none: this tokenizer has no sentinels"):
+        span_corruption.check_tokenizer(sparse, tmp_path / "none")
+    (tmp_path / "none" / "tokenizer.json").write_text("[")
+    span_corruption.check_tokenizer(sparse, tmp_path / "none")
+
+
+def test_too_little_text(build):
+    with pytest.raises(DataError, match=r"train.jsonl: fewer than 34 tokens, which is the text of one sequence"):
+        build(["short"])
+    with pytest.raises(DataError, match=r"val.jsonl: 9 validation samples are wanted, it has 1"):
+        build(["a" * 40], "val", val_sequences=9)
+
+
+def test_indices_beyond_the_ends_are_refused(build):
+    data = build(["a" * 40])
+    for index in (-1, 1):
+        with pytest.raises(IndexError, match=f"sample {index} of 1"):
+            data.sample(0, index)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"noise_density": 0.0}, r"data\.noise_density: "),
+        ({"noise_density": 1.0}, r"data\.noise_density: "),
+        ({"mean_span_tokens": 0.9}, r"data\.mean_span_tokens: "),
+        ({"input_tokens": 2}, r"data\.input_tokens: "),
+        ({"val_sequences": 0}, r"data\.val_sequences: "),
+        ({"input_tokens": 3}, r"data: no row of tokens gives exactly 3 input tokens"),
+        ({"input_tokens": 512, "noise_density": 0.9}, r"data: .* leave \d+ kept tokens, too few to part the runs"),
+    ],
+)
+def test_config_refuses(values, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        load(span_corruption.Config, {"corpus": "t", **values}, "data")
+
+
+def test_config_of_t5():
+    config = load(span_corruption.Config, {"corpus": "t"}, "data")
+    assert (config.input_tokens, config.noise_density, config.mean_span_tokens) == (512, 0.15, 3.0)
+
+
+def test_a_model_with_fewer_positions_is_refused():
+    config = load(span_corruption.Config, {"corpus": "t"}, "data")
+    span_corruption.fits(config, None)
+    span_corruption.fits(config, 512)
+    with pytest.raises(ConfigError, match=r"^data\.input_tokens: 512 tokens are more than the 511"):
+        span_corruption.fits(config, 511)
+    few = load(span_corruption.Config, {"corpus": "t", "input_tokens": 10, "noise_density": 0.8, "mean_span_tokens": 20.0}, "data")
+    with pytest.raises(ConfigError, match=r"its targets have \d+ tokens"):
+        span_corruption.fits(few, 10)
+
+
+def test_missing_corpus_is_found_without_building(places):
+    with pytest.raises(DataError, match=r"Make it with: python -m data_prep.stdlib_qa"):
+        span_corruption.check(load(span_corruption.Config, {"corpus": "stdlib_text"}, "data"), places)

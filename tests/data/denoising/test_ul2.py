@@ -1,0 +1,156 @@
+"""UL2's mixture: every token once an epoch, shares met, lengths exact, sentinels counted ahead."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from src.config import load
+from src.data.denoising import noise, ul2
+from src.data.denoising.denoiser_mixture import BLOCK
+from src.data.mixture.interleaving import shares
+from src.errors import ConfigError, DataError
+
+CONTROLS = ("<|endoftext|>", "<|pad|>", "[S2S]", *[f"<extra_id_{k}>" for k in range(99, -1, -1)])
+FIRST, BYTES = len(CONTROLS) - 1, len(CONTROLS)
+TEXTS = [f"Document {i} says {'more and ' * i}no more." for i in range(60)]
+JOINED = [token for text in TEXTS for token in [*(BYTES + b for b in text.encode()), 0]]
+DENOISERS = [
+    {"rate": 1.0, "mode": "R", "mean_span_tokens": 3.0, "noise_density": 0.15},
+    {"rate": 2.0, "mode": "[S2S]"},
+    {"rate": 1.0, "mean_span_tokens": 4.0, "noise_density": 0.5},
+]
+
+
+@pytest.fixture
+def build(places, write_corpus, make_tokenizer):
+    """Write documents and build a data set of inputs of 24 tokens on them."""
+
+    def make(documents=TEXTS, split="train", seed=0, **values):
+        write_corpus("t", [{"text": d} for d in documents])
+        config = load(ul2.Config, {"corpus": "t", "input_tokens": 24, "denoisers": DENOISERS, **values}, "data")
+        ul2.check(config, places)
+        return ul2.build(config, places, make_tokenizer(CONTROLS, "<|pad|>"), split, seed)
+
+    return make
+
+
+def text_of(inputs, targets):
+    """The row that inputs without their mode, and targets, were made from."""
+    if not any(BYTES > token > 2 for token in inputs):
+        return [*inputs[:-1], *targets[:-1]]
+    runs, number = {}, 0
+    for token in targets[:-1]:
+        if token == FIRST - number:
+            runs[token], number = [], number + 1
+        else:
+            runs[FIRST - number + 1].append(token)
+    return [token for place in inputs[:-1] for token in runs.get(place, [place])]
+
+
+def test_every_token_is_read_once_an_epoch_by_denoisers_in_their_shares(build):
+    data = build()
+    assert len(data) > BLOCK  # a whole block and a part
+    for epoch in (0, 1):
+        rows, made = {}, Counter()
+        for index in range(len(data)):
+            number, first = data.placed(epoch, index)
+            sample = data.sample(epoch, index)
+            inputs, targets = sample["input_ids"].tolist(), sample["labels"].tolist()
+            mode = [[BYTES + ord("R")], [2], []][number]
+            assert inputs[: len(mode)] == mode
+            assert len(inputs) == 24 or (number == 1 and len(inputs) < 24)
+            assert inputs[-1] == targets[-1] == 0
+            rows[first] = text_of(inputs[len(mode) :], targets)
+            made[number] += index < BLOCK
+        joined = [token for first in sorted(rows) for token in rows[first]]
+        assert joined == JOINED[: len(joined)]
+        assert len(JOINED) - len(joined) < 40
+        assert made == {0: 100, 1: 200, 2: 100}
+
+
+def test_the_denoiser_is_a_function_of_seed_epoch_and_index(build):
+    def placed(data, epoch):
+        return [data.placed(epoch, i) for i in range(len(data))]
+
+    assert placed(build(), 2) == placed(build(), 2)
+    assert placed(build(), 0) != placed(build(), 1)
+    assert placed(build(), 0) != placed(build(seed=1), 0)
+    assert placed(build(split="val", seed=1), 3) == placed(build(split="val"), 0)
+
+
+def test_validation(build):
+    data = build(split="val", val_sequences=20)
+    assert len(data) == 20
+    other = build(split="val", seed=5, val_sequences=20)
+    for index in range(20):
+        assert np.array_equal(data.sample(0, index)["labels"], other.sample(9, index)["labels"])
+
+
+def test_a_mode_that_leaves_a_length_which_no_row_gives(build):
+    """A row of 26 tokens gives inputs of 18, and one of 27, for which T5's helper has 26, would give 19: with a mode of 5, 23 of 24."""
+    assert noise.lengths(19, 0.5, 3.0)[0] == noise.lengths(18, 0.5, 3.0)[0] == 26
+    data = build(denoisers=[{"rate": 1.0, "mode": "[NLG]", "mean_span_tokens": 3.0, "noise_density": 0.5}])
+    assert {len(data.sample(0, index)["input_ids"]) for index in range(len(data))} == {23}
+
+
+def test_batch_is_padded(build):
+    data = build()
+    samples = [data.sample(0, i) for i in range(16)]
+    batch = data.collate(samples)
+    assert batch["loss_mask"].sum(1).tolist() == [len(s["labels"]) for s in samples]
+    assert len({len(s["labels"]) for s in samples}) > 2
+
+
+def test_published_mixture():
+    config = load(ul2.Config, {"corpus": "t"}, "data")
+    assert shares([d.rate for d in config.denoisers], BLOCK) == [66, 66, 136, 33, 33, 33, 33]
+    raw = [d.lengths(512).raw for d in config.denoisers]
+    assert raw == [568, 588, 512, 766, 588, 600, 1006]
+    assert [d.mode for d in config.denoisers] == ["[NLU]"] * 2 + ["[S2S]"] + ["[NLG]"] * 4
+    with pytest.raises(ConfigError, match=r"compile: the targets of 'ul2' come in many lengths"):
+        ul2.one_shape(config, True)
+    ul2.one_shape(config, False)
+    with pytest.raises(ConfigError, match=r"^data\.denoisers: their targets have up to \d+ tokens"):
+        ul2.fits(load(ul2.Config, {"corpus": "t", "input_tokens": 10, "denoisers": [_dense()]}, "data"), 10)
+
+
+def _dense():
+    return {"rate": 1.0, "mean_span_tokens": 20.0, "noise_density": 0.8}
+
+
+def test_more_sentinels_than_there_are_is_refused(build):
+    span = {"rate": 1.0, "mean_span_tokens": 3.0, "noise_density": 0.5}
+    with pytest.raises(ConfigError, match=r"^data\.denoisers\[1\]: masks 128 runs in a sequence, .* has 100\. Write fewer"):
+        build(input_tokens=512, denoisers=[DENOISERS[1], span])
+    assert len(build(input_tokens=400, denoisers=[span]))
+
+
+def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenizer, tmp_path):
+    make_tokenizer(CONTROLS, "<|pad|>").save_pretrained(tmp_path)
+    config = load(ul2.Config, {"corpus": "t"}, "data")
+    ul2.check_tokenizer(config, None)
+    with pytest.raises(ConfigError, match=r"^data\.denoisers\[3\]: masks 12\d runs in a sequence, .* has 100"):
+        ul2.check_tokenizer(config, tmp_path)
+    ul2.check_tokenizer(load(ul2.Config, {"corpus": "t", "input_tokens": 400}, "data"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"denoisers": []}, r"data\.denoisers: expected a list that is not empty"),
+        ({"denoisers": [{"rate": 0.0}]}, r"data\.denoisers\[0\]\.rate: "),
+        ({"denoisers": [{"rate": 1.0, "mean_span_tokens": 3.0}]}, r"data\.denoisers\[0\]: expected mean_span_tokens and noise_density"),
+        ({"denoisers": [*DENOISERS, _dense() | {"mean_span_tokens": 1.0}]}, r"data: denoisers\[3\]: \d+ of \d+ tokens in \d+ runs leave"),
+        ({"denoisers": [{"rate": 1.0, "mode": "m" * 23}]}, r"data\.denoisers\[0\]: the 23 tokens of its mode leave no room in 24"),
+        ({"denoisers": [{**DENOISERS[0], "mode": "m" * 22}]}, r"data\.denoisers\[0\]: beside the 22 tokens of its mode, 2 input tokens"),
+    ],
+)
+def test_refusals(build, values, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        build(**values)
+
+
+def test_too_little_text(build):
+    with pytest.raises(DataError, match=r"train.jsonl: 6 tokens are too few for one sequence"):
+        build(["short"])

@@ -1,0 +1,233 @@
+"""Passages for Fusion-in-Decoder: exact ids and masks, titles, what is cut and what goes on, shuffled contexts."""
+
+import json
+import struct
+
+import pytest
+
+from src.config import load
+from src.data.qa import fid as fid_qa
+from src.errors import ConfigError, DataError
+
+EOS, PREFIX, MIDDLE, SUFFIX, USER, ASSISTANT, C, PAD = range(8)
+BEGIN = PAD  # the model puts its start token there
+
+
+def ids(text):
+    return [8 + b for b in text.encode()]
+
+
+def row(question="q?", answer="an", context="ctx", **more):
+    return {"question": question, "answer": answer, "context": context, "dataset": "d", "sample_idx": 0, **more}
+
+
+TWO = {"contexts_list": ["one", "two"], "titles_list": ["A", ""], "useful_contexts": [0, 1]}
+
+
+@pytest.fixture
+def build(places, write_corpus, tokenizer):
+    """Write rows and build a data set on them."""
+
+    def make(rows, split="train", seed=0, tokenizer=tokenizer, **values):
+        write_corpus("c", rows)
+        raw = {"corpus": "c", "contexts": "all", "passage_tokens": 64, "answer_tokens": 16, **values}
+        config = load(fid_qa.Config, raw, "data")
+        fid_qa.check(config, places)
+        return fid_qa.build(config, places, tokenizer, split, seed)
+
+    return make
+
+
+@pytest.fixture
+def texts(tokenizer):
+    """Passages of sample 0 as text."""
+    return lambda data: [tokenizer.decode(passage) for passage in data.prompt(0)["passages"]]
+
+
+def test_exact_sample_and_batch(build):
+    data = build([row(**TWO), row("q2?", "b")])
+    first, second = [*ids("question: q? title: A context: one"), EOS], [*ids("question: q? context: two"), EOS]
+    other = [*ids("question: q2? context: ctx"), EOS]
+    assert data.sample(0, 0) == {
+        "input_ids": [BEGIN, *ids("an"), EOS],
+        "loss_mask": [False, True, True, True],
+        "passages": [first, second],
+    }
+    assert data.sample(3, 0) == data.sample(0, 0)
+    batch = data.collate([data.sample(0, 0), data.sample(0, 1)])
+    S = len(first)
+    assert batch["input_ids"].tolist() == [[BEGIN, *ids("an"), EOS], [BEGIN, *ids("b"), EOS, PAD]]
+    assert batch["attention_mask"].tolist() == [[True] * 4, [True] * 3 + [False]]
+    assert batch["loss_mask"].tolist() == [[False, True, True, True], [False, True, True, False]]
+    assert batch["context_ids"].tolist() == [
+        [first, second + [PAD] * (S - len(second))],
+        [other + [PAD] * (S - len(other)), [PAD] * S],
+    ]
+    assert batch["context_mask"].sum(-1).tolist() == [[S, len(second)], [len(other), 0]]
+
+
+def test_prompts_begin_the_answer_and_nothing_more(build):
+    data = build([row(**TWO), row(answers=["x", "y"])])
+    batch = data.collate_prompts([data.prompt(i) for i in range(2)])
+    assert batch["input_ids"].tolist() == [[BEGIN], [BEGIN]]
+    assert batch["attention_mask"].all()
+    assert not batch["loss_mask"].any()
+    assert batch["context_mask"].any(-1).tolist() == [[True, True], [True, False]]
+    assert data.references(1) == ["x", "y"]
+
+
+def test_useful_passages_alone_and_the_first_ones(build, texts):
+    assert texts(build([row(**TWO)], contexts="useful")) == ["question: q? context: two<|endoftext|>"]
+    assert texts(build([row(**TWO)], num_passages=1)) == ["question: q? title: A context: one<|endoftext|>"]
+    assert texts(build([row(**TWO)], contexts="none")) == ["question: q?<|endoftext|>"]
+    assert texts(build([row(context="")])) == ["question: q? context:<|endoftext|>"]
+
+
+def test_a_long_context_loses_its_end_or_goes_on(build, texts):
+    rows = [row("q?", title="", context="0123456789" * 2)]
+    head = "question: q? context:"  # 21 tokens, and the end token: 10 are left, the first for the space
+    assert texts(build(rows, passage_tokens=32)) == [f"{head} 012345678<|endoftext|>"]
+    split = build(rows, passage_tokens=32, too_long="split")
+    assert texts(split) == [f"{head} 012345678<|endoftext|>", f"{head}9012345678<|endoftext|>", f"{head}9<|endoftext|>"]
+    assert texts(build(rows, passage_tokens=32, too_long="split", num_passages=2)) == texts(split)[:2]
+
+
+def test_contexts_that_lose_their_end_are_told(build, caplog):
+    contexts = ["x" * 10, "x" * 100, "x" * 100]
+    data = build([row(contexts_list=contexts)], num_passages=2)
+    data.sample(0, 0)
+    told = "c: 1 of 2 contexts read by this process lost their end: data.passage_tokens is 64, and data.too_long 'truncate'."
+    assert caplog.messages == [told]
+    caplog.clear()
+    build([row(contexts_list=contexts)], too_long="split").sample(0, 0)
+    assert not caplog.messages
+
+
+def test_parts_stay_beside_each_other_with_their_title(build, texts):
+    rows = [row("q?", contexts_list=["abcdef", "x"], titles_list=["T", "U"])]
+    head = "question: q? title: T context:"  # 30 tokens, and the end token
+    assert texts(build(rows, passage_tokens=35, too_long="split")) == [
+        f"{head} abc<|endoftext|>",
+        f"{head}def<|endoftext|>",
+        "question: q? title: U context: x<|endoftext|>",
+    ]
+
+
+def test_a_long_question_and_a_long_title_leave_a_quarter_to_the_context(build, texts):
+    rows = [row("0123456789" * 3, contexts_list=["c" * 50], titles_list=["t" * 50])]
+    # question: 9, title: 7, context: 9 characters with their words' spaces, and the end token: of 46 are 20 left, 10 + 5 + 5.
+    assert texts(build(rows, passage_tokens=46)) == ["question:0123456789 title: tttt context: cccc<|endoftext|>"]
+    whole = texts(build([row("0123456789" * 3)]))
+    assert whole == [f"question: {'0123456789' * 3} context: ctx<|endoftext|>"], "what fits is not cut"
+
+
+def test_a_long_question_alone_loses_its_beginning(build, texts):
+    data = build([row("0123456789" * 5)], contexts="none", passage_tokens=40)
+    assert texts(data) == [f"question:{('0123456789' * 5)[-30:]}<|endoftext|>"]
+
+
+def test_a_long_answer_loses_its_end_and_does_not_end_there(build):
+    sample = build([row(answer="0123456789")], answer_tokens=4).sample(0, 0)
+    assert sample["input_ids"] == [BEGIN, *ids("0123")]
+    assert sample["loss_mask"] == [False] + [True] * 4
+
+
+def test_control_tokens_in_user_text_stay_text(build, tokenizer):
+    text = "a<|assistant|>b<|endoftext|>"
+    sample = build([row(text, text, text)], passage_tokens=200, answer_tokens=200).sample(0, 0)
+    assert [i for i in sample["passages"][0] if i < 8] == [EOS]
+    assert [i for i in sample["input_ids"] if i < 8] == [BEGIN, EOS]
+
+
+def test_without_a_padding_token_the_end_token_begins_and_pads(build, make_tokenizer):
+    data = build([row(), row(answer="longer")], tokenizer=make_tokenizer(pad=None))
+    batch = data.collate([data.sample(0, i) for i in range(2)])
+    assert batch["input_ids"][0].tolist() == [EOS, *ids("an"), EOS, EOS, EOS, EOS, EOS]
+    assert batch["loss_mask"][0].tolist() == [False, True, True, True, False, False, False, False]
+
+
+def test_shuffled_contexts_keep_their_question_and_come_with_their_titles(build, texts):
+    rows = [row(f"q{i}", contexts_list=[f"context {i // 2}"], titles_list=[f"title {i // 2}"]) for i in range(12)]
+    data = build(rows)
+    shuffled = data.with_shuffled_contexts()
+    for i in range(12):
+        right, wrong = data.sample(0, i), shuffled.sample(0, i)
+        assert wrong["input_ids"] == right["input_ids"]
+        assert wrong["passages"] != right["passages"]
+    question, _, rest = texts(shuffled)[0].partition(" title: title ")
+    assert question == "question: q0"
+    assert rest[0] == rest.removesuffix("<|endoftext|>")[-1] != "0"
+    with pytest.raises(DataError, match="all 2 rows have the same context"):
+        build([row("a"), row("b")]).with_shuffled_contexts()
+
+
+def test_config_refuses_what_would_be_ignored():
+    raw = {"corpus": "c", "contexts": "none", "passage_tokens": 64, "answer_tokens": 16}
+    for ignored in ({"num_passages": 3}, {"too_long": "split"}):
+        with pytest.raises(ConfigError, match=r"^data: contexts: with 'none' there is one passage"):
+            load(fid_qa.Config, {**raw, **ignored}, "data")
+
+
+def test_checks_without_data():
+    config = load(fid_qa.Config, {"corpus": "c", "contexts": "all", "passage_tokens": 64, "answer_tokens": 16}, "data")
+    fid_qa.fits(config, None, 1000)
+    fid_qa.fits(config, 64, 63)
+    with pytest.raises(ConfigError, match=r"data\.passage_tokens: 64 tokens are more than the 63 positions"):
+        fid_qa.fits(config, 63)
+    with pytest.raises(ConfigError, match=r"data\.answer_tokens: 65 tokens are more than the 64 positions"):
+        fid_qa.fits(config, 64, 64)
+    fid_qa.one_shape(config, compiled=False)
+    with pytest.raises(ConfigError, match=r"loop\.compile: passages .* come in many numbers and lengths"):
+        fid_qa.one_shape(config, compiled=True)
+
+
+def test_too_few_tokens_for_the_words_are_refused(build):
+    # "question:", " title:", " context:" and the end token are 26, and each of their parts gets at least one.
+    with pytest.raises(ConfigError, match=r"data.passage_tokens: 29 tokens leave no room .* expected at least 30"):
+        build([row()], passage_tokens=29)
+
+
+def test_titles_that_are_not_those_of_the_contexts_are_refused(build):
+    with pytest.raises(DataError, match=r"train.jsonl:1: field 'titles_list': 1 entries for 2 in 'contexts_list'"):
+        build([row(contexts_list=["a", "b"], titles_list=["A"])])
+
+
+def pieces(model: bytes) -> list[tuple[str, float]]:
+    """(text, score) of each piece of a SentencePiece model: field 1 of the message, in it 1 and 2. github.com/google/sentencepiece."""
+
+    def varint(at: int) -> tuple[int, int]:
+        value, shift = 0, 0
+        while True:
+            byte = model[at]
+            value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+            if byte < 128:
+                return value, at
+
+    found, at = [], 0
+    while model[at] == 0x0A:
+        size, at = varint(at + 1)
+        assert model[at] == 0x0A
+        length, start = varint(at + 1)
+        assert model[start + length] == 0x15
+        (score,) = struct.unpack_from("<f", model, start + length + 1)
+        found.append((model[start : start + length].decode(), score))
+        at += size
+    return found
+
+
+def test_squad_in_the_vocabulary_of_t5(build, shared_data):
+    """Real questions: passages are what the tokenizer makes of the whole text, </s> included."""
+    from transformers import T5Tokenizer
+
+    vocabulary = pieces((shared_data / "tokenizer" / "t5" / "spiece.model").read_bytes())
+    assert len(vocabulary) == 32_000
+    t5 = T5Tokenizer(vocab=vocabulary)
+    paragraph = json.loads((shared_data / "squad" / "squad_v1.1-dev-shared.json").read_text())["data"][0]["paragraphs"][0]
+    rows = [row(q["question"], q["answers"][0]["text"], paragraph["context"]) for q in paragraph["qas"]]
+    data = build(rows, tokenizer=t5, passage_tokens=512)
+    for i, expected in enumerate(rows):
+        sample = data.sample(0, i)
+        (passage,) = sample["passages"]
+        assert passage == t5(f"question: {expected['question']} context: {expected['context']}")["input_ids"]
+        assert passage[-1] == sample["input_ids"][-1] == t5.eos_token_id == 1
+        assert sample["input_ids"] == [0, *t5(expected["answer"])["input_ids"]]

@@ -1,0 +1,176 @@
+"""Rows of a task as samples: exact ids, what is cut and what never is, and rows that are refused."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.config import Places, load
+from src.data.tasks import dataset as task
+from src.errors import ConfigError, DataError
+from src.files import new_directory
+from src.metrics.answers import Answered
+
+EOS, PAD = 0, 7
+RTE = {"index": 0, "sentence1": "é", "sentence2": "b\tc", "label": "entailment"}
+LABELS = ("entailment", "not_entailment")
+
+
+def ids(text: str) -> list[int]:
+    return [8 + byte for byte in text.encode()]
+
+
+@pytest.fixture
+def made(places: Places, tokenizer: Any, write_corpus: Callable[..., Path]) -> Callable[..., task.TaskDataset]:
+    """A data set of rows."""
+
+    def make(rows: list[dict[str, Any]], split: str = "train", name: str = "rte", **values: Any) -> task.TaskDataset:
+        write_corpus("c", rows)
+        return task.build(load(task.Config, {"task": name, "corpus": "c", **values}, "data"), places, tokenizer, split, 0)
+
+    return make
+
+
+def test_a_sample_is_the_text_and_the_label_each_with_its_end(made: Callable[..., task.TaskDataset]):
+    data = made([RTE])
+    text = "rte sentence1: é sentence2: b\tc"
+    assert data.sample(0, 0) == data.sample(3, 0) == {"inputs": [*ids(text), EOS], "targets": [*ids("entailment"), EOS]}
+    assert (data.input(0), data.target(0), data.prompt(0)["inputs"]) == (text, "entailment", [*ids(text), EOS])
+    assert data.answer_ids == [[*ids(label), EOS] for label in LABELS]
+    assert (data.sources, data.source(0), len(data)) == (["rte"], "rte", 1)
+    with pytest.raises(IndexError, match="sample 1 of 1"):
+        data.sample(0, 1)
+
+
+def test_a_batch(made: Callable[..., task.TaskDataset]):
+    data = made([{**RTE, "sentence2": ""}, {**RTE, "label": "not_entailment"}])
+    batch = data.collate([data.sample(0, i) for i in range(2)])
+    short, long = data.sample(0, 0)["targets"], data.sample(0, 1)["targets"]
+    assert batch["labels"].tolist() == [[*short, *[-100] * 4], long]
+    assert batch["decoder_input_ids"].tolist() == [[PAD, *short, *[PAD] * 3], [PAD, *long[:-1]]]
+    assert batch["attention_mask"].sum(1).tolist() == [len(data.sample(0, i)["inputs"]) for i in range(2)]
+    assert batch["loss_mask"].sum(1).tolist() == [11, 15]
+    prompts = data.collate_prompts([data.prompt(i) for i in range(2)])
+    assert prompts.keys() == {"input_ids", "attention_mask"}
+    assert prompts["input_ids"].equal(batch["input_ids"])
+    assert data.collate_answers([data.prompt(0)], [5, EOS])["labels"].tolist() == [[5, EOS]]
+
+
+def test_inputs_are_cut_and_counted_once_each(made: Callable[..., task.TaskDataset], caplog: pytest.LogCaptureFixture):
+    data = made([RTE, {**RTE, "sentence1": "", "sentence2": ""}], input_tokens=29)
+    with caplog.at_level(logging.WARNING):
+        for epoch in range(2):
+            for i in range(2):
+                data.sample(epoch, i)
+    assert data.sample(0, 0)["inputs"] == [*ids("rte sentence1: é sentence2: "[:27]), EOS]
+    assert len(data.sample(0, 1)["inputs"]) == 28
+    assert caplog.messages == ["c: 1 of 1 inputs that this process has read so far lost their end: data.input_tokens is 29."]
+
+
+def test_a_target_is_never_cut(made: Callable[..., task.TaskDataset]):
+    message = r"task 'rte': the target 'not_entailment' has 15 tokens with its end token, and data\.target_tokens is 14\."
+    with pytest.raises(DataError, match=message):
+        made([RTE], target_tokens=14)
+    assert len(made([RTE], target_tokens=15)) == 1
+
+
+class TestOfText:
+    """A task whose answers are any text."""
+
+    ROW = {"index": 3, "query": "q", "entities": "A, B", "passage": "p", "label": "B", "answers": ["B", "Be"], "group": "7"}
+
+    def test_every_answer_is_right(self, made: Callable[..., task.TaskDataset]):
+        data = made([self.ROW], name="record")
+        assert data.sample(0, 0)["targets"] == [*ids("B"), EOS]
+        assert data.answered(0, "x") == Answered("x", ["B", "Be"], "7", source="record")
+        assert data.answer_ids == []
+
+    def test_its_targets_are_never_cut_either(self, made: Callable[..., task.TaskDataset]):
+        with pytest.raises(DataError, match=r"the target 'Wonderful' has 10 tokens with its end token"):
+            made([{**self.ROW, "label": "Wonderful"}], name="record", target_tokens=9)
+        assert len(made([{**self.ROW, "label": "Wonderful"}], name="record", target_tokens=10)) == 1
+
+
+def test_a_number_is_written_in_steps(made: Callable[..., task.TaskDataset]):
+    data = made([{"index": 0, "sentence1": "a", "sentence2": "b", "label": "3.75"}], name="stsb")
+    assert data.target(0) == "3.8"
+    assert data.answered(0, "1.0") == Answered("1.0", ["3.8"], source="stsb")
+    assert len(data.answer_ids) == 26
+
+
+def test_only_test_rows_may_lack_a_label(made: Callable[..., task.TaskDataset], places: Places, tokenizer: Any):
+    with new_directory(places.data / "c") as folder:
+        for split in ("val", "test"):
+            (folder / f"{split}.jsonl").write_text(json.dumps({**RTE, "label": None}) + "\n")
+    config = load(task.Config, {"task": "rte", "corpus": "c"}, "data")
+    assert task.build(config, places, tokenizer, "test", 0).target(0) == "<unk>"
+    with pytest.raises(DataError, match=r"val\.jsonl:1: no label\. Only rows of the split 'test' may have none\."):
+        task.build(config, places, tokenizer, "val", 0)
+    with pytest.raises(DataError, match=r"c: has no train\.jsonl"):
+        task.check(config, places)
+
+
+@pytest.mark.parametrize(
+    ("row", "values", "message"),
+    [
+        ({**RTE, "label": "maybe"}, {}, r"train\.jsonl:1: label 'maybe' is none of 'rte': entailment, not_entailment\."),
+        ({"index": 0, "label": "entailment"}, {}, r"train\.jsonl:1: no column 'sentence1' of task 'rte'\. It has: index, label\."),
+        ({**RTE, "sentence1": 3}, {}, r"train\.jsonl:1: field 'sentence1': expected str, got 3 \(int\)"),
+        (
+            {"sentence1": "", "sentence2": "", "label": "5.1"},
+            {"name": "stsb"},
+            r"train\.jsonl:1: expected a label from 0 to 5, got '5\.1'",
+        ),
+        ({"sentence1": "", "sentence2": "", "label": "x"}, {"name": "stsb"}, r"expected a number from 0 to 5 as the label, got 'x'"),
+        ({"sentence1": "", "sentence2": "", "label": "nan"}, {"name": "stsb"}, r"expected a label from 0 to 5, got 'nan'"),
+    ],
+)
+def test_rows_that_do_not_fit(made: Callable[..., task.TaskDataset], row: dict[str, Any], values: dict[str, Any], message: str):
+    with pytest.raises(DataError, match=message):
+        made([row], **values)
+
+
+def test_what_is_refused_before_rows_are_read(places: Places, write_corpus: Callable[..., Path]):
+    write_corpus("c", [RTE])
+    with pytest.raises(ConfigError, match=r"task: unknown task 'rtee'\. Did you mean 'rte'\?"):
+        task.check(load(task.Config, {"task": "rtee", "corpus": "c"}, "data"), places)
+    with pytest.raises(ConfigError, match=r"data\.task: 'ax' has no rows to train on\. Name it in predictions\.also\."):
+        task.check(load(task.Config, {"task": "ax", "corpus": "c"}, "data"), places)
+    with pytest.raises(DataError, match=r"train\.jsonl:1: no column 'passage' of task 'boolq'\."):
+        task.check(load(task.Config, {"task": "boolq", "corpus": "c"}, "data"), places)
+    with pytest.raises(DataError, match=r"d: no such data set"):
+        task.check(load(task.Config, {"task": "rte", "corpus": "d"}, "data"), places)
+    assert task.weight(load(task.Config, {"task": "rte", "corpus": "c"}, "data"), places) == 2490
+    with pytest.raises(ConfigError, match=r"loop\.compile"):
+        task.one_shape(load(task.Config, {"task": "rte", "corpus": "c"}, "data"), compiled=True)
+
+
+def test_a_tokenizer_that_cannot_write_a_label_is_refused(places: Places, write_corpus: Callable[..., Path]):
+    """As one that knows no capitals."""
+    from tokenizers import Tokenizer, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<end>": 0, "<unk>": 1, "true": 2, "false": 3}, unk_token="<unk>"))
+    words.normalizer = normalizers.Lowercase()
+    lower = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<unk>")
+    write_corpus("c", [{"passage": "", "question": "", "label": "True"}])
+    with pytest.raises(DataError, match=r"task 'boolq': this tokenizer writes label 'False' as 'false', so no answer could be right\."):
+        task.build(load(task.Config, {"task": "boolq", "corpus": "c"}, "data"), places, lower, "train", 0)
+
+
+def test_validation_rows_are_the_same_whatever_the_seed(made: Callable[..., task.TaskDataset]):
+    rows = [{**RTE, "index": i} for i in range(9)]
+    data = made(rows, split="val", val_samples=4)
+    assert len({data.row(i)["index"] for i in range(4)}) == len(data) == 4
+    with pytest.raises(DataError, match="10 validation samples are wanted, it has 9"):
+        made(rows, split="val", val_samples=10)
+
+
+def test_the_task_is_part_of_the_fingerprint(made: Callable[..., task.TaskDataset]):
+    row = {**RTE, "premise": "", "hypothesis": "", "sentence1": "", "sentence2": ""}
+    prints = {made([row], name=name).fingerprint for name in ("rte", "mnli", "wnli")}
+    assert len(prints) == 3
+    assert made([row]).fingerprint in prints

@@ -1,0 +1,260 @@
+"""The table of tasks: what T5 reads and writes of each, and the mistakes of an entry that are told by file, task and field."""
+
+from pathlib import Path
+
+import pytest
+
+from src.config import load
+from src.data.tasks import registry as tasks
+from src.data.tasks.registry import Named, Task, find
+from src.errors import ConfigError
+
+A = {name: name[0].upper() for name in ("choice1", "choice2", "premise", "hypothesis", "question", "passage", "sentence", "answer", "word")}
+VALUES = {
+    **A,
+    "sentence1": "S1",
+    "sentence2": "S2",
+    "question1": "Q1",
+    "question2": "Q2",
+    "paragraph": "PA",
+    "query": "QU",
+    "entities": "E1, E2",
+    "text": "T",
+    **{f"{name}_sentence": str(i) for i, name in enumerate(["first", "second", "third", "fourth", "fifth", "sixth"], 1)},
+}
+
+OF, TAB = ("arxiv", "rocstory", "wiki"), "\t"
+SIX = "first_sentence: 1\tsecond_sentence: 2\tthird_sentence: 3\tfourth_sentence: 4\tfifth_sentence: 5\tsixth_sentence: 6"
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("cola", "cola sentence: S"),
+        ("sst2", "sst2 sentence: S"),
+        ("mrpc", "mrpc sentence1: S1 sentence2: S2"),
+        ("qqp", "qqp question1: Q1 question2: Q2"),
+        ("stsb", "stsb sentence1: S1 sentence2: S2"),
+        ("mnli", "mnli hypothesis: H premise: P"),
+        ("mnli_mismatched", "mnli hypothesis: H premise: P"),
+        ("ax", "mnli hypothesis: H premise: P"),
+        ("qnli", "qnli question: Q sentence: S"),
+        ("rte", "rte sentence1: S1 sentence2: S2"),
+        ("wnli", "wnli sentence1: S1 sentence2: S2"),
+        ("boolq", "boolq passage: P question: Q"),
+        ("cb", "cb hypothesis: H premise: P"),
+        ("copa", "copa choice1: C choice2: C premise: P question: Q"),
+        ("multirc", "multirc question: Q answer: A paragraph: PA"),
+        ("record", "record query: QU entities: E1, E2 passage: P"),
+        ("wic", "wic sentence1: S1 sentence2: S2 word: W"),
+        ("wsc", "wsc text: T"),
+        ("axb", "rte sentence1: S1 sentence2: S2"),
+        ("axg", "rte sentence1: S1 sentence2: S2"),
+        *((f"SP{of}", f"SP{of}: {SIX.rpartition(TAB)[0]}") for of in OF),
+        *((name, f"{name}: first_sentence: 1\tsecond_sentence: 2") for name in (*(f"BSO{of}" for of in OF), "RST", "PDTB-E", "PDTB-I")),
+        *((name, f"{name}: {SIX}") for name in ("DCchat", "DCwiki")),
+        ("SSPabs", "SSPabs: first_sentence: 1"),
+    ],
+)
+def test_what_the_model_reads(task: str, expected: str):
+    assert find(task).input(VALUES) == expected
+
+
+def test_every_task_is_in_the_test_above():
+    (marker,) = (mark for mark in test_what_the_model_reads.pytestmark if mark.name == "parametrize")  # type: ignore[attr-defined]
+    assert sorted(name for name, _ in marker.args[1]) == sorted(task.name for task in tasks.every())
+
+
+def test_columns_keep_their_order_and_a_row_without_a_label_has_one_text():
+    """Google's test of `preprocessors.glue`."""
+    qqp = Named("qqp", load(Task, {**PLAIN, "columns": ["q1", "q2", "q3"], "labels": ["not_duplicate", "duplicate"]}, "t"))
+    row = {"q3": "Who?", "q1": "How so?", "q2": "Why not?"}
+    assert qqp.input(row) == "qqp q1: How so? q2: Why not? q3: Who?"
+    assert (qqp.target("not_duplicate"), qqp.target(None)) == ("not_duplicate", "<unk>")
+    other = Named("qqp", load(Task, {**PLAIN, "columns": ["q2", "q1"]}, "t"))
+    assert other.input(row) == "qqp q2: Why not? q1: How so?"
+
+
+PLAIN = {"columns": ["text"], "labels": ["bad", "good"], "metrics": ["accuracy"], "weight": 1}
+NLI = ["entailment", "neutral", "contradiction"]
+
+
+@pytest.mark.parametrize(
+    ("task", "labels"),
+    [
+        ("cola", ["unacceptable", "acceptable"]),
+        ("sst2", ["negative", "positive"]),
+        ("mrpc", ["not_equivalent", "equivalent"]),
+        ("qqp", ["not_duplicate", "duplicate"]),
+        *((name, NLI) for name in ("mnli", "mnli_mismatched", "ax")),
+        *((name, ["entailment", "not_entailment"]) for name in ("qnli", "rte", "axb", "axg")),
+        ("wnli", ["not_entailment", "entailment"]),
+        *((name, ["False", "True"]) for name in ("boolq", "multirc", "wic", "wsc")),
+        ("cb", ["entailment", "contradiction", "neutral"]),
+        ("copa", ["choice1", "choice2"]),
+        ("SPwiki", [f"{name} sentence" for name in ("First", "Second", "Third", "Fourth", "Fifth")]),
+        ("BSOroc", []),
+        ("BSOarxiv", ["Incorrect order", "Correct order"]),
+        ("DCchat", ["Incoherent", "Coherent"]),
+        ("SSPabs", ["Does not belong to abstract", "Belongs to abstract"]),
+        ("record", []),
+    ],
+)
+def test_what_the_model_writes(task: str, labels: list[str]):
+    if task == "BSOroc":
+        with pytest.raises(ConfigError, match=r"task: unknown task 'BSOroc'\. Did you mean 'BSOrocstory'\? Known: BSOarxiv"):
+            find(task)
+        return
+    assert find(task).answers == labels
+
+
+@pytest.mark.parametrize(("task", "count"), [("RST", 41), ("PDTB-E", 12), ("PDTB-I", 11)])
+def test_numbers_of_relations(task: str, count: int):
+    assert len(find(task).answers) == count
+
+
+class TestDefectsOfTheSeed:
+    """Each of these was wrong in the code that this table takes the place of."""
+
+    def test_rte_is_no_sentiment_and_has_its_colons(self):
+        rte = find("rte")
+        assert rte.answers == ["entailment", "not_entailment"]
+        assert "sentence2: " in rte.input({"sentence1": "a", "sentence2": "b"})
+
+    def test_premise_and_hypothesis_of_mnli_are_not_swapped(self):
+        row = {"premise": "It rains.", "hypothesis": "It is wet."}
+        assert find("mnli").input(row) == "mnli hypothesis: It is wet. premise: It rains."
+
+    @pytest.mark.parametrize(
+        ("label", "text"), [("2.45", "2.4"), ("2.5", "2.4"), ("3.1", "3.2"), ("3.3", "3.2"), ("0", "0.0"), ("4.95", "5.0"), ("5", "5.0")]
+    )
+    def test_similarity_goes_in_steps_of_a_fifth(self, label: str, text: str):
+        """round(5 x) / 5, halves to even: Google's preprocessors.stsb."""
+        assert find("stsb").target(label) == text
+
+    def test_similarity_has_26_texts(self):
+        assert find("stsb").answers == [f"{i / 5:.1f}" for i in range(26)]
+
+    def test_cola_has_one_colon_and_is_optimised_by_its_correlation(self):
+        cola = find("cola")
+        assert cola.input({"sentence": "x"}).count(":") == 1
+        assert cola.optimised == "matthews"
+
+    def test_ax_is_asked_as_mnli_and_never_trained_on(self):
+        ax, mnli = find("ax"), find("mnli")
+        row = {"premise": "p", "hypothesis": "h"}
+        assert ax.input(row) == mnli.input(row)
+        assert (ax.answers, ax.task.weight, ax.task.trained) == (mnli.answers, None, False)
+
+    def test_sst2_has_one_colon(self):
+        assert find("sst2").input({"sentence": "x"}) == "sst2 sentence: x"
+
+
+@pytest.mark.parametrize(
+    ("task", "metrics"),
+    [
+        ("cola", ["matthews", "accuracy"]),
+        ("mrpc", ["f1", "accuracy"]),
+        ("stsb", ["pearson", "spearman"]),
+        ("cb", ["macro_f1", "accuracy"]),
+        ("multirc", ["f1a", "question_match"]),
+        ("record", ["f1", "em"]),
+        ("rte", ["accuracy"]),
+    ],
+)
+def test_how_answers_are_scored(task: str, metrics: list[str]):
+    found = find(task)
+    assert found.task.metrics == metrics
+    given = {name for part in found.metrics() for name in part.ask("names") or part([])}
+    assert set(metrics) <= given
+
+
+def test_the_weights_of_t5():
+    found = {task.name: task.task.weight for task in tasks.every()}
+    assert [found[name] for name in ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")] == [
+        *(8551, 67349, 3668, 363849, 5749, 392702, 104743, 2490),
+        None,
+    ]
+    names = ("boolq", "cb", "copa", "multirc", "record", "wic", "wsc")
+    assert [found[name] for name in names] == [9427, 250, 400, 27243, 138854, 5428, 259]
+
+
+def test_the_files_that_glue_takes():
+    found = {task.name: task.task.submission for task in tasks.every() if task.task.submission}
+    assert {name: (given.file, given.label) for name, given in found.items()} == {
+        "cola": ("CoLA.tsv", "number"),
+        "sst2": ("SST-2.tsv", "number"),
+        "mrpc": ("MRPC.tsv", "number"),
+        "qqp": ("QQP.tsv", "number"),
+        "stsb": ("STS-B.tsv", "text"),
+        "mnli": ("MNLI-m.tsv", "text"),
+        "mnli_mismatched": ("MNLI-mm.tsv", "text"),
+        "ax": ("AX.tsv", "text"),
+        "qnli": ("QNLI.tsv", "text"),
+        "rte": ("RTE.tsv", "text"),
+        "wnli": ("WNLI.tsv", "number"),
+    }
+
+
+def test_scores_in_hundredths():
+    assert find("cola").hundredths({"matthews": 30.0, "accuracy": 0.5}) == 30.0
+    assert find("rte").hundredths({"accuracy": 0.5}) == 50.0
+
+
+def test_classes_by_number():
+    assert [find("cb").class_of(text) for text in ("neutral", "entailment", "Neutral", "")] == [2, 0, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("metrics: [acuracy]", r"own\.yaml: mine: metrics: unknown metric of kind 'classes' 'acuracy'\. Did you mean 'accuracy'\?"),
+        ("colums: [a]", r"own\.yaml: mine: unknown key 'colums'\. Did you mean 'columns'\?"),
+        ("columns: []", r"own\.yaml: mine\.columns: expected a list that is not empty"),
+        ("columns: [label]", r"mine: columns: 'label' is a field of every row"),
+        ("columns: [text, text]", r"mine: columns: 'text' stands there twice\."),
+        ("labels: [bad]", r"mine: labels: 1 for kind 'classes'; 'classes' has two or more, the others none\."),
+        ("labels: [bad, 1]", r"mine\.labels\[1\]: expected str, got 1 \(int\)\."),
+        ('labels: [bad, ""]', r"mine: labels: expected texts without blanks around them"),
+        ("labels: [bad, bad]", r"mine: labels: 'bad' stands there twice\."),
+        ("kind: regression", r"mine: labels: 2 for kind 'regression'"),
+        ("range: [0.0, 5.0]", r"mine: range: \[lowest, highest\] belongs to kind 'regression'"),
+        ("optimise: f1", r"mine: optimise: unknown metric of this task 'f1'"),
+        ("weight: 0", r"mine\.weight: expected a number > 0\.0, got 0"),
+        ("names: {txt: [a]}", r"mine: names: unknown column 'txt'\. Did you mean 'text'\?"),
+        ("plain: [[label]]", r"mine: plain: \['label'\] lacks the column 'text'\."),
+        ("plain: [[text, label], [label, text]]", r"mine: plain: two lists of as many columns"),
+        ("submission: {file: ../x.tsv, label: text}", r"mine\.submission\.file: expected text of the form"),
+        ("submission: {file: x.tsv, label: id}", r"mine\.submission\.label: unknown value 'id'"),
+        ("columns: [a]\n  columns: [b]", r"own\.yaml:\d+: not valid YAML: the key 'columns' stands twice\."),
+        ("columns: [", r"own\.yaml:\d+: not valid YAML"),
+    ],
+)
+def test_a_mistake_is_told_by_file_task_and_field(tmp_path: Path, changes: str, message: str):
+    entry = {"columns": "[text]", "labels": "[bad, good]", "metrics": "[accuracy]", "weight": "1"}
+    key, _, value = changes.partition(": ")
+    path = tmp_path / "own.yaml"
+    path.write_text("mine:\n" + "".join(f"  {name}: {text}\n" for name, text in {**entry, key: value}.items()))
+    with pytest.raises(ConfigError, match=message):
+        find("mine", path)
+
+
+def test_a_task_of_ones_own(tmp_path: Path):
+    path = tmp_path / "own.yaml"
+    path.write_text("mine:\n  columns: [text]\n  labels: [bad, good]\n  metrics: [accuracy]\n  weight: 3\n")
+    assert find("mine", path).input({"text": "x"}) == "mine text: x"
+    assert find("rte", path).name == "rte"
+    path.write_text(path.read_text().replace("mine", "rte"))
+    with pytest.raises(ConfigError, match=r"own\.yaml: rte: a task of this name stands in .*glue\.yaml\. Call it otherwise\."):
+        find("rte", path)
+    with pytest.raises(ConfigError, match=r"gone\.yaml: no such file\."):
+        find("rte", tmp_path / "gone.yaml")
+    path.write_text("- a\n")
+    with pytest.raises(ConfigError, match=r"own\.yaml: expected tasks by name, got list\."):
+        find("rte", path)
+
+
+def test_another_entry_is_another_fingerprint():
+    one, other = (Named("t", load(Task, {**PLAIN, "columns": [name]}, "t")) for name in ("a", "b"))
+    assert one.fingerprint != other.fingerprint
+    assert one.fingerprint == Named("t", one.task).fingerprint != Named("u", one.task).fingerprint

@@ -1,0 +1,104 @@
+"""Packed text: every token once, in order, in sequences of one length."""
+
+import re
+
+import pytest
+
+from src.config import load
+from src.data.qa import cross_attention as qa
+from src.data.text import dataset as text
+from src.errors import ConfigError, DataError
+
+
+def ids(string):
+    return [8 + b for b in string.encode()]
+
+
+@pytest.fixture
+def build(places, write_corpus, tokenizer):
+    """Write documents and build a data set on them."""
+
+    def make(documents, split="train", seed=0, **values):
+        write_corpus("t", [{"text": d, "source": "s"} for d in documents])
+        config = load(text.Config, {"corpus": "t", "sequence_tokens": 4, **values}, "data")
+        text.check(config, places)
+        return text.build(config, places, tokenizer, split, seed)
+
+    return make
+
+
+def test_documents_are_joined_by_the_end_token_and_the_remainder_is_dropped(build):
+    data = build(["abc", "", "defgh", "xy"])
+    assert [data.sample(0, i)["input_ids"] for i in range(len(data))] == [[*ids("abc"), 0], [0, *ids("def")], [*ids("gh"), 0, *ids("x")]]
+
+
+def test_batch(build):
+    data = build(["abcdefgh"])
+    batch = data.collate([data.sample(0, 0), data.sample(5, 1)])
+    assert batch["input_ids"].tolist() == [ids("abcd"), ids("efgh")]
+    assert batch["attention_mask"].all()
+    assert batch["loss_mask"].tolist() == [[False, True, True, True]] * 2
+
+
+def test_control_tokens_in_documents_stay_text(build):
+    data = build(["<|endoftext|>" * 4])
+    assert all(token >= 8 for i in range(len(data)) for token in data.sample(0, i)["input_ids"])
+
+
+def test_many_documents_arrive_once_and_in_order(build):
+    documents = [f"document {i}" for i in range(700)]
+    data = build(documents, sequence_tokens=16)
+    joined = [token for i in range(len(data)) for token in data.sample(0, i)["input_ids"]]
+    expected = [token for d in documents for token in [*ids(d), 0]]
+    assert joined == expected[: len(joined)]
+    assert 0 <= len(expected) - len(joined) < 16
+
+
+def test_same_sequences_for_every_seed(build):
+    assert [build(["abcdefgh"] * 9, "val", seed, val_sequences=5).sample(0, 2) for seed in (0, 1)] == [
+        build(["abcdefgh"] * 9, "val", val_sequences=5).sample(0, 2)
+    ] * 2
+
+
+def test_val_sequences(build):
+    assert len(build(["abcd" * 10], "val", val_sequences=3)) == 3
+    assert len(build(["abcd" * 10], "train", val_sequences=3)) == 10
+    with pytest.raises(DataError, match=r"val.jsonl: 11 validation samples are wanted, it has 10"):
+        build(["abcd" * 10], "val", val_sequences=11)
+
+
+def test_too_little_text(build):
+    with pytest.raises(DataError, match=r"train.jsonl: fewer than 100 tokens, which is one sequence"):
+        build(["abc"], sequence_tokens=100)
+
+
+def test_indices_beyond_the_ends_are_refused(build):
+    with pytest.raises(IndexError, match="sample 2 of 2"):
+        build(["abcdefgh"]).sample(0, 2)
+
+
+@pytest.mark.parametrize("change", [{"sequence_tokens": 1}, {"val_sequences": 0}, {"corpus": ""}])
+def test_config_refuses(change):
+    with pytest.raises(ConfigError, match=rf"^data\.{next(iter(change))}: "):
+        load(text.Config, {"corpus": "t", "sequence_tokens": 4, **change}, "data")
+
+
+def test_missing_field_is_named(places, write_corpus, tokenizer):
+    write_corpus("t", [{"source": "s"}])
+    with pytest.raises(DataError, match=re.escape("train.jsonl:1: field 'text' is missing. Fields: source.")):
+        text.build(load(text.Config, {"corpus": "t", "sequence_tokens": 4}, "data"), places, tokenizer, "train", 0)
+
+
+def test_missing_corpus_is_found_without_building(places):
+    with pytest.raises(DataError, match=r"Make it with: python -m data_prep.stdlib_qa"):
+        text.check(load(text.Config, {"corpus": "stdlib_text", "sequence_tokens": 4}, "data"), places)
+
+
+@pytest.mark.parametrize(("module", "values"), [(text, {}), (qa, {"context_tokens": 3, "loss_on": "answer"})])
+def test_every_data_set_leaves_room_for_the_tokens_to_be_written(module, values):
+    config = load(module.Config, {"corpus": "t", "sequence_tokens": 4, **values}, "data")
+    module.fits(config, 6, 2)
+    module.fits(config, 4)
+    module.fits(config, None, 100)
+    with pytest.raises(ConfigError, match=r"^data\.sequence_tokens: 7 tokens are more than the 6 positions"):
+        module.fits(config, 6, new_tokens=3)

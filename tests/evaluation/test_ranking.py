@@ -1,0 +1,76 @@
+"""Answers to padded batches beside a plain model on one row at a time, where answers have several lengths."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from src.config import Places, load
+from src.data.tasks import dataset as task
+from src.data.text import tokenizers
+from src.evaluation.ranking import TextRespondent
+from src.evaluation.task_config import Answering
+from src.files import new_directory
+from src.registry import MODELS, bind
+from tests import toy
+
+LABELS = ["red", "blue blue", "green green green"]
+SIZES = {"tokenizer": "toy_tokenizer", "hidden_size": 16, "feed_forward_size": 32, "num_layers": 1, "num_heads": 2}
+
+
+class World:
+    """Three rows of unlike lengths, and a model that knows nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        toy.write_data(folder)
+        with new_directory(folder / "say") as made:
+            labels = f"[{', '.join(LABELS)}]"
+            (made / "task.yaml").write_text(f"say:\n  columns: [text]\n  labels: {labels}\n  metrics: [accuracy]\n  weight: 1\n")
+            rows = [{"index": i, "text": " ".join(toy.THINGS[: 3 * i]), "label": label} for i, label in enumerate(LABELS)]
+            for split in ("train", "val"):
+                (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        places = Places(folder, folder)
+        torch.manual_seed(3)
+        self.model = bind(MODELS, {"name": "t5", "random": SIZES})(places).eval()
+        self.tokenizer = tokenizers.load(folder / "toy_tokenizer")
+        config = load(task.Config, {"task": "say", "corpus": "say"}, "data")
+        self.data: Any = task.build(config, places, self.tokenizer, "val", 0)
+
+    def answers(self, **config: Any) -> TextRespondent:
+        """Who answers so, two rows at a time."""
+        return TextRespondent(self.model, self.tokenizer, load(Answering, config, "answers"), 2, torch.device("cpu"))
+
+    @torch.no_grad()
+    def logits(self, row: int, target: list[int]) -> torch.Tensor:
+        """(T, V) of a target, given one row without padding."""
+        ids = torch.tensor([self.data.sample(0, row)["inputs"]])
+        return self.model(input_ids=ids, labels=torch.tensor([target])).logits[0]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("answers"))
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_answers_are_ranked_by_their_probability(world: World, normalised: bool):
+    who = world.answers(by="rank", length_normalised=normalised)
+    found = who.log_probabilities(world.data, [0, 1, 2])
+    for row in range(3):
+        for number, answer in enumerate(world.data.answer_ids):
+            of_tokens = world.logits(row, answer).log_softmax(-1)[range(len(answer)), answer]
+            expected = of_tokens.mean() if normalised else of_tokens.sum()
+            torch.testing.assert_close(found[row, number], expected, rtol=1e-4, atol=1e-4)
+    texts = [text for some in who.rounds(world.data, range(3)) for text in some]
+    assert texts == [LABELS[best] for best in found.argmax(1)]
+
+
+def test_teacher_forcing_gives_the_likeliest_token_at_each_place(world: World):
+    found = [text for some in world.answers(by="teacher_forced").rounds(world.data, range(3)) for text in some]
+    for row in range(3):
+        ids = world.logits(row, world.data.sample(0, row)["targets"]).argmax(-1).tolist()
+        end = ids.index(world.tokenizer.eos_token_id) if world.tokenizer.eos_token_id in ids else len(ids)
+        assert found[row] == str(world.tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
+    assert len(set(found)) > 1

@@ -1,0 +1,135 @@
+"""Plans: which experiments a command line names, and the groups that asked for each."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from src.config import Places
+from src.errors import ConfigError, RunError
+from src.experiments.identity import exp_id
+from src.runs import plan
+from src.runs.metadata import join_groups
+
+pytestmark = pytest.mark.usefixtures("toy_recipe")
+
+ONE = {"recipe": "toy", "seed": 1}
+TWO = {"recipe": "toy", "seed": 2}
+
+
+def saved(runs: Path, exp: dict, name: str) -> Path:
+    (runs / name).mkdir(parents=True)
+    (runs / name / "exp_dict.json").write_text(json.dumps(exp))
+    return runs / name
+
+
+def test_an_experiment_of_several_groups_is_planned_once_for_all_of_them():
+    groups = {"a": [ONE, TWO], "b": [TWO], "c": [TWO]}
+    planned = plan.load_groups(groups, ["a", "b"], [])
+    assert [(item.exp, item.groups, item.where) for item in planned] == [(ONE, ("a",), "a[0]"), (TWO, ("a", "b"), "a[1]")]
+
+
+def test_a_group_named_twice_is_one_group():
+    assert [item.groups for item in plan.load_groups({"a": [ONE]}, ["a", "a"], [])] == [("a",)]
+
+
+def test_an_experiment_that_stands_twice_in_a_later_group_is_refused():
+    with pytest.raises(ConfigError, match=r"^b\[1\] is the same experiment as b\[0\]\. Remove one of them"):
+        plan.load_groups({"a": [ONE], "b": [ONE, dict(ONE)]}, ["a", "b"], [])
+
+
+def test_an_empty_group_is_refused_where_it_is_named():
+    assert plan.load_groups({"g": [], "a": [ONE]}, ["a"], [])
+    with pytest.raises(ConfigError, match=r"^g: has no experiments\.$"):
+        plan.load_groups({"g": [], "a": [ONE]}, ["a", "g"], [])
+
+
+def test_one_experiment_of_a_group_is_named_by_its_place():
+    groups = {"a": [ONE, TWO], "a[7]": [TWO]}
+    assert [(item.where, item.group) for item in plan.load_groups(groups, ["a[1]"], [])] == [("a[1]", "a")]
+    assert [item.where for item in plan.load_groups(groups, ["a[7]"], [])] == ["a[7][0]"], "a group may be called so"
+    with pytest.raises(ConfigError, match=r"^-e a\[2\]: the group has the experiments a\[0\] to a\[1\]\.$"):
+        plan.load_groups(groups, ["a[2]"], [])
+    with pytest.raises(ConfigError, match=r"^-e: unknown group 'b'"):
+        plan.load_groups(groups, ["b[0]"], [])
+
+
+def test_what_is_found_by_its_id_is_of_the_groups_noted_in_its_directory(tmp_path: Path):
+    known = plan.known({"a": [ONE], "b": [ONE]})
+    assert plan.find(exp_id(ONE), known, tmp_path).groups == ("a",)
+    run = saved(tmp_path, ONE, exp_id(ONE))
+    assert plan.find(exp_id(ONE), {}, tmp_path).groups == ()
+    join_groups(run, ["c", "b"])
+    assert plan.find(exp_id(ONE), {}, tmp_path).groups == ("c", "b")
+    assert plan.find(exp_id(ONE), known, tmp_path).groups == ("c", "b")
+    with pytest.raises(ConfigError, match=r"^--exp_id 0{32}: neither in exp_configs\.py nor in "):
+        plan.find("0" * 32, known, tmp_path)
+
+
+def test_a_dict_that_was_edited_is_not_trained_under_its_old_id(tmp_path: Path):
+    run = saved(tmp_path, TWO, exp_id(ONE))
+    with pytest.raises(RunError, match=rf"{run}/exp_dict\.json: its id is {exp_id(TWO)}, not the name of its directory"):
+        plan.find(exp_id(ONE), {}, tmp_path)
+
+
+def test_a_dict_that_is_spelled_otherwise_now_is_not_trained_under_another_id(tmp_path: Path):
+    old = {**ONE, "rate": 1}  # a directory from before the field was a float
+    run = saved(tmp_path, old, exp_id(old))
+    new = exp_id({**ONE, "rate": 1.0})
+    with pytest.raises(RunError, match=rf"{run}/exp_dict\.json: as numbers are spelled now its id is {new}, not {exp_id(old)}"):
+        plan.find(exp_id(old), {}, tmp_path)
+
+
+@pytest.mark.parametrize("entry", [None, "x", [1]])
+@pytest.mark.parametrize("assignments", [[], [("seed", 2)]])
+def test_an_entry_that_is_no_dict_is_named(entry: object, assignments: list):
+    with pytest.raises(ConfigError, match=r"^a\[1\]: expected a dict, got "):
+        plan.load_groups({"a": [ONE, entry]}, ["a"], assignments)  # type: ignore[list-item]
+
+
+def test_an_unknown_group_among_names_of_several_types():
+    with pytest.raises(ConfigError, match=r"^-e: unknown group 'b'\..* Known: 1, a\.$"):
+        plan.load_groups({"a": [ONE], 1: [ONE]}, ["b"], [])  # type: ignore[dict-item]
+
+
+def test_an_assignment_that_fits_nowhere_is_told_once_for_each_group():
+    with pytest.raises(ConfigError) as caught:
+        plan.load_groups({"a": [ONE, TWO], "b": [ONE]}, ["a", "b"], [("lop.steps", 3)])
+    assert str(caught.value).splitlines() == [f"{g}: lop.steps: unknown key 'lop'. Known: recipe, seed." for g in "ab"]
+
+
+def child_of(identity: str) -> dict:
+    return {"recipe": "toy", "seed": 9, "base": {"name": "experiment", "exp_id": identity}}
+
+
+def item(exp: dict) -> plan.Planned:
+    return plan.Planned(exp_id(exp), exp, plan.load(ONE, "", "x").recipe, ("g",), f"g[{exp['seed']}]")
+
+
+def test_a_damaged_status_is_told_of_its_experiment_and_the_others_are_checked(tmp_path: Path):
+    run = saved(tmp_path, ONE, exp_id(ONE))
+    (run / "status.json").write_text("{")
+    places = Places(data=tmp_path, runs=tmp_path)
+    orphan = child_of("c" * 32)
+    heir = {**child_of(exp_id(ONE)), "seed": 8}
+    found = plan.problems([item(heir), item(ONE), item(orphan)], places)
+    assert list(found) == [exp_id(heir), exp_id(ONE), exp_id(orphan)]
+    assert "status.json" in found[exp_id(heir)][0]
+    assert found[exp_id(ONE)][0].startswith(f"g[1]: {run}/status.json")
+    assert plan.problems([item(ONE)], places, {exp_id(ONE)}) == {}
+
+
+def test_what_is_done_lacks_nothing_unless_it_starts_over(tmp_path: Path):
+    orphan = child_of("c" * 32)
+    (saved(tmp_path, orphan, exp_id(orphan)) / "status.json").write_text('{"state": "done"}')
+    places = Places(data=tmp_path, runs=tmp_path)
+    assert plan.problems([item(orphan)], places) == {}
+    assert list(plan.problems([item(orphan)], places, {exp_id(orphan)})) == [exp_id(orphan)]
+
+
+def test_a_parent_that_is_done_is_not_trained_again_so_its_checkpoint_must_be_there(tmp_path: Path):
+    (saved(tmp_path, ONE, exp_id(ONE)) / "status.json").write_text('{"state": "done", "step": 4}')
+    places, heir = Places(data=tmp_path, runs=tmp_path), child_of(exp_id(ONE))
+    (message,) = plan.problems([item(ONE), item(heir)], places)[exp_id(heir)]
+    assert "step-00000004 is gone" in message
+    assert plan.problems([item(ONE), item(heir)], places, {exp_id(ONE)}) == {}

@@ -1,0 +1,244 @@
+"""Sweep files: what is refused before anything starts, what the distributions draw, and what wandb agent would run."""
+
+import os
+import queue
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import exp_configs
+from src.config import Places
+from src.errors import ConfigError
+from src.sweeps import space as sweep_space
+from src.sweeps.file import read
+from src.sweeps.plan import drawn, load
+from tests.conftest import ROOT
+
+FILE: dict[str, Any] = {
+    "program": "trainval.py",
+    "command": ["${env}", "${interpreter}", "${program}", "-e", "base_tiny", "--set", "${args_no_hyphens}"],
+    "method": "random",
+    "metric": {"name": "val_loss"},
+    "parameters": {"loop.learning_rate": {"min": 0.001, "max": 0.1}},
+}
+SWEEPS = sorted((ROOT / "resources" / "sweeps").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    path = folder / "lr.yaml"
+    path.write_text(yaml.safe_dump({**FILE, **changes}))
+    return path
+
+
+def places(folder: Path) -> Places:
+    return Places(folder / "data", folder / "runs")
+
+
+def parameters(**values: Any) -> dict[str, Any]:
+    return {"parameters": {name.replace("__", "."): value for name, value in values.items()}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metod": "grid"}, r"^{file}: unknown key 'metod'\. Did you mean 'method'\?"),
+        ({"method": "genetic"}, r"^{file}\.method: unknown value 'genetic'"),
+        ({"method": "bayes", "metric": None}, r"^{file}: metric: missing\. method 'bayes' needs one"),
+        (
+            {"metric": {"name": "eval/accuracy"}},
+            r"^{file}: metric\.name: unknown score 'eval/accuracy'\..* Known: val_loss, val_perplexity",
+        ),
+        ({"metric": {"name": "val_los"}}, r"unknown score 'val_los'\. Did you mean 'val_loss'\?"),
+        ({"metric": {"name": "val_loss", "goal": "min"}}, r"^{file}\.metric\.goal: unknown value 'min'"),
+        ({"name": "../x"}, r"^{file}\.name: expected text of the form"),
+        ({"run_cap": 0}, r"^{file}\.run_cap: expected a number >= 1"),
+        ({"early_terminate": {"type": "hyperbnd"}}, r"^{file}\.early_terminate\.type: unknown value 'hyperbnd'\. Did you mean 'hyperband'"),
+        ({"early_terminate": {"type": "hyperband"}}, r"^{file}\.early_terminate: hyperband needs min_iter, or max_iter and s\."),
+        ({"early_terminate": {"type": "hyperband", "min_iter": 3, "strict": True}}, r"early_terminate: unknown key 'strict'"),
+        (
+            {"early_terminate": {"type": "hyperband", "min_iter": 9, "max_iter": 9}},
+            r"first bracket would be at iteration 9, and max_iter is 9",
+        ),
+        ({"early_terminate": {"type": "median", "eta": 3}}, r"type 'median' has min_iter alone"),
+        ({"command": ["${program}", "-e", "base_tiny", "${args}"]}, r"^{file}: command: the parameters must reach the program"),
+        ({"command": [*FILE["command"], "${args}"]}, r"^{file}: command: \${{args}}: trainval\.py takes parameters only as --set"),
+        ({"command": ["python", "trainval.py"]}, r"^{file}: command: \${{program}} is missing"),
+        ({"command": ["${program}", "--set", "${args_no_hyphens}"]}, r"^{file}: command: a sweep starts from one experiment"),
+        ({"command": ["${program}", "-e", "base_tiny", "-r", "1", "--set", "${args_no_hyphens}"]}, r"-r and -j are for the command line"),
+        ({"command": [w.replace("base", "bass") for w in FILE["command"]]}, r"unknown group 'bass_tiny'\. Did you mean 'base_tiny'"),
+        ({"command": [w.replace("base", "crossattn") for w in FILE["command"]]}, r"choose crossattn_tiny\[0\] to crossattn_tiny\[7\]"),
+        ({"program": "train.py"}, r"^{file}: command: program 'train\.py': no such file"),
+        (parameters(loop__learning_rte={"value": 1.0}), r"^{file}: parameters\.loop: unknown key 'learning_rte'\. Did you mean"),
+        (parameters(lop__steps={"value": 1}), r"unknown key 'lop'\. Did you mean 'loop'\?"),
+        (parameters(loop__steps={"values": [1, 2.5]}), r"^{file}: parameters\.loop\.steps: expected int, got 2\.5"),
+        (parameters(loop__weight_decay={"min": -1.0, "max": 1.0}), r"loop\.weight_decay: expected a number >= 0\.0, got -1\.0"),
+        (parameters(loop__early_stopping={"values": [None]}), r'wandb agent would pass .*=None.* Write the text "null"'),
+        (
+            parameters(x={"distribution": "unifrm", "min": 1, "max": 2}),
+            r"x\.distribution: unknown distribution 'unifrm'\. Did you mean 'uniform'",
+        ),
+        (
+            parameters(x={"min": "1e-5", "max": 1.0}),
+            r"x\.min: expected a finite number, got '1e-5' \(str\)\. YAML takes .* write 1\.0e-05\.",
+        ),
+        (parameters(x={"min": 2.0, "max": 1.0}), r"x: expected min below max, got 2\.0 and 1\.0"),
+        (parameters(x={"distribution": "log_uniform", "min": 1, "max": 1000}), r"log_uniform_values takes the values themselves"),
+        (parameters(x={"distribution": "log_uniform_values", "min": 0, "max": 1}), r"x\.min: expected a number > 0"),
+        (parameters(x={"values": [1, 2], "probabilities": [0.5, 0.6]}), r"x\.probabilities: .* sum to 1"),
+        (parameters(x={"values": [1, 2], "probabilities": [1.0]}), r"x\.probabilities: expected a list of 2 numbers"),
+        (parameters(x={"values": [1, 1]}), r"x\.values: a value stands twice"),
+        (parameters(x={"values": []}), r"x\.values: expected a list that is not empty"),
+        (parameters(x={"min": 1}), r"x: expected value, values, or min and max, got min"),
+        (parameters(x={"value": 1, "sigma": 1}), r"x: unknown key of constant 'sigma'"),
+        (parameters(x={"distribution": "normal", "sigma": 0}), r"x\.sigma: expected a number > 0"),
+        (parameters(x={"distribution": "q_normal", "q": 0}), r"x\.q: expected a number > 0"),
+        (parameters(x={"distribution": "int_uniform", "min": 1, "max": 2.5}), r"x: int_uniform needs whole numbers"),
+        (parameters(x=3), r"parameters\.x: expected a dict with value, values, or min and max, got 3"),
+        (parameters(command=["${program}"]), r"parameters\.command: expected a dict"),
+        ({"parameters": {"loop.steps": {"value": 1}, "loop": {"parameters": {"steps": {"value": 2}}}}}, r"loop\.steps: set twice"),
+        ({"method": "grid"}, r"parameters\.loop\.learning_rate: method 'grid' needs values"),
+    ],
+)
+def test_a_mistake_is_told_before_the_first_trial(tmp_path: Path, changes: dict, message: str):
+    path = written(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=message.replace("{file}", str(path)).replace("{{", "{").replace("}}", "}")):
+        load(path, places(tmp_path))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("method: grid\nmethod: random\n", r":2: not valid YAML: the key 'method' stands twice\."),
+        ("method: [grid\n", r":2: not valid YAML"),
+        ("- grid\n", r": expected the keys of a sweep .*, got list\."),
+        ("", r": expected the keys of a sweep .*, got NoneType\."),
+        ("a: !!python/object:os.system x\n", r":1: not valid YAML: could not determine a constructor"),
+    ],
+)
+def test_a_file_that_is_no_sweep(tmp_path: Path, text: str, message: str):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/x.yaml{message}"):
+        read(tmp_path / "x.yaml")
+    with pytest.raises(ConfigError, match="no such file"):
+        read(tmp_path / "y.yaml")
+
+
+@pytest.mark.parametrize(
+    ("spec", "low", "middle", "high"),
+    [
+        ({"min": 1.0, "max": 3.0}, 1.0, 2.0, 3.0),
+        ({"distribution": "log_uniform_values", "min": 0.01, "max": 1.0}, 0.01, 0.1, 1.0),
+        ({"distribution": "inv_log_uniform_values", "min": 0.01, "max": 1.0}, 0.01, 0.1, 1.0),
+        ({"distribution": "log_uniform", "min": -2, "max": 2}, 0.1353, 1.0, 7.389),
+        ({"distribution": "inv_log_uniform", "min": -2, "max": 4}, 0.0183, 0.3679, 7.389),
+        ({"distribution": "normal", "mu": 5.0, "sigma": 2.0}, -20, 5.0, 30),
+        ({"distribution": "log_normal", "mu": 1.0, "sigma": 0.5}, 0, 2.718, 100),
+        ({"distribution": "q_uniform", "min": 0.0, "max": 1.0, "q": 0.1}, 0.0, 0.5, 1.0),
+        ({"distribution": "q_normal", "mu": 10, "sigma": 3, "q": 2}, -20, 10, 40),
+        ({"distribution": "q_log_uniform_values", "min": 8, "max": 512, "q": 8}, 8, 64, 512),
+        ({"min": 1, "max": 9}, 1, 5, 9),
+    ],
+)
+def test_what_a_distribution_draws(spec: dict, low: float, middle: float, high: float):
+    """The median says which distribution it is."""
+    (axis,) = sweep_space.axes({"x": spec}, "")
+    values = sorted(axis.value(number) for number in numbers(axis))
+    assert low == pytest.approx(values[0], rel=1e-3) or low < values[0]
+    assert high == pytest.approx(values[-1], rel=1e-3) or high > values[-1]
+    assert values[len(values) // 2] == pytest.approx(middle, rel=0.05)
+    q = spec.get("q")
+    if q:
+        assert all(value == pytest.approx(round(value / q) * q, abs=1e-12) for value in values)
+        assert {type(value) for value in values} == {type(q)}
+        assert 0.30000000000000004 not in values
+
+
+def numbers(axis: sweep_space.Axis) -> list[float]:
+    if axis.kind == "int":
+        return list(range(int(axis.low), int(axis.high) + 1))
+    if axis.kind == "log":
+        return [axis.low * (axis.high / axis.low) ** (i / 1000) for i in range(1001)]
+    return [axis.low + (axis.high - axis.low) * i / 1000 for i in range(1001)]
+
+
+def test_probabilities_are_kept():
+    (axis,) = sweep_space.axes({"x": {"values": ["a", "b", "c"], "probabilities": [0.2, 0.0, 0.8]}}, "")
+    found = [axis.value(i / 1000) for i in range(1001)]
+    assert (found.count("a"), found.count("b")) == (200, 0)
+
+
+def test_nested_parameters_are_paths():
+    nested = {"loop": {"parameters": {"steps": {"value": 3}, "early_stopping": {"parameters": {"patience": {"values": [1, 2]}}}}}}
+    axes = sweep_space.axes(nested, "")
+    assert drawn(axes, random.Random(0)) == {"loop.steps": 3, "loop.early_stopping.patience": 2}
+
+
+@pytest.mark.parametrize("file", SWEEPS, ids=lambda path: path.stem)
+def test_the_sweeps_of_the_project_can_be_run(file: Path, tmp_path: Path):
+    """All but that the data are there."""
+    sweep = load(file, places(tmp_path))
+    assert sweep.name == file.stem
+    assert len(sweep.shown(4)) > 2
+    known = {place for name, group in exp_configs.EXP_GROUPS.items() for place in (name, *(f"{name}[{i}]" for i in range(len(group))))}
+    assert sweep.command.chosen in known
+
+
+def test_there_are_sweeps():
+    assert len(SWEEPS) >= 2
+
+
+def test_a_dry_run_answers_quickly_and_touches_nothing(tmp_path: Path):
+    path = written(tmp_path)
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "src.sweeps.__main__",
+        path,
+        "--dry-run",
+        "--trials",
+        "3",
+        "-sb",
+        tmp_path / "runs",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "sweep/lr: random, 3 trials that start from base_tiny[0], minimize val_loss" in done.stdout
+    assert not [line for line in done.stderr.splitlines() if line.split("|")[-1].strip() in ("torch", "numpy", "optuna", "sqlalchemy")]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_wandb_agent_runs_the_same_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Its own code starts a trial, as it does when a server sends the values; the experiment has the id that the sweep expects."""
+    from wandb.wandb_agent import Agent
+
+    for name, value in {"WANDB_DIR": tmp_path, "WANDB_RUN_ID": "", "WANDB_SWEEP_PARAM_PATH": "", "WANDB_SWEEP_ID": "s"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # it starts what is called python
+    values = {"loop.learning_rate": 1e-05, "loop.schedule": "linear", "loop.early_stopping": '{"patience": 3}', "loop.steps": 7}
+    shown = [*FILE["command"][:5], "--list", *FILE["command"][5:]]
+    path = written(tmp_path, command=shown, parameters={name: {"value": value} for name, value in values.items()})
+    sweep = load(path, places(tmp_path))
+    agent = Agent(None, queue.Queue(), sweep_id="s")
+    agent._sweep_command = list(sweep.file.command)
+    agent._command_run({"run_id": "r", "program": "trainval.py", "args": {name: {"value": value} for name, value in values.items()}})
+    assert agent._run_processes["r"].wait() == 0
+    assert capfd.readouterr().out.split()[0] == sweep.source.trial(values, "").exp_id
+
+
+def test_what_a_server_needs_reaches_the_training(tmp_path: Path):
+    """Without these words trainval.py logs to files, and a server sees no score."""
+    words = ["--wandb_entity_name", "e", "--wandb_project_name", "p"]
+    sweep = load(written(tmp_path, command=[*FILE["command"][:5], *words, *FILE["command"][5:]]), places(tmp_path))
+    assert sweep.command.argv("ID", sweep.places)[-4:] == words

@@ -1,0 +1,197 @@
+"""What the workers of a sweep share, and how one of them follows a training, without a sweep around them."""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src import config
+from src.runs.lease import LEASE
+from src.runs.run_dir import RunDir
+from src.sweeps import space as sweep_space
+from src.sweeps import trial as sweep_trial
+from src.sweeps.file import SweepFile
+from src.sweeps.study import Claimed, Study
+from src.sweeps.trial import Ending, Training
+from tests import toy
+
+FILE: dict[str, Any] = {
+    "program": "trainval.py",
+    "command": ["${program}"],
+    "method": "random",
+    "metric": {"name": "val_loss"},
+    "parameters": {"lr": {"distribution": "log_uniform_values", "min": 0.0001, "max": 1.0}},
+}
+STEPS = 8
+
+
+def study(runs: Path, **changes: Any) -> Study:
+    """As one worker opens it."""
+    file = config.load(SweepFile, {**FILE, **changes}, "lr.yaml")
+    axes = sweep_space.axes(file.parameters, "")
+    return Study(runs, "lr", file, sweep_space.listed(axes, "") if file.method == "grid" else axes, {})
+
+
+def claimed(worker: Study, total: int = 100) -> Claimed:
+    found = worker.claim(total)
+    assert found is not None
+    return found
+
+
+def states(worker: Study) -> list[str]:
+    return [trial.state.name for trial in worker.trials()]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Study, Study]:
+    """Two workers whose every trial has the same parameters."""
+    same = {"parameters": {"lr": {"value": 0.1}}}
+    return study(tmp_path, **same), study(tmp_path, **same)
+
+
+def test_an_experiment_that_another_worker_trains_is_not_trained_beside_it(two: tuple[Study, Study]):
+    first, second = two
+    held, other = claimed(first), claimed(second)
+    assert first.note(held, "a")
+    assert not second.note(other, "a")
+    assert second.claim(2) is None, "it waits for the first"
+    assert states(second) == ["RUNNING", "RUNNING"]
+    first.end(held, Ending("done", 0.5))
+    assert second.claim(2) is None
+    assert [(trial.state.name, trial.value) for trial in first.trials()] == [("COMPLETE", 0.5)] * 2
+
+
+def test_the_first_to_say_so_trains_whatever_its_number(two: tuple[Study, Study]):
+    first, second = two
+    early, late = claimed(first), claimed(second)
+    assert second.note(late, "a")
+    assert not first.note(early, "a"), "both would train it"
+    second.end(late, Ending("failed", reason="as it is"))
+    assert first.claim(2) is None
+    assert states(first) == ["FAIL", "FAIL"]
+
+
+def test_a_trial_that_is_taken_over_keeps_its_experiment(two: tuple[Study, Study]):
+    first, second = two
+    held, other = claimed(first), claimed(second)
+    assert first.note(held, "a")
+    assert not second.note(other, "a")
+    held.lease.release()  # its worker dies
+    again = claimed(second, 2)
+    assert again.trial.number == held.trial.number
+    assert second.note(again, "a")
+    second.end(again, Ending("done", 1.0))
+
+
+def test_bayes_looks_where_it_was_good(tmp_path: Path):
+    """After ten trials by chance it comes nearer to the best; by chance the mean distance is one decade."""
+    worker = study(tmp_path, method="bayes")
+    distances = []
+    for _ in range(30):
+        held = claimed(worker)
+        distances.append(abs(math.log10(held.values["lr"]) + 2))
+        worker.end(held, Ending("done", loss(held.values["lr"], STEPS)))
+    assert sum(distances[10:]) / 20 < 0.75
+
+
+def loss(rate: float, step: int) -> float:
+    """Best at 0.01."""
+    return abs(math.log10(rate) + 2) + 1 / step
+
+
+RATES = [0.01, 0.02, 0.005, 0.02001, 0.0101, 0.5, 0.0002, 0.9]
+EARLY = [{"type": "median", "min_iter": 2}, {"type": "hyperband", "max_iter": 8, "s": 2, "eta": 2}]
+
+
+@pytest.mark.parametrize("together", [1, STEPS], ids=["one by one", "at once"])
+@pytest.mark.parametrize("early", EARLY, ids=["median", "hyperband"])
+def test_what_does_badly_is_stopped_early(tmp_path: Path, early: dict[str, Any], together: int):
+    """The last three are the bad ones. Rows may come one by one, or several between two looks."""
+    worker = study(tmp_path, method="grid", parameters={"lr": {"values": RATES}}, early_terminate=early)
+    for rate in RATES:
+        held = claimed(worker)
+        values = [loss(rate, step) for step in range(1, STEPS + 1)]
+        asked = any(worker.report(held, values[:seen]) for seen in range(together, STEPS + 1, together))
+        worker.end(held, Ending("pruned" if asked else "done", values[-1]))
+    ended = states(worker)
+    assert ended[0] == "COMPLETE"
+    assert "PRUNED" in ended[5:]
+
+
+def test_what_did_badly_before_it_was_looked_at_is_stopped(tmp_path: Path):
+    """Several rows come at once, and the last is good: it would have been stopped before."""
+    worker = study(tmp_path, method="grid", parameters={"lr": {"values": RATES}}, early_terminate=EARLY[0])
+    for _ in range(5):
+        held = claimed(worker)
+        worker.report(held, [1.0, 0.9, 0.8])
+        worker.end(held, Ending("done", 0.8))
+    assert worker.report(claimed(worker), [9.0, 8.0, 0.1])
+
+
+def test_without_early_termination_nothing_is_stopped(tmp_path: Path):
+    worker = study(tmp_path)
+    held = claimed(worker)
+    assert not worker.report(held, [1.0, 100.0])
+    assert worker.trials()[0].intermediate_values == {1: 1.0, 2: 100.0}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    """A save directory that this process trains in."""
+    with RunDir.open(tmp_path / "runs", toy.BASE, {}) as made:
+        yield made
+
+
+def training(run: RunDir) -> tuple[Training, Path]:
+    """One that leaves a file where it is started, and writes nothing else."""
+    mark = run.path.parent / "started"
+    return Training(run.path, [sys.executable, "-c", f"open({str(mark)!r}, 'w')"], "val_loss"), mark
+
+
+def looks(run: RunDir, number: int) -> Any:
+    """Never prunes; after `number` looks the training ends well."""
+    left = [number]
+
+    def prune(_: Sequence[float]) -> bool:
+        left[0] -= 1
+        if left[0] == 0:
+            run.scores.append({"step": 1, "val_loss": 0.5})
+            run.set_status("done", step=1)
+        return False
+
+    return prune
+
+
+def test_a_training_that_runs_already_is_followed_and_never_doubled(run: RunDir):
+    """A killed worker leaves it behind."""
+    followed, mark = training(run)
+    assert followed.follow(looks(run, 5)) == Ending("done", 0.5)
+    assert followed.child is None
+    assert not mark.exists()
+
+
+def test_a_training_of_another_machine_is_followed_while_it_beats_and_started_again_once_it_is_silent(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sweep_trial, "STALE_SECONDS", 0.25)
+    path = run.path / LEASE
+    elsewhere = {**json.loads(path.read_bytes()), "boot_id": "another"}
+    run.close()
+    beats = [8]
+
+    def prune(_: Sequence[float]) -> bool:
+        beats[0] -= 1
+        if beats[0] > 0:  # beats on for longer than it may be silent
+            path.write_text(json.dumps({**elsewhere, "beat": beats[0]}))
+            assert not mark.exists()
+        return False
+
+    followed, mark = training(run)
+    prune([])
+    ending = followed.follow(prune)
+    assert mark.exists()
+    assert ending.state == "failed", "what was started left the status as it was"

@@ -1,0 +1,148 @@
+"""Ancestry from save directories: who starts from whom, and what is wrong with a parent."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.config import Config
+from src.errors import ConfigError, DataError
+from src.experiments.identity import exp_id
+from src.files import new_directory, write_json
+from src.registry import RECIPES, Part
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.plan import Planned
+from src.runs.run_dir import RunDir
+from src.tables import lineage
+from src.tables.lineage import Edge, Lineage
+
+
+def child_of(*parents: dict[str, Any], seed: int = 0, which: str = "last") -> dict[str, Any]:
+    bases = [{"name": "experiment", "exp_id": exp_id(parent), "checkpoint": which} for parent in parents]
+    return {"recipe": "lm", "seed": seed, "model": {"name": "wrapper", "bases": bases}}
+
+
+OLD = {"recipe": "pretrain", "seed": 0}
+MIDDLE = child_of(OLD)
+YOUNG = child_of(MIDDLE, OLD)
+OTHER = {"recipe": "lm", "seed": 7}
+
+
+def make(runs: Path, exp: dict[str, Any], group: str = "g", state: str = "done", reason: str | None = None) -> str:
+    """A run with one step, its checkpoint, and a score."""
+    with RunDir.open(runs, exp, exp, facts={"groups": [group]}) as run:
+        with new_directory(checkpoints.folder(run.path, 1)) as folder:
+            write_json(folder / "model.json", exp.get("model", {}))
+        run.scores.append({"step": 1, "val_loss": 0.5, "grad_norm": 3.0})
+        run.set_status(state, step=1, **({"reason": reason} if reason else {}))  # type: ignore[arg-type]
+    return run.exp_id
+
+
+def states(found: Lineage) -> dict[str, str]:
+    return {name: node.state for name, node in found.nodes.items()}
+
+
+def test_ancestry_of_three_generations(tmp_path: Path):
+    old, middle, young = make(tmp_path, OLD, "first"), make(tmp_path, MIDDLE, "second"), make(tmp_path, YOUNG, "third")
+    found = lineage.build(tmp_path)
+    assert set(found.edges) == {Edge(middle, old, "last"), Edge(young, middle, "last"), Edge(young, old, "last")}
+    assert [edge.parent for edge in found.parents(young)] == [middle, old]
+    assert {edge.child for edge in found.children(old)} == {middle, young}
+    assert (found.problems, found.warnings) == ((), ())
+    node = found.nodes[middle]
+    assert (node.state, node.group, node.recipe, node.step, node.scores, node.reason) == ("done", "second", "lm", 1, {"val_loss": 0.5}, "")
+
+
+def test_the_checkpoint_that_was_taken_is_told(tmp_path: Path):
+    old = make(tmp_path, OLD)
+    child = make(tmp_path, child_of(OLD, which="best"))
+    found = lineage.build(tmp_path)
+    assert found.edges == (Edge(child, old, "best"),)
+    (problem,) = found.problems
+    assert problem.startswith(f"{child}: it starts from experiment {old}, which has no best checkpoint")
+
+
+def test_a_missing_and_a_failed_parent_are_named(tmp_path: Path):
+    middle = make(tmp_path, MIDDLE, state="failed", reason="out of memory")
+    young = make(tmp_path, YOUNG, state="stopped")
+    found = lineage.build(tmp_path)
+    assert states(found) == {middle: "failed", young: "stopped", exp_id(OLD): "missing"}
+    assert found.nodes[middle].reason == "out of memory"
+    assert found.nodes[exp_id(OLD)].reason == f"no directory in {tmp_path}"
+    told = sorted(found.problems)
+    assert len(told) == 3
+    assert any(line.startswith(f"{young}: it starts from experiment {middle}, which is failed, not done") for line in told)
+    assert any(line.startswith(f"{middle}: it starts from experiment {exp_id(OLD)}, which is neither in exp_configs.py") for line in told)
+
+
+@pytest.mark.parametrize("file", ["exp_dict.json", "status.json"])
+def test_a_damaged_directory_is_named_and_skipped(tmp_path: Path, file: str):
+    old, middle, other = make(tmp_path, OLD), make(tmp_path, MIDDLE), make(tmp_path, OTHER)
+    for damaged in (old, other):
+        (tmp_path / damaged / file).write_text("{")
+    found = lineage.build(tmp_path)
+    assert states(found) == {middle: "done", old: "damaged"}
+    assert len(found.warnings) == 2
+    assert f"{old}/{file}:1: not valid JSON" in found.nodes[old].reason
+    assert [f"{old}, which cannot be read" in problem for problem in found.problems] == ([True] if file == "status.json" else [])
+
+
+def test_what_is_planned_is_new_and_not_missing(tmp_path: Path):
+    part = Part(RECIPES, "lm", Config())
+    planned = {exp_id(e): Planned(exp_id(e), e, part, ("g",), f"g[{i}]") for i, e in enumerate((OLD, MIDDLE, YOUNG))}
+    make(tmp_path, MIDDLE, state="failed")
+    found = lineage.build(tmp_path, planned)
+    assert states(found) == {exp_id(MIDDLE): "failed", exp_id(OLD): "new", exp_id(YOUNG): "new"}
+    assert (found.nodes[exp_id(YOUNG)].recipe, found.nodes[exp_id(YOUNG)].group) == ("lm", "g")
+    assert [edge.parent for edge in found.parents(exp_id(YOUNG))] == [exp_id(MIDDLE), exp_id(OLD)]
+    assert any("has not been run" in problem and "--with-parents" in problem for problem in found.problems)
+    shutil.rmtree(tmp_path / exp_id(MIDDLE))
+    assert set(states(lineage.build(tmp_path / "nowhere", planned)).values()) == {"new"}
+
+
+def test_a_family_is_what_it_comes_from_and_what_came_from_it(tmp_path: Path):
+    names = [make(tmp_path, exp) for exp in (OLD, MIDDLE, YOUNG, OTHER, child_of(OLD, seed=3))]
+    old, middle, young, other, sister = names
+    make(tmp_path, child_of({"recipe": "lm", "seed": 99}))
+    found = lineage.build(tmp_path)
+    assert set(found.family([middle]).nodes) == {old, middle, young}
+    assert set(found.family([sister]).nodes) == {old, sister}
+    assert set(found.family([other]).nodes) == {other}
+    assert len(found.problems) == 1
+    assert found.family([middle]).problems == ()
+    assert found.family([middle]).edges == tuple(e for e in found.edges if e.child in (middle, young))
+
+
+def test_a_group_brings_its_ancestors(tmp_path: Path):
+    old, middle, _ = make(tmp_path, OLD, "first"), make(tmp_path, MIDDLE, "second"), make(tmp_path, OTHER, "apart")
+    found = lineage.build(tmp_path)
+    assert set(lineage.of_group(tmp_path, found, "second").nodes) == {old, middle}
+    with pytest.raises(ConfigError, match=r"unknown group 'secnd'\. Did you mean 'second'\?"):
+        lineage.of_group(tmp_path, found, "secnd")
+
+
+def test_an_id_may_be_cut_as_long_as_it_is_one(tmp_path: Path):
+    ids = [make(tmp_path, {"recipe": "lm", "seed": seed}) for seed in range(17)]  # two of 17 begin with the same of 16 characters
+    found = lineage.build(tmp_path)
+    assert found.find(ids[0][:12]) == ids[0]
+    with pytest.raises(ConfigError, match="17 experiments begin like that"):
+        found.find("")
+    with pytest.raises(ConfigError, match="--exp_id zz: no experiment among these 17 has"):
+        found.find("zz")
+
+
+def test_an_empty_folder_is_said(tmp_path: Path):
+    with pytest.raises(DataError, match="no runs in this folder"):
+        lineage.build(tmp_path)
+
+
+def test_a_long_chain(tmp_path: Path):
+    """No recursion: a thousand generations are as good as three."""
+    part = Part(RECIPES, "lm", Config())
+    planned, exp = {}, OLD
+    for _ in range(1500):
+        planned[exp_id(exp)] = Planned(exp_id(exp), exp, part, (), "")
+        exp = child_of(exp)
+    found = lineage.build(tmp_path, planned)
+    assert len(found.family([exp_id(OLD)]).nodes) == 1500

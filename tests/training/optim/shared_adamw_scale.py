@@ -1,0 +1,75 @@
+"""Run by two processes: FSDP2's parts are moved by the bits that whole tensors are, and go on from a checkpoint. Argument: a folder."""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from src import distributed
+from src.training.checkpointing import folder as checkpoint
+from src.training.monitoring import parameter_statistics
+from src.training.optim.adamw_scale import AdamWScale
+from src.training.parallel.copies import Copies
+from src.training.parallel.fsdp import _cut_like, _whole
+
+STEPS = 3
+
+
+def made(cut: bool) -> tuple[nn.Module, AdamWScale]:
+    """The same weights in every process. Of three rows one process has two, of one vector of length 1 one has nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
+    if cut:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model, AdamWScale(model.parameters(), 0.02, (0.9, 0.95), 1e-6, 0.1)
+
+
+def train(model: nn.Module, optimizer: AdamWScale, steps: range) -> list[parameter_statistics.Measured]:
+    """On the same input in every process, so that the mean of the gradients is that of one."""
+    for step in steps:
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(torch.randn(4, 7)).pow(2).sum().backward()
+        optimizer.step()
+    return parameter_statistics.gathered(parameter_statistics.weights(model, optimizer), model)
+
+
+def tensors(model: nn.Module, optimizer: AdamWScale) -> dict[str, Tensor]:
+    """Weights and the optimizer's state, whole; empty but on rank 0."""
+    return _whole({**dict(model.named_parameters()), **checkpoint.optimizer_tensors(model, optimizer)}, Copies())
+
+
+def main(folder: Path) -> None:
+    with distributed.session():
+        whole, cut = made(False), made(True)
+        of_whole, of_parts = train(*whole, range(STEPS)), train(*cut, range(STEPS))
+        wanted, found = tensors(*whole), tensors(*cut)
+        assert wanted.keys() == found.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor), name
+        for one, other in zip(of_parts, of_whole, strict=distributed.is_main()):
+            assert torch.allclose(one.sums, other.sums, rtol=1e-9, atol=0), f"{one.name} {one.context}"
+
+        def write() -> None:
+            save_file(checkpoint.optimizer_tensors(*whole), folder / checkpoint.OPTIMIZER)
+
+        distributed.from_main(write)
+        again, optimizer = made(True)
+        for parameter, value in zip(again.parameters(), whole[0].parameters(), strict=True):
+            parameter.data.copy_(_cut_like(parameter, value.detach()))
+        checkpoint.load_optimizer(folder, again, optimizer, _cut_like)
+        for model, its in (whole, (again, optimizer)):
+            train(model, its, range(STEPS, 2 * STEPS))
+        wanted, found = tensors(*whole), tensors(again, optimizer)
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor), f"{name} after a restart"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,65 @@
+"""AdamWScale: the formula, whole tensors and parts of them, and what it keeps."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from src.training.optim.adamw_scale import AdamWScale
+from tests import warm
+
+RATE, BETAS, EPSILON = 0.02, (0.9, 0.999), 1e-6
+
+
+def moved(optimizer: torch.optim.Optimizer, gradients: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient.clone()
+    optimizer.step()
+
+
+def test_the_first_step_of_the_worked_example():
+    weight = nn.Parameter(torch.full((2, 2), 2.0))
+    moved(AdamWScale([weight], RATE, BETAS, EPSILON), {weight: torch.full((2, 2), 0.5)})
+    # 0.02 · 2 · 1/(1 + 1e-6/(0.5 √0.001)): with a first gradient g, m/√v is (1 - β₁)/√(1 - β₂), whatever g
+    assert (weight.detach() - 2).flatten().tolist() == pytest.approx([-0.0399975] * 4, abs=2e-7)
+
+
+def reference(weight: list[float], gradients: list[list[float]], decay: float) -> list[float]:
+    """The formula of the class, number by number."""
+    first, second = [0.0] * len(weight), [0.0] * len(weight)
+    for t, gradient in enumerate(gradients, 1):
+        scale = max(1e-3, math.sqrt(sum(w * w for w in weight) / len(weight)))
+        rate = RATE * math.sqrt(1 - BETAS[1] ** t) / (1 - BETAS[0] ** t) * scale
+        for i, g in enumerate(gradient):
+            first[i] = BETAS[0] * first[i] + (1 - BETAS[0]) * g
+            second[i] = BETAS[1] * second[i] + (1 - BETAS[1]) * g * g
+            weight[i] -= rate * first[i] / (math.sqrt(second[i]) + EPSILON)
+            weight[i] -= RATE * decay * weight[i]
+    return weight
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize("size", [0.0, 1e-5, 3.0])
+def test_steps_are_those_of_the_formula(size: float, decay: float):
+    generator = torch.Generator().manual_seed(1)
+    weight = nn.Parameter(size * torch.randn(5, 3, generator=generator, dtype=torch.float64))
+    other = nn.Parameter(torch.ones(2))  # of another size, and without a gradient in the first step
+    optimizer = AdamWScale([{"params": [weight], "weight_decay": decay}, {"params": [other]}], RATE, BETAS, EPSILON)
+    gradients = [torch.randn(5, 3, generator=generator, dtype=torch.float64) for _ in range(4)]
+    wanted = reference(weight.flatten().tolist(), [gradient.flatten().tolist() for gradient in gradients], decay)
+    for t, gradient in enumerate(gradients):
+        moved(optimizer, {weight: gradient, **({other: torch.ones(2)} if t else {})})
+    assert weight.flatten().tolist() == pytest.approx(wanted, rel=1e-6, abs=1e-12)
+    assert other.tolist() == pytest.approx(reference([1.0] * 2, [[1.0] * 2] * 3, 0.0), rel=1e-6)
+
+
+def test_it_moves_a_tensor_a_thousand_times_as_large_a_thousand_times_as_far():
+    small, large = nn.Parameter(torch.full((3,), 0.01)), nn.Parameter(torch.full((3,), 10.0))
+    moved(AdamWScale([small, large], RATE, BETAS, EPSILON), {small: torch.ones(3), large: torch.ones(3)})
+    assert (large.detach() - 10) / (small.detach() - 0.01) == pytest.approx(torch.full((3,), 1000.0), rel=1e-4)
+
+
+def test_two_processes_with_parts_move_by_the_same_bits(tmp_path: Path):
+    assert warm.torchrun(Path(__file__).with_name("shared_adamw_scale.py"), [str(tmp_path)], 2, tmp_path / "log") == ""

@@ -1,0 +1,147 @@
+"""Learning rates and parameter groups."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from src import distributed
+from src.config import load
+from src.errors import ConfigError
+from src.training.config import LoopConfig
+from src.training.loss import causal_lm_loss, cross_entropy
+from src.training.optim.optimizers import adamw, learning_rate, made
+
+LOOP = {"steps": 100, "sequences_per_step": 2, "micro_batch": 2, "learning_rate": 0.5, "eval_every": 1}
+
+
+def loop(**changes: object) -> LoopConfig:
+    return load(LoopConfig, {**LOOP, **changes}, "loop")
+
+
+def test_warm_up_rises_in_a_line_and_linear_decays_to_zero():
+    rate = learning_rate(loop(schedule="linear", warmup_rate=0.1))
+    assert [rate(0), rate(5), rate(10), rate(55), rate(100)] == pytest.approx([0.0, 0.25, 0.5, 0.25, 0.0])
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    rate = learning_rate(loop(schedule="cosine"))
+    assert rate(25) == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.25)) / 2)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant_with_warmup", "inverse_sqrt"])
+def test_schedules_are_those_of_transformers(name: str):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = get_scheduler(name, optimizer, 10, 100)
+    rate = learning_rate(loop(schedule=name, warmup_rate=0.1))
+    for step in range(20):
+        assert rate(step) == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+
+
+def test_inverse_sqrt_with_a_full_start_is_the_schedule_of_t5():
+    rate = learning_rate(loop(schedule="inverse_sqrt", learning_rate=0.25, warmup_rate=0.16, warmup_start=1.0))
+    assert [rate(step) for step in (0, 1, 16, 17, 64, 100)] == pytest.approx([max(step, 16) ** -0.5 for step in (0, 1, 16, 17, 64, 100)])
+
+
+def test_cosine_with_both_ends_is_the_schedule_of_nanot5():
+    given = loop(schedule="cosine", learning_rate=2e-2, warmup_rate=0.2, warmup_start=0.5, final_rate=1e-5 / 2e-2)
+    warm_up = [0.01 + 0.01 * step / 20 for step in range(20)]
+    fall = [1e-5 + (2e-2 - 1e-5) * (1 + math.cos(math.pi * step / 80)) / 2 for step in range(81)]
+    assert list(map(learning_rate(given), range(101))) == pytest.approx(warm_up + fall)
+
+
+def test_linear_may_end_above_zero():
+    rate = learning_rate(loop(schedule="linear", warmup_rate=0.2, final_rate=0.1))
+    assert [rate(0), rate(10), rate(20), rate(60), rate(100)] == pytest.approx([0.0, 0.25, 0.5, 0.275, 0.05])
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "inverse_sqrt", "constant_with_warmup", "polynomial", "cosine_with_restarts"])
+def test_ends_that_are_not_given_change_no_bit(name: str):
+    placeholder = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    schedule: Any = get_scheduler(name, placeholder, 7, 100)
+    factor = schedule.lr_lambdas[0]
+    rate = learning_rate(loop(schedule=name, learning_rate=0.3, warmup_rate=0.07))
+    assert [rate(step) for step in range(101)] == [0.3 * factor(step) for step in range(101)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_scale", "adafactor"])
+def test_only_trained_matrices_decay(optimizer: str):
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+    model[2].requires_grad_(False)
+    its = made(model, loop(optimizer=optimizer, weight_decay=0.1))
+    decays = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in its.param_groups}
+    assert decays == {0.1: [(2, 2)], 0.0: [(2,), (2,), (2,)]}
+
+
+def test_loss_is_the_sum_over_targets():
+    logits = torch.tensor([[0.0, 0.0], [0.0, math.log(3.0)]])
+    assert cross_entropy(logits, torch.tensor([0, 1])).item() == pytest.approx(math.log(2) + math.log(4 / 3))
+
+
+class Bigram(nn.Module):
+    """Logits of the next token from a table over the last one."""
+
+    def __init__(self, table_VV: torch.Tensor) -> None:
+        super().__init__()
+        self.table_VV = nn.Parameter(table_VV)
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.table_VV[input_ids])
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_a_token_counts_where_the_mask_says_so_and_is_read_from_those_before(label_smoothing: float):
+    model = Bigram(torch.randn(5, 5))
+    ids = torch.tensor([[1, 2, 3, 4], [4, 0, 0, 0]])
+    mask = torch.tensor([[False, True, False, True], [False, True, False, False]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(mask), "loss_mask": mask}
+    log_VV = model.table_VV.log_softmax(-1)
+    smooth = label_smoothing / 5
+    by_token = [-(1 - label_smoothing) * log_VV[a, b] - smooth * log_VV[a].sum() for a, b in [(1, 2), (3, 4), (4, 0)]]
+    wanted = torch.stack(by_token).sum()
+    loss = causal_lm_loss(model, batch, label_smoothing)
+    assert loss.item() == pytest.approx(wanted.item())
+    (gradient,), (by_hand,) = (torch.autograd.grad(value, list(model.parameters()), retain_graph=True) for value in (loss, wanted))
+    torch.testing.assert_close(gradient, by_hand)
+
+
+def test_a_step_is_a_whole_number_of_micro_batches():
+    with pytest.raises(ConfigError, match=r"loop: sequences_per_step = 10 is not a multiple of micro_batch = 4"):
+        loop(sequences_per_step=10, micro_batch=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"schedule": "constant", "warmup_rate": 0.1}, "schedule 'constant' has no warm-up"),
+        ({"warmup_start": 0.5}, "warmup_start is where a warm-up begins, and there is none: give warmup_rate, or leave warmup_start out"),
+        ({"warmup_start": 0.5, "warmup_rate": 0.001}, "warmup_start is where a warm-up begins, and there is none"),
+        *(
+            ({"schedule": name, "final_rate": 0.1}, f"final_rate is where 'linear' and 'cosine' end; schedule '{name}' would ignore it")
+            for name in ("constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts")
+        ),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_refused(given: dict[str, float | str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        loop(**given)
+
+
+def test_processes_must_share_a_step_evenly(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert distributed.world_size() == 3
+    with pytest.raises(ConfigError, match="make 4 micro-batches a step, which 3 processes cannot share evenly"):
+        loop(sequences_per_step=8, micro_batch=2).check({"val_loss"})
+
+
+def test_only_a_lone_process_on_a_cpu_takes_the_fused_kernel(monkeypatch):
+    model = nn.Linear(2, 2)
+    assert all(group["fused"] for group in adamw(model, loop()).param_groups)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not any(group["fused"] for group in adamw(model, loop()).param_groups)

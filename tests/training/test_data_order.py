@@ -1,0 +1,122 @@
+"""Data order is a pure function of (seed, step): each sample once an epoch, for every world size and after every restart."""
+
+import random
+from collections.abc import Sequence
+from itertools import islice
+
+import pytest
+
+from src.runs.history.branches import Branch
+from src.training.data_order import Share, micro_batches, noise_seed, samples
+
+
+def test_each_epoch_is_a_permutation_of_its_own():
+    stream = list(islice(samples(seed=3, num_samples=10, first=0), 30))
+    epochs = [[index for epoch, index in stream if epoch == e] for e in range(3)]
+    assert [sorted(indices) for indices in epochs] == [list(range(10))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_another_seed_is_another_order():
+    assert list(islice(samples(0, 100, 0), 100)) != list(islice(samples(1, 100, 0), 100))
+
+
+@pytest.mark.parametrize("first", [0, 1, 9, 10, 25])
+def test_the_order_does_not_depend_on_where_one_starts(first: int):
+    whole = list(islice(samples(7, 10, 0), 40))
+    assert list(islice(samples(7, 10, first), 40 - first)) == whole[first:]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_ranks_together_read_the_positions_of_each_step_once(world_size: int):
+    def read(rank: int, first_step: int, steps: int) -> list[list[tuple[int, int]]]:
+        share = Share(per_step=8, micro_batch=2, rank=rank, world_size=world_size)
+        return list(islice(micro_batches(0, 50, first_step, share), steps * 4 // world_size))
+
+    per_rank = [read(rank, first_step=5, steps=3) for rank in range(world_size)]
+    interleaved = [batch for group in zip(*per_rank, strict=True) for batch in group]
+    assert [key for batch in interleaved for key in batch] == list(islice(samples(0, 50, first=40), 24))
+
+
+def test_noise_differs_by_seed_step_and_micro_batch():
+    seeds = {noise_seed(s, t, m) for s in range(4) for t in range(10) for m in range(8)}
+    assert len(seeds) == 4 * 10 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def keys(branches: Sequence[Branch], first: int, last: int, num_samples: int = 50, world_size: int = 1) -> list[list[tuple[int, int]]]:
+    """What each of the steps after `first` up to `last` reads."""
+    per_step = 4
+    read = []
+    for rank in range(world_size):
+        share = Share(per_step=per_step, micro_batch=2, rank=rank, world_size=world_size)
+        read.append(list(islice(micro_batches(3, num_samples, first, share, branches), (last - first) * 2 // world_size)))
+    flat = [key for group in zip(*read, strict=True) for batch in group for key in batch]
+    return [flat[i : i + per_step] for i in range(0, len(flat), per_step)]
+
+
+def drawn(draw: random.Random) -> list[Branch]:
+    """A chain of one to four rewinds."""
+    steps = sorted(draw.sample(range(1, 60), draw.randint(1, 4)))
+    return [
+        Branch(number=number, from_step=step, data=draw.choice(["same", "reshuffle", "reshuffle", f"skip:{draw.randint(1, 20)}"]))
+        for number, step in enumerate(steps, start=1)
+    ]
+
+
+def test_a_branch_that_changes_no_data_reads_the_same():
+    assert keys([Branch(number=1, from_step=5, data="same")], 0, 40) == keys([], 0, 40)
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_after_any_rewinds_the_order_does_not_depend_on_where_one_starts_or_how_many_read(case: int):
+    draw = random.Random(case)
+    branches, num_samples = drawn(draw), draw.choice([13, 50, 64, 300])
+    whole = keys(branches, 0, 80, num_samples)
+    for first in [branches[-1].from_step, *draw.sample(range(80), 5)]:
+        assert keys(branches, first, 80, num_samples) == whole[first:]
+    assert keys(branches, 0, 80, num_samples, world_size=2) == whole
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_what_was_trained_before_a_rewind_stays_and_no_sample_is_read_twice_in_an_epoch(case: int):
+    draw = random.Random(case)
+    branches, num_samples = drawn(draw), draw.choice([13, 50, 64, 300])
+    whole = keys(branches, 0, 80, num_samples)
+    for count in range(len(branches)):
+        first = branches[count].from_step
+        assert keys(branches[:count], 0, first, num_samples) == whole[:first]
+    flat = [key for step in whole for key in step]
+    assert len(set(flat)) == len(flat)
+    if not any(branch.skipped_steps for branch in branches):
+        for epoch in range(len(flat) // num_samples):
+            assert sorted(index for e, index in flat if e == epoch) == list(range(num_samples))
+
+
+def test_a_reshuffle_reorders_what_is_left_of_its_epoch_and_nothing_else():
+    before = [key for step in keys([], 0, 40, 50) for key in step]
+    after = [key for step in keys([Branch(number=1, from_step=15, data="reshuffle")], 0, 40, 50) for key in step]
+    assert after[:60] == before[:60]
+    assert after[60:100] != before[60:100]
+    assert set(after[60:100]) == set(before[60:100])
+    assert after[100:] == before[100:], "later epochs are as they would have been"
+
+
+def test_each_reshuffle_is_another_order():
+    orders = [keys([Branch(number=number, from_step=5, data="reshuffle")], 5, 12) for number in range(1, 5)]
+    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
+
+
+def test_a_skip_passes_over_the_data_of_so_many_steps():
+    plain = keys([], 0, 60)
+    assert keys([Branch(number=1, from_step=10, data="skip:7")], 0, 40) == [*plain[:10], *plain[17:47]]
+    two = [Branch(number=1, from_step=10, data="skip:7"), Branch(number=2, from_step=12, data="skip:3")]
+    assert keys(two, 0, 40) == [*plain[:10], *plain[17:19], *plain[22:50]]
+
+
+def test_a_reshuffle_after_a_skip_leaves_what_was_skipped_out():
+    branches = [Branch(number=1, from_step=2, data="skip:3"), Branch(number=2, from_step=4, data="reshuffle")]
+    flat = [key for step in keys(branches, 0, 10, 50) for key in step]
+    skipped = [key for step in keys([], 2, 5, 50) for key in step]
+    assert not set(flat[:38]) & set(skipped)
+    assert len(set(flat[:38])) == 38  # 50 samples of the first epoch without the 12 that were passed over

@@ -1,0 +1,67 @@
+"""Which step is best, and early stopping."""
+
+import pytest
+
+from src.config import load
+from src.errors import ConfigError
+from src.training.config import LoopConfig
+from src.training.model_selection import Selection
+
+LOOP = {"steps": 10, "sequences_per_step": 2, "micro_batch": 2, "learning_rate": 0.1, "eval_every": 1}
+
+
+def selection(**changes: object) -> Selection:
+    return Selection(load(LoopConfig, {**LOOP, **changes}, "loop"))
+
+
+def follow(chosen: Selection, values: list[float], metric: str = "val_loss") -> list[bool]:
+    stops = []
+    for step, value in enumerate(values, start=1):
+        chosen.update(step, {metric: value})
+        stops.append(chosen.stop())
+    return stops
+
+
+def test_the_lowest_loss_is_the_best():
+    chosen = selection()
+    assert follow(chosen, [3.0, 2.0, 2.5, 2.0]) == [False] * 4
+    assert (chosen.best_step, chosen.best_value) == (2, 2.0)
+
+
+def test_the_highest_score_is_the_best_with_mode_max():
+    chosen = selection(best_metric="em", best_mode="max")
+    follow(chosen, [0.1, 0.4, 0.3], metric="em")
+    assert chosen.best_step == 2
+
+
+def test_stops_after_patience_evaluations_without_gain():
+    chosen = selection(early_stopping={"patience": 2})
+    assert follow(chosen, [3.0, 2.0, 2.1, 1.9, 1.95, 1.9]) == [False, False, False, False, False, True]
+
+
+def test_a_gain_below_min_gain_uses_up_patience_but_is_still_the_best():
+    chosen = selection(early_stopping={"patience": 2, "min_gain": 0.5})
+    assert follow(chosen, [3.0, 2.9, 2.8]) == [False, False, True]
+    assert chosen.best_step == 3
+
+
+def test_a_restored_selection_goes_on_as_if_never_stopped():
+    first, second = selection(early_stopping={"patience": 2}), selection(early_stopping={"patience": 2})
+    follow(first, [3.0, 3.1])
+    second.restore(first.state())
+    first.update(3, {"val_loss": 3.2})
+    second.update(3, {"val_loss": 3.2})
+    assert second.stop() is first.stop() is True
+    assert second.state() == first.state()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_no_gain(bad: float):
+    chosen = selection(early_stopping={"patience": 2})
+    assert follow(chosen, [bad, 3.0, bad, bad]) == [False, False, False, True]
+    assert (chosen.best_step, chosen.best_value) == (2, 3.0)
+
+
+def test_a_metric_that_is_not_measured_is_named():
+    with pytest.raises(ConfigError, match=r"loop\.best_metric: the evaluation has no 'f1'\. It has: em, val_loss\."):
+        selection(best_metric="f1").update(1, {"val_loss": 1.0, "em": 0.0})
