@@ -444,7 +444,7 @@ def test_each_job_has_its_own_processes_and_environment(world: World):
 PARENT = """
     import json, signal, sys
     from pathlib import Path
-    from src.launch import local
+    from src.launch.local import launcher as local
     from src.launch.job import Job
     here = Path(sys.argv[1])
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored

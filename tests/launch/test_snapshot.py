@@ -42,7 +42,7 @@ def names(folder: Path) -> set[str]:
     return found - {"manifest.json", "snapshot.json"}
 
 
-CODE = {"trainval.py", "src/data/text/tokenizers.py", "run.sh"}
+CODE = {"trainval.py", "src/data/tokenizers.py", "run.sh"}
 
 
 @pytest.mark.parametrize("with_git", [True, False])
