@@ -61,7 +61,7 @@ class World:
 
     def scheduler(self, name: str = "one") -> int:
         """Its process id."""
-        marked = f"local_scheduler\0{self.submissions / name}\0".encode()
+        marked = f"local.scheduler\0{self.submissions / name}\0".encode()
         found = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal() and marked in read(p / "cmdline")]
         assert len(found) == 1
         return found[0]
