@@ -225,7 +225,7 @@ def carry_out(item: Any, run: Any) -> None:
     try:
         try:
             distributed.heed()
-            item.recipe(run)
+            item.recipe.run(run)
         finally:
             distributed.defer()  # no signal keeps the status from being written
     except KeyboardInterrupt:

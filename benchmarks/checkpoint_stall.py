@@ -27,7 +27,8 @@ import exp_configs
 from src.config import Places
 from src.data.text import tokenizers
 from src.experiments.grid import set_path
-from src.registry import load_experiment, resolved
+from src.interfaces import load_experiment
+from src.registry import resolved
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training.checkpointing.background import Writer
@@ -72,7 +73,7 @@ def timed(standing: list[float]) -> Iterator[None]:
 def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, float, float, int]:
     """The model, seconds of the second half of the steps, seconds in one `save` of them, and bytes of a checkpoint."""
     recipe = load_experiment(exp, "benchmark")
-    config: Any = recipe.config
+    config: Any = recipe
     half, began, ended = config.loop.steps // 2, 0.0, 0.0
     calls, standing = 0, []
 
@@ -91,9 +92,9 @@ def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, floa
     with tempfile.TemporaryDirectory(dir=data) as folder, timed(standing), waiting() if mode == "waiting" else contextlib.nullcontext():
         places = Places(data, Path(folder))
         torch.manual_seed(0)
-        model = config.model(places)
+        model = config.model.build(places)
         tokenizer = tokenizers.load(model.name_or_path)
-        train = config.data(places, tokenizer, "train", config.seed)
+        train = config.data.build(places, tokenizer, "train", config.seed)
         with RunDir.open(places.runs, exp, resolved(recipe, key="recipe")) as run_dir:
             options = Options(log_every=config.loop.steps if mode == "none" else half // 2, statistics_every=0)
             fit(Task(model, About({}, tokenizer), train, {}, loss, evaluate), Run(run_dir, places, options), config.loop, config.seed)

@@ -19,11 +19,12 @@ from typing import Any, get_args
 import torch
 
 from src.config import Places
-from src.evaluation.generation import Respondent
+from src.evaluation.generation import AnswerGenerator
+from src.interfaces import load_experiment
 from src.metrics import answers as answered
 from src.models.cross_attention.context_cache import ContextCache, Dtype
 from src.models.load import load
-from src.registry import METRICS, bind, load_experiment
+from src.registry import METRICS, bind
 
 PLENTY = 10**12
 
@@ -46,11 +47,11 @@ class Cached:
         return self._model.generate(context_hidden=context.hidden, context_mask=context.mask, **kwargs)
 
 
-def answers(who: Respondent, questions: Sequence[int], new_tokens: int, metrics: Sequence[Any]) -> tuple[list[str], dict[str, float]]:
+def answers(who: AnswerGenerator, questions: Sequence[int], new_tokens: int, metrics: Sequence[Any]) -> tuple[list[str], dict[str, float]]:
     """Predictions and their scores over all."""
-    predictions = [text for some in who.rounds(questions, new_tokens) for text in some]
-    found = answered.scores(metrics, who.answered(questions, predictions))
-    return predictions, {name: value for name, value in found.items() if "/" not in name}
+    texts = [text for batch in who.batches(questions, new_tokens) for text, _ in batch]
+    found = answered.scores(metrics, who.predictions(questions, texts))
+    return texts, {name: value for name, value in found.items() if "/" not in name}
 
 
 def main() -> None:
@@ -65,8 +66,8 @@ def main() -> None:
     torch.set_num_threads(1)
     places = Places(args.data_path, args.savedir_base)
     model, tokenizer = load(args.run, places)
-    config: Any = load_experiment(json.loads((args.run / "exp_dict.json").read_text()), args.run.name).config
-    data = config.data(places, tokenizer, "val", config.seed)
+    config: Any = load_experiment(json.loads((args.run / "exp_dict.json").read_text()), args.run.name)
+    data = config.data.build(places, tokenizer, "val", config.seed)
     questions = range(min(args.questions, data.num_questions))
     new_tokens = config.answers.max_new_tokens if config.answers else 16
     metrics = config.answers.metrics if config.answers else [bind(METRICS, {"name": "squad"})]
@@ -76,7 +77,7 @@ def main() -> None:
             cache = ContextCache(Path(folder, dtype), model, PLENTY, dtype) if dtype else None
             for turn in ("encoded",) if cache is None else ("put", "read"):
                 cached = Cached(model, cache)
-                who = Respondent(cached, data, tokenizer, args.batch_size, torch.device("cpu"))
+                who = AnswerGenerator(cached, data, tokenizer, args.batch_size, torch.device("cpu"))
                 predictions, scores = answers(who, questions, new_tokens, metrics)
                 exact = exact or predictions
                 differ = sum(one != other for one, other in zip(predictions, exact, strict=True))

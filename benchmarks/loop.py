@@ -38,7 +38,8 @@ from src import distributed
 from src.config import Places
 from src.data.text import tokenizers
 from src.experiments.grid import changed, parse_assignment
-from src.registry import Part, load_experiment, resolved
+from src.interfaces import RecipeConfig, load_experiment
+from src.registry import resolved
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training import data_order, loader
@@ -87,7 +88,7 @@ class Work:
 
     model: Any
     train: Any
-    recipe: Part
+    recipe: RecipeConfig
     exp: dict[str, Any]
     places: Places
     clock: Clock
@@ -96,7 +97,7 @@ class Work:
     @property
     def config(self) -> Any:
         """The experiment's."""
-        return self.recipe.config
+        return self.recipe
 
 
 def bare(work: Work) -> None:
@@ -211,14 +212,14 @@ def round_of(names: list[str], exp: dict[str, Any], loss: Loss, data: Path) -> d
     Where there are several processes, those of rank 0: all wait for each other in each step.
     """
     recipe = load_experiment(exp, "benchmark")
-    config: Any = recipe.config
+    config: Any = recipe
     turns, clocks, works = Turns(), {}, []
     with tempfile.TemporaryDirectory() as own:
         places = Places(data, Path(distributed.from_main(lambda: own)))
         for name in names:
             torch.manual_seed(0)
-            model = config.model(places)
-            train = config.data(places, tokenizers.load(model.name_or_path), "train", config.seed)
+            model = config.model.build(places)
+            train = config.data.build(places, tokenizers.load(model.name_or_path), "train", config.seed)
             clocks[name] = Clock(config.loop.steps, model, turns)
             works.append(partial(WAYS[name], Work(model, train, recipe, exp, places, clocks[name], loss)))
         turns.run(works)

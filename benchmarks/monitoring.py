@@ -22,7 +22,8 @@ import exp_configs
 from src.config import Places
 from src.data.text import tokenizers
 from src.experiments.grid import set_path
-from src.registry import load_experiment, resolved
+from src.interfaces import load_experiment
+from src.registry import resolved
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training.checkpointing.folder import About
@@ -36,13 +37,13 @@ ROOT = Path(__file__).resolve().parents[1]
 def trained(exp: dict[str, Any], data: Path, every: int, rows: int) -> tuple[torch.nn.Module, float, float]:
     """The model, tokens/s of the steps since the last row but one, and seconds of the processor for all."""
     recipe = load_experiment(exp, "benchmark")
-    config: Any = recipe.config
+    config: Any = recipe
     with tempfile.TemporaryDirectory() as folder:
         places = Places(data, Path(folder))
         torch.manual_seed(0)
-        model = config.model(places)
+        model = config.model.build(places)
         tokenizer = tokenizers.load(model.name_or_path)
-        train = config.data(places, tokenizer, "train", config.seed)
+        train = config.data.build(places, tokenizer, "train", config.seed)
         with RunDir.open(places.runs, exp, resolved(recipe, key="recipe")) as run_dir:
             run = Run(run_dir, places, Options(log_every=rows, statistics_every=every))
             task = Task(model, About({}, tokenizer), train, {}, causal_lm_loss, lambda _: {"val_loss": 0.0})

@@ -19,7 +19,7 @@ import trainval
 from src.config import Places
 from src.data.text import tokenizers
 from src.experiments.identity import exp_id
-from src.registry import load_experiment
+from src.interfaces import load_experiment
 from src.runs.scores import parse_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,8 +33,8 @@ def targets(data: Any) -> np.ndarray:
 
 def unigram_loss(config: Any, places: Places) -> float:
     """Mean negative log-probability of the validation targets."""
-    tokenizer = tokenizers.load(places.data / config.model.config.random.tokenizer)
-    train, val = (targets(config.data(places, tokenizer, split, config.seed)) for split in ("train", "val"))
+    tokenizer = tokenizers.load(places.data / config.model.random.tokenizer)
+    train, val = (targets(config.data.build(places, tokenizer, split, config.seed)) for split in ("train", "val"))
     counts = np.bincount(train, minlength=len(tokenizer)) + 1
     return float(-np.log(counts / counts.sum())[val].mean())
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--data_path", type=Path, default=ROOT / "results" / "data")
     args = parser.parse_args()
     (exp,) = exp_configs.EXP_GROUPS[GROUP]
-    config: Any = load_experiment(exp, GROUP).config
+    config: Any = load_experiment(exp, GROUP)
     with tempfile.TemporaryDirectory() as runs:
         began = time.perf_counter()
         assert trainval.main(["-e", GROUP, "--data_path", str(args.data_path), "--savedir_base", runs]) == 0

@@ -55,7 +55,7 @@ def fill(options: argparse.Namespace) -> tuple[context_cache.ContextCache, disti
     base = encoding_options.model(options)
     encoding_options.architecture(base, places, rules)
     inputs, _ = encoding_options.inputs(base, places, rules)
-    cache = context_cache.ContextCache(options.cache, base(places).to(device).eval(), options.max_bytes, options.dtype)
+    cache = context_cache.ContextCache(options.cache, base.build(places).to(device).eval(), options.max_bytes, options.dtype)
     counts = distinct_inputs.Counts()
     for batch in distinct_inputs.batches(distinct_inputs.missing(source, inputs, set(), counts), options.batch_size):
         ids = torch.zeros(len(batch), 1, max(map(len, batch)), dtype=torch.int64)

@@ -11,7 +11,9 @@ from src.data.qa import encoded_store, questions, templates
 from src.data.qa.encoder_inputs import EncoderInputs, Rules, TooLong
 from src.data.text import tokenizers
 from src.errors import ConfigError
-from src.registry import CROSS_ATTENTION, DECODER, MODELS, Part, bind, kind_of, require_kind
+from src.interfaces import ModelConfig
+from src.kinds import CROSS_ATTENTION, DECODER
+from src.registry import MODELS, bind
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +40,7 @@ def require_positive(options: argparse.Namespace, *names: str) -> None:
             raise ConfigError(f"--{name}: expected at least 1, got {given}.")
 
 
-def model(options: argparse.Namespace) -> Part:
+def model(options: argparse.Namespace) -> ModelConfig:
     """The base."""
     raw: dict[str, Any] = {"name": "hf", "path": options.embedding_model, "dtype": options.model_dtype}
     if re.fullmatch(r"[0-9a-f]{32}", options.embedding_model):
@@ -52,20 +54,20 @@ def rules(options: argparse.Namespace) -> Rules:
     return Rules(options.maximum_input_length, *given)
 
 
-def architecture(base: Part, places: Places, rules: Rules) -> tuple[dict[str, Any], int]:
+def architecture(base: ModelConfig, places: Places, rules: Rules) -> tuple[dict[str, Any], int]:
     """Identity and hidden size of the base.
 
     Raises:
         ConfigError: it is no decoder, has no weights yet, is of no known family, or reads fewer tokens than `rules` allow.
     """
-    base.ask("check", places)
+    base.check(places)
     try:
-        require_kind(base, DECODER, places, "--embedding_model")
+        base.require_kind(DECODER, places, "--embedding_model")
     except ValueError as error:
-        inside = encoded_store.identity(base, places) if kind_of(base, places) == CROSS_ATTENTION else None
+        inside = encoded_store.identity(base, places) if base.kind(places) == CROSS_ATTENTION else None
         advice = f" What encodes its contexts is {encoded_store.described(inside)}: name that." if inside else ""
         raise ConfigError(f"{error}{advice}") from None
-    sizes, who = base.ask("architecture", places), encoded_store.identity(base, places)
+    sizes, who = base.architecture(places), encoded_store.identity(base, places)
     if who is None:
         raise ConfigError(f"{base.name}: not trained yet, so there is nothing to encode with. Train it first.")
     if sizes is None:
@@ -94,20 +96,20 @@ def device(named: str | None) -> str:
     return chosen
 
 
-def inputs(base: Part, places: Places, rules: Rules) -> tuple[EncoderInputs, str]:
+def inputs(base: ModelConfig, places: Places, rules: Rules) -> tuple[EncoderInputs, str]:
     """What writes the encoder inputs with the base's tokenizer, and the digest of that.
 
     Raises:
         DataError: the tokenizer cannot be had.
         ConfigError: the template alone takes all the tokens.
     """
-    tokenizer = tokenizers.load(base.ask("tokenizer", places) or _named(base, places))
+    tokenizer = tokenizers.load(base.tokenizer_folder(places) or _named(base, places))
     prompter = templates.Prompter(tokenizers.Encoder(tokenizer), rules.template)
     questions.require_room("context_tokens", rules.context_tokens, prompter.fixed_context_tokens + 1)
     return EncoderInputs(prompter, rules), encoded_store.tokenizer_digest(tokenizer)
 
 
-def _named(base: Part, places: Places) -> str | Path:
+def _named(base: ModelConfig, places: Places) -> str | Path:
     """The folder below the prepared data that the base is named by, else its path or hub id."""
-    path: str = base.config.path  # type: ignore[attr-defined]  hf has one
+    path: str = base.path  # type: ignore[attr-defined]  hf has one
     return places.data / path if os.path.isdir(places.data / path) else path

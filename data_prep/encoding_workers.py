@@ -18,7 +18,7 @@ from src.config import Places
 from src.data.qa.encoded_shards import Writer
 from src.data.qa.encoded_store import key_of
 from src.errors import RunError, UserError
-from src.registry import Part
+from src.interfaces import ModelConfig
 
 log = logging.getLogger(__name__)
 Batch = Sequence[Sequence[int]]
@@ -31,7 +31,7 @@ _REPORT_SECONDS = 10.0
 class Job:
     """What every worker must know."""
 
-    model: Part
+    model: ModelConfig
     places: Places
     folder: Path
     """Of the store."""
@@ -87,7 +87,7 @@ class Encoding:
 
     def _load(self) -> None:
         job = self._job
-        self._model = job.model(job.places).to(self._device).eval()
+        self._model = job.model.build(job.places).to(self._device).eval()
         self._writer = Writer(job.folder, uuid.uuid4().hex[:12], job.hidden_size, job.dtype)
 
 

@@ -27,7 +27,7 @@ from src.data import jsonl
 from src.data.qa import encoded_shards, encoded_store
 from src.data.qa.encoder_inputs import Rules
 from src.errors import ConfigError, DataError, UserError
-from src.registry import Part
+from src.interfaces import ModelConfig
 
 COMMAND = "python -m data_prep.preproc_nq"
 PROCESSED = "processed_data"
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class Request:
     """What to encode, by what, and where."""
 
-    model: Part
+    model: ModelConfig
     places: Places
     corpus: str
     rules: Rules
@@ -111,7 +111,7 @@ def prepare(request: Request) -> distinct_inputs.Counts:
 
 def folder_of(request: Request) -> Path:
     """Where the rows and their states are written."""
-    config = request.model.config
+    config = request.model
     name = getattr(config, "exp_id", None) or Path(config.path).name  # type: ignore[attr-defined]  hf has one
     return request.places.data / PROCESSED / name / request.corpus
 
@@ -137,7 +137,7 @@ def _finish(folder: Path, store: dict[str, Any], made: dict[str, Any], source: P
 def _link(request: Request) -> None:
     """Let the names of models and tokenizers lead from beside the encoded corpus to where they are: --data_path will be there."""
     data, beside = request.places.data, folder_of(request).parent
-    names = {path.parent.name for path in data.glob("*/tokenizer.json")} | {getattr(request.model.config, "path", "")}
+    names = {path.parent.name for path in data.glob("*/tokenizer.json")} | {getattr(request.model, "path", "")}
     for name in sorted(names):
         link = beside / name
         if name and not Path(name).is_absolute() and (data / name).is_dir() and not link.exists():

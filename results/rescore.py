@@ -15,9 +15,10 @@ from results.table import draw_rich, markdown
 from src.config import Problems, join, unknown_text
 from src.errors import ConfigError, DataError, UserError
 from src.files import reading
+from src.interfaces import MetricConfig
 from src.metrics import answers as answered
-from src.metrics.answers import PREDICTION, Answered
-from src.registry import METRICS, Part, bind
+from src.metrics.answers import PREDICTION, Prediction
+from src.registry import METRICS, bind
 
 _FIELDS = {"question": str, "context": str, "answer": str, "dataset": str, PREDICTION: str}
 _LISTS = ("answers", "contexts_list")
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         metrics = [_metric(text) for text in options.metrics]
-        listed = answered.listed(options.index_file) if options.index_file else None
+        listed = answered.read_row_indices(options.index_file) if options.index_file else None
         tables = {}
         for file in [file for path in options.files for file in _files(path)]:
             answers = chosen(read(file), file, options.datasets, listed)
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read(file: Path) -> list[Answered]:
+def read(file: Path) -> list[Prediction]:
     """The answers in a file.
 
     Raises:
@@ -65,7 +66,7 @@ def read(file: Path) -> list[Answered]:
     return [answered.of_row(row, row[PREDICTION]) for row in rows]
 
 
-def chosen(answers: Sequence[Answered], file: Path, datasets: Sequence[str] | None, listed: Sequence[int] | None) -> list[Answered]:
+def chosen(answers: Sequence[Prediction], file: Path, datasets: Sequence[str] | None, listed: Sequence[int] | None) -> list[Prediction]:
     """Those at the places `listed`, and of these the ones whose source is one of `datasets`. None: all.
 
     Raises:
@@ -76,14 +77,14 @@ def chosen(answers: Sequence[Answered], file: Path, datasets: Sequence[str] | No
     for name in datasets or ():
         if name not in known:
             raise ConfigError(f"{file}: --datasets: {unknown_text('source', name, known)}")
-    places = answered.chosen(lambda i: answers[i].source, len(answers), listed, datasets, f"{file}: --index_file")
+    places = answered.select_rows(lambda i: answers[i].source, len(answers), listed, datasets, f"{file}: --index_file")
     found = [answers[place] for place in places]
     if not found:
         raise DataError(f"{file}: no row is left of {len(answers)}.")
     return found
 
 
-def scored(metrics: Sequence[Part], answers: Sequence[Answered], best_answer: bool) -> dict[str, dict[str, float]]:
+def scored(metrics: Sequence[MetricConfig], answers: Sequence[Prediction], best_answer: bool) -> dict[str, dict[str, float]]:
     """{"all": {"rows": …, "em": …}, "nq": …}; sources only where there are several."""
     tables: dict[str, dict[str, float]] = {"all": {"rows": len(answers)}}
     for name, value in answered.scores(metrics, answers, best_answer).items():
@@ -93,7 +94,7 @@ def scored(metrics: Sequence[Part], answers: Sequence[Answered], best_answer: bo
     return tables
 
 
-def _metric(text: str) -> Part:
+def _metric(text: str) -> MetricConfig:
     """A name of METRICS, or a dict with one in JSON."""
     raw: Any = {"name": text}
     if text.startswith("{"):

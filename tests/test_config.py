@@ -1,15 +1,19 @@
 """Dicts become typed configs, and every mistake is named by its path."""
 
+import sys
 from functools import partial
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, model_validator
 
 from src import config as configs
+from src import registry
 from src.config import Config, dotted, join, load, unknown
 from src.errors import ConfigError
-from src.registry import Part, Table, bind, canonical, load_experiment, resolved
+from src.interfaces import Component, load_experiment
+from src.registry import ComponentTable, bind, canonical, resolved
 
 
 class Loop(Config):
@@ -191,64 +195,44 @@ def test_join(head: str, tail: str, path: str):
 # Parts: a table of their own, whose modules are made in the test
 
 
-class Leaf(Config):
+class Leaf(Component):
     width: float = Field(default=1.0, gt=0)
     note: str | None = None
 
 
-def build(config: Leaf, times: int) -> float:
-    return config.width * times
-
-
-def size(config: Leaf) -> float:
-    return config.width
-
-
 @pytest.fixture
-def things(make_module) -> Table:
+def things(monkeypatch: pytest.MonkeyPatch) -> ComponentTable:
     """Two entries: a leaf, and a wrapper whose `base` is again one of the two."""
-    table = Table("thing", "build", {"leaf": "made_leaf", "wrap": "made_wrap"})
+    table = ComponentTable("thing", {"leaf": "made_leaf", "wrap": "made_wrap"})
 
-    Thing = Annotated[Part, PlainValidator(partial(bind, table)), PlainSerializer(resolved)]  # as src/registry.py does it
+    Thing = Annotated[Component, PlainValidator(partial(bind, table)), PlainSerializer(resolved)]  # as src/interfaces.py does it
 
-    class Wrap(Config):
+    class Wrap(Component):
         base: Thing
         parts: list[Thing] = []
         rank: int = Field(default=8, gt=0)
 
-    make_module("made_leaf", Config=Leaf, build=build, size=size)
-    make_module("made_wrap", Config=Wrap, build=lambda config: [config.rank, config.base(2)])
+    for name, cls in (("made_leaf", Leaf), ("made_wrap", Wrap)):
+        module = ModuleType(name)
+        vars(module)["Config"] = cls
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(cls, "__module__", name)
+    monkeypatch.setattr(registry, "TABLES", (*registry.TABLES, table))
     return table
 
 
-@pytest.fixture
-def make_module(monkeypatch):
-    import sys
-    from types import ModuleType
-
-    def make(name: str, **members: Any) -> None:
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
-
-    return make
-
-
-def problems(table: Table, raw: Any) -> list[tuple[str, str]]:
+def problems(table: ComponentTable, raw: Any) -> list[tuple[str, str]]:
     with pytest.raises(configs.Problems) as caught:
         bind(table, raw)
     return caught.value.found
 
 
-def test_a_part_is_called_for_its_verb(things: Table):
+def test_a_component_is_its_config_and_knows_its_name(things: ComponentTable):
     part = bind(things, {"name": "wrap", "base": {"name": "leaf", "width": 2}, "rank": 4})
-    assert part() == [4, 4.0]
-    size_of_base = part.config.base.function("size")
-    assert size_of_base() == 2.0
-    assert part.function("size") is None
+    assert (part.name, part.base.name, part.base.width) == ("wrap", "leaf", 2.0)
 
 
-def test_a_part_may_be_given_ready(things: Table):
+def test_a_part_may_be_given_ready(things: ComponentTable):
     part = bind(things, {"name": "leaf"})
     assert bind(things, part) is part
 
@@ -283,18 +267,18 @@ def test_a_part_may_be_given_ready(things: Table):
         ),
     ],
 )
-def test_mistakes_in_parts_are_named_by_the_whole_path(things: Table, raw: Any, found: list[tuple[str, str]]):
+def test_mistakes_in_parts_are_named_by_the_whole_path(things: ComponentTable, raw: Any, found: list[tuple[str, str]]):
     assert problems(things, raw) == found
 
 
-def test_resolved_writes_every_default(things: Table):
+def test_resolved_writes_every_default(things: ComponentTable):
     raw = {"name": "wrap", "base": {"name": "leaf", "width": 2}}
     full = {"name": "wrap", "base": {"name": "leaf", "width": 2.0, "note": None}, "parts": [], "rank": 8}
     assert resolved(bind(things, raw)) == full
     assert resolved(bind(things, full)) == full
 
 
-def test_canonical_spells_ints_as_floats_where_the_config_says_float(things: Table):
+def test_canonical_spells_ints_as_floats_where_the_config_says_float(things: ComponentTable):
     raw = {
         "name": "wrap",
         "base": {"name": "leaf", "width": 2},
@@ -309,8 +293,7 @@ def test_canonical_spells_ints_as_floats_where_the_config_says_float(things: Tab
 
 def test_canonical_reaches_lists_dicts_and_options():
     raw = {"loop": {"steps": 1, "betas": [0, 1]}, "maybe": {"steps": 2, "rate": 1}, "names": {"a": 1}, "loops": [{"steps": 1, "rate": 0}]}
-    part = Part(Table("x", "run", {}), "x", load(Outer, raw, "here"))
-    assert repr(canonical(raw, part)) == repr(
+    assert repr(canonical(raw, load(Outer, raw, "here"))) == repr(
         {
             "loop": {"steps": 1, "betas": [0.0, 1.0]},
             "maybe": {"steps": 2, "rate": 1.0},

@@ -10,7 +10,8 @@ import exp_configs
 from src.config import Places
 from src.experiments.grid import changed
 from src.experiments.identity import exp_id
-from src.registry import canonical, load_experiment, max_positions
+from src.interfaces import load_experiment
+from src.registry import canonical
 from tests.models.conftest import VOCABULARY, make_base
 
 BASES = {
@@ -59,17 +60,17 @@ def test_every_experiment_loads_under_an_id_of_its_own():
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_published_values(group: str):
     (exp,) = exp_configs.EXP_GROUPS[group]
-    config: Any = load_experiment(exp, group).config
-    model, loop = config.model.config, config.loop
+    config: Any = load_experiment(exp, group)
+    model, loop = config.model, config.loop
     found = (
         *(model.num_layers, model.stride, model.shared_weights, model.final_layer, model.hidden_size, model.num_heads),
-        *(model.context_dropout_rate, config.data.config.context_tokens, loop.sequences_per_step),
+        *(model.context_dropout_rate, config.data.context_tokens, loop.sequences_per_step),
         *(loop.learning_rate, loop.schedule, loop.weight_decay),
     )
     assert found == GROUPS[group]
     assert (loop.warmup_rate, loop.adam_beta1, loop.adam_beta2, loop.adam_epsilon, loop.max_grad_norm) == (0.05, 0.9, 0.95, 1e-6, 1.0)
     assert model.shared_projections == (group in {"crossattn_starcoderbase-7b", "crossattn_starchat-alpha"})
-    assert loop.precision == model.base.config.dtype == ("float16" if "coder" in group else "bfloat16")
+    assert loop.precision == model.base.dtype == ("float16" if "coder" in group else "bfloat16")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -78,14 +79,14 @@ def test_it_is_built_on_a_small_base_of_its_family(group: str, tmp_path: Path):
     family, depth, positions = BASES[exp["model"]["base"]["path"]]
     heads = {} if family == "gpt_bigcode" else {"num_key_value_heads": 4 if family == "llama" else 2}
     make_base(family, num_hidden_layers=depth, max_position_embeddings=positions, **heads).save_pretrained(tmp_path / "base")
-    config: Any = load_experiment(changed(exp, {"model.base.path": str(tmp_path / "base"), "model.base.dtype": "float32"}), group).config
+    config: Any = load_experiment(changed(exp, {"model.base.path": str(tmp_path / "base"), "model.base.dtype": "float32"}), group)
     places = Places(tmp_path / "data", tmp_path / "runs")
-    config.model.ask("check", places)
-    config.data.ask("fits", max_positions(config.model, places))
-    model = config.model(places).eval()
-    expected = [depth - 1 - i * config.model.config.stride for i in range(config.model.config.num_layers)]
+    config.model.check(places)
+    config.data.check_length(config.model.longest_sequence(places))
+    model = config.model.build(places).eval()
+    expected = [depth - 1 - i * config.model.stride for i in range(config.model.num_layers)]
     assert model.places == expected
-    assert list(model.blocks) == (["shared"] if config.model.config.shared_weights else [str(i) for i in expected])
+    assert list(model.blocks) == (["shared"] if config.model.shared_weights else [str(i) for i in expected])
     ids = torch.randint(3, VOCABULARY, (1, 5))
     known = {"input_ids": ids, "attention_mask": torch.ones(1, 5, dtype=torch.bool)}
     contexts = [{"context_ids": ids[None] + shift, "context_mask": torch.ones(1, 1, 5, dtype=torch.bool)} for shift in (0, -1)]

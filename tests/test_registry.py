@@ -1,4 +1,4 @@
-"""Both ways: every line of the registry leads to a module with its Config and verb, and every such module has its line."""
+"""Both ways: every line of the registry leads to a component of its interface, and every such component has its line."""
 
 import ast
 import inspect
@@ -10,14 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from src import registry
+from src import interfaces, registry
 from src.config import Config, Places
 from src.errors import DataError
 from src.files import new_directory
-from src.registry import DATASETS, LAUNCHERS, METRICS, MODELS, RECIPES, REWARDS, TABLES, Table
+from src.interfaces import once, remembering
+from src.registry import TABLES, ComponentTable
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"src/recipes": RECIPES, "src/models": MODELS, "src/data": DATASETS, "src/metrics": METRICS, "src/launch": LAUNCHERS}
+INTERFACES: dict[str, type[Config]] = {
+    "recipe": interfaces.RecipeConfig,
+    "model": interfaces.ModelConfig,
+    "dataset": interfaces.DatasetConfig,
+    "metric": interfaces.MetricConfig,
+    "launcher": Config,
+}
+FOLDERS = {"recipe": "src/recipes", "model": "src/models", "dataset": "src/data", "metric": "src/metrics", "launcher": "src/launch"}
 LINES = [(table, name) for table in TABLES for name in table.modules]
 
 
@@ -28,29 +36,25 @@ def trees() -> dict[str, ast.Module]:
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def top_level(tree: ast.Module) -> set[str]:
-    """Names of the classes and functions that a module itself defines."""
-    return {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-
-
 @pytest.mark.parametrize(("table", "name"), LINES, ids=[f"{table.kind}-{name}" for table, name in LINES])
-def test_every_line_leads_to_a_config_and_a_verb(table: Table, name: str):
-    module = import_module(table.modules[name])
-    assert issubclass(module.Config, Config)
-    assert module.Config is not Config
-    parameters = list(inspect.signature(getattr(module, table.verb)).parameters.values())
-    assert parameters[0].name == "config"
+def test_every_line_leads_to_a_config_of_its_interface(table: ComponentTable, name: str):
+    cls = import_module(table.modules[name]).Config
+    assert issubclass(cls, INTERFACES[table.kind])
+    assert not inspect.isabstract(cls), f"lacks {', '.join(cls.__abstractmethods__)}"
+    assert cls.__module__ == table.modules[name]
 
 
-@pytest.mark.parametrize(("folder", "table"), FOLDERS.items(), ids=list(FOLDERS))
-def test_every_module_with_a_config_and_a_verb_has_its_line(folder: str, table: Table):
-    prefix = folder.replace("/", ".") + "."
-    found = {module for module, tree in trees().items() if module.startswith(prefix) and {"Config", table.verb} <= top_level(tree)}
-    assert found == set(table.modules.values())
+@pytest.mark.parametrize("table", TABLES, ids=[table.kind for table in TABLES])
+def test_every_config_of_an_interface_has_its_line(table: ComponentTable):
+    folder = FOLDERS[table.kind]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted((ROOT / folder).rglob("*.py"))]
+    configs = [getattr(import_module(module), "Config", None) for module in modules if not module.endswith("__main__")]
+    components = [cls for cls in configs if cls and issubclass(cls, INTERFACES[table.kind]) and not inspect.isabstract(cls)]
+    assert {cls.__module__ for cls in components} - {"src.config"} == set(table.modules.values())
 
 
 def test_a_module_has_one_name():
-    modules = [module for table in TABLES if table is not REWARDS for module in table.modules.values()]
+    modules = [module for table in TABLES for module in table.modules.values()]
     assert len(modules) == len(set(modules))
 
 
@@ -60,7 +64,11 @@ def config_fields() -> Iterator[tuple[str, str, str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and any(ast.unparse(parent).split(".")[-1].endswith("Config") for parent in node.bases):
                 for line in node.body:
-                    if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                    if (
+                        isinstance(line, ast.AnnAssign)
+                        and isinstance(line.target, ast.Name)
+                        and "ClassVar" not in ast.unparse(line.annotation)
+                    ):
                         yield module, node.name, line.target.id
 
 
@@ -110,9 +118,9 @@ def test_equal_parts_are_asked_once_within_a_block(tmp_path: Path):
             (folder / f"{split}.jsonl").write_text('{"text": "a", "source": "b"}\n')
     places = Places(tmp_path, tmp_path)
     first, second = (registry.bind(registry.DATASETS, {"name": "text", "corpus": "corpus", "sequence_tokens": 2}) for _ in range(2))
-    with registry.remembering():
-        first.ask("check", places)
+    with remembering():
+        once(first.check, places)
         shutil.rmtree(tmp_path / "corpus")
-        second.ask("check", places)
+        once(second.check, places)
     with pytest.raises(DataError, match="no such data set"):
-        second.ask("check", places)
+        second.check(places)

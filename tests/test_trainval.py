@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from src.experiments.grid import ref, set_path
 from src.experiments.identity import exp_id
 from src.files import sha256
+from src.interfaces import load_experiment
 from src.launch.arguments import parse
-from src.registry import load_experiment, resolved
+from src.registry import resolved
 from src.runs.run_dir import RunDir
 from tests import toy
 

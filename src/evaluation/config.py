@@ -1,30 +1,24 @@
-"""What an experiment says of the questions that its model is asked: some at each evaluation, and the inference after the training.
-
-For recipes whose data set has `num_questions`, `row(i)`, `source(i)`, `prompt(i)` and `collate_prompts`, and whose model has transformers'
-`generate`.
-"""
+"""What an experiment says of the questions that its model is asked, in evaluations and after the training."""
 
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from src.config import Config, unknown_text
 from src.errors import ConfigError, DataError
-from src.metrics import answers as answered
-from src.registry import Metric, Part
-
-PREFIX = "inference/"
-"""Of the names of the scores of an inference."""
+from src.interfaces import DatasetField, MetricConfig, MetricField, QuestionDataset
+from src.metrics import answers
 
 
-def names(metrics: list[Part]) -> list[str]:
-    """The scores that `metrics` give. One whose library takes long to load has a function `names`; the others are given no answers."""
-    return [name for metric in metrics for name in metric.ask("names") or metric([])]
+def score_names(metrics: Sequence[MetricConfig]) -> list[str]:
+    """The names of all scores of `metrics`."""
+    return [name for metric in metrics for name in metric.score_names()]
 
 
-def _each_once(metrics: list[Part]) -> None:
-    twice = [name for name, count in Counter(names(metrics)).items() if count > 1]
+def _require_distinct_scores(metrics: Sequence[MetricConfig]) -> None:
+    twice = [name for name, count in Counter(score_names(metrics)).items() if count > 1]
     if twice:
         raise ValueError(f"metrics: {', '.join(twice)} would be measured twice, and one of the values lost. Name each metric once.")
 
@@ -35,16 +29,16 @@ class Answers(Config):
     questions: int = Field(gt=0)
     """The first ones of the validation set."""
     max_new_tokens: int = Field(gt=0)
-    metrics: list[Metric] = Field(min_length=1)
+    metrics: list[MetricField] = Field(min_length=1)
     best_answer: bool = False
     """Rows that ask one question on the same contexts count as one, with the best of their scores."""
 
     @model_validator(mode="after")
-    def _measured_once(self) -> "Answers":
-        _each_once(self.metrics)
+    def _scores_are_distinct(self) -> "Answers":
+        _require_distinct_scores(self.metrics)
         return self
 
-    def require(self, dataset: Any) -> None:
+    def require(self, dataset: QuestionDataset) -> None:
         """Raises DataError where `dataset` has fewer questions than are asked."""
         if self.questions > dataset.num_questions:
             raise DataError(f"answers.questions: {self.questions} of a validation set of {dataset.num_questions}. Ask for fewer.")
@@ -53,11 +47,11 @@ class Answers(Config):
 class Inference(Config):
     """All questions of a split, or some of them, answered by the trained model: <run>/inference/<split>.jsonl, and how they are scored.
 
-    Which questions: first the `index_file` chooses, then `datasets`, then `rows`.
+    Which questions: first those of the `index_file`, of these the ones of `datasets`, of these the first `rows`.
     """
 
     max_new_tokens: int = Field(gt=0)
-    metrics: list[Metric] = Field(min_length=1)
+    metrics: list[MetricField] = Field(min_length=1)
     split: str = Field(default="val", pattern=r"^\w[\w.-]*$")
     """Of the prepared data: <split>.jsonl."""
     rows: int | None = Field(default=None, gt=0)
@@ -70,37 +64,56 @@ class Inference(Config):
     """Rows that ask one question on the same contexts count as one, with the best of their scores."""
 
     @model_validator(mode="after")
-    def _measured_once(self) -> "Inference":
-        _each_once(self.metrics)
+    def _scores_are_distinct(self) -> "Inference":
+        _require_distinct_scores(self.metrics)
         return self
 
-    def chosen(self, dataset: Any, listed: list[int] | None = None) -> list[int]:
-        """Which questions of `dataset` are asked. listed: the numbers in `index_file`, where there is one.
+    def select(self, dataset: QuestionDataset, row_indices: list[int] | None = None) -> list[int]:
+        """Which questions of `dataset` are asked. row_indices: the numbers in `index_file`, where there is one.
 
         Raises:
             ConfigError: a source that no row is of.
-            DataError: nothing is left to ask, there are fewer rows than `rows`, or `listed` has a number that is no row's, or one twice.
+            DataError: nothing is left to ask, there are fewer rows than `rows`, or one of `row_indices` is no row's or is given twice.
         """
-        assert (listed is None) == (self.index_file is None)
+        assert (row_indices is None) == (self.index_file is None)
         if self.datasets is not None:
             known = {dataset.source(i) for i in range(dataset.num_questions)}
             for name in self.datasets:
                 if name not in known:
                     raise ConfigError(f"inference.datasets: {unknown_text('source', name, known)}")
         place = f"inference.index_file: {self.index_file}"
-        found = answered.chosen(dataset.source, dataset.num_questions, listed, self.datasets, place)
-        if not found:
+        rows = answers.select_rows(dataset.source, dataset.num_questions, row_indices, self.datasets, place)
+        if not rows:
             raise DataError("inference: no row of the split is in inference.index_file and of inference.datasets: nothing to ask.")
-        if self.rows is not None and self.rows > len(found):
-            raise DataError(f"inference.rows: {self.rows} of {len(found)} that there are to choose from. Ask for fewer, or for null.")
-        return found[: self.rows]
+        if self.rows is not None and self.rows > len(rows):
+            raise DataError(f"inference.rows: {self.rows} of {len(rows)} that there are to choose from. Ask for fewer, or for null.")
+        return rows[: self.rows]
 
 
-def most_new_tokens(answers: Answers | None, inference: Inference | None) -> int:
-    """Most tokens that are generated after a prompt; 0 where nothing is asked."""
-    return max((asked.max_new_tokens for asked in (answers, inference) if asked), default=0)
+class Answering(Config):
+    """How an encoder-decoder answers the rows of a task, in evaluations and in the predictions."""
+
+    by: Literal["generate", "rank", "teacher_forced"] = "generate"
+    """generate: written greedily. rank: the likeliest of the task's answers. teacher_forced: the likeliest token at each place, given the
+    right ones before; predictions are then generated, as the right ones are not known there."""
+    length_normalised: bool = False
+    """Whether answers are ranked by their mean log-probability per token, not by that of the whole."""
+
+    @model_validator(mode="after")
+    def _normalises_a_ranking(self) -> "Answering":
+        if self.length_normalised and self.by != "rank":
+            raise ValueError(f"length_normalised: only ranked answers are, and by is {self.by!r}.")
+        return self
 
 
-def measured(answers: Answers | None) -> set[str]:
-    """The scores that an evaluation has of `answers`."""
-    return set(names(answers.metrics)) if answers else set()
+class Predictions(Config):
+    """Rows of tasks that the trained model answers: <run>/predictions/<task>.<split>.jsonl, and of GLUE's tests the files for its server.
+
+    The weights are those of the last step. For the best, an experiment of its own has `evaluation`, and as its model
+    {"name": "experiment", "exp_id": …, "checkpoint": "best"}.
+    """
+
+    splits: list[Literal["train", "val", "test"]] = Field(default=["val"], min_length=1)
+    """Of every task that has them."""
+    also: list[DatasetField] = []
+    """Tasks that are not trained on."""

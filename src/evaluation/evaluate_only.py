@@ -16,7 +16,7 @@ from src import distributed
 from src.errors import UserError
 from src.runs import ledger
 from src.runs.context import Run
-from src.training.evaluation_config import Evaluation
+from src.training.config import Evaluation
 from src.training.monitoring.reporter import Reporter
 from src.training.parallel import choice as engines
 from src.training.parallel import memory

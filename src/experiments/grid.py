@@ -9,7 +9,8 @@ from typing import Any
 from src.config import unknown
 from src.errors import ConfigError
 from src.experiments.identity import check_values, exp_id
-from src.registry import canonical, load_experiment
+from src.interfaces import load_experiment
+from src.registry import canonical
 
 Experiment = dict[str, Any]
 Axes = Mapping[str, list[Any]]

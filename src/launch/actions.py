@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from src import files, registry
+from src import files
 from src.errors import LaunchError, RunError
 from src.launch import snapshot, submissions
 from src.launch import status as jobs
 from src.launch.job import Job, Seen
+from src.launch.part import Part, resolved_launcher
 from src.launch.resources import Resources
 from src.launch.status import Row, Tracked
 from src.runs import metadata, run_dir
@@ -174,7 +175,7 @@ def _parents(request: Request, given: Resources, todo: Sequence[Planned]) -> dic
 
 def _submit(request: Request, given: Resources, made: Sequence[Job]) -> list[str]:
     """Write the intent, hand the jobs over, note their ids."""
-    resolved = registry.resolved(given.launcher, key="launcher")
+    resolved = resolved_launcher(given.launcher)
     commands = {job.exp_id: job.args for job in made}
     submission = submissions.create(request.runs, resolved, given.name, made[0].cwd.name, commands)
     try:
@@ -230,7 +231,7 @@ def _without_job(run: Path, job: Tracked | None) -> str:
     return "has no job to kill"
 
 
-def _wait_until_gone(launchers: Sequence[tuple[registry.Part, list[str]]]) -> None:
+def _wait_until_gone(launchers: Sequence[tuple[Part, list[str]]]) -> None:
     until = time.monotonic() + GONE_SECONDS
     while True:
         left: list[str] = []
@@ -250,7 +251,7 @@ def _wait_until_gone(launchers: Sequence[tuple[registry.Part, list[str]]]) -> No
         time.sleep(_POLL_SECONDS)
 
 
-def _states(part: registry.Part, ids: Sequence[str]) -> Mapping[str, Seen]:
+def _states(part: Part, ids: Sequence[str]) -> Mapping[str, Seen]:
     states = part.function("states")
     assert states is not None, f"{part.name}: a launcher without states"
     return states(ids)
@@ -260,8 +261,8 @@ def _is_alive(job: Tracked) -> bool:
     return job.seen is not None and job.seen.state in jobs.ALIVE
 
 
-def _by_launcher(alive: Mapping[str, Tracked]) -> list[tuple[registry.Part, list[str]]]:
-    found: list[tuple[registry.Part, list[str]]] = []
+def _by_launcher(alive: Mapping[str, Tracked]) -> list[tuple[Part, list[str]]]:
+    found: list[tuple[Part, list[str]]] = []
     for job in alive.values():
         assert job.launcher is not None
         for part, ids in found:

@@ -10,6 +10,7 @@ from src import registry
 from src.config import Config, join, top_level, unknown
 from src.errors import ConfigError
 from src.experiments import expressions
+from src.launch.part import Part, bind_launcher
 from src.runs.metadata import flat
 
 ENV_PATH = "ENV_PATH"
@@ -24,7 +25,7 @@ class Resources:
 
     name: str
     """In JOB_CONFIGS."""
-    launcher: registry.Part
+    launcher: Part
     overrides: tuple[tuple[expressions.Query, dict[str, Any]], ...]
     """Which experiments, and what is other for them."""
     raw: dict[str, Any]
@@ -103,7 +104,7 @@ def named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) -> Re
     return found
 
 
-def recorded(raw: Mapping[str, Any], where: str) -> registry.Part:
+def recorded(raw: Mapping[str, Any], where: str) -> Part:
     """The launcher that a submission wrote down.
 
     Raises:
@@ -134,9 +135,9 @@ def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressi
     return compiled, changes
 
 
-def _bind(raw: dict[str, Any], where: str) -> registry.Part:
+def _bind(raw: dict[str, Any], where: str) -> Part:
     try:
-        return registry.bind(registry.LAUNCHERS, raw, key="launcher")
+        return bind_launcher(raw)
     except registry.Problems as error:
         raise ConfigError("\n".join(f"{join(where, path)}: {text}" for path, text in error.found)) from None
 

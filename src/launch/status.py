@@ -10,10 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from src import registry
 from src.errors import LaunchError, UserError
 from src.launch import submissions
 from src.launch.job import Seen
+from src.launch.part import Part
 from src.runs import events, lease, metadata, parents, scores
 
 LOGS = "logs"
@@ -52,7 +52,7 @@ class Tracked:
 
     job_id: str
     submission: str
-    launcher: registry.Part | None
+    launcher: Part | None
     seen: Seen | None
     """None: the scheduler knows nothing of it."""
 
@@ -86,10 +86,10 @@ def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[
     wrong = dict(damaged)
     elsewhere = submissions.noted(runs, [exp_id for exp_id in exp_ids if exp_id not in noted])
     noted |= {exp_id: {"job_id": job_id, "submission": name} for exp_id, (job_id, name) in elsewhere.items()}
-    parts: dict[str, registry.Part | None] = {}
+    parts: dict[str, Part | None] = {}
     refused: dict[str, str] = {}
     asked: dict[Any, list[str]] = defaultdict(list)
-    ask_with: dict[Any, registry.Part] = {}
+    ask_with: dict[Any, Part] = {}
     for exp_id, job in noted.items():
         name = job["submission"]
         if name and name not in parts:
@@ -134,12 +134,12 @@ def _noted(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, dict[str, str]
     return noted, wrong
 
 
-def same_scheduler(one: registry.Part, other: registry.Part) -> bool:
+def same_scheduler(one: Part, other: Part) -> bool:
     """Whether jobs of the two launchers can be asked for, ended and waited for together."""
     return _scheduler(one) == _scheduler(other)
 
 
-def _scheduler(part: registry.Part) -> Any:
+def _scheduler(part: Part) -> Any:
     """What two submissions must share for their jobs to be asked for together."""
     key = part.function("scheduler")
     return part.name, key() if key else None

@@ -14,10 +14,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from src import registry
 from src.errors import ConfigError, LaunchError, RunError
 from src.files import read_json, reading, synced_once, write_json, writing
 from src.launch import resources
+from src.launch.part import Part
 from src.runs import metadata
 
 FOLDER = "submissions"
@@ -51,7 +51,7 @@ class Submission:
         """The id of the submission."""
         return self.folder.name
 
-    def part(self) -> registry.Part:
+    def part(self) -> Part:
         """Its launcher.
 
         Raises:

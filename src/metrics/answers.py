@@ -2,42 +2,20 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from src.errors import DataError
 from src.files import reading
+from src.interfaces import MetricConfig, Prediction
 
 PREDICTION = "answer_pred"
 """Field of a row of an inference with what the model has answered."""
 
 
-@dataclass(frozen=True)
-class Answered:
-    """A question, what a model has answered, and what it should have."""
-
-    prediction: str
-    references: Sequence[str]
-    """Accepted answers, at least one."""
-    question: str = ""
-    contexts: Sequence[str] = ()
-    """The texts that the question is on."""
-    source: str = ""
-    """What scores are grouped by."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.references, str) or not self.references:
-            raise ValueError(f"references: expected a list of one or more answers, got {self.references!r}")
-
-
-Metric = Callable[[Sequence[Answered]], Mapping[str, list[float] | float]]
-"""Scores by name, all better when higher: a list has one for each answer, a float is that of all of them as one set."""
-
-
-def of_row(row: Mapping[str, Any], prediction: str) -> Answered:
+def of_row(row: Mapping[str, Any], prediction: str) -> Prediction:
     """`prediction` for the question in a row of prepared data."""
-    return Answered(prediction, references(row), row["question"], contexts(row), source(row))
+    return Prediction(prediction, references(row), row["question"], contexts(row), source(row))
 
 
 def references(row: Mapping[str, Any]) -> list[str]:
@@ -55,7 +33,7 @@ def source(row: Mapping[str, Any]) -> str:
     return f"{row['dataset']}_{row['kind']}" if row.get("kind") else row["dataset"]
 
 
-def listed(path: Path) -> list[int]:
+def read_row_indices(path: Path) -> list[int]:
     """The numbers of rows in an index file, one on each line, counted from 0; blank lines are passed over.
 
     Raises:
@@ -76,7 +54,7 @@ def listed(path: Path) -> list[int]:
     return found
 
 
-def chosen(
+def select_rows(
     source_of: Callable[[int], str], count: int, numbers: Sequence[int] | None, sources: Sequence[str] | None, place: str
 ) -> list[int]:
     """Which of `count` rows: those that `numbers` lists, in its order, and of these the ones of one of `sources`. None: all.
@@ -93,12 +71,12 @@ def chosen(
     return [i for i in found if sources is None or source_of(i) in sources]
 
 
-def best(reference_scores: Callable[[str, str], float], answer: Answered) -> float:
+def best(reference_scores: Callable[[str, str], float], answer: Prediction) -> float:
     """The highest score of a prediction, over its references. reference_scores: (prediction, reference) -> score."""
-    return max(reference_scores(answer.prediction, reference) for reference in answer.references)
+    return max(reference_scores(answer.text, reference) for reference in answer.references)
 
 
-def scores(metrics: Iterable[Metric], answers: Sequence[Answered], best_answer: bool = False) -> dict[str, float]:
+def scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_answer: bool = False) -> dict[str, float]:
     """Means over all answers and, where these are of several sources, over each source: {"em": …, "em/nq": …}.
 
     A score of a whole set is computed for all answers, and for those of each source.
@@ -113,15 +91,15 @@ def scores(metrics: Iterable[Metric], answers: Sequence[Answered], best_answer: 
     groups = _same_question(answers) if best_answer else [[i] for i in range(len(answers))]
     if best_answer:
         accepted = {i: list(dict.fromkeys(r for j in group for r in answers[j].references)) for group in groups for i in group}
-        answers = [Answered(a.prediction, accepted[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)]
+        answers = [Prediction(a.text, accepted[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)]
     sources = [answers[group[0]].source for group in groups]
     parts = sorted(set(sources)) if len(set(sources)) > 1 else []
     found: dict[str, float] = {}
     for metric in metrics:
-        of_all = metric(answers)
+        of_all = metric.score(answers)
         of_parts = {}
         if any(isinstance(values, float) for values in of_all.values()):
-            of_parts = {part: metric([answer for answer in answers if answer.source == part]) for part in parts}
+            of_parts = {part: metric.score([answer for answer in answers if answer.source == part]) for part in parts}
         for name, values in of_all.items():
             if isinstance(values, float):
                 found[name] = values
@@ -136,7 +114,7 @@ def scores(metrics: Iterable[Metric], answers: Sequence[Answered], best_answer: 
     return found
 
 
-def _same_question(answers: Sequence[Answered]) -> list[list[int]]:
+def _same_question(answers: Sequence[Prediction]) -> list[list[int]]:
     """Indices of the answers to one question on the same contexts, in the order of first appearance. Sources are kept apart."""
     groups: dict[Any, list[int]] = {}
     for i, answer in enumerate(answers):

@@ -3,36 +3,32 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from src.config import Config as StrictConfig
-from src.metrics.answers import Answered, best
+from src.interfaces import MetricConfig, Prediction
+from src.metrics.answers import best
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.bleu import BLEU
 
 
-class Config(StrictConfig):
+class Config(MetricConfig):
     """How words are compared."""
 
     lowercase: bool = False
     """Case does not count."""
 
+    def score_names(self) -> tuple[str, ...]:
+        return ("bleu",)
 
-def names(config: Config) -> tuple[str, ...]:
-    """What `score` gives."""
-    del config
-    return ("bleu",)
+    def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
+        """{"bleu"} of each answer, between 0 and 1: sacrebleu's sentence BLEU, tokenizer "13a", exponential smoothing, effective order.
 
+        Means of it are means of sentences: no corpus BLEU, whose counts are summed before they are divided. The effective order leaves out
+        n-grams that an answer is too short to have. Of several references the one with the best value counts. Two empty texts agree.
+        """
+        from sacrebleu.metrics.bleu import BLEU
 
-def score(config: Config, answers: Sequence[Answered]) -> dict[str, list[float]]:
-    """{"bleu"} of each answer, between 0 and 1: sacrebleu's sentence BLEU, tokenizer "13a", exponential smoothing, effective order.
-
-    Means of it are means of sentences: no corpus BLEU, whose counts are summed before they are divided. The effective order leaves out
-    n-grams that an answer is too short to have. Of several references the one with the best value counts. Two empty texts agree.
-    """
-    from sacrebleu.metrics.bleu import BLEU
-
-    scorer = BLEU(lowercase=config.lowercase, effective_order=True)
-    return {"bleu": [best(lambda prediction, reference: _against(scorer, prediction, reference), answer) for answer in answers]}
+        scorer = BLEU(lowercase=self.lowercase, effective_order=True)
+        return {"bleu": [best(lambda prediction, reference: _against(scorer, prediction, reference), answer) for answer in answers]}
 
 
 def _against(scorer: "BLEU", prediction: str, reference: str) -> float:

@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from src.config import Config as StrictConfig
-from src.metrics.answers import Answered
+from src.interfaces import MetricConfig, Prediction
 
 Name = Literal["accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman", "f1a", "question_match"]
 _NO_NUMBER = -1.0
 
 
-class Config(StrictConfig):
+class Config(MetricConfig):
     """Which scores, and what the classes are called."""
 
     scores: list[Name] = Field(min_length=1)
@@ -35,36 +34,33 @@ class Config(StrictConfig):
                 raise ValueError(f"labels: {name} needs the texts of two classes or more.")
         return self
 
+    def score_names(self) -> tuple[str, ...]:
+        return tuple(self.scores)
 
-def names(config: Config) -> tuple[str, ...]:
-    """What `score` gives."""
-    return tuple(config.scores)
+    def score(self, answers: Sequence[Prediction]) -> dict[str, float | list[float]]:
+        """The scores that `config` names. The one right answer is the first of the references; blanks around an answer do not count.
 
-
-def score(config: Config, answers: Sequence[Answered]) -> dict[str, float | list[float]]:
-    """The scores that `config` names. The one right answer is the first of the references; blanks around an answer do not count.
-
-    accuracy        of each answer: 1 where it is the reference, else 0.
-    f1              from 0 to 1, of class 1; a class that is no label counts as the wrong one.
-    macro_f1        from 0 to 1: the mean over the labels of the F1 of each.
-    matthews        correlation coefficient x 100, as in CoLA; 0 where all are of one class. Of two classes, one that is no label counts
-                    as the wrong one: as a class of its own (sklearn's way, and so T5's) it could correlate, and nonsense for every
-                    sentence of one class would be worth 50 without one being right. Of more classes it is one of its own.
-    pearson         correlation x 100 of the numbers, where no number is -1 (as in T5).
-    spearman        the same, of their ranks. Both are 0 where the answers, or the references, are all the same.
-    f1a             MultiRC: `f1` over the answers of all questions.
-    question_match  MultiRC: share of the questions (`Answered.question`, within a source) all of whose answers are right.
-    """
-    texts = [(answer.prediction.strip(), answer.references[0].strip()) for answer in answers]
-    found: dict[str, float | list[float]] = {}
-    for name in config.scores:
-        if name == "accuracy":
-            found[name] = [float(prediction == reference) for prediction, reference in texts]
-        elif name == "question_match":
-            found[name] = _question_match(answers, texts)
-        else:
-            found[name] = _OF_SETS[name](texts, config.labels)
-    return found
+        accuracy        of each answer: 1 where it is the reference, else 0.
+        f1              from 0 to 1, of class 1; a class that is no label counts as the wrong one.
+        macro_f1        from 0 to 1: the mean over the labels of the F1 of each.
+        matthews        correlation coefficient x 100, as in CoLA; 0 where all are of one class. Of two classes, one that is no label counts
+                        as the wrong one: as a class of its own (sklearn's way, and so T5's) it could correlate, and nonsense for every
+                        sentence of one class would be worth 50 without one being right. Of more classes it is one of its own.
+        pearson         correlation x 100 of the numbers, where no number is -1 (as in T5).
+        spearman        the same, of their ranks. Both are 0 where the answers, or the references, are all the same.
+        f1a             MultiRC: `f1` over the answers of all questions.
+        question_match  MultiRC: share of the questions (`Prediction.question`, within a source) all of whose answers are right.
+        """
+        texts = [(answer.text.strip(), answer.references[0].strip()) for answer in answers]
+        found: dict[str, float | list[float]] = {}
+        for name in self.scores:
+            if name == "accuracy":
+                found[name] = [float(prediction == reference) for prediction, reference in texts]
+            elif name == "question_match":
+                found[name] = _question_match(answers, texts)
+            else:
+                found[name] = _OF_SETS[name](texts, self.labels)
+        return found
 
 
 Texts = Sequence[tuple[str, str]]
@@ -139,7 +135,7 @@ def _number(text: str) -> float:
     return value if abs(value) < float("inf") else _NO_NUMBER  # neither "nan" nor "inf"
 
 
-def _question_match(answers: Sequence[Answered], texts: Texts) -> float:
+def _question_match(answers: Sequence[Prediction], texts: Texts) -> float:
     right: dict[tuple[str, str], bool] = {}
     for answer, (prediction, reference) in zip(answers, texts, strict=True):
         key = answer.source, answer.question

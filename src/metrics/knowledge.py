@@ -8,32 +8,30 @@ where the rest is from (as in the code published with it, github.com/McGill-NLP/
 
 from collections.abc import Sequence
 
-from src.config import Config as StrictConfig
-from src.metrics.answers import Answered
+from src.interfaces import MetricConfig, Prediction
 from src.metrics.squad import normalise, overlap
 
 _PLAIN = ("k_f1", "k_precision", "k_recall")
 _PLUS_PLUS = ("k_f1_plus_plus", "k_precision_plus_plus", "k_recall_plus_plus")
 
 
-class Config(StrictConfig):
+class Config(MetricConfig):
     """Nothing to choose."""
 
+    def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
+        """{"k_precision", "k_recall", "k_f1" and each with "_plus_plus"}, of each answer, between 0 and 1. References do not count.
 
-def score(config: Config, answers: Sequence[Answered]) -> dict[str, list[float]]:
-    """{"k_precision", "k_recall", "k_f1" and each with "_plus_plus"}, of each answer, between 0 and 1. References do not count.
-
-    Words are those of `squad.normalise`, each as often as it occurs in both; the knowledge is all contexts of the question. Precision is
-    over the words of the answer, recall over those of the knowledge. An answer without words has 0, unless the knowledge has none either.
-    One that has none left without those of the question has 1 in the ++ forms: it claims nothing.
-    """
-    del config
-    rows = [_score(answer) for answer in answers]
-    return {name: [row[place] for row in rows] for place, name in enumerate(_PLAIN + _PLUS_PLUS)}
+        Words are those of `squad.normalise`, each as often as it occurs in both; the knowledge is all contexts of the question.
+        Precision is over the words of the answer, recall over those of the knowledge. An answer without words has 0, unless the knowledge
+        has none either.
+        One that has none left without those of the question has 1 in the ++ forms: it claims nothing.
+        """
+        rows = [_score(answer) for answer in answers]
+        return {name: [row[place] for row in rows] for place, name in enumerate(_PLAIN + _PLUS_PLUS)}
 
 
-def _score(answer: Answered) -> tuple[float, ...]:
-    words = normalise(answer.prediction).split()
+def _score(answer: Prediction) -> tuple[float, ...]:
+    words = normalise(answer.text).split()
     knowledge = normalise(" ".join(answer.contexts)).split()
     asked = set(normalise(answer.question).split())
     claimed = [word for word in words if word not in asked]

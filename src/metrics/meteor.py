@@ -2,44 +2,39 @@
 
 from collections.abc import Sequence
 
-from src.config import Config as StrictConfig
-from src.metrics.answers import Answered, best
+from src.interfaces import MetricConfig, Prediction
+from src.metrics.answers import best
 
 
-class Config(StrictConfig):
+class Config(MetricConfig):
     """Nothing to choose."""
 
+    def score_names(self) -> tuple[str, ...]:
+        return ("meteor",)
 
-def names(config: Config) -> tuple[str, ...]:
-    """What `score` gives."""
-    del config
-    return ("meteor",)
+    def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
+        """{"meteor"} of each answer, between 0 and 1, with nltk's weights: alpha 0.9, beta 3, gamma 0.5.
 
+        METEOR proper also matches synonyms, by WordNet, which is no part of nltk and would have to be downloaded. It is left out even where
+        it is there: the same answers have the same scores on every machine, and these are at most as high as with it.
 
-def score(config: Config, answers: Sequence[Answered]) -> dict[str, list[float]]:
-    """{"meteor"} of each answer, between 0 and 1, with nltk's weights: alpha 0.9, beta 3, gamma 0.5.
+        Words are split as in the Penn Treebank. Of several references the one with the best value counts. Two texts without words agree. A
+        perfect answer of m words has 1 - 0.5 / m³, as the penalty for word order never is zero: one right word scores 0.5.
+        nltk matches a word that the reference repeats with its last place there, not with the one that disturbs the order least.
+        """
+        from nltk.stem.porter import PorterStemmer
+        from nltk.tokenize.destructive import NLTKWordTokenizer
+        from nltk.translate.meteor_score import single_meteor_score
 
-    METEOR proper also matches synonyms, by WordNet, which is no part of nltk and would have to be downloaded. It is left out even where
-    it is there: the same answers have the same scores on every machine, and these are at most as high as with it.
+        split, stemmer, synonyms = NLTKWordTokenizer().tokenize, PorterStemmer(), _NoSynonyms()
 
-    Words are split as in the Penn Treebank. Of several references the one with the best value counts. Two texts without words agree. A
-    perfect answer of m words has 1 - 0.5 / m³, as the penalty for word order never is zero: one right word scores 0.5.
-    nltk matches a word that the reference repeats with its last place there, not with the one that disturbs the order least.
-    """
-    del config
-    from nltk.stem.porter import PorterStemmer
-    from nltk.tokenize.destructive import NLTKWordTokenizer
-    from nltk.translate.meteor_score import single_meteor_score
+        def against(prediction: str, reference: str) -> float:
+            words, expected = split(prediction), split(reference)
+            if not words or not expected:
+                return float(words == expected)
+            return float(single_meteor_score(expected, words, stemmer=stemmer, wordnet=synonyms))  # type: ignore[arg-type]  it asks for synsets
 
-    split, stemmer, synonyms = NLTKWordTokenizer().tokenize, PorterStemmer(), _NoSynonyms()
-
-    def against(prediction: str, reference: str) -> float:
-        words, expected = split(prediction), split(reference)
-        if not words or not expected:
-            return float(words == expected)
-        return float(single_meteor_score(expected, words, stemmer=stemmer, wordnet=synonyms))  # type: ignore[arg-type]  it asks for synsets
-
-    return {"meteor": [best(against, answer) for answer in answers]}
+        return {"meteor": [best(against, answer) for answer in answers]}
 
 
 class _NoSynonyms:

@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from src.config import Config as StrictConfig
-from src.metrics.answers import Answered
+from src.interfaces import MetricConfig, Prediction
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
@@ -14,30 +13,26 @@ _KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 _WORDS = re.compile(r"[^\W_]+")
 
 
-class Config(StrictConfig):
+class Config(MetricConfig):
     """How words are compared."""
 
     stemmer: bool = False
     """Words of more than three letters are compared by their Porter stems, as in ROUGE-1.5.5 with -m."""
 
+    def score_names(self) -> tuple[str, ...]:
+        return _KINDS
 
-def names(config: Config) -> tuple[str, ...]:
-    """What `score` gives."""
-    del config
-    return _KINDS
+    def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
+        """F-measures of unigrams, bigrams and the longest common subsequence; Lsum takes that line by line. Of each answer, from 0 to 1.
 
+        Of several references the one with the best value counts. Two texts without words agree. On ASCII text these are the library's own
+        values; its tokenizer drops all other letters, so here words are runs of letters and digits of any script.
+        """
+        from rouge_score.rouge_scorer import RougeScorer
 
-def score(config: Config, answers: Sequence[Answered]) -> dict[str, list[float]]:
-    """F-measures of unigrams, bigrams and the longest common subsequence; Lsum takes that line by line. Of each answer, between 0 and 1.
-
-    Of several references the one with the best value counts. Two texts without words agree. On ASCII text these are the library's own
-    values; its tokenizer drops all other letters, so here words are runs of letters and digits of any script.
-    """
-    from rouge_score.rouge_scorer import RougeScorer
-
-    scorer = RougeScorer(list(_KINDS), tokenizer=_Words(config.stemmer))
-    rows = [[_against(scorer, answer.prediction, reference) for reference in answer.references] for answer in answers]
-    return {kind: [max(of_reference[kind] for of_reference in row) for row in rows] for kind in _KINDS}
+        scorer = RougeScorer(list(_KINDS), tokenizer=_Words(self.stemmer))
+        rows = [[_against(scorer, answer.text, reference) for reference in answer.references] for answer in answers]
+        return {kind: [max(of_reference[kind] for of_reference in row) for row in rows] for kind in _KINDS}
 
 
 def _against(scorer: "RougeScorer", prediction: str, reference: str) -> dict[str, float]:

@@ -5,27 +5,24 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from src.config import Config as StrictConfig
-from src.metrics.answers import Answered
+from src.interfaces import MetricConfig, Prediction
 
 _NAMES = ("em", "f1", "precision", "recall")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-class Config(StrictConfig):
+class Config(MetricConfig):
     """Nothing to choose."""
 
+    def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
+        """{"em", "f1", "precision", "recall"}, of each answer, between 0 and 1.
 
-def score(config: Config, answers: Sequence[Answered]) -> dict[str, list[float]]:
-    """{"em", "f1", "precision", "recall"}, of each answer, between 0 and 1.
-
-    em takes any of the references, the others the one with the best F1. Words are those of `normalise`; two empty answers agree
-    (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and the SQuAD 2.0 script).
-    """
-    del config
-    rows = [_score(answer) for answer in answers]
-    return {name: [row[place] for row in rows] for place, name in enumerate(_NAMES)}
+        em takes any of the references, the others the one with the best F1. Words are those of `normalise`; two empty answers agree
+        (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and the SQuAD 2.0 script).
+        """
+        rows = [_score(answer) for answer in answers]
+        return {name: [row[place] for row in rows] for place, name in enumerate(_NAMES)}
 
 
 def normalise(text: str) -> str:
@@ -45,7 +42,7 @@ def overlap(predicted: Sequence[str], answer: Sequence[str]) -> tuple[float, flo
     return 2 * precision * recall / (precision + recall), precision, recall
 
 
-def _score(answer: Answered) -> tuple[float, float, float, float]:
-    predicted = normalise(answer.prediction).split()
+def _score(answer: Prediction) -> tuple[float, float, float, float]:
+    predicted = normalise(answer.text).split()
     accepted = [normalise(reference).split() for reference in answer.references]
     return float(predicted in accepted), *max(overlap(predicted, words) for words in accepted)

@@ -1,26 +1,10 @@
 """What can be said of a decoder before any weight is loaded: its family and its sizes."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """Sizes of a decoder-only transformer."""
-
-    model_type: str
-    """The family, by transformers' name."""
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_key_value_heads: int
-    max_positions: int | None = None
-    """Most tokens of a sequence, where it is known."""
-    head_size: int | None = None
-    """Width of a head, where it is said; else the hidden size is divided among the heads."""
-
+from src.interfaces import Architecture
 
 _MAX_POSITIONS = ("max_position_embeddings", "n_positions")
 _SPELLINGS = {

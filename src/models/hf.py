@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-import src.config
 from src.config import Places
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json, sha256
+from src.interfaces import Architecture, ModelConfig
 from src.models import kv_cache_size
-from src.models.architecture import Architecture, from_dict
+from src.models.architecture import from_dict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +27,7 @@ _SLICES, _SLICE = 1024, 4096
 """Of a weight file, how many pieces of how many bytes a fingerprint reads between the first and the last MiB."""
 
 
-class Config(src.config.Config):
+class Config(ModelConfig):
     """Which model, and the type of its weights in memory."""
 
     path: str = Field(min_length=1)
@@ -38,145 +38,149 @@ class Config(src.config.Config):
     quantization: Literal["8bit", "4bit"] | None = None
     """Matrices in 8 bits (LLM.int8(), arXiv 2208.07339) or in 4 (NF4, arXiv 2305.14314), by bitsandbytes: for a base that is frozen."""
 
+    def build(self, places: Places) -> "PreTrainedModel":
+        """The model with its weights, ready to train or to freeze.
 
-def build(config: Config, places: Places) -> "PreTrainedModel":
-    """The model with its weights, ready to train or to freeze.
+        Raises:
+            ConfigError: it is not on this machine, or transformers has no causal language model of its config.json.
+            CheckpointError: its weights are incomplete or damaged.
+        """
+        self.check(places)
+        return self.load(places, "AutoModelForCausalLM")
 
-    Raises:
-        ConfigError: it is not on this machine, or transformers has no causal language model of its config.json.
-        CheckpointError: its weights are incomplete or damaged.
-    """
-    check(config, places)
-    return load(config, places, "AutoModelForCausalLM")
+    def load(self, places: Places, kind: str) -> "PreTrainedModel":
+        """The model as transformers' class `kind` makes it.
 
+        Raises:
+            UserError: as `build`.
+        """
+        import pickle
 
-def load(config: Config, places: Places, kind: str) -> "PreTrainedModel":
-    """The model as transformers' class `kind` makes it.
+        import torch
+        import transformers
+        from huggingface_hub.errors import StrictDataclassError
+        from safetensors import SafetensorError
 
-    Raises:
-        UserError: as `build`.
-    """
-    import pickle
+        self.require_files(places)
+        folder = self._folder(places)
+        try:
+            loaded: Any = getattr(transformers, kind).from_pretrained(
+                folder,
+                dtype=getattr(torch, self.dtype),
+                local_files_only=True,
+                output_loading_info=True,
+                quantization_config=self._quantized(),
+            )
+        except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+            raise CheckpointError(f"{_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again.") from error
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, ImportError, StrictDataclassError) as error:
+            # Whatever a value of config.json that fits no model leads to.
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"{folder / 'config.json'}: no model can be made of it ({reason[:300]}).") from error
+        model, report = loaded
+        if report["missing_keys"]:
+            # transformers would go on with random numbers in their place.
+            raise CheckpointError(f"{_weights(folder)}: incomplete: {', '.join(sorted(report['missing_keys'])[:3])} missing. Get it again.")
+        if self.quantization is None:
+            return model
+        for module in model.modules():
+            # On processors with AVX512-BF16 a pass without gradients would pack the weights so that later passes get none (0.50.2).
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
+        return model.requires_grad_(False)
 
-    import torch
-    import transformers
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
+    def _quantized(self) -> Any:
+        """What transformers is to be told of `quantization`."""
+        import torch
+        from transformers import BitsAndBytesConfig
 
-    require_files(config, places)
-    folder = _folder(config, places)
-    try:
-        loaded: Any = getattr(transformers, kind).from_pretrained(
-            folder,
-            dtype=getattr(torch, config.dtype),
-            local_files_only=True,
-            output_loading_info=True,
-            quantization_config=_quantized(config),
-        )
-    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        raise CheckpointError(f"{_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again.") from error
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, ImportError, StrictDataclassError) as error:
-        # Whatever a value of config.json that fits no model leads to.
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{folder / 'config.json'}: no model can be made of it ({reason[:300]}).") from error
-    model, report = loaded
-    if report["missing_keys"]:
-        # transformers would go on with random numbers in their place.
-        raise CheckpointError(f"{_weights(folder)}: incomplete: {', '.join(sorted(report['missing_keys'])[:3])} missing. Get it again.")
-    if config.quantization is None:
-        return model
-    for module in model.modules():
-        # On processors with AVX512-BF16 a pass without gradients would pack the weights in a way that later passes get none from (0.50.2).
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    return model.requires_grad_(False)
+        if self.quantization is None:
+            return None
+        if self.quantization == "8bit":
+            return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, self.dtype))
 
+    def is_frozen(self) -> bool:
+        """Whether it cannot learn itself, only what is put around it."""
+        return self.quantization is not None
 
-def _quantized(config: Config) -> Any:
-    """What transformers is to be told of `quantization`."""
-    import torch
-    from transformers import BitsAndBytesConfig
+    def check(self, places: Places) -> None:
+        self.require_files(places)
+        path = self._folder(places) / "config.json"
+        if read_json(path, ConfigError).get("is_encoder_decoder") is True:
+            raise ConfigError(f"{path}: of an encoder-decoder, and 'hf' reads decoders. The model part 't5' reads a T5.")
 
-    if config.quantization is None:
-        return None
-    if config.quantization == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, config.dtype))
+    def require_files(self, places: Places) -> None:
+        """`check`, for a model of any kind."""
+        self.architecture(places)
+        folder = self._folder(places)
+        if self.quantization is not None and find_spec("bitsandbytes") is None:
+            raise ConfigError(f"quantization {self.quantization!r} needs a package that is not installed: pip install {BITSANDBYTES}")
+        if self._local(places) is not None and self.revision is not None:
+            raise ConfigError(f"{self.path!r} is a folder, so revision {self.revision!r} would be ignored. Remove it, or name a hub id.")
+        weights = _weights(folder)
+        if weights is None:
+            raise CheckpointError(f"{folder}: no weights here. Expected {' or '.join(WEIGHTS)}.")
+        for path in _weight_files(weights):
+            if not os.path.isfile(path):
+                raise CheckpointError(f"{path}: missing, though {weights.name} lists it. Get it again.")
 
+    def architecture(self, places: Places) -> Architecture | None:
+        path = self._folder(places) / "config.json"
+        raw = read_json(path, ConfigError)
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{path}: expected a dict, got {type(raw).__name__}. Name a folder that save_pretrained made.")
+        if "model_type" not in raw:
+            raise ConfigError(f'{path}: "model_type" is missing, so its family is not known. Name a folder that save_pretrained made.')
+        try:
+            return from_dict(raw)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
-def frozen(config: Config) -> bool:
-    """Whether it cannot learn itself, only what is put around it."""
-    return config.quantization is not None
+    def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
+        return kv_cache_size.of_decoder(self.architecture(places), value_bytes)
 
+    def fingerprint(self, places: Places) -> str:
+        """sha256 over config.json and the weight files that `build` loads, the same for a hub id and for a copy of its files.
 
-def check(config: Config, places: Places) -> None:
-    """Look for the model's files.
+        Of a weight file count name, size, the first and last MiB, and 1,024 pieces of 4 KiB at even distances: 6 MiB at most are read
+        of many gigabytes. A change is met where it fills a thousandth of its file or more in one stretch, as another training does, or
+        adapters that were merged into the matrices of each layer. One of a few bytes may not be.
 
-    Raises:
-        ConfigError: they are not on this machine, which says how to get them; or config.json is not one of a decoder.
-        CheckpointError: weights are missing, or their index is no index.
-    """
-    require_files(config, places)
-    path = _folder(config, places) / "config.json"
-    if read_json(path, ConfigError).get("is_encoder_decoder") is True:
-        raise ConfigError(f"{path}: of an encoder-decoder, and 'hf' reads decoders. The model part 't5' reads a T5.")
+        Raises:
+            UserError: what `check` raises.
+        """
+        self.require_files(places)
+        folder = self._folder(places)
+        weights = _weights(folder)
+        assert weights, "check found them"
+        listed = {path.name: [path.stat().st_size, _sampled(path)] for path in _weight_files(weights)}
+        return hashlib.sha256(json.dumps([sha256(folder / "config.json"), listed], sort_keys=True).encode()).hexdigest()
 
+    def _folder(self, places: Places) -> Path:
+        """The folder that has the model's config.json."""
+        given = self._local(places)
+        if given is not None:
+            if not (given / "config.json").is_file():
+                raise ConfigError(f"{self.path!r} is a folder without a config.json. Name one that save_pretrained made.")
+            return given
+        repository = _cache() / f"models--{self.path.replace('/', '--')}"
+        name = self.revision or "main"
+        reference = repository / "refs" / name
+        found = repository / "snapshots" / (reference.read_text().strip() if os.path.isfile(reference) else name)
+        if not os.path.isfile(found / "config.json"):
+            what = f"{self.path!r}" + (f" at revision {self.revision!r}" if self.revision else "")
+            command = f"hf download {self.path}" + (f" --revision {self.revision}" if self.revision else "")
+            raise ConfigError(
+                f"{what} is neither a folder nor in the local Hugging Face cache. Get it once with `{command}` "
+                "(gated models: `hf auth login` first), or give a folder as the model's path."
+            )
+        return found
 
-def require_files(config: Config, places: Places) -> None:
-    """`check`, for a model of any kind."""
-    architecture(config, places)
-    folder = _folder(config, places)
-    if config.quantization is not None and find_spec("bitsandbytes") is None:
-        raise ConfigError(f"quantization {config.quantization!r} needs a package that is not installed: pip install {BITSANDBYTES}")
-    if _local(config, places) is not None and config.revision is not None:
-        raise ConfigError(f"{config.path!r} is a folder, so revision {config.revision!r} would be ignored. Remove it, or name a hub id.")
-    weights = _weights(folder)
-    if weights is None:
-        raise CheckpointError(f"{folder}: no weights here. Expected {' or '.join(WEIGHTS)}.")
-    for path in _weight_files(weights):
-        if not os.path.isfile(path):
-            raise CheckpointError(f"{path}: missing, though {weights.name} lists it. Get it again.")
-
-
-def architecture(config: Config, places: Places) -> Architecture | None:
-    """The sizes written in config.json; None where it has none that we know.
-
-    Raises:
-        ConfigError: the model is not on this machine, or its config.json is not one of a model.
-    """
-    path = _folder(config, places) / "config.json"
-    raw = read_json(path, ConfigError)
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected a dict, got {type(raw).__name__}. Name a folder that save_pretrained made.")
-    if "model_type" not in raw:
-        raise ConfigError(f'{path}: "model_type" is missing, so its family is not known. Name a folder that save_pretrained made.')
-    try:
-        return from_dict(raw)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
-def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, int] | None:
-    """What is kept of a context that stands in the prompt, in bytes per token; None where the sizes are not known."""
-    return kv_cache_size.of_decoder(architecture(config, places), value_bytes)
-
-
-def fingerprint(config: Config, places: Places) -> str:
-    """sha256 over config.json and the weight files that `build` loads, the same for a hub id and for a copy of its files.
-
-    Of a weight file count name, size, the first and last MiB, and 1,024 pieces of 4 KiB at even distances: 6 MiB at most are read
-    of many gigabytes. A change is met where it fills a thousandth of its file or more in one stretch, as another training does, or
-    adapters that were merged into the matrices of each layer. One of a few bytes may not be.
-
-    Raises:
-        UserError: what `check` raises.
-    """
-    require_files(config, places)
-    folder = _folder(config, places)
-    weights = _weights(folder)
-    assert weights, "check found them"
-    listed = {path.name: [path.stat().st_size, _sampled(path)] for path in _weight_files(weights)}
-    return hashlib.sha256(json.dumps([sha256(folder / "config.json"), listed], sort_keys=True).encode()).hexdigest()
+    def _local(self, places: Places) -> Path | None:
+        """The folder that `path` names, below the prepared data or as it stands; None where it is a hub id."""
+        candidates = (places.data / self.path, Path(self.path))
+        return next((path for path in candidates if os.path.isdir(path)), None)  # unlike Path.is_dir, False for a name that is too long
 
 
 def _sampled(path: Path) -> str:
@@ -188,33 +192,6 @@ def _sampled(path: Path) -> str:
             for n in range(_SLICES):
                 digest.update(os.pread(file.fileno(), _SLICE, _MIB + (size - 2 * _MIB) * n // _SLICES))
     return digest.hexdigest()
-
-
-def _folder(config: Config, places: Places) -> Path:
-    """The folder that has the model's config.json."""
-    given = _local(config, places)
-    if given is not None:
-        if not (given / "config.json").is_file():
-            raise ConfigError(f"{config.path!r} is a folder without a config.json. Name one that save_pretrained made.")
-        return given
-    repository = _cache() / f"models--{config.path.replace('/', '--')}"
-    name = config.revision or "main"
-    reference = repository / "refs" / name
-    found = repository / "snapshots" / (reference.read_text().strip() if os.path.isfile(reference) else name)
-    if not os.path.isfile(found / "config.json"):
-        what = f"{config.path!r}" + (f" at revision {config.revision!r}" if config.revision else "")
-        command = f"hf download {config.path}" + (f" --revision {config.revision}" if config.revision else "")
-        raise ConfigError(
-            f"{what} is neither a folder nor in the local Hugging Face cache. Get it once with `{command}` "
-            "(gated models: `hf auth login` first), or give a folder as the model's path."
-        )
-    return found
-
-
-def _local(config: Config, places: Places) -> Path | None:
-    """The folder that `path` names, below the prepared data or as it stands; None where it is a hub id."""
-    candidates = (places.data / config.path, Path(config.path))
-    return next((path for path in candidates if os.path.isdir(path)), None)  # unlike Path.is_dir, False for a name that is too long
 
 
 def _cache() -> Path:

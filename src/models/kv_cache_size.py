@@ -8,7 +8,7 @@ L layers, K key/value heads and d width of a head of the decoder, D its hidden s
   follow from the hidden states.
 """
 
-from src.models.architecture import Architecture
+from src.interfaces import Architecture
 
 BLOCK_BYTES = 4
 """Of a number that a block makes: blocks are float32 whatever the base's type."""

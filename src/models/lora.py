@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
-import src.config
 from src.config import Places, unknown_text
 from src.errors import ConfigError
-from src.models.architecture import Architecture
-from src.registry import Model, kind_of
+from src.interfaces import Architecture, ModelConfig, ModelField
+from src.kinds import CROSS_ATTENTION
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +31,7 @@ MATRICES = {
 """Names of the matrices in the layers of a family, by `model_type`: what can be checked before a model is loaded."""
 
 
-class Config(src.config.Config):
+class Config(ModelConfig):
     """Which matrices get an adapter, and how large it is."""
 
     rank: int = Field(gt=0)
@@ -41,7 +40,7 @@ class Config(src.config.Config):
     """What the adapters add is multiplied by alpha / rank."""
     target_modules: list[str] = Field(min_length=1)
     """Names of the matrices, such as "q_proj": all the layers' that are called so."""
-    base: Model
+    base: ModelField
     """The model that is frozen. Around a cross-attention model the decoder inside gets the adapters; its blocks are trained as ever."""
     dropout_rate: float = Field(default=0.0, ge=0, lt=1)
     """Share of an adapter's inputs that are zero at a training step."""
@@ -50,82 +49,62 @@ class Config(src.config.Config):
     def _each_adapter_once(self) -> "Config":
         if self.base.name == "lora":
             raise ValueError("base: a new adapter around a new adapter is one of a higher rank. Write one, with all target_modules.")
-        if self.base.ask("learns_everything"):
+        if self.base.trains_base():
             raise ValueError("base: it has train_all_params, which adapters would undo: all but them is frozen. Leave one of the two out.")
-        if self.dropout_rate and reads_contexts(self):
+        if self.dropout_rate and self.base.kind(None) == CROSS_ATTENTION:
             raise ValueError("dropout_rate: the decoder of a cross-attention model drops nothing, so it would be ignored. Remove it.")
         return self
 
+    def build(self, places: Places) -> "nn.Module":
+        """The base, frozen, with adapters in it. A is drawn from torch's global generator, after the base's weights; B is zero.
 
-def build(config: Config, places: Places) -> "nn.Module":
-    """The base, frozen, with adapters in it. A is drawn from torch's global generator, after the base's weights; B is zero.
+        Adapters that the base was trained with are merged into its weights first.
 
-    Adapters that the base was trained with are merged into its weights first.
+        Raises:
+            ConfigError: no matrix has a name of `target_modules`.
+            UserError: whatever is wrong with the base.
+        """
+        from peft import LoraConfig, inject_adapter_in_model
+        from transformers.pytorch_utils import Conv1D
 
-    Raises:
-        ConfigError: no matrix has a name of `target_modules`.
-        UserError: whatever is wrong with the base.
-    """
-    from peft import LoraConfig, inject_adapter_in_model
-    from transformers.pytorch_utils import Conv1D
+        model = self.base.build(places)
+        merge(model)
+        decoder = _decoder(model)
+        found = dict(_matrices(decoder))
+        _require(self.target_modules, {name.rpartition(".")[2] for name in found})
+        chosen = {name: matrix for name, matrix in found.items() if name.rpartition(".")[2] in self.target_modules}
+        transposed = isinstance(next(iter(chosen.values())), Conv1D)  # all of a model's are, or none
+        settings = LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,  # type: ignore[arg-type]  declared int, used as a factor
+            lora_dropout=self.dropout_rate,
+            target_modules=sorted(chosen),
+            fan_in_fan_out=transposed,
+        )
+        inject_adapter_in_model(settings, decoder)  # freezes all the rest of it
+        for parameter in decoder.parameters():
+            if parameter.requires_grad:  # in float32 whatever the base's type: small steps would be lost in the rounding
+                parameter.data = parameter.data.float()
+        return model
 
-    model = config.base(places)
-    merge(model)
-    decoder = _decoder(model)
-    found = dict(_matrices(decoder))
-    _require(config.target_modules, {name.rpartition(".")[2] for name in found})
-    chosen = {name: matrix for name, matrix in found.items() if name.rpartition(".")[2] in config.target_modules}
-    transposed = isinstance(next(iter(chosen.values())), Conv1D)  # all of a model's are, or none
-    settings = LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  declared int, used as a factor
-        lora_dropout=config.dropout_rate,
-        target_modules=sorted(chosen),
-        fan_in_fan_out=transposed,
-    )
-    inject_adapter_in_model(settings, decoder)  # freezes all the rest of it
-    for parameter in decoder.parameters():
-        if parameter.requires_grad:  # in float32 whatever the base's type: small steps would be lost in the rounding
-            parameter.data = parameter.data.float()
-    return model
+    def check(self, places: Places) -> None:
+        self.base.check(places)
+        known = self.architecture(places)
+        if known and known.model_type in MATRICES:
+            _require(self.target_modules, MATRICES[known.model_type])
 
+    def architecture(self, places: Places) -> Architecture | None:
+        return self.base.architecture(places)
 
-def check(config: Config, places: Places) -> None:
-    """Check the base and, of the families that we know, the names of the matrices.
+    def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
+        return self.base.cache_bytes(places, value_bytes)
 
-    Raises:
-        ConfigError: no matrix has a name of `target_modules`; says which there are.
-        UserError: whatever is wrong with the base.
-    """
-    config.base.ask("check", places)
-    known = architecture(config, places)
-    if known and known.model_type in MATRICES:
-        _require(config.target_modules, MATRICES[known.model_type])
+    def fingerprint(self, places: Places) -> str | None:
+        """The base's: of pretrained weights, None where it loads none."""
+        return self.base.fingerprint(places)
 
-
-def architecture(config: Config, places: Places) -> Architecture | None:
-    """The base's."""
-    return config.base.ask("architecture", places)
-
-
-def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, int] | None:
-    """The base's: of what is kept of a context, in bytes per token."""
-    return config.base.ask("cache_bytes", places, value_bytes)
-
-
-def fingerprint(config: Config, places: Places) -> str | None:
-    """The base's: of pretrained weights, None where it loads none."""
-    return config.base.ask("fingerprint", places)
-
-
-def kind(config: Config, places: Places | None) -> str | None:
-    """The base's."""
-    return kind_of(config.base, places)
-
-
-def reads_contexts(config: Config) -> bool:
-    """Whether the base does."""
-    return bool(config.base.ask("reads_contexts"))
+    def kind(self, places: Places | None) -> str | None:
+        return self.base.kind(places)
 
 
 def merge(model: "nn.Module") -> int:

@@ -7,72 +7,96 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-import src.config
 from src.config import Places, Problems, join
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json
-from src.models.architecture import Architecture
-from src.registry import MODELS, Part, bind, kind_of
+from src.interfaces import Architecture, ModelConfig
+from src.registry import MODELS, bind
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class Config(src.config.Config):
+class Config(ModelConfig):
     """Whose model, and from which of its checkpoints."""
 
     exp_id: str = Field(pattern=r"^[0-9a-f]{32}$")
     """Id of the parent, as `ref` writes it: when the parent changes, so does the child's id."""
     checkpoint: Literal["last", "best"] = "last"
 
+    def build(self, places: Places) -> "nn.Module":
+        """The parent's model with the weights of the checkpoint; `name_or_path` is the checkpoint's tokenizer.
 
-def build(config: Config, places: Places) -> "nn.Module":
-    """The parent's model with the weights of the checkpoint; `name_or_path` is the checkpoint's tokenizer.
+        Raises:
+            ConfigError: the parent is unknown, or not trained yet.
+            CheckpointError: the checkpoint is gone, damaged, or does not fit its own description.
+        """
+        folder = self._checkpoint(places)
+        if folder is None:
+            raise ConfigError(
+                f"{places.runs / self.exp_id}: the {self.checkpoint} checkpoint of parent {self.exp_id} is not there. "
+                "Train the parent first: add --with-parents."
+            )
+        return from_checkpoint(folder, f"parent {self.exp_id}", places)
 
-    Raises:
-        ConfigError: the parent is unknown, or not trained yet.
-        CheckpointError: the checkpoint is gone, damaged, or does not fit its own description.
-    """
-    folder = _checkpoint(config, places)
-    if folder is None:
-        raise ConfigError(
-            f"{places.runs / config.exp_id}: the {config.checkpoint} checkpoint of parent {config.exp_id} is not there. "
-            "Train the parent first: add --with-parents."
-        )
-    return from_checkpoint(folder, f"parent {config.exp_id}", places)
+    def identity(self, places: Places) -> str | None:
+        """Digest of the weights that `build` loads, and of all that they are built on; None where the parent is not trained yet.
 
+        Raises:
+            CheckpointError: a checkpoint is gone or damaged.
+        """
+        from src.runs import parents
 
-def identity(config: Config, places: Places) -> str | None:
-    """Digest of the weights that `build` loads, and of all that they are built on; None where the parent is not trained yet.
+        folder = self._checkpoint(places)
+        if folder is None:
+            return None
+        named = parents.fingerprints({"name": "experiment", **self.model_dump()}, places.runs)
+        below = _bound(read_json(folder / "model.json", CheckpointError), f"parent {self.exp_id}").fingerprint(places)
+        return hashlib.sha256(json.dumps([named, below], sort_keys=True).encode()).hexdigest()
 
-    Raises:
-        CheckpointError: a checkpoint is gone or damaged.
-    """
-    from src.runs import parents
+    def tokenizer_folder(self, places: Places) -> Path | None:
+        """Where the parent's tokenizer is; None where the parent is not trained yet."""
+        folder = self._checkpoint(places)
+        return folder / "tokenizer" if folder else None
 
-    folder = _checkpoint(config, places)
-    if folder is None:
-        return None
-    named = parents.fingerprints({"name": "experiment", **config.model_dump()}, places.runs)
-    below = _bound(read_json(folder / "model.json", CheckpointError), f"parent {config.exp_id}").ask("fingerprint", places)
-    return hashlib.sha256(json.dumps([named, below], sort_keys=True).encode()).hexdigest()
+    def _checkpoint(self, places: Places) -> Path | None:
+        """The folder that `build` loads; None where the parent is not trained yet."""
+        from src.runs.checkpoints import folder as checkpoints
+        from src.runs.metadata import read_status
 
+        run = places.runs / self.exp_id
+        if self.checkpoint == "best":
+            return checkpoints.best(run)
+        return checkpoints.last(run) if read_status(run)["state"] == "done" else None
 
-def tokenizer(config: Config, places: Places) -> Path | None:
-    """Where the parent's tokenizer is; None where the parent is not trained yet."""
-    folder = _checkpoint(config, places)
-    return folder / "tokenizer" if folder else None
+    def check(self, places: Places) -> None:
+        self.parent(places)
 
+    def architecture(self, places: Places) -> Architecture | None:
+        return self.parent(places).architecture(places)
 
-def _checkpoint(config: Config, places: Places) -> Path | None:
-    """The folder that `build` loads; None where the parent is not trained yet."""
-    from src.runs.checkpoints import folder as checkpoints
-    from src.runs.metadata import read_status
+    def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
+        return self.parent(places).cache_bytes(places, value_bytes)
 
-    run = places.runs / config.exp_id
-    if config.checkpoint == "best":
-        return checkpoints.best(run)
-    return checkpoints.last(run) if read_status(run)["state"] == "done" else None
+    def kind(self, places: Places | None) -> str | None:
+        return None if places is None else self.parent(places).kind(places)
+
+    def parent(self, places: Places) -> ModelConfig:
+        """The model part of the parent's dict, from its save directory or else from exp_configs.py."""
+        written = places.runs / self.exp_id / "exp_dict.json"
+        raw = read_json(written, ConfigError) if written.is_file() else places.experiments.get(self.exp_id)
+        if raw is None:
+            raise ConfigError(
+                f"parent {self.exp_id}: neither under {places.runs} nor in exp_configs.py. "
+                "Name an experiment that is, with ref(...), and train it with --with-parents."
+            )
+        if not isinstance(raw, dict):
+            raise ConfigError(f"parent {self.exp_id}: {written}: expected a dict, got {type(raw).__name__}.")
+        if "model" not in raw:
+            raise ConfigError(f"parent {self.exp_id}: its experiment has no 'model'.")
+        if raw.get("evaluation") is not None:
+            raise ConfigError(f"parent {self.exp_id}: its experiment trains nothing. Take the model that it evaluates.")
+        return _bound(raw["model"], f"parent {self.exp_id}")
 
 
 def from_checkpoint(folder: Path, who: str, places: Places) -> "nn.Module":
@@ -84,55 +108,13 @@ def from_checkpoint(folder: Path, who: str, places: Places) -> "nn.Module":
     """
     from src.weights import load_trained
 
-    model = _bound(read_json(folder / "model.json", CheckpointError), who)(places)
+    model = _bound(read_json(folder / "model.json", CheckpointError), who).build(places)
     load_trained(model, folder / "model.safetensors")
     model.name_or_path = str(folder / "tokenizer")
     return model
 
 
-def check(config: Config, places: Places) -> None:
-    """Look for the parent's dict; the parent need not be trained yet.
-
-    Raises:
-        ConfigError: nobody knows the id, or its dict is not one of an experiment.
-    """
-    parent(config, places)
-
-
-def architecture(config: Config, places: Places) -> Architecture | None:
-    """The parent's."""
-    return parent(config, places).ask("architecture", places)
-
-
-def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, int] | None:
-    """The parent's: of what is kept of a context, in bytes per token."""
-    return parent(config, places).ask("cache_bytes", places, value_bytes)
-
-
-def kind(config: Config, places: Places | None) -> str | None:
-    """The parent's; None without `places`, which know the parent."""
-    return None if places is None else kind_of(parent(config, places), places)
-
-
-def parent(config: Config, places: Places) -> Part:
-    """The model part of the parent's dict, from its save directory or else from exp_configs.py."""
-    written = places.runs / config.exp_id / "exp_dict.json"
-    raw = read_json(written, ConfigError) if written.is_file() else places.experiments.get(config.exp_id)
-    if raw is None:
-        raise ConfigError(
-            f"parent {config.exp_id}: neither under {places.runs} nor in exp_configs.py. "
-            "Name an experiment that is, with ref(...), and train it with --with-parents."
-        )
-    if not isinstance(raw, dict):
-        raise ConfigError(f"parent {config.exp_id}: {written}: expected a dict, got {type(raw).__name__}.")
-    if "model" not in raw:
-        raise ConfigError(f"parent {config.exp_id}: its experiment has no 'model'.")
-    if raw.get("evaluation") is not None:
-        raise ConfigError(f"parent {config.exp_id}: its experiment trains nothing. Take the model that it evaluates.")
-    return _bound(raw["model"], f"parent {config.exp_id}")
-
-
-def _bound(raw: Any, who: str) -> Part:
+def _bound(raw: Any, who: str) -> ModelConfig:
     try:
         return bind(MODELS, raw)
     except Problems as error:

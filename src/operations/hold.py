@@ -7,6 +7,7 @@ from typing import Any, Literal
 from src import registry
 from src.errors import LaunchError, RunError
 from src.files import read_json
+from src.launch.part import Part, bind_launcher
 from src.runs import environment, ledger
 from src.runs.metadata import ENV, read_job
 
@@ -40,7 +41,7 @@ def held(run: Path) -> dict[str, Any] | None:
     return last[0] if last and last[0]["event"] == "hold" else None
 
 
-def _job(run: Path) -> tuple[str, registry.Part]:
+def _job(run: Path) -> tuple[str, Part]:
     """The job that was last submitted for `run`, or else the one that last ran it, and the launcher that has it."""
     job = read_job(run)
     if job is None:
@@ -51,7 +52,7 @@ def _job(run: Path) -> tuple[str, registry.Part]:
     path = run.parent / _SUBMISSION.format(job["submission"])
     found = read_json(path, LaunchError)
     try:
-        return job["job_id"], registry.bind(registry.LAUNCHERS, found.get("launcher"), key="launcher")
+        return job["job_id"], bind_launcher(found.get("launcher"))
     except (registry.Problems, AttributeError) as error:
         raise LaunchError(f"{path}: names no launcher that this version knows: {error}") from None
 
@@ -64,5 +65,5 @@ def _running_in(run: Path, variables: Mapping[str, str] | None) -> str:
     return job_id
 
 
-def _slurm() -> registry.Part:
-    return registry.bind(registry.LAUNCHERS, {"launcher": "slurm"}, key="launcher")
+def _slurm() -> Part:
+    return bind_launcher({"launcher": "slurm"})

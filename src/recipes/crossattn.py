@@ -1,40 +1,38 @@
 """Recipe `crossattn`: train cross-attention layers in a frozen language model, to answer questions about a context that they read."""
 
-from pydantic import model_validator
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from src import distributed
 from src.config import Places
-from src.errors import check_all
-from src.recipes.question_answering import QuestionAnswering, carry_out, checks
-from src.registry import CROSS_ATTENTION
+from src.kinds import CROSS_ATTENTION
+from src.recipes.question_answering import QuestionAnswering
 from src.runs.context import Run
 
 
 class Config(QuestionAnswering):
     """An experiment of this recipe, without its "recipe" key."""
 
-    @model_validator(mode="after")
-    def _reads_contexts(self) -> "Config":
-        self.require(CROSS_ATTENTION, "qa")
-        return self
+    model_kind: ClassVar[str] = CROSS_ATTENTION
+    dataset_name: ClassVar[str] = "qa"
 
+    def loss(self) -> Callable[..., Any]:
+        from src.training.loss import read_loss
 
-def check(config: Config, places: Places) -> None:
-    """Raises a UserError for what can be known to fail before anything is loaded."""
-    from src.data.qa import row_index
+        return read_loss
 
-    check_all(
-        *checks(config, places, CROSS_ATTENTION, row_index.check),
-        lambda: config.data.ask("check_base", places, config.model),
-    )
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        """Those of every recipe of questions, and whether this base has encoded the contexts, where they are encoded already."""
+        return [*super().checks(places), lambda: self._check_base(places)]
 
+    def run(self, run: Run) -> None:
+        """Train to the last step, or score the model as it is; then make the inference. Collective."""
+        with distributed.together():
+            self._check_base(run.places)  # a parent may have been trained since the check
+        super().run(run)
 
-def run(config: Config, run: Run) -> None:
-    """Train to the last step, or score the model as it stands; and then make the inference. Collective."""
-    from src.data.qa import row_index
-    from src.data.text import tokenizers
-    from src.training.loss import read_loss
+    def _check_base(self, places: Places) -> None:
+        from src.data.qa.cross_attention import Config as QAConfig
 
-    with distributed.together():
-        config.data.ask("check_base", run.places, config.model)  # a parent may have been trained since the check
-    carry_out(config, run, read_loss, tokenizers.load, row_index.read)
+        assert isinstance(self.data, QAConfig), "the validator has checked its name"
+        self.data.check_base(places, self.model)

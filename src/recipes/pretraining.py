@@ -1,101 +1,105 @@
-"""Training a language model on text: what the recipes `lm` and `t5_pretrain` share. Each adds which models and data it takes."""
+"""Training on text: what the recipes `lm` and `t5_pretrain` share. Each adds which model and data it takes, and the loss."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from src import config as configs
 from src import distributed
 from src.config import Places
-from src.registry import DECODER, KINDS, Dataset, Model, max_positions, require_kind, resolved
+from src.interfaces import DatasetField, ModelField, RecipeConfig, once
+from src.kinds import KINDS
+from src.registry import resolved
 from src.runs.context import Run
 from src.training.config import LoopConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-SCORES = ("val_loss", "val_perplexity")
-SENTENCE_SCORES = ("val_sentence_loss", "val_sentence_accuracy")
-"""Of data sets with `sentence_targets`."""
+    import torch
 
 
-class Pretraining(configs.Config):
-    """An experiment, without its "recipe" key."""
+class Pretraining(RecipeConfig):
+    """An experiment that trains on text."""
+
+    model_kind: ClassVar[str]
+    """The kind of model that the recipe takes, one of `kinds.KINDS`."""
+    measures_accuracy: ClassVar[bool] = False
+    """Whether an evaluation counts the tokens that the model finds the likeliest."""
 
     seed: int = Field(ge=0, lt=2**63)
-    model: Model
-    data: Dataset
+    model: ModelField
+    data: DatasetField
     loop: LoopConfig
 
     @model_validator(mode="after")
     def _can_learn(self) -> "Pretraining":
-        if self.model.ask("frozen"):
+        if self.model.is_frozen():
             raise ValueError("model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out.")
+        self.model.require_kind(self.model_kind, None)
+        if self.data.reader != self.model_kind:
+            raise ValueError(f"data: {self.data.name!r} is for {KINDS[self.data.reader]}; this recipe trains {KINDS[self.model_kind]}.")
         return self
 
-    def require(self, kind: str) -> None:
-        """Raises ValueError where the model is not of that kind, as far as that is known, or the data are for another."""
-        require_kind(self.model, kind, None)
-        reader = self.data.ask("reader") or DECODER
-        if reader != kind:
-            raise ValueError(f"data: {self.data.name!r} is for {KINDS[reader]}; this recipe trains {KINDS[kind]}.")
+    @abstractmethod
+    def loss(self) -> "Callable[..., torch.Tensor]":
+        """(model, batch) and, for training, label smoothing and z-loss -> summed loss."""
 
+    def score_names(self) -> list[str]:
+        """What an evaluation measures."""
+        return ["val_loss", "val_perplexity"]
 
-def checks(config: Pretraining, places: Places, more_scores: Sequence[str] = ()) -> list[Callable[[], object]]:
-    """For `errors.check_all`: each raises a UserError for what can be known to fail before anything is loaded."""
-    return [
-        lambda: config.model.ask("check", places),
-        lambda: config.data.ask("check", places),
-        lambda: config.data.ask("check_tokenizer", config.model.ask("tokenizer_folder", places)),
-        lambda: config.data.ask("fits", max_positions(config.model, places)),
-        lambda: config.data.ask("one_shape", config.loop.compile),
-        lambda: config.loop.check({*SCORES, *more_scores}),
-    ]
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        """Each raises a UserError for what can be known to fail before anything is loaded."""
+        return [
+            lambda: once(self.model.check, places),
+            lambda: once(self.data.check, places),
+            lambda: self.data.check_tokenizer(self.model.tokenizer_folder(places)),
+            lambda: self.data.check_length(self.model.longest_sequence(places)),
+            lambda: self.loop.compile and self.data.check_compiled(),
+            lambda: self.loop.check(self.score_names()),
+        ]
 
+    def run(self, run: Run) -> None:
+        """Train to the last step. Collective.
 
-def carry_out(
-    config: Pretraining, run: Run, loss: "Callable[..., Tensor]", load_tokenizer: Callable[[str], Any], accuracy: bool = False
-) -> None:
-    """Train to the last step. Scores: train_loss, val_loss (nats per token), val_perplexity, where asked for val_accuracy, and the val_loss
-    of each part of a mixture. Collective.
+        Scores: train_loss, val_loss (nats per token), val_perplexity, the val_loss of each part of a mixture, and what the recipe adds.
+        """
+        import torch
 
-    loss: (model, batch) and, for training, label smoothing and z-loss -> summed loss. load_tokenizer: of the model's
-    name_or_path.
-    """
-    import torch
+        from src.data.text import tokenizers
+        from src.training.checkpointing.folder import About
+        from src.training.fingerprints import fingerprints
+        from src.training.loop import Task, fit
+        from src.training.validation import Measured, measure
 
-    from src.training.checkpointing.folder import About
-    from src.training.fingerprints import fingerprints
-    from src.training.loop import Task, fit
-    from src.training.validation import Measured, measure
+        loss = self.loss()
+        torch.manual_seed(self.seed)
+        with distributed.together():
+            model = self.model.build(run.places)
+            tokenizer = tokenizers.load(model.name_or_path)
+            train = self.data.build(run.places, tokenizer, "train", self.seed)
+            val = self.data.build(run.places, tokenizer, "val", self.seed)
+            inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
 
-    torch.manual_seed(config.seed)
-    with distributed.together():
-        model = config.model(run.places)
-        tokenizer = load_tokenizer(model.name_or_path)
-        train = config.data(run.places, tokenizer, "train", config.seed)
-        val = config.data(run.places, tokenizer, "val", config.seed)
-        inputs = fingerprints(run, train, tokenizer, config.model.ask("fingerprint", run.places))
+        def evaluate(accelerator: Any) -> dict[str, float]:
+            def measured(data: Any) -> Measured:
+                return measure(model, data, loss, self.loop.micro_batch, accelerator.device, self.measures_accuracy)
 
-    def evaluate(accelerator: Any) -> dict[str, float]:
-        def measured(data: Any) -> Measured:
-            return measure(model, data, loss, config.loop.micro_batch, accelerator.device, accuracy)
+            parts = {name: measured(part) for name, part in getattr(val, "parts", {"": val}).items()}
+            whole = Measured(*map(sum, zip(*parts.values(), strict=True)))
+            scores = {"val_loss": whole.loss, "val_perplexity": float(torch.tensor(whole.loss).exp())}
+            if self.measures_accuracy:
+                scores["val_accuracy"] = whole.accuracy
+            if len(parts) > 1:
+                scores |= {f"val_loss/{name}": part.loss for name, part in parts.items()}
+            return scores | self.more_scores(val, measured)
 
-        parts = {name: measured(part) for name, part in getattr(val, "parts", {"": val}).items()}
-        whole = Measured(*map(sum, zip(*parts.values(), strict=True)))
-        found = {"val_loss": whole.loss, "val_perplexity": float(torch.tensor(whole.loss).exp())}
-        if accuracy:
-            found["val_accuracy"] = whole.accuracy
-        if len(parts) > 1:
-            found |= {f"val_loss/{name}": part.loss for name, part in parts.items()}
-        if hasattr(val, "sentence_targets"):
-            sentences = measured(val.sentence_targets())
-            found |= dict(zip(SENTENCE_SCORES, (sentences.loss, sentences.accuracy), strict=True))
-        return found
+        def training_loss(module: torch.nn.Module, batch: Any) -> torch.Tensor:
+            return loss(module, batch, self.loop.label_smoothing, self.loop.z_loss)
 
-    def learned(module: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return loss(module, batch, config.loop.label_smoothing, config.loop.z_loss)
+        about = About(resolved(self.model), tokenizer)
+        fit(Task(model, about, train, inputs, training_loss, evaluate), run, self.loop, self.seed)
 
-    about = About(resolved(config.model), tokenizer)
-    fit(Task(model, about, train, inputs, learned, evaluate), run, config.loop, config.seed)
+    def more_scores(self, val: Any, measured: Callable[[Any], Any]) -> dict[str, float]:
+        """Further scores of the validation set. measured: data set -> `training.validation.Measured`. Collective."""
+        return {}

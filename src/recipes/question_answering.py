@@ -1,178 +1,148 @@
-"""Training and scoring models that answer questions: what the recipes of the baselines share.
+"""Training and scoring models that answer questions: what the recipes `crossattn`, `prompted` and `fid` share.
 
-A recipe adds which models and data sets it takes and what the loss is.
+Each of them adds which model and data it takes, and the loss.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from src import config as configs
 from src import distributed
 from src.config import Places
 from src.errors import ConfigError
-from src.evaluation.config import Answers, Inference, measured, most_new_tokens
-from src.registry import Dataset, Model, check_kind, max_positions, require_kind, resolved
+from src.evaluation.config import Answers, Inference, score_names
+from src.interfaces import ContextDataset, DatasetField, ModelField, RecipeConfig, once
+from src.registry import resolved
 from src.runs.context import Run
-from src.training.config import LoopConfig
-from src.training.evaluation_config import Evaluation
+from src.training.config import Evaluation, LoopConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 VAL_LOSSES = ("val_loss", "val_loss_shuffled_context")
 
 
-class QuestionAnswering(configs.Config):
-    """An experiment: a loop that trains, or the evaluation of the model as it stands."""
+class QuestionAnswering(RecipeConfig):
+    """An experiment: a loop that trains, or the evaluation of the model as it is."""
+
+    model_kind: ClassVar[str]
+    """The kind of model that the recipe takes, one of `kinds.KINDS`."""
+    dataset_name: ClassVar[str]
+    """The data set that it takes."""
 
     seed: int = Field(ge=0, lt=2**63)
-    model: Model
-    data: Dataset
+    model: ModelField
+    data: DatasetField
     loop: LoopConfig | None = None
     evaluation: Evaluation | None = None
     answers: Answers | None = None
     inference: Inference | None = None
 
     @model_validator(mode="after")
-    def _trains_or_not(self) -> "QuestionAnswering":
+    def _trains_or_evaluates(self) -> "QuestionAnswering":
         if (self.loop is None) == (self.evaluation is None):
             raise ValueError("expected either loop, which trains the model, or evaluation, which scores it as it stands.")
         if self.evaluation and self.model.name == "lora":
             raise ValueError("model: new adapters change nothing before they are trained. Take their base, or write loop.")
+        self.model.require_kind(self.model_kind, None)
+        if self.data.name != self.dataset_name:
+            raise ValueError(f"data: the data of this recipe are {self.dataset_name!r}, got {self.data.name!r}.")
         return self
 
-    def require(self, kind: str, data: str) -> None:
-        """Raises ValueError where the model is not of that kind, as far as that is known, or the data set has another name."""
-        require_kind(self.model, kind, None)
-        if self.data.name != data:
-            raise ValueError(f"data: the data of this recipe are {data!r}, got {self.data.name!r}.")
+    @abstractmethod
+    def loss(self) -> "Callable[..., Any]":
+        """(model, batch) and, for training, label smoothing and z-loss -> summed loss."""
 
-    @property
-    def micro_batch(self) -> int:
-        """Sequences in one forward pass."""
-        return (self.loop or self.evaluation).micro_batch  # type: ignore[union-attr]  one of them is there
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        """Each raises a UserError for what can be known to fail before anything is loaded."""
+        from src.data.qa import row_index
+        from src.data.qa.subsets import RowsConfig
 
+        data, loop, inference = self.data, self.loop, self.inference
+        assert isinstance(data, RowsConfig), "the validator has checked its name"
 
-def checks(
-    config: QuestionAnswering, places: Places, kind: str, check_split: Callable[[Places, configs.Config, str, str | None], None]
-) -> list[Callable[[], object]]:
-    """For `errors.check_all`: each raises a UserError for what can be known to fail before anything is loaded.
+        def check_trainable() -> None:
+            if loop and self.model.is_frozen():
+                raise ConfigError("model: its weights are frozen, so there is nothing to train. Put 'lora' around it, or write evaluation.")
 
-    check_split: raises one where the data set of a config lacks a split, or an index file where one is named.
-    """
-
-    def learns() -> None:
-        if config.loop and config.model.ask("frozen"):
-            raise ConfigError("model: its weights are frozen, so there is nothing to train. Put 'lora' around it, or write evaluation.")
-
-    asked = config.inference
-    new_tokens = most_new_tokens(config.answers, config.inference)
-    found = [
-        lambda: config.model.ask("check", places),
-        lambda: check_kind(config.model, kind, places),
-        learns,
-        lambda: config.data.ask("check", places),
-        lambda: config.data.ask("fits", max_positions(config.model, places), new_tokens),
-        lambda: asked and check_split(places, config.data.config, asked.split, asked.index_file),
-    ]
-    loop = config.loop
-    if loop:
-        found += [
-            lambda: config.data.ask("one_shape", loop.compile),
-            lambda: loop.check({*VAL_LOSSES, *measured(config.answers)}),
+        new_tokens = max((asked.max_new_tokens for asked in (self.answers, inference) if asked), default=0)
+        checks: list[Callable[[], object]] = [
+            lambda: once(self.model.check, places),
+            lambda: self.model.check_kind(self.model_kind, places),
+            check_trainable,
+            lambda: once(data.check, places),
+            lambda: data.check_length(self.model.longest_sequence(places), new_tokens),
+            lambda: inference and row_index.check(places, data, inference.split, inference.index_file),
         ]
-    return found
+        if loop:
+            measured = {*VAL_LOSSES, *score_names(self.answers.metrics if self.answers else [])}
+            checks += [lambda: loop.compile and data.check_compiled(), lambda: loop.check(measured)]
+        return checks
 
+    def run(self, run: Run) -> None:
+        """Train to the last step, or score the model as it is; then make the inference. Collective.
 
-def carry_out(
-    config: QuestionAnswering,
-    run: Run,
-    loss: "Callable[..., Tensor]",
-    load_tokenizer: Callable[[str], Any],
-    listed: Callable[[Places, configs.Config, str], list[int]],
-) -> None:
-    """Train to the last step, or score the model as it stands; and then make the inference. Collective.
+        Scores: train_loss, val_loss and, where there are contexts, val_loss_shuffled_context (nats per token), the metrics of `answers`;
+        at the end what is kept of a context, where that is known, and the metrics of `inference`.
+        """
+        import torch
 
-    loss: (model, batch) and, for training, label smoothing and z-loss -> summed loss. load_tokenizer: of the model's name_or_path.
-    listed: an index file of the data set of a config, by name -> the row numbers in it. Scores: train_loss and those of `_Exam`.
-    """
-    import torch
-
-    from src.evaluation import evaluate_only, inference
-    from src.training.checkpointing.folder import About
-    from src.training.fingerprints import fingerprints
-    from src.training.loop import Task, fit
-
-    torch.manual_seed(config.seed)
-    with distributed.together():
-        model = config.model(run.places)
-        tokenizer = load_tokenizer(model.name_or_path)
-
-        def build(split: str) -> Any:
-            return config.data(run.places, tokenizer, split, config.seed)
-
-        val = build("val")
-        shuffled = val.with_shuffled_contexts() if val.reads_contexts else None
-        if config.answers:
-            config.answers.require(val)
-        asked = inference.prepare(config.inference, build, partial(listed, run.places, config.data.config))
-        train = build("train") if config.loop else None
-        inputs = fingerprints(run, val if train is None else train, tokenizer, config.model.ask("fingerprint", run.places))
-        exam = _Exam(config, run, model, tokenizer, loss, val, shuffled, asked, inputs)
-    if config.evaluation:
-        return evaluate_only.score(model, run, config.evaluation, exam.evaluate, exam.finish)
-    assert config.loop, "the validator has seen to it"
-    smoothing, z_loss = config.loop.label_smoothing, config.loop.z_loss
-    about = About(resolved(config.model), tokenizer)
-    task = Task(model, about, train, inputs, lambda module, batch: loss(module, batch, smoothing, z_loss), exam.evaluate, exam.finish)
-    fit(task, run, config.loop, config.seed)
-    return None
-
-
-@dataclass(frozen=True)
-class _Exam:
-    """A model and what it is asked. Both methods are called on every rank and give the same scores on each."""
-
-    config: QuestionAnswering
-    run: Run
-    model: Any
-    tokenizer: Any
-    loss: "Callable[..., Tensor]"
-    val: Any
-    shuffled: Any
-    """`val` with other questions' contexts; None where the samples have none."""
-    asked: Any
-    """What `inference.prepare` gave."""
-    inputs: dict[str, str]
-    """What `training.inputs.fingerprints` gave."""
-
-    def evaluate(self, accelerator: Any) -> dict[str, float]:
-        """val_loss and, where there are contexts, val_loss_shuffled_context (nats per token), and the scores of `answers`."""
-        from src.evaluation import generation as answers
+        from src.data.qa import row_index
+        from src.data.qa.subsets import RowsConfig
+        from src.data.text import tokenizers
+        from src.evaluation import evaluate_only, generation, inference
+        from src.training.checkpointing.folder import About
+        from src.training.fingerprints import fingerprints
+        from src.training.loop import Task, fit
         from src.training.validation import mean_loss
 
-        found = {}
-        for name, data in zip(VAL_LOSSES, (self.val, self.shuffled), strict=True):
-            if data is not None:
-                found[name] = mean_loss(self.model, data, self.loss, self.config.micro_batch, accelerator.device)
-        asked = self.config.answers
-        return found | (answers.evaluate(asked, self._respondent(self.val, accelerator)) if asked else {})
+        loss = self.loss()
+        asked, batch_size = self.inference, (self.loop or self.evaluation).micro_batch  # type: ignore[union-attr]  one of them is there
+        assert isinstance(self.data, RowsConfig), "the validator has checked its name"
+        torch.manual_seed(self.seed)
+        with distributed.together():
+            model = self.model.build(run.places)
+            tokenizer = tokenizers.load(model.name_or_path)
+            val: ContextDataset = self.data.build(run.places, tokenizer, "val", self.seed)
+            shuffled = val.with_shuffled_contexts() if val.reads_contexts else None
+            if self.answers:
+                self.answers.require(val)
+            job = None
+            if asked:
+                rows = row_index.read(run.places, self.data, asked.index_file) if asked.index_file else None
+                job = inference.prepare(asked, self.data.build(run.places, tokenizer, asked.split, self.seed), rows)
+            train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else None
+            inputs = fingerprints(run, val if train is None else train, tokenizer, self.model.fingerprint(run.places))
 
-    def finish(self, accelerator: Any) -> dict[str, float]:
-        """What is kept of a context, where that is known, and the scores of `inference`."""
-        from src.evaluation import inference
+        def evaluate(accelerator: Any) -> dict[str, float]:
+            scores = {
+                name: mean_loss(model, data, loss, batch_size, accelerator.device)
+                for name, data in zip(VAL_LOSSES, (val, shuffled), strict=True)
+                if data is not None
+            }
+            if self.answers:
+                generator = generation.AnswerGenerator(model, val, tokenizer, batch_size, accelerator.device)
+                scores |= generation.evaluate(self.answers, generator)
+            return scores
 
-        value_bytes = next(self.model.parameters()).dtype.itemsize
-        kept = self.config.model.ask("cache_bytes", self.run.places, value_bytes) if self.shuffled is not None else None
-        if self.val.stored_bytes_per_token is not None:
-            kept = {**(kept or {}), "cache_bytes_per_context_token": self.val.stored_bytes_per_token}
-        return (kept or {}) | inference.make(self.run, self.asked, lambda dataset: self._respondent(dataset, accelerator), self.inputs)
+        def finish(accelerator: Any) -> dict[str, float]:
+            value_bytes = next(model.parameters()).dtype.itemsize
+            kept = self.model.cache_bytes(run.places, value_bytes) if shuffled is not None else None
+            scores: dict[str, float] = dict(kept or {})
+            if val.stored_bytes_per_token is not None:
+                scores["cache_bytes_per_context_token"] = val.stored_bytes_per_token
+            if job:
+                generator = generation.AnswerGenerator(model, job.dataset, tokenizer, batch_size, accelerator.device)
+                scores |= inference.make(run, job, generator, inputs)
+            return scores
 
-    def _respondent(self, dataset: Any, accelerator: Any) -> Any:
-        from src.evaluation.generation import Respondent
-
-        return Respondent(self.model, dataset, self.tokenizer, self.config.micro_batch, accelerator.device)
+        if self.evaluation:
+            return evaluate_only.score(model, run, self.evaluation, evaluate, finish)
+        assert self.loop, "the validator has checked that it trains or evaluates"
+        smoothing, z_loss = self.loop.label_smoothing, self.loop.z_loss
+        about = About(resolved(self.model), tokenizer)
+        task = Task(model, about, train, inputs, lambda module, batch: loss(module, batch, smoothing, z_loss), evaluate, finish)
+        fit(task, run, self.loop, self.seed)
+        return None

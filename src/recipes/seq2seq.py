@@ -1,40 +1,215 @@
-"""Recipe `seq2seq`: an encoder-decoder is fine-tuned on tasks that are written as text, such as those of GLUE and SuperGLUE."""
+"""Recipe `seq2seq`: an encoder-decoder is fine-tuned on tasks that are written as text, such as those of GLUE and SuperGLUE, and scored."""
 
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from src.config import Places
-from src.errors import check_all
-from src.recipes.text_to_text import Table, TextToText, carry_out, checks
-from src.registry import Part
+from pydantic import Field, model_validator
+
+from src import distributed
+from src.config import Places, unknown_text
+from src.errors import ConfigError
+from src.evaluation.config import Answering, Predictions
+from src.interfaces import DatasetConfig, DatasetField, ModelField, RecipeConfig, once
+from src.kinds import ENCODER_DECODER
+from src.registry import resolved
 from src.runs.context import Run
+from src.training.config import Evaluation, LoopConfig
+
+if TYPE_CHECKING:
+    from src.data.tasks.dataset import Config as TaskConfig
+    from src.data.tasks.registry import Named
+
+TASK = "task"
+"""Name of the data set whose rows are answered."""
+LOSS, TASK_SCORE = "val_loss", "task_score"
 
 
-class Config(TextToText):
-    """An experiment of this recipe, without its "recipe" key."""
+class Config(RecipeConfig):
+    """An experiment: a loop that trains, or the evaluation of the model as it is."""
+
+    seed: int = Field(ge=0, lt=2**63)
+    model: ModelField
+    data: DatasetField
+    loop: LoopConfig | None = None
+    evaluation: Evaluation | None = None
+    answers: Answering = Answering()
+    predictions: Predictions | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Config":
+        if (self.loop is None) == (self.evaluation is None):
+            raise ValueError("expected either loop, which trains the model, or evaluation, which scores it as it stands.")
+        if self.evaluation and self.model.name == "lora":
+            raise ValueError("model: new adapters change nothing before they are trained. Take their base, or write loop.")
+        self.model.require_kind(ENCODER_DECODER, None)
+        if not self.tasks:
+            raise ValueError(f"data: expected {TASK!r}, or a 'mixture' with such a part; got {self.data.name!r}.")
+        for part in self.predictions.also if self.predictions else []:
+            if part.name != TASK:
+                raise ValueError(f"predictions.also: expected data sets {TASK!r}, got {part.name!r}.")
+        twice = [name for name, count in Counter(part.task for part in self.tasks_to_predict).items() if count > 1]
+        if twice:
+            raise ValueError(f"data: the task {twice[0]!r} stands there twice, and its scores would have one name.")
+        return self
+
+    @property
+    def tasks(self) -> "list[TaskConfig]":
+        """The tasks in `data`."""
+        return list(_tasks(self.data))
+
+    @property
+    def tasks_to_predict(self) -> "list[TaskConfig]":
+        """The tasks in `data`, and those of `predictions.also`."""
+        return [*self.tasks, *(task for part in (self.predictions.also if self.predictions else []) for task in _tasks(part))]
+
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        """Each raises a UserError for what can be known to fail before anything is loaded."""
+        loop = self.loop
+
+        def check_trainable() -> None:
+            if loop and self.model.is_frozen():
+                raise ConfigError("model: its weights are frozen, so there is nothing to train. Put 'lora' around it, or write evaluation.")
+
+        def check_tasks_not_trained() -> None:
+            for task in self.tasks_to_predict[len(self.tasks) :]:
+                task.check_splits(places, [split for split in ("val", "test") if task.has_split(places, split)])
+
+        def check_ranking() -> None:
+            for task in self.tasks_to_predict:
+                if self.answers.by == "rank" and not task.named(places).answers:
+                    raise ConfigError(f"answers.by: the answers of task {task.task!r} are any text, so there is no list to rank.")
+
+        def check_best_metric() -> None:
+            if loop is None:
+                return
+            known = score_names([task.named(places) for task in self.tasks])
+            if loop.best_metric not in known:
+                raise ConfigError(f"loop.best_metric: {unknown_text('score', loop.best_metric, known)}")
+            lower = loop.best_metric == LOSS
+            if (loop.best_mode == "min") != lower:
+                right, better = ("min", "lower") if lower else ("max", "higher")
+                raise ConfigError(f"loop.best_mode: the better {loop.best_metric} is the {better} one. Write {right!r}.")
+            loop.check({loop.best_metric.partition("/")[0]})
+
+        return [
+            lambda: once(self.model.check, places),
+            lambda: self.model.check_kind(ENCODER_DECODER, places),
+            check_trainable,
+            lambda: once(self.data.check, places),
+            lambda: self.data.check_length(self.model.longest_sequence(places)),
+            check_tasks_not_trained,
+            check_ranking,
+            check_best_metric,
+            lambda: self.splits_to_predict(places),
+            lambda: loop and loop.compile and self.data.check_compiled(),
+        ]
+
+    def splits_to_predict(self, places: Places) -> "list[tuple[TaskConfig, str]]":
+        """The rows that are predicted, as tasks with splits.
+
+        Raises:
+            ConfigError: no data set has a split, or one has none of the splits.
+            UserError: a data set is missing, or its task unknown.
+        """
+        if self.predictions is None:
+            return []
+        tasks, splits = self.tasks_to_predict, list(dict.fromkeys(self.predictions.splits))
+        found = [(task, split) for task in tasks for split in splits if task.has_split(places, split)]
+        for split in splits:
+            if split not in {has for _, has in found}:
+                names = ", ".join(repr(task.task) for task in tasks)
+                raise ConfigError(f"predictions.splits: none of {names} has the split {split!r}. data_prep.prepare_task makes it.")
+        for task in tasks:
+            if task not in [with_split for with_split, _ in found]:
+                raise ConfigError(f"predictions: {task.task!r} has none of the splits {', '.join(self.predictions.splits)}.")
+        return found
+
+    def run(self, run: Run) -> None:
+        """Train to the last step, or score the model as it is; then make the predictions. Collective.
+
+        Scores: train_loss and those of `score_names`; at the end "predictions/<split>/<metric>", of several tasks
+        "predictions/<split>/<metric>/<task>".
+        """
+        import torch
+
+        from src.data.text import tokenizers
+        from src.evaluation import evaluate_only
+        from src.evaluation import predictions as predicting
+        from src.evaluation.ranking import TaskPredictor
+        from src.training.checkpointing.folder import About
+        from src.training.fingerprints import fingerprints
+        from src.training.loop import Task, fit
+        from src.training.loss import seq2seq_loss
+        from src.training.validation import mean_loss
+
+        batch_size = (self.loop or self.evaluation).micro_batch  # type: ignore[union-attr]  one of them is there
+        torch.manual_seed(self.seed)
+        with distributed.together():
+            model = self.model.build(run.places)
+            tokenizer = tokenizers.load(model.name_or_path)
+            tasks = self.tasks
+            val = [task.build(run.places, tokenizer, "val", self.seed) for task in tasks]
+            splits = []
+            for task, split in self.splits_to_predict(run.places):
+                known = [data for data, own in zip(val, tasks, strict=True) if own is task and split == "val"]
+                splits.append(predicting.TaskSplit(known[0] if known else task.build(run.places, tokenizer, split, self.seed), split))
+            train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else None
+            inputs = fingerprints(run, val[0] if train is None else train, tokenizer, self.model.fingerprint(run.places))
+
+        def evaluate(accelerator: Any) -> dict[str, float]:
+            predictor, found = TaskPredictor(model, tokenizer, self.answers, batch_size, accelerator.device), {}
+            for data in val:
+                texts = [text for batch in predictor.batches(data, range(len(data))) for text in batch]
+                scores = predicting.task_scores(data.task, [data.prediction(i, text) for i, text in enumerate(texts)])
+                scores[LOSS] = mean_loss(model, data, seq2seq_loss, batch_size, accelerator.device)
+                found[data.task.name] = scores
+            return _name_scores(found)
+
+        def finish(accelerator: Any) -> dict[str, float]:
+            answering = self.answers if self.answers.by != "teacher_forced" else Answering()
+            predictor = TaskPredictor(model, tokenizer, answering, batch_size, accelerator.device)
+            of_files = predicting.make(run, splits, predictor, inputs)
+            scores: dict[str, float] = {}
+            for split in dict.fromkeys(some.split for some in splits):
+                own = {some.dataset.task.name: of_files[some.name] for some in splits if some.split == split and some.name in of_files}
+                named = _name_scores(own, several=len(self.tasks_to_predict) > 1) if own else {}
+                scores |= {f"predictions/{split}/{name}": value for name, value in named.items()}
+            return scores
+
+        if self.evaluation:
+            return evaluate_only.score(model, run, self.evaluation, evaluate, finish)
+        assert self.loop, "the validator has checked that it trains or evaluates"
+        smoothing, z_loss = self.loop.label_smoothing, self.loop.z_loss
+
+        def training_loss(module: torch.nn.Module, batch: Any) -> torch.Tensor:
+            return seq2seq_loss(module, batch, smoothing, z_loss)
+
+        about = About(resolved(self.model), tokenizer)
+        fit(Task(model, about, train, inputs, training_loss, evaluate, finish), run, self.loop, self.seed)
+        return None
 
 
-def check(config: Config, places: Places) -> None:
-    """Raises a UserError for what can be known to fail before anything is loaded."""
-    check_all(*checks(config, places, _table()))
+def _tasks(data: DatasetConfig) -> "Iterator[TaskConfig]":
+    if data.name == TASK:
+        yield data  # type: ignore[misc]  its name says so
+    for part in getattr(data, "parts", {}).values():
+        yield from _tasks(part)
 
 
-def run(config: Config, run: Run) -> None:
-    """Train to the last step, or score the model as it stands; and then make the predictions. Collective."""
-    from src.training.loss import seq2seq_loss
+def score_names(tasks: "Sequence[Named]") -> list[str]:
+    """What an evaluation measures: `val_loss`, `task_score`, and the metrics of one task, or of several under "accuracy/<task>"."""
+    if len(tasks) == 1:
+        return [LOSS, TASK_SCORE, *tasks[0].task.metrics]
+    return [LOSS, TASK_SCORE, *(f"{name}/{task.name}" for task in tasks for name in (TASK_SCORE, *task.task.metrics))]
 
-    carry_out(config, run, seq2seq_loss, _table())
 
-
-def _table() -> Table:
-    from src.data import jsonl
-    from src.data.tasks import registry as tasks
-    from src.data.text import tokenizers
-
-    def named(part: Part, places: Places) -> Any:
-        found: Any = part.config
-        return tasks.of_corpus(found.task, jsonl.corpus(places, found.corpus))
-
-    def has(part: Part, places: Places, split: str) -> bool:
-        return (jsonl.corpus(places, part.config.model_dump()["corpus"]) / f"{split}.jsonl").is_file()
-
-    return Table(named, has, tokenizers.load)
+def _name_scores(found: dict[str, dict[str, float]], several: bool = False) -> dict[str, float]:
+    """Scores by task as one dict: those of one task as they are, of several under "accuracy/<task>", with means of what all have."""
+    if len(found) == 1 and not several:
+        return dict(next(iter(found.values())))
+    scores = {f"{name}/{task}": value for task, own in found.items() for name, value in own.items()}
+    for name in (LOSS, TASK_SCORE):
+        values = [own[name] for own in found.values() if name in own]
+        scores |= {name: sum(values) / len(values)} if values else {}
+    return scores

@@ -1,41 +1,42 @@
-"""Recipe `t5_pretrain`: an encoder-decoder learns to restore what is missing from texts, from scratch or from given weights."""
+"""Recipe `t5_pretrain`: an encoder-decoder learns to restore what is missing from texts, from scratch or from given weights.
 
-from typing import Any
+Beside the scores of every pre-training: val_accuracy, the share of target tokens that the model finds the likeliest, given those before;
+with `depth` data val_sentence_loss and val_sentence_accuracy, of the sentence tokens alone.
+"""
 
-from pydantic import model_validator
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from src.config import Places
-from src.errors import check_all
-from src.recipes.pretraining import SENTENCE_SCORES, Pretraining, carry_out, checks
-from src.registry import ENCODER_DECODER, check_kind
-from src.runs.context import Run
+from src.kinds import ENCODER_DECODER
+from src.recipes.pretraining import Pretraining
+
+SENTENCE_SCORES = ("val_sentence_loss", "val_sentence_accuracy")
+"""Of data sets with `sentence_targets`."""
 
 
 class Config(Pretraining):
     """An experiment of this recipe, without its "recipe" key."""
 
-    @model_validator(mode="after")
-    def _reads_and_writes(self) -> "Config":
-        self.require(ENCODER_DECODER)
-        return self
+    model_kind: ClassVar[str] = ENCODER_DECODER
+    measures_accuracy: ClassVar[bool] = True
 
+    def loss(self) -> Callable[..., Any]:
+        from src.training.loss import depth_loss, seq2seq_loss
 
-def check(config: Config, places: Places) -> None:
-    """Raises a UserError for what can be known to fail before anything is loaded."""
+        def loss(model: Any, batch: Any, *options: float) -> Any:
+            return (depth_loss if "cross_mask" in batch else seq2seq_loss)(model, batch, *options)
 
-    sentences = SENTENCE_SCORES if config.data.name == "depth" else ()
-    check_all(*checks(config, places, ["val_accuracy", *sentences]), lambda: check_kind(config.model, ENCODER_DECODER, places))
+        return loss
 
+    def score_names(self) -> list[str]:
+        return [*super().score_names(), "val_accuracy", *(SENTENCE_SCORES if self.data.name == "depth" else ())]
 
-def run(config: Config, run: Run) -> None:
-    """Train to the last step. Scores: train_loss, val_loss (nats per token), val_perplexity, and val_accuracy: the share of target tokens
-    that the model finds the likeliest, given those before; with `depth` data the last two of the sentence tokens alone, too. Collective.
-    """
-    from src.data.text import tokenizers
-    from src.training.depth_loss import depth_loss
-    from src.training.loss import seq2seq_loss
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        return [*super().checks(places), lambda: self.model.check_kind(ENCODER_DECODER, places)]
 
-    def loss(model: Any, batch: Any, *more: float) -> Any:
-        return (depth_loss if "cross_mask" in batch else seq2seq_loss)(model, batch, *more)
-
-    carry_out(config, run, loss, tokenizers.load, accuracy=True)
+    def more_scores(self, val: Any, measured: Callable[[Any], Any]) -> dict[str, float]:
+        if not hasattr(val, "sentence_targets"):
+            return {}
+        sentences = measured(val.sentence_targets())
+        return dict(zip(SENTENCE_SCORES, (sentences.loss, sentences.accuracy), strict=True))

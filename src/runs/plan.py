@@ -11,7 +11,8 @@ from src.config import Places, unknown
 from src.errors import ConfigError, RunError, UserError
 from src.experiments.grid import set_path
 from src.experiments.identity import check_values, exp_id
-from src.registry import Part, canonical, load_experiment, remembering
+from src.interfaces import RecipeConfig, load_experiment, remembering
+from src.registry import canonical
 from src.runs import metadata, parents
 
 Experiment = dict[str, Any]
@@ -26,7 +27,7 @@ class Planned:
     exp_id: str
     exp: Experiment
     """Canonical: what exp_dict.json holds and the id is the hash of."""
-    recipe: Part
+    recipe: RecipeConfig
     groups: tuple[str, ...]
     """Those that asked for it, the first to ask first."""
     where: str
@@ -177,7 +178,7 @@ def _problems(planned: Sequence[Planned], places: Places, reset: Container[str],
             lacks.append(str(error))
         lacks += parents.missing(item.exp, places, ahead, seen)
         try:
-            item.recipe.ask("check", places)
+            item.recipe.check(places)
         except UserError as error:
             lacks.append(str(error))
         if lacks:

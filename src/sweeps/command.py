@@ -145,7 +145,7 @@ def check_metric(item: plan.Planned, metric: str, places: Places, where: str) ->
     except ConfigError:
         return
     try:
-        changed.recipe.ask("check", places)
+        changed.recipe.check(places)
     except UserError as error:
         for line in str(error).splitlines():
             if line.startswith("loop.best_metric: "):

@@ -64,8 +64,8 @@ def build(places, write_corpus, tokenizer):
             write_corpus(name, rows)
             made[name] = {"name": "text", "corpus": name, "sequence_tokens": length}
         config = load(mixture.Config, {"parts": made, **values}, "data")
-        mixture.check(config, places)
-        return mixture.build(config, places, tokenizer, split, seed)
+        config.check(places)
+        return config.build(places, tokenizer, split, seed)
 
     return make
 
@@ -169,7 +169,7 @@ def test_tasks_count_as_many_examples_as_in_t5s_mixtures(places, write_corpus, t
         write_corpus(name, examples)
     parts = {name: {"name": "task", "task": name, "corpus": name} for name in rows}
     config = load(mixture.Config, {"parts": parts, "samples_per_epoch": 8551 + 2490 + 3}, "data")
-    data = mixture.build(config, places, tokenizer, "train", 0)
+    data = config.build(places, tokenizer, "train", 0)
     assert Counter(data.source(i) for i in range(len(data))) == {"cola": 8551, "rte": 2490, "wnli": 3}
 
 
@@ -202,18 +202,18 @@ def test_config_refuses(values, said):
 
 def test_parts_for_different_models_are_refused():
     spans = {"name": "span_corruption", "corpus": "t"}
-    with pytest.raises(ConfigError, match="one model cannot read all of them: 'a' encoder_decoder, 'b' a decoder"):
+    with pytest.raises(ConfigError, match="one model cannot read all of them: 'a' encoder_decoder, 'b' decoder"):
         load(mixture.Config, {"parts": {"a": spans, "b": TEXT}}, "data")
-    assert mixture.reader(load(mixture.Config, {"parts": {"a": spans}}, "data")) == "encoder_decoder"
+    assert load(mixture.Config, {"parts": {"a": spans}}, "data").reader == "encoder_decoder"
 
 
 def test_mistakes_are_told_by_part(places, write_corpus):
     write_corpus("t", [{"text": "a", "source": "s"}])
     config = load(mixture.Config, {"parts": {"a": {**TEXT, "corpus": "nowhere"}, "b": TEXT}}, "data")
     with pytest.raises(ConfigError, match=r"^data.parts.a: .*nowhere: no such data set"):
-        mixture.check(config, places)
+        config.check(places)
     with pytest.raises(ConfigError, match=r"^data.parts.a.sequence_tokens: 5 tokens are more than the 4 positions.*\ndata.parts.b.seq"):
-        mixture.fits(config, 4, 1)
+        config.check_length(4, 1)
 
 
 def test_a_compiled_model_sees_one_shape():
@@ -221,8 +221,8 @@ def test_a_compiled_model_sees_one_shape():
     spans, cut = {"name": "span_corruption", "corpus": "t"}, {"name": "prefix_lm", "corpus": "t", "sequence_tokens": 624}
     depth = {"name": "depth", "corpus": "t", "input_tokens": 512, "target_tokens": 114, "fixed_length": True}
 
-    def ask(compiled=True, **parts):
-        mixture.one_shape(load(mixture.Config, {"parts": {"a": spans, **parts}}, "data"), compiled)
+    def ask(**parts):
+        load(mixture.Config, {"parts": {"a": spans, **parts}}, "data").check_compiled()
 
     ask(b={**spans, "corpus": "u"}, c={**cut, "prefix_tokens": 511}, d=depth, e={"name": "mixture", "parts": {"f": spans}})
     for other in (
@@ -235,21 +235,20 @@ def test_a_compiled_model_sees_one_shape():
             ConfigError, match=r"^data.parts: loop.compile needs batches of one shape, .*: 'a' 512 and 114, 'b' 51[12] and \d+\."
         ):
             ask(b=other)
-        ask(False, b=other)
-    with pytest.raises(ConfigError, match=r"data.parts.b.prefix_tokens: random lengths"):
+    with pytest.raises(ConfigError, match=r"data.parts.b: loop.compile: needs batches of one length.*data\.prefix_tokens"):
         ask(b=cut)
     decoders = {"parts": {"a": TEXT, "b": {**TEXT, "sequence_tokens": 7}}}
     with pytest.raises(ConfigError, match=r"'a' 4, 'b' 7\."):
-        mixture.one_shape(load(mixture.Config, decoders, "data"), True)
+        load(mixture.Config, decoders, "data").check_compiled()
 
 
 def test_parts_whose_tokenizer_lacks_sentinels_are_told_ahead(make_tokenizer, tmp_path):
     make_tokenizer(["<|endoftext|>", *(f"<extra_id_{n}>" for n in range(100))], None).save_pretrained(tmp_path)
     spans = {"name": "span_corruption", "corpus": "t"}
     config = load(mixture.Config, {"parts": {"a": spans, "b": {**spans, "noise_density": 0.5}}}, "data")
-    mixture.check_tokenizer(config, None)
+    config.check_tokenizer(None)
     with pytest.raises(ConfigError, match=r"^data.parts.b.input_tokens: masks 128 runs in a sequence, .* has 100"):
-        mixture.check_tokenizer(config, tmp_path)
+        config.check_tokenizer(tmp_path)
 
 
 def test_a_mixture_may_be_a_part_of_another():

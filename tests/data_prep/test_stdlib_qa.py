@@ -148,7 +148,7 @@ def test_the_data_sets_read_it(whole):
     places = Places(data=whole, runs=whole)
     tokenizer = tokenizers.load(whole / "stdlib_tokenizer")
     config = qa.Config(corpus="stdlib_qa", context_tokens=256, sequence_tokens=128, loss_on="answer")
-    data = qa.build(config, places, tokenizer, "val", 0)
+    data = config.build(places, tokenizer, "val", 0)
     shuffled = data.with_shuffled_contexts()
     cut = 0
     for i in range(len(data)):
@@ -158,7 +158,7 @@ def test_the_data_sets_read_it(whole):
         assert tokenizer.decode(answer) == data.references(i)[0] + "<|endoftext|>"
         cut += len(sample["context_chunks"][0]) == 256
     assert cut < 0.1 * len(data)
-    assert len(text.build(text.Config(corpus="stdlib_text", sequence_tokens=256), places, tokenizer, "val", 0)) > 100
+    assert len(text.Config(corpus="stdlib_text", sequence_tokens=256).build(places, tokenizer, "val", 0)) > 100
 
 
 def test_two_runs_give_the_same_bytes(small_stdlib, tmp_path):

@@ -10,8 +10,8 @@ import torch
 from src.config import Places, load
 from src.data.tasks import dataset as task
 from src.data.text import tokenizers
-from src.evaluation.ranking import TextRespondent
-from src.evaluation.task_config import Answering
+from src.evaluation.config import Answering
+from src.evaluation.ranking import TaskPredictor
 from src.files import new_directory
 from src.registry import MODELS, bind
 from tests import toy
@@ -33,14 +33,14 @@ class World:
                 (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         places = Places(folder, folder)
         torch.manual_seed(3)
-        self.model = bind(MODELS, {"name": "t5", "random": SIZES})(places).eval()
+        self.model = bind(MODELS, {"name": "t5", "random": SIZES}).build(places).eval()
         self.tokenizer = tokenizers.load(folder / "toy_tokenizer")
         config = load(task.Config, {"task": "say", "corpus": "say"}, "data")
-        self.data: Any = task.build(config, places, self.tokenizer, "val", 0)
+        self.data: Any = config.build(places, self.tokenizer, "val", 0)
 
-    def answers(self, **config: Any) -> TextRespondent:
+    def answers(self, **config: Any) -> TaskPredictor:
         """Who answers so, two rows at a time."""
-        return TextRespondent(self.model, self.tokenizer, load(Answering, config, "answers"), 2, torch.device("cpu"))
+        return TaskPredictor(self.model, self.tokenizer, load(Answering, config, "answers"), 2, torch.device("cpu"))
 
     @torch.no_grad()
     def logits(self, row: int, target: list[int]) -> torch.Tensor:
@@ -56,19 +56,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.mark.parametrize("normalised", [False, True])
 def test_answers_are_ranked_by_their_probability(world: World, normalised: bool):
-    who = world.answers(by="rank", length_normalised=normalised)
-    found = who.log_probabilities(world.data, [0, 1, 2])
+    predictor = world.answers(by="rank", length_normalised=normalised)
+    found = predictor.log_probabilities(world.data, [0, 1, 2])
     for row in range(3):
         for number, answer in enumerate(world.data.answer_ids):
             of_tokens = world.logits(row, answer).log_softmax(-1)[range(len(answer)), answer]
             expected = of_tokens.mean() if normalised else of_tokens.sum()
             torch.testing.assert_close(found[row, number], expected, rtol=1e-4, atol=1e-4)
-    texts = [text for some in who.rounds(world.data, range(3)) for text in some]
+    texts = [text for some in predictor.batches(world.data, range(3)) for text in some]
     assert texts == [LABELS[best] for best in found.argmax(1)]
 
 
 def test_teacher_forcing_gives_the_likeliest_token_at_each_place(world: World):
-    found = [text for some in world.answers(by="teacher_forced").rounds(world.data, range(3)) for text in some]
+    found = [text for some in world.answers(by="teacher_forced").batches(world.data, range(3)) for text in some]
     for row in range(3):
         ids = world.logits(row, world.data.sample(0, row)["targets"]).argmax(-1).tolist()
         end = ids.index(world.tokenizer.eos_token_id) if world.tokenizer.eos_token_id in ids else len(ids)

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from src.evaluation import speed as answering_speed
-from src.evaluation.generation import Respondent
+from src.evaluation.generation import AnswerGenerator, generated_counts
 
 PROMPT, WIDTH, INNER, LAYERS, VOCABULARY, END = 11, 32, 48, 2, 20, 0
 
@@ -26,33 +26,33 @@ class Ends:
 
 
 @pytest.fixture
-def who() -> Respondent:
+def who() -> AnswerGenerator:
     """4 query heads of width 8, which share one head of keys and values."""
     torch.manual_seed(0)
     sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
     model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=64, **sizes)).eval()
-    return Respondent(model, Questions(), Ends(), 2, torch.device("cpu"))
+    return AnswerGenerator(model, Questions(), Ends(), 2, torch.device("cpu"))
 
 
-def test_operations_of_a_token_follow_from_the_sizes(who: Respondent):
+def test_operations_of_a_token_follow_from_the_sizes(who: AnswerGenerator):
     """A product of matrices costs two operations a weight; of five tokens the later four read 12 to 15 keys, 13.5 on average."""
     weights = LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * 8 + 3 * WIDTH * INNER) + WIDTH * VOCABULARY
     attention = LAYERS * 2 * 2 * (PROMPT + 2.5) * WIDTH
-    found = answering_speed.of_answers(who, 0, 9, tokens=6, seconds=1.5)
+    found = answering_speed.measure(who, 0, 9, tokens=6, seconds=1.5)
     assert found["flops_per_generated_token"] == 2 * weights + attention
     assert found["tokens_per_second"] == 4
     assert 0 < found["seconds_to_first_token"] < 10
     assert (found["batch_size"], found["processes"], found["device"]) == (2, 1, "cpu")
 
 
-def test_where_operations_cannot_be_counted_nothing_is_said(who: Respondent):
-    assert answering_speed.of_answers(who, 0, 1, 1, 1.0)["flops_per_generated_token"] is None
+def test_where_operations_cannot_be_counted_nothing_is_said(who: AnswerGenerator):
+    assert answering_speed.measure(who, 0, 1, 1, 1.0)["flops_per_generated_token"] is None
     who.model.register_parameter("packed", torch.nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False))
-    assert answering_speed.of_answers(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
+    assert answering_speed.measure(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-def test_only_a_lack_of_memory_leaves_the_operations_out(who: Respondent, error: type[Exception]):
+def test_only_a_lack_of_memory_leaves_the_operations_out(who: AnswerGenerator, error: type[Exception]):
     passes = []
 
     def refuse(*_: object) -> None:
@@ -63,10 +63,11 @@ def test_only_a_lack_of_memory_leaves_the_operations_out(who: Respondent, error:
     who.model.register_forward_pre_hook(refuse)
     if error is RuntimeError:
         with pytest.raises(RuntimeError, match="too much"):
-            answering_speed.of_answers(who, 0, 9, 1, 1.0)
+            answering_speed.measure(who, 0, 9, 1, 1.0)
     else:
-        assert answering_speed.of_answers(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
+        assert answering_speed.measure(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
 
 
-def test_written_tokens_are_counted_up_to_the_end(who: Respondent):
-    assert who._counts(torch.tensor([[5, 6, END, END], [5, 6, 7, END], [5, 6, 7, 8], [END, END, END, END]])) == [3, 4, 4, 1]
+def test_written_tokens_are_counted_up_to_the_end():
+    ids = torch.tensor([[5, 6, END, END], [5, 6, 7, END], [5, 6, 7, 8], [END, END, END, END]])
+    assert generated_counts(ids, END) == [3, 4, 4, 1]

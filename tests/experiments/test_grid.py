@@ -5,7 +5,8 @@ import pytest
 from src.errors import ConfigError
 from src.experiments.grid import grid, parse_assignment, ref, seeds, set_path, zipped
 from src.experiments.identity import exp_id
-from src.registry import canonical, load_experiment
+from src.interfaces import load_experiment
+from src.registry import canonical
 
 BASE = {"recipe": "r", "seed": 0, "model": {"stride": 1, "sizes": [1, 2]}}
 

@@ -17,10 +17,11 @@ import pytest
 
 import job_configs
 from src import registry
-from src.config import Config
+from src.config import Places
 from src.errors import ConfigError, LaunchError
 from src.experiments.identity import exp_id
 from src.files import write_json
+from src.interfaces import RecipeConfig
 from src.launch import actions, logs, resources, submissions
 from src.launch import status as jobs
 from src.launch.job import Seen
@@ -58,15 +59,21 @@ print("ends", flush=True)
 """
 
 
-class NoConfig(Config):
-    pass
+class NoRecipe(RecipeConfig):
+    """Nothing to check, nothing to run."""
+
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        return []
+
+    def run(self, run: Any) -> None:
+        raise AssertionError
 
 
 def planned(does: str, name: str = "x", parent: str | None = None, **values: Any) -> Planned:
     exp = {"does": does, "name_": name, "loop": {"steps": 3}, **values}
     if parent:
         exp["model"] = {"name": "experiment", "exp_id": parent}
-    return Planned(exp_id(exp), exp, registry.Part(registry.RECIPES, "lm", NoConfig()), ("g",), f"g[{name}]")
+    return Planned(exp_id(exp), exp, NoRecipe(), ("g",), f"g[{name}]")
 
 
 class World:

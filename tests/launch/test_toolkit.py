@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from src import config as configs
-from src import registry
 from src.errors import ConfigError, LaunchError
 from src.launch import resources
 from src.launch.command import Processes
 from src.launch.job import Job, Seen
+from src.launch.part import bind_launcher, resolved_launcher
 from src.launch.toolkit import eai
 from src.launch.toolkit.launcher import LEFT, Config, check, find, kill, states, submit
 from src.launch.toolkit.service import Doubtful, Gone, Taken, Unreached
@@ -140,10 +140,10 @@ class TestConfig:
             "max_run_seconds": 600,
             "processes": {"starter": "torchrun", "nodes": 2},
         }
-        part = registry.bind(registry.LAUNCHERS, raw, key="launcher")
+        part = bind_launcher(raw)
         assert all(part.function(name) for name in ("submit", "states", "kill", "find"))
         assert part.function("scheduler")() == ("eai", "a", True)
-        assert registry.bind(registry.LAUNCHERS, registry.resolved(part, "launcher"), key="launcher").config == part.config
+        assert bind_launcher(resolved_launcher(part)) == part
 
 
 class TestSubmit:

@@ -4,18 +4,20 @@ from collections.abc import Sequence
 
 import pytest
 
+from src.interfaces import MetricConfig, Prediction
 from src.metrics import answers as answered
-from src.metrics.answers import Answered
 
 
-def right(answers: Sequence[Answered]) -> dict[str, list[float]]:
-    """A metric: whether a prediction is one of the references, and its length."""
-    return {"right": [float(a.prediction in a.references) for a in answers], "length": [float(len(a.prediction)) for a in answers]}
+class Right(MetricConfig):
+    """Whether a prediction is one of the references, and its length."""
+
+    def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
+        return {"right": [float(a.text in a.references) for a in answers], "length": [float(len(a.text)) for a in answers]}
 
 
 def test_means_over_all_and_over_each_source():
-    answers = [Answered("a", ["a"], source="nq"), Answered("b", ["a"], source="nq"), Answered("cc", ["cc"], source="squad")]
-    assert answered.scores([right], answers) == {
+    answers = [Prediction("a", ["a"], source="nq"), Prediction("b", ["a"], source="nq"), Prediction("cc", ["cc"], source="squad")]
+    assert answered.scores([Right()], answers) == {
         "right": 2 / 3,
         "right/nq": 1 / 2,
         "right/squad": 1,
@@ -26,32 +28,32 @@ def test_means_over_all_and_over_each_source():
 
 
 def test_one_source_has_no_parts():
-    assert answered.scores([right], [Answered("a", ["a"], source="nq")]) == {"right": 1, "length": 1}
+    assert answered.scores([Right()], [Prediction("a", ["a"], source="nq")]) == {"right": 1, "length": 1}
 
 
 def test_rows_that_ask_the_same_count_once_with_the_best_of_their_scores():
     answers = [
-        Answered("a", ["x"], "who", ["c"]),
-        Answered("bb", ["y", "a"], "who", ["c"]),  # makes the first one right
-        Answered("a", ["x"], "who", ["another context"]),
-        Answered("a", ["x"], "when", ["c"]),
+        Prediction("a", ["x"], "who", ["c"]),
+        Prediction("bb", ["y", "a"], "who", ["c"]),  # makes the first one right
+        Prediction("a", ["x"], "who", ["another context"]),
+        Prediction("a", ["x"], "when", ["c"]),
     ]
-    assert answered.scores([right], answers) == {"right": 0, "length": 5 / 4}
-    assert answered.scores([right], answers, best_answer=True) == {"right": 1 / 3, "length": 4 / 3}
+    assert answered.scores([Right()], answers) == {"right": 0, "length": 5 / 4}
+    assert answered.scores([Right()], answers, best_answer=True) == {"right": 1 / 3, "length": 4 / 3}
 
 
 def test_rows_of_prepared_data():
     row = {"context": "c", "question": "q", "answer": "a", "dataset": "nq"}
-    assert answered.of_row(row, "p") == Answered("p", ["a"], "q", ["c"], "nq")
+    assert answered.of_row(row, "p") == Prediction("p", ["a"], "q", ["c"], "nq")
     more = {**row, "answers": ["a", "b"], "contexts_list": ["c", "d"], "kind": "long"}
-    assert answered.of_row(more, "p") == Answered("p", ["a", "b"], "q", ["c", "d"], "nq_long")
-    assert answered.of_row({**row, "answers": None, "contexts_list": None, "kind": None}, "p") == Answered("p", ["a"], "q", ["c"], "nq")
+    assert answered.of_row(more, "p") == Prediction("p", ["a", "b"], "q", ["c", "d"], "nq_long")
+    assert answered.of_row({**row, "answers": None, "contexts_list": None, "kind": None}, "p") == Prediction("p", ["a"], "q", ["c"], "nq")
 
 
 def test_refusals():
     with pytest.raises(ValueError, match=r"references: expected a list of one or more answers, got \[\]"):
-        Answered("a", [])
+        Prediction("a", [])
     with pytest.raises(ValueError, match=r"references: expected a list of one or more answers, got 'a'"):
-        Answered("a", "a")
+        Prediction("a", "a")
     with pytest.raises(ValueError, match="no answers to score"):
-        answered.scores([right], [])
+        answered.scores([Right()], [])

@@ -6,8 +6,9 @@ import pytest
 
 from src.config import load
 from src.errors import ConfigError
-from src.metrics.answers import Answered, scores
-from src.metrics.classification import Config, names, score
+from src.interfaces import Prediction
+from src.metrics.answers import scores
+from src.metrics.classification import Config
 
 ABC = ["a", "b", "c"]
 
@@ -15,13 +16,13 @@ ABC = ["a", "b", "c"]
 def of(name: str, predictions: str, references: str, labels: Sequence[str] = (), groups: str = "") -> float | list[float]:
     config = load(Config, {"scores": [name], "labels": list(labels)}, "metric")
     words = zip(predictions.split(), references.split(), groups.split() or [""] * len(predictions.split()), strict=True)
-    return score(config, [Answered(p, [r], question=q) for p, r, q in words])[name]
+    return config.score([Prediction(p, [r], question=q) for p, r, q in words])[name]
 
 
 def test_accuracy_is_of_each_answer():
     assert of("accuracy", "a b c x", "a a c b") == [1.0, 0.0, 1.0, 0.0]
     config = load(Config, {"scores": ["accuracy"]}, "metric")
-    assert score(config, [Answered(" a\n", ["a"])]) == {"accuracy": [1.0]}
+    assert config.score([Prediction(" a\n", ["a"])]) == {"accuracy": [1.0]}
 
 
 def test_f1_takes_what_is_no_label_for_the_wrong_one():
@@ -80,8 +81,8 @@ def test_multirc():
 
 def test_sets_are_scored_for_each_source_too():
     config = load(Config, {"scores": ["matthews", "accuracy"], "labels": ["a", "b"]}, "metric")
-    answers = [Answered(p, [r], source=s) for p, r, s in ("aax", "bbx", "bay", "aby")]
-    found = scores([lambda answers: score(config, answers)], answers)
+    answers = [Prediction(p, [r], source=s) for p, r, s in ("aax", "bbx", "bay", "aby")]
+    found = scores([config], answers)
     assert found["accuracy"] == 0.5
     assert (found["matthews/x"], found["matthews/y"]) == (pytest.approx(100.0), pytest.approx(-100.0))
     assert found["matthews"] == pytest.approx(0.0)
@@ -94,7 +95,7 @@ def test_an_answer_that_is_no_reference_either_is_wrong():
 
 
 def test_names():
-    assert names(load(Config, {"scores": ["pearson", "accuracy"]}, "metric")) == ("pearson", "accuracy")
+    assert load(Config, {"scores": ["pearson", "accuracy"]}, "metric").score_names() == ("pearson", "accuracy")
 
 
 @pytest.mark.parametrize(

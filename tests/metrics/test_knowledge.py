@@ -2,12 +2,12 @@
 
 import pytest
 
-from src.metrics.answers import Answered
-from src.metrics.knowledge import Config, score
+from src.interfaces import Prediction
+from src.metrics.knowledge import Config
 
 
 def one(prediction: str, question: str, *contexts: str) -> dict[str, float]:
-    scores = score(Config(), [Answered(prediction, ["not looked at"], question, contexts)])
+    scores = Config().score([Prediction(prediction, ["not looked at"], question, contexts)])
     return {name: value for name, (value,) in scores.items()}
 
 

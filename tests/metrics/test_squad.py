@@ -2,12 +2,12 @@
 
 import pytest
 
-from src.metrics.answers import Answered
-from src.metrics.squad import Config, normalise, score
+from src.interfaces import Prediction
+from src.metrics.squad import Config, normalise
 
 
 def one(prediction, *references):
-    scores = score(Config(), [Answered(prediction, list(references))])
+    scores = Config().score([Prediction(prediction, list(references))])
     return {name: value for name, (value,) in scores.items()}
 
 
@@ -55,7 +55,7 @@ def test_exact_match_of_any_reference():
 
 
 def test_each_answer_has_its_score():
-    scores = score(Config(), [Answered("cat", ["cat"]), Answered("cat", ["dog"]), Answered("x y", ["x"])])
+    scores = Config().score([Prediction("cat", ["cat"]), Prediction("cat", ["dog"]), Prediction("x y", ["x"])])
     assert scores == {"em": [1, 0, 0], "f1": [1, 0, pytest.approx(2 / 3)], "precision": [1, 0, 1 / 2], "recall": [1, 0, 1]}
 
 
@@ -69,5 +69,5 @@ def test_real_squad_answers_score_fully_against_themselves(shared_data):
     articles = json.loads((shared_data / "squad" / "squad_v1.1-dev-shared.json").read_text())["data"]
     answers = [[a["text"] for a in q["answers"]] for article in articles for p in article["paragraphs"] for q in p["qas"]]
     assert len(answers) > 80
-    scores = score(Config(), [Answered(a[-1], a) for a in answers])
+    scores = Config().score([Prediction(a[-1], a) for a in answers])
     assert {name: set(values) for name, values in scores.items()} == {"em": {1.0}, "f1": {1.0}, "precision": {1.0}, "recall": {1.0}}

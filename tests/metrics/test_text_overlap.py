@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from src.interfaces import Prediction
 from src.metrics import bleu, knowledge, meteor, rouge, squad
-from src.metrics.answers import Answered
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ["nltk", "rouge_score", "sacrebleu", "numpy"]
@@ -17,7 +17,7 @@ ALL = [squad, rouge, bleu, meteor, knowledge]
 
 
 def one(module, prediction: str, *references: str, **options) -> dict[str, float]:
-    scores = module.score(module.Config(**options), [Answered(prediction, list(references))])
+    scores = module.Config(**options).score([Prediction(prediction, list(references))])
     return {name: value for name, (value,) in scores.items()}
 
 
@@ -95,19 +95,19 @@ def test_meteor_matches_stems_and_no_synonyms():
 def test_every_metric(module):
     """One value for each answer, between 0 and 1, whatever the text."""
     texts = ["", " ", "?!", "the", "UNANSWERABLE", "Ångström 10⁻¹⁰ m", "🙂 東京", "a " * 50, "x\ny", "\u2028"]
-    answers = [Answered(p, [r], "what is the name ?", ["the name is x"]) for p in texts for r in texts]
-    scores = module.score(module.Config(), answers)
+    answers = [Prediction(p, [r], "what is the name ?", ["the name is x"]) for p in texts for r in texts]
+    scores = module.Config().score(answers)
     for name, values in scores.items():
         assert len(values) == len(answers)
         assert all(type(value) is float and 0 <= value <= 1 for value in values), name
-    assert module.score(module.Config(), []) == {name: [] for name in scores}
+    assert module.Config().score([]) == {name: [] for name in scores}
 
 
 @pytest.mark.parametrize("module", [rouge, bleu, meteor], ids=lambda module: module.__name__.rpartition(".")[2])
 def test_names_are_known_before_the_library_is_loaded(module):
-    assert module.names(module.Config()) == tuple(module.score(module.Config(), []))
+    assert module.Config().score_names() == tuple(module.Config().score([]))
     path, name = module.__name__, module.__name__.rpartition(".")[2]
-    code = f"import sys; from {path} import Config, names; names(Config()); sys.exit(any(m in sys.modules for m in {LIBRARIES}))"
+    code = f"import sys; from {path} import Config; Config().score_names(); sys.exit(any(m in sys.modules for m in {LIBRARIES}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0, name
 
 

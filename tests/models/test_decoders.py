@@ -13,14 +13,15 @@ from safetensors.torch import save_file
 from src.config import Places
 from src.errors import CheckpointError, ConfigError, DataError
 from src.files import new_directory, write_json
-from src.registry import MODELS, Part, bind, resolved
+from src.interfaces import ModelConfig
+from src.registry import MODELS, bind, resolved
 from src.weights import load_trained, trained_weights
 
 GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 4, "num_heads": 4, "max_positions": 32}
 PARENT = "0123456789abcdef0123456789abcdef"
 
 
-def part(raw: dict) -> Part:
+def part(raw: dict) -> ModelConfig:
     return bind(MODELS, raw)
 
 
@@ -49,20 +50,20 @@ def test_light_modules_import_nothing_heavy():
 
 
 def test_gpt_bigcode_has_the_sizes_asked_for(places):
-    model = part({**GPT, "dropout_rate": 0.25})(places)
+    model = part({**GPT, "dropout_rate": 0.25}).build(places)
     assert type(model).__name__ == "GPTBigCodeForCausalLM"
     c = model.config
     assert (c.vocab_size, c.n_embd, c.n_layer, c.n_head, c.n_positions, c.multi_query) == (23, 16, 4, 4, 32, True)
     assert (c.resid_pdrop, c.embd_pdrop, c.attn_pdrop) == (0.25, 0.25, 0.25)
     assert (c.bos_token_id, c.eos_token_id, c.pad_token_id) == (1, 2, 0)
     assert model.name_or_path == str(places.data / "tokenizer")
-    assert part(GPT).ask("architecture", places).num_layers == 4
+    assert part(GPT).architecture(places).num_layers == 4
 
 
 def test_gpt_bigcode_draws_from_the_global_generator(places):
     def first(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
-        return part(GPT)(places).transformer.h[0].attn.c_attn.weight
+        return part(GPT).build(places).transformer.h[0].attn.c_attn.weight
 
     assert torch.equal(first(0), first(0))
     assert not torch.equal(first(0), first(1))
@@ -70,9 +71,9 @@ def test_gpt_bigcode_draws_from_the_global_generator(places):
 
 def test_gpt_bigcode_without_its_tokenizer(places):
     raw = part({**GPT, "tokenizer": "other"})
-    for verb in (raw.function("check"), raw):
+    for method in (raw.check, raw.build):
         with pytest.raises(DataError, match=r"data/other: no tokenizer here \(tokenizer.json is missing\)\. Prepare it"):
-            verb(places)
+            method(places)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_gpt_bigcode_refuses(change, message):
 def test_gpt_bigcode_names_a_damaged_tokenizer(places):
     (places.data / "tokenizer" / "tokenizer.json").write_text('{"added_tokens": [], "model": {}}')
     with pytest.raises(DataError, match=r"data/tokenizer: its tokenizer cannot be read \(.+\)\. Prepare it again\.$"):
-        part(GPT)(places)
+        part(GPT).build(places)
 
 
 # ---- experiment
@@ -102,14 +103,14 @@ def test_gpt_bigcode_names_a_damaged_tokenizer(places):
 def parent(places) -> torch.nn.Module:
     """A model of random weights, saved as checkpoints 50 (noise) and 100."""
     torch.manual_seed(5)
-    model = part(GPT)(places)
-    save_checkpoint(part(GPT)(places), GPT, places, step=50)
+    model = part(GPT).build(places)
+    save_checkpoint(part(GPT).build(places), GPT, places, step=50)
     save_checkpoint(model, GPT, places)
     return model
 
 
 def test_experiment_gives_the_parent_s_weights_and_tokenizer(parent, places):
-    child = part({"name": "experiment", "exp_id": PARENT})(places)
+    child = part({"name": "experiment", "exp_id": PARENT}).build(places)
     assert all(torch.equal(a, b) for a, b in zip(child.parameters(), parent.parameters(), strict=True))
     assert child.name_or_path == str(places.runs / PARENT / "checkpoints" / "step-00000100" / "tokenizer")
     assert child.lm_head.weight is child.transformer.wte.weight
@@ -117,25 +118,25 @@ def test_experiment_gives_the_parent_s_weights_and_tokenizer(parent, places):
 
 def test_experiment_last_and_best(parent, places):
     with pytest.raises(ConfigError, match=f"the best checkpoint of parent {PARENT} is not there. .*--with-parents"):
-        part({"name": "experiment", "exp_id": PARENT, "checkpoint": "best"})(places)
+        part({"name": "experiment", "exp_id": PARENT, "checkpoint": "best"}).build(places)
     write_json(places.runs / PARENT / "checkpoints" / "best.json", {"step": 50})
-    best = part({"name": "experiment", "exp_id": PARENT, "checkpoint": "best"})(places)
+    best = part({"name": "experiment", "exp_id": PARENT, "checkpoint": "best"}).build(places)
     assert not torch.equal(best.lm_head.weight, parent.lm_head.weight)
 
 
 def test_experiment_knows_the_parent_s_depth_before_and_after_its_training(places):
     raw = part({"name": "experiment", "exp_id": PARENT})
     planned = Places(places.data, places.runs, {PARENT: {"recipe": "lm", "model": GPT}})
-    assert raw.ask("architecture", planned).num_layers == 4
-    raw.ask("check", planned)
+    assert raw.architecture(planned).num_layers == 4
+    raw.check(planned)
     with pytest.raises(
         ConfigError, match=rf"the last checkpoint of parent {PARENT} is not there\. Train the parent first: add --with-parents"
     ):
-        raw(planned)
+        raw.build(planned)
     with pytest.raises(ConfigError, match=rf"parent {PARENT}: neither under .* nor in exp_configs\.py.*--with-parents"):
-        raw.ask("check", places)
-    save_checkpoint(part(GPT)(places), GPT, places)
-    assert raw.ask("architecture", places).num_layers == 4
+        raw.check(places)
+    save_checkpoint(part(GPT).build(places), GPT, places)
+    assert raw.architecture(places).num_layers == 4
 
 
 @pytest.mark.parametrize("exp_id", ["0" * 31, "0" * 33, "G" * 32, "../" * 10 + "00"])
@@ -147,15 +148,15 @@ def test_experiment_wants_a_whole_id(exp_id):
 def test_experiment_with_a_parent_that_we_cannot_read(places):
     raw = part({"name": "experiment", "exp_id": PARENT})
     with pytest.raises(ConfigError, match=rf"parent {PARENT}: model.hidden_size: missing"):
-        raw.ask("check", Places(places.data, places.runs, {PARENT: {"model": {k: v for k, v in GPT.items() if k != "hidden_size"}}}))
+        raw.check(Places(places.data, places.runs, {PARENT: {"model": {k: v for k, v in GPT.items() if k != "hidden_size"}}}))
     with pytest.raises(ConfigError, match=rf"parent {PARENT}: its experiment has no 'model'"):
-        raw.ask("check", Places(places.data, places.runs, {PARENT: {"recipe": "lm"}}))
+        raw.check(Places(places.data, places.runs, {PARENT: {"recipe": "lm"}}))
     written = places.runs / PARENT / "exp_dict.json"
     written.parent.mkdir(parents=True)
     for damaged in (3, "x model", ["model"]):
         write_json(written, damaged)
         with pytest.raises(ConfigError, match=rf"parent {PARENT}: {written}: expected a dict, got {type(damaged).__name__}\.$"):
-            raw.ask("check", places)
+            raw.check(places)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_experiment_with_a_parent_that_we_cannot_read(places):
 def test_every_mistake_in_a_parent_s_model_is_a_line(places, model, lines):
     raw = part({"name": "experiment", "exp_id": PARENT})
     with pytest.raises(ConfigError) as caught:
-        raw.ask("check", Places(places.data, places.runs, {PARENT: {"model": model}}))
+        raw.check(Places(places.data, places.runs, {PARENT: {"model": model}}))
     found = str(caught.value).split("\n")
     assert len(found) == len(lines)
     assert all(line.startswith(f"parent {PARENT}: {expected}") for line, expected in zip(found, lines, strict=True))
@@ -184,12 +185,12 @@ def test_every_mistake_in_a_parent_s_model_is_a_line(places, model, lines):
 def test_cross_attention_on_another_experiment_from_its_own_checkpoint(parent, places, tmp_path):
     """Base, child, and the child again from its checkpoint: the whole way of a real run."""
     raw = {"name": "cross_attention", "num_layers": 2, "stride": 1, "base": {"name": "experiment", "exp_id": PARENT}}
-    part(raw).ask("check", places)
-    child = part(raw)(places).eval()
+    part(raw).check(places)
+    child = part(raw).build(places).eval()
     assert torch.equal(child.base.lm_head.weight, parent.lm_head.weight)
     assert child.name_or_path.endswith("tokenizer")
     save_file(trained_weights(child), tmp_path / "child.safetensors")
-    again = part(json.loads(json.dumps(resolved(part(raw)))))(places).eval()
+    again = part(json.loads(json.dumps(resolved(part(raw))))).build(places).eval()
     load_trained(again, tmp_path / "child.safetensors")
     ids, mask = torch.arange(3, 9)[None], torch.ones(1, 6, dtype=torch.bool)
     inputs = {"input_ids": ids, "attention_mask": mask, "context_ids": ids[None], "context_mask": mask[None]}
@@ -202,17 +203,17 @@ def test_cross_attention_is_checked_before_anything_is_loaded(places):
     with pytest.raises(
         ConfigError, match=r"num_layers 2 x stride 3 needs 6 decoder layers, the base has 4. Fits: num_layers up to 1 or stride up to 2"
     ):
-        part(raw).ask("check", planned)
+        part(raw).check(planned)
     with pytest.raises(ConfigError, match=f"parent {PARENT}: neither"):
-        part(raw).ask("check", places)
+        part(raw).check(places)
     with pytest.raises(ConfigError, match="hidden_size 6 does not divide by num_heads 4"):
-        part({**raw, "stride": 1, "hidden_size": 6}).ask("check", planned)
-    assert part({**raw, "stride": 1}).ask("architecture", planned).num_layers == 4
+        part({**raw, "stride": 1, "hidden_size": 6}).check(planned)
+    assert part({**raw, "stride": 1}).architecture(planned).num_layers == 4
     with pytest.raises(DataError, match="data/other: no tokenizer here"):
-        part({**raw, "stride": 1, "base": {**GPT, "tokenizer": "other"}}).ask("check", places)
+        part({**raw, "stride": 1, "base": {**GPT, "tokenizer": "other"}}).check(places)
     with pytest.raises(ConfigError, match="its weights are drawn at random, and frozen they never learn"):
-        part({**raw, "stride": 1, "base": GPT}).ask("check", places)
-    part({**raw, "stride": 1, "base": GPT, "train_all_params": True}).ask("check", places)
+        part({**raw, "stride": 1, "base": GPT}).check(places)
+    part({**raw, "stride": 1, "base": GPT, "train_all_params": True}).check(places)
 
 
 # ---- weights

@@ -24,7 +24,7 @@ IDS = torch.arange(3, 13).view(2, 5)
 
 def trained(raw: dict[str, Any], places, step: int) -> Any:
     """A checkpoint of `raw` with weights that were moved; returns the model."""
-    model: Any = bind(MODELS, raw)(places)
+    model: Any = bind(MODELS, raw).build(places)
     generator = torch.Generator().manual_seed(step)
     for tensor in trained_weights(model).values():
         tensor += torch.randn(tensor.shape, generator=generator) / 8
@@ -41,7 +41,7 @@ def run(places, *words: object) -> int:
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_transformers_loads_it(adapted: bool, places, tmp_path: Path):
-    bind(MODELS, GPT)(places).save_pretrained(tmp_path / "base")
+    bind(MODELS, GPT).build(places).save_pretrained(tmp_path / "base")
     raw = {**ADAPTED, "base": {"name": "hf", "path": str(tmp_path / "base")}} if adapted else GPT
     trained(raw, places, 2)
     model = trained(raw, places, 4)
@@ -85,21 +85,21 @@ def around(base: Any, **settings: Any) -> dict[str, Any]:
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["frozen", "learned", "adapted"])
 def test_blocks_are_exported_for_xc_cache_and_are_where_another_training_begins(case: str, places, tmp_path: Path):
-    bind(MODELS, GPT)(places).save_pretrained(tmp_path / "base")
+    bind(MODELS, GPT).build(places).save_pretrained(tmp_path / "base")
     base = {"name": "hf", "path": str(tmp_path / "base")}
     raw = around(base, train_all_params=case == "learned")
     model = trained({**ADAPTED, "base": raw} if case == "adapted" else raw, places, 3)
     assert run(places, places.runs / "run", tmp_path / "out") == 0
     assert (tmp_path / "out" / "base").is_dir() == (case != "frozen")
     own = base if case == "frozen" else {"name": "hf", "path": str(tmp_path / "out" / "base")}
-    again = bind(MODELS, around(own, weights=str(tmp_path / "out")))(places).eval()
+    again = bind(MODELS, around(own, weights=str(tmp_path / "out"))).build(places).eval()
     contexts = {"context_ids": IDS[:, None] - 1, "context_mask": torch.ones(2, 1, 5, dtype=torch.bool)}
     mask = torch.ones(2, 5, dtype=torch.bool)
     torch.testing.assert_close(again(IDS, mask, **contexts), model(IDS, mask, **contexts), rtol=1e-5, atol=1e-5)
 
 
 def test_a_run_is_loaded_in_one_call(places, tmp_path: Path):
-    bind(MODELS, GPT)(places).save_pretrained(tmp_path / "base")
+    bind(MODELS, GPT).build(places).save_pretrained(tmp_path / "base")
     model = trained(around({"name": "hf", "path": str(tmp_path / "base")}), places, 3)
     loaded, tokenizer = load(places.runs / "run", places)
     given = {

@@ -9,10 +9,12 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from src.config import Places, load
 from src.errors import ConfigError
+from src.interfaces import ModelConfig
+from src.kinds import DECODER, FUSION_IN_DECODER
 from src.models import lora
 from src.models.fusion_in_decoder import config as fusion_in_decoder
 from src.models.fusion_in_decoder.layers import FusionInDecoder
-from src.registry import DECODER, FUSION_IN_DECODER, MODELS, Part, bind, kind_of
+from src.registry import MODELS, bind
 
 EOS, PAD = 1, 0
 START = 3  # not the padding, as in T5, so that a mix-up shows
@@ -158,18 +160,18 @@ def test_every_weight_learns_and_no_empty_passage_is_encoded(t5, batch):
 class TestConfig:
     def test_the_base_is_built_and_tells_its_tokenizer(self, places: Places):
         config = load(fusion_in_decoder.Config, {"base": T5}, "model")
-        fusion_in_decoder.check(config, places)
-        model = fusion_in_decoder.build(config, places)
+        config.check(places)
+        model = config.build(places)
         assert model.name_or_path == str(places.data / "tokenizer")
-        assert kind_of(bind(MODELS, {"name": "fusion_in_decoder", "base": T5}), places) == FUSION_IN_DECODER
-        sizes = fusion_in_decoder.architecture(config, places)
+        assert bind(MODELS, {"name": "fusion_in_decoder", "base": T5}).kind(places) == FUSION_IN_DECODER
+        sizes = config.architecture(places)
         assert sizes is not None
         assert sizes.max_positions is None
-        assert fusion_in_decoder.fingerprint(config, places) is None
+        assert config.fingerprint(places) is None
 
     def test_a_decoder_as_base_is_refused(self):
         decoder = {"name": "gpt_bigcode", "tokenizer": "t", "hidden_size": 8, "num_layers": 1, "num_heads": 1, "max_positions": 8}
-        assert kind_of(bind(MODELS, decoder), None) == DECODER
+        assert bind(MODELS, decoder).kind(None) == DECODER
         with pytest.raises(
             ConfigError, match=r"expected an encoder-decoder, such as 't5'; got 'gpt_bigcode', which is of the kind 'decoder'"
         ):
@@ -181,20 +183,20 @@ class TestConfig:
         config = load(fusion_in_decoder.Config, {"base": PARENT}, "model")
         known = Places(places.data, places.runs, {PARENT["exp_id"]: parent})
         with pytest.raises(ConfigError, match=r"fusion_in_decoder\.base: expected an encoder-decoder.*got 'experiment'"):
-            fusion_in_decoder.check(config, known)
+            config.check(known)
 
     def test_a_parent_that_trains_nothing_is_refused(self, places: Places):
         parent = {"recipe": "fid", "model": T5, "evaluation": {"micro_batch": 1}}
         config = load(fusion_in_decoder.Config, {"base": PARENT}, "model")
         with pytest.raises(ConfigError, match=r"its experiment trains nothing\. Take the model that it evaluates"):
-            fusion_in_decoder.check(config, Places(places.data, places.runs, {PARENT["exp_id"]: parent}))
+            config.check(Places(places.data, places.runs, {PARENT["exp_id"]: parent}))
 
     def test_adapters_go_around_it(self, places: Places, batch: dict[str, torch.Tensor]):
         wrapped = {"name": "fusion_in_decoder", "base": T5}
         adapted: Callable[..., Any] = bind(MODELS, {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q", "v"], "base": wrapped})
-        assert isinstance(adapted, Part)
-        adapted.ask("check", places)
-        model = adapted(places)
+        assert isinstance(adapted, ModelConfig)
+        adapted.check(places)
+        model = adapted.build(places)
         learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         assert learned
         assert all("lora_" in name for name in learned)

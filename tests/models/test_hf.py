@@ -10,13 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from src.errors import CheckpointError, ConfigError, DataError
 from src.files import write_json
+from src.interfaces import ModelConfig
 from src.models.architecture import Architecture
-from src.registry import MODELS, Part, bind, resolved
+from src.registry import MODELS, bind, resolved
 
 GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 4, "num_heads": 4, "max_positions": 32}
 
 
-def part(raw: dict) -> Part:
+def part(raw: dict) -> ModelConfig:
     return bind(MODELS, raw)
 
 
@@ -28,19 +29,19 @@ def pretrained(base_of, tmp_path: Path) -> Path:
 
 
 def test_hf_loads_a_folder(pretrained, places, base_of):
-    model = part({"name": "hf", "path": str(pretrained)})(places)
+    model = part({"name": "hf", "path": str(pretrained)}).build(places)
     assert model.dtype == torch.float32
     assert model.name_or_path == str(pretrained)
     ids = torch.arange(5)[None]
     assert torch.equal(model.eval()(ids).logits, base_of("llama")(ids).logits)
-    assert part({"name": "hf", "path": str(pretrained), "dtype": "bfloat16"})(places).dtype == torch.bfloat16
+    assert part({"name": "hf", "path": str(pretrained), "dtype": "bfloat16"}).build(places).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("model_type", "groups", "head_size"), [("llama", 2, 4), ("gpt_bigcode", 1, None), ("gpt_neox", 4, None)])
 def test_hf_knows_the_sizes_before_loading(base_of, tmp_path, places, model_type, groups, head_size):
     base_of(model_type).save_pretrained(tmp_path / "m")
     raw = part({"name": "hf", "path": str(tmp_path / "m")})
-    assert raw.function("architecture")(places) == Architecture(model_type, 4, 16, 4, groups, max_positions=64, head_size=head_size)
+    assert raw.architecture(places) == Architecture(model_type, 4, 16, 4, groups, max_positions=64, head_size=head_size)
 
 
 def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeypatch):
@@ -51,26 +52,26 @@ def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeyp
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     for raw in ({"path": "owner/name"}, {"path": "owner/name", "revision": "abc123"}):
-        assert part({"name": "hf", **raw})(places).config.model_type == "llama"
+        assert part({"name": "hf", **raw}).build(places).config.model_type == "llama"
     with pytest.raises(ConfigError, match=r"'owner/name' at revision 'v9' is neither .* `hf download owner/name --revision v9`"):
-        part({"name": "hf", "path": "owner/name", "revision": "v9"}).ask("check", places)
+        part({"name": "hf", "path": "owner/name", "revision": "v9"}).check(places)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     with pytest.raises(
         ConfigError,
         match=r"'owner/name' is neither a folder nor in the local Hugging Face cache\. Get it once with `hf download owner/name` "
         r"\(gated models: `hf auth login` first\), or give a folder as the model's path\.",
     ):
-        part({"name": "hf", "path": "owner/name"}).ask("check", places)
+        part({"name": "hf", "path": "owner/name"}).check(places)
 
 
 def test_hf_refuses_what_it_would_ignore_and_what_is_no_model(pretrained, places, tmp_path):
     with pytest.raises(ConfigError, match=r"is a folder, so revision 'main' would be ignored"):
-        part({"name": "hf", "path": str(pretrained), "revision": "main"}).ask("check", places)
+        part({"name": "hf", "path": str(pretrained), "revision": "main"}).check(places)
     with pytest.raises(ConfigError, match=r"is a folder without a config.json"):
-        part({"name": "hf", "path": str(tmp_path)}).ask("check", places)
+        part({"name": "hf", "path": str(tmp_path)}).check(places)
     (pretrained / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"pretrained: no weights here. Expected model.safetensors or pytorch_model.bin"):
-        part({"name": "hf", "path": str(pretrained)}).ask("check", places)
+        part({"name": "hf", "path": str(pretrained)}).check(places)
 
 
 def test_hf_names_the_damaged_file(pretrained, places):
@@ -78,7 +79,7 @@ def test_hf_names_the_damaged_file(pretrained, places):
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=r"pretrained/model.safetensors: damaged or of another model .*Get it again"):
-        part({"name": "hf", "path": str(pretrained)})(places)
+        part({"name": "hf", "path": str(pretrained)}).build(places)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of them in its own way
@@ -87,23 +88,23 @@ def test_hf_refuses_weights_that_do_not_fit(pretrained, places):
     whole = load_file(file)
     save_file({name: tensor for name, tensor in whole.items() if "layers.2.mlp.up" not in name}, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model.safetensors: incomplete: model.layers.2.mlp.up_proj.weight missing"):
-        part({"name": "hf", "path": str(pretrained)})(places)
+        part({"name": "hf", "path": str(pretrained)}).build(places)
     save_file({**whole, "model.norm.weight": torch.ones(3)}, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model.safetensors: damaged or of another model"):
-        part({"name": "hf", "path": str(pretrained)})(places)
+        part({"name": "hf", "path": str(pretrained)}).build(places)
 
 
 def test_hf_names_the_missing_shard(base_of, places, tmp_path):
     folder = tmp_path / "sharded"
     base_of("llama").save_pretrained(folder, max_shard_size="10KB")
     raw = part({"name": "hf", "path": str(folder)})
-    raw.ask("check", places)
-    assert raw(places).config.model_type == "llama"
+    raw.check(places)
+    assert raw.build(places).config.model_type == "llama"
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
     shards[1].unlink()
     with pytest.raises(CheckpointError, match=rf"{shards[1].name}: missing, though model.safetensors.index.json lists it"):
-        raw.ask("check", places)
+        raw.check(places)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +126,9 @@ def test_hf_names_what_is_wrong_in_config_json(pretrained, places, change, messa
     if isinstance(change, dict):
         change = {key: value for key, value in {**json.loads(file.read_text()), **change}.items() if value is not None}
     write_json(file, change)
-    for verb in (raw.function("check"), raw.function("architecture"), raw):
+    for method in (raw.check, raw.architecture, raw.build):
         with pytest.raises(ConfigError, match=f"pretrained/config.json: {message}"):
-            verb(places)
+            method(places)
 
 
 @pytest.mark.parametrize("change", [{"model_type": "nope"}, {"hidden_act": "nope"}, {"rope_parameters": 3}, {"vocab_size": "x"}])
@@ -136,7 +137,7 @@ def test_hf_names_the_config_json_that_makes_no_model(pretrained, places, change
     file = pretrained / "config.json"
     write_json(file, {**json.loads(file.read_text()), **change})
     with pytest.raises(ConfigError, match=r"pretrained/config.json: no model can be made of it \(.+\)\.$") as caught:
-        part({"name": "hf", "path": str(pretrained)})(places)
+        part({"name": "hf", "path": str(pretrained)}).build(places)
     assert "\n" not in str(caught.value)
 
 
@@ -145,31 +146,31 @@ def test_hf_names_an_index_of_shards_that_is_none(pretrained, places, index):
     (pretrained / "model.safetensors").unlink()
     write_json(pretrained / "model.safetensors.index.json", index)
     with pytest.raises(CheckpointError, match=r"pretrained/model.safetensors.index.json: not an index: expected"):
-        part({"name": "hf", "path": str(pretrained)}).ask("check", places)
+        part({"name": "hf", "path": str(pretrained)}).check(places)
 
 
 def test_names_that_are_too_long_for_the_file_system(places):
     for raw in ({"path": "a" * 300}, {"path": "/" + "a" * 5000}, {"path": "owner/name", "revision": "a" * 300}):
         with pytest.raises(ConfigError, match=r"is neither a folder nor in the local Hugging Face cache"):
-            part({"name": "hf", **raw}).ask("check", places)
+            part({"name": "hf", **raw}).check(places)
     with pytest.raises(DataError, match=r"a: no tokenizer here"):
-        part({**GPT, "tokenizer": "a" * 300}).ask("check", places)
+        part({**GPT, "tokenizer": "a" * 300}).check(places)
 
 
 def test_hf_fingerprint_of_a_folder_is_that_of_its_weights(pretrained, places, tmp_path):
     raw = part({"name": "hf", "path": str(pretrained)})
-    first = raw.ask("fingerprint", places)
+    first = raw.fingerprint(places)
     shutil.copytree(pretrained, tmp_path / "copy")
     (tmp_path / "copy" / "README.md").write_text("not loaded")
-    assert part({"name": "hf", "path": str(tmp_path / "copy")}).ask("fingerprint", places) == first
-    assert part({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": resolved(raw)}).ask("fingerprint", places) == first
-    assert part({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT}).ask("fingerprint", places) is None
+    assert part({"name": "hf", "path": str(tmp_path / "copy")}).fingerprint(places) == first
+    assert part({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": resolved(raw)}).fingerprint(places) == first
+    assert part({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT}).fingerprint(places) is None
     weights = load_file(pretrained / "model.safetensors")
     save_file({**weights, "model.norm.weight": torch.zeros(16)}, pretrained / "model.safetensors", metadata={"format": "pt"})
-    second = raw.ask("fingerprint", places)
+    second = raw.fingerprint(places)
     config = pretrained / "config.json"
     write_json(config, {**json.loads(config.read_text()), "rms_norm_eps": 0.5})
-    assert len({first, second, raw.ask("fingerprint", places)}) == 3
+    assert len({first, second, raw.fingerprint(places)}) == 3
 
 
 def test_hf_fingerprint_of_shards_and_of_a_hub_id(base_of, places, tmp_path, monkeypatch):
@@ -181,11 +182,11 @@ def test_hf_fingerprint_of_shards_and_of_a_hub_id(base_of, places, tmp_path, mon
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     folder = repository / "snapshots" / commit
     raw = part({"name": "hf", "path": str(folder)})
-    first = raw.ask("fingerprint", places)
-    assert part({"name": "hf", "path": "owner/name"}).ask("fingerprint", places) == first
+    first = raw.fingerprint(places)
+    assert part({"name": "hf", "path": "owner/name"}).fingerprint(places) == first
     shard = max(folder.glob("model-*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"~")
-    assert raw.ask("fingerprint", places) != first
+    assert raw.fingerprint(places) != first
 
 
 def test_hf_fingerprint_meets_every_large_matrix(base_of, places, tmp_path):
@@ -195,12 +196,12 @@ def test_hf_fingerprint_meets_every_large_matrix(base_of, places, tmp_path):
     model.save_pretrained(tmp_path / "m")
     assert (tmp_path / "m" / "model.safetensors").stat().st_size > 3 * 2**20
     raw = part({"name": "hf", "path": str(tmp_path / "m")})
-    found = {raw.ask("fingerprint", places)}
+    found = {raw.fingerprint(places)}
     for layer in model.model.layers:
         with torch.no_grad():
             layer.self_attn.q_proj.weight += 1e-3
         model.save_pretrained(tmp_path / "m")
-        found.add(raw.ask("fingerprint", places))
+        found.add(raw.fingerprint(places))
     assert len(found) == 5
 
 
@@ -216,6 +217,6 @@ def test_hf_fingerprint_does_not_read_a_large_file_whole(pretrained, places):
             file.seek(5 * 2**30 + 12345)
             file.write(changed)
             file.flush()
-            found.add(raw.ask("fingerprint", places))
+            found.add(raw.fingerprint(places))
     assert len(found) == 2
     assert characters_read() - before < 2 * 7 * 2**20

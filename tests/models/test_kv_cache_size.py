@@ -47,7 +47,7 @@ def test_what_cross_attention_keeps(make, batch, tmp_path: Path, settings):
     model.base.config.save_pretrained(tmp_path)
     base = bind(MODELS, {"name": "hf", "path": str(tmp_path)})
     config = cross_attention.Config(base=base, **{"num_layers": 2, "stride": 2, **settings})
-    told = cross_attention.cache_bytes(config, NOWHERE, model.base.dtype.itemsize)
+    told = config.cache_bytes(NOWHERE, model.base.dtype.itemsize)
     context = model.encode(batch["context_ids"], batch["context_mask"])
     positions = context.hidden.shape[0] * context.hidden.shape[1]
     with torch.no_grad(), model.reading(context):

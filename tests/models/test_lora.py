@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from src.config import Problems
 from src.errors import ConfigError
 from src.files import new_directory, write_json
+from src.interfaces import ModelConfig
 from src.models import lora
-from src.registry import MODELS, Part, bind, resolved
+from src.registry import MODELS, bind, resolved
 from src.runs.checkpoints import folder as checkpoints
 from src.weights import load_trained, trained_weights
 from tests.models.conftest import make_base
@@ -25,7 +26,7 @@ IDS = torch.arange(3, 13).view(2, 5)
 DECODERS = [family for family in lora.MATRICES if family != "t5"]  # of that: test_t5.py
 
 
-def part(**changes: Any) -> Part:
+def part(**changes: Any) -> ModelConfig:
     return bind(MODELS, {**LORA, **changes})
 
 
@@ -51,7 +52,7 @@ def test_the_matrices_of_each_family_are_those_that_a_model_has(model_type: str)
 @pytest.mark.parametrize("model_type", DECODERS)
 def test_only_adapters_learn_and_they_begin_by_changing_nothing(model_type: str, tmp_path: Path, places):
     name = lora.MATRICES[model_type][0]
-    model = bind(MODELS, {**LORA, "target_modules": [name], "base": pretrained(model_type, tmp_path / "m")})(places).eval()
+    model = bind(MODELS, {**LORA, "target_modules": [name], "base": pretrained(model_type, tmp_path / "m")}).build(places).eval()
     base = make_base(model_type)
     assert torch.equal(model(IDS).logits, base(IDS).logits)
     before = copy.deepcopy(model.state_dict())
@@ -72,7 +73,7 @@ def test_only_adapters_learn_and_they_begin_by_changing_nothing(model_type: str,
 
 def test_what_is_added_is_alpha_over_rank_times_the_product(places):
     torch.manual_seed(0)
-    model: Any = moved(part()(places))
+    model: Any = moved(part().build(places))
     layer = model.transformer.h[1].mlp.c_fc
     x = torch.randn(3, 16)
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -83,20 +84,20 @@ def test_adapters_follow_from_the_seed(places):
     found = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        found.append(trained_weights(part()(places)))
+        found.append(trained_weights(part().build(places)))
     same = [all(torch.equal(found[0][key], other[key]) for key in other) for other in found[1:]]
     assert same == [True, False]
 
 
 def test_adapters_of_a_half_precision_base_are_float32(tmp_path: Path, places):
     base = {**pretrained("llama", tmp_path / "m"), "dtype": "bfloat16"}
-    model = part(target_modules=["q_proj"], base=base)(places)
+    model = part(target_modules=["q_proj"], base=base).build(places)
     assert {tensor.dtype for tensor in trained_weights(model).values()} == {torch.float32}
     assert model(IDS).logits.dtype == torch.bfloat16
 
 
 def test_dropout_acts_in_training_alone(places):
-    model: Any = moved(part(dropout_rate=0.5)(places))
+    model: Any = moved(part(dropout_rate=0.5).build(places))
     assert torch.equal(model(IDS).logits, model(IDS).logits)
     model.train()
     assert not torch.equal(model(IDS).logits, model(IDS).logits)
@@ -105,7 +106,7 @@ def test_dropout_acts_in_training_alone(places):
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "llama"])
 def test_merged_it_is_a_plain_model_that_says_the_same(model_type: str, tmp_path: Path, places):
     names = list(lora.MATRICES[model_type])
-    model: Any = moved(part(target_modules=names, base=pretrained(model_type, tmp_path / "m"))(places))
+    model: Any = moved(part(target_modules=names, base=pretrained(model_type, tmp_path / "m")).build(places))
     expected, written = model(IDS).logits, model.generate(IDS, max_new_tokens=8, do_sample=False)
     assert lora.merge(model) == 4 * sum(key.startswith(_layer(model_type, 0)) for key, _ in lora._matrices(make_base(model_type)))
     base = make_base(model_type)
@@ -122,7 +123,7 @@ def _layer(model_type: str, index: int) -> str:
 
 def test_around_cross_attention_the_blocks_are_trained_and_the_decoder_adapted(places, batch):
     crossing = {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT}
-    model: Any = moved(part(base=crossing)(places))
+    model: Any = moved(part(base=crossing).build(places))
     names = set(trained_weights(model))
     adapters = {name for name in names if ".lora_" in name}
     assert adapters
@@ -140,10 +141,10 @@ def test_around_cross_attention_the_blocks_are_trained_and_the_decoder_adapted(p
 
 def test_a_checkpoint_of_adapters_is_loaded_again(tmp_path: Path, places):
     torch.manual_seed(0)
-    model = moved(part()(places))
+    model = moved(part().build(places))
     save_file(trained_weights(model), tmp_path / "model.safetensors")
     torch.manual_seed(0)
-    other = part()(places).eval()
+    other = part().build(places).eval()
     load_trained(other, tmp_path / "model.safetensors")
     assert torch.equal(other(IDS).logits, model(IDS).logits)
 
@@ -154,7 +155,7 @@ def write_parent(places) -> Any:
     base = make_base("llama")
     base.save_pretrained(places.data / "llama")
     raw = {**LORA, "target_modules": ["q_proj"], "base": {"name": "hf", "path": str(places.data / "llama")}}
-    model = moved(bind(MODELS, raw)(places))
+    model = moved(bind(MODELS, raw).build(places))
     with new_directory(checkpoints.folder(places.runs / PARENT, 4)) as folder:
         save_file(trained_weights(model), folder / "model.safetensors")
         write_json(folder / "model.json", resolved(bind(MODELS, raw)))
@@ -167,17 +168,17 @@ def write_parent(places) -> Any:
 def test_a_child_starts_from_a_parents_adapters(places):
     parent = write_parent(places)
     child = {"name": "experiment", "exp_id": PARENT}
-    goes_on: Any = bind(MODELS, child)(places).eval()
+    goes_on: Any = bind(MODELS, child).build(places).eval()
     assert trained_weights(goes_on).keys() == trained_weights(parent).keys()
     assert torch.equal(goes_on(IDS).logits, parent(IDS).logits)
 
     again = bind(MODELS, {**LORA, "target_modules": ["v_proj"], "base": child})
-    again.ask("check", places)
-    anew: Any = again(places).eval()
+    again.check(places)
+    anew: Any = again.build(places).eval()
     assert all(".v_proj.lora_" in name for name in trained_weights(anew)), "the parent's adapters are part of the base now"
     torch.testing.assert_close(anew(IDS).logits, parent(IDS).logits, rtol=1e-5, atol=1e-5)
 
-    crossing: Any = bind(MODELS, {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": child})(places)
+    crossing: Any = bind(MODELS, {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": child}).build(places)
     assert all(name.startswith("blocks.") for name in trained_weights(crossing))
 
 
@@ -185,11 +186,11 @@ def test_a_name_that_no_matrix_has_is_refused_before_and_while_building(places, 
     wrong = part(target_modules=["c_attn", "q_proj"])
     message = r"lora\.target_modules: unknown matrix of the base 'q_proj'\..* Known: c_attn, c_fc, c_proj\."
     with pytest.raises(ConfigError, match=message):
-        wrong.ask("check", places)
+        wrong.check(places)
     with pytest.raises(ConfigError, match=message):
-        wrong(places)
+        wrong.build(places)
     with pytest.raises(ConfigError, match="'lm_head'"):
-        part(target_modules=["lm_head"])(places)
+        part(target_modules=["lm_head"]).build(places)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +219,10 @@ def test_adapters_below_a_cross_attention_model_are_refused():
 
 
 def test_names_and_sizes_are_the_bases(places):
-    assert part().ask("architecture", places) == bind(MODELS, GPT).ask("architecture", places)
-    assert part()(places).name_or_path == str(places.data / "tokenizer")
+    assert part().architecture(places) == bind(MODELS, GPT).architecture(places)
+    assert part().build(places).name_or_path == str(places.data / "tokenizer")
 
 
 def test_fingerprint_is_of_the_base(tmp_path: Path, places):
     base = pretrained("llama", tmp_path / "m")
-    assert part(target_modules=["q_proj"], base=base).ask("fingerprint", places) == bind(MODELS, base).ask("fingerprint", places)
+    assert part(target_modules=["q_proj"], base=base).fingerprint(places) == bind(MODELS, base).fingerprint(places)

@@ -7,7 +7,8 @@ import torch
 
 import src.models.hf
 from src.errors import ConfigError
-from src.registry import MODELS, bind, load_experiment
+from src.interfaces import load_experiment
+from src.registry import MODELS, bind
 from src.weights import trained_weights
 from tests.models.conftest import make_base
 
@@ -28,10 +29,10 @@ def around(folder: str, quantization: str, **settings: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("quantization", DTYPES)
 def test_it_is_small_and_near(folder: str, places, quantization: str):
-    whole: Any = bind(MODELS, {"name": "hf", "path": folder})(places)
+    whole: Any = bind(MODELS, {"name": "hf", "path": folder}).build(places)
     part = bind(MODELS, around(folder, quantization)["base"])
-    part.ask("check", places)
-    small: Any = part(places)
+    part.check(places)
+    small: Any = part.build(places)
     matrix = [model.model.layers[0].mlp.up_proj.weight for model in (whole, small)]
     bits = matrix[1].numel() * matrix[1].element_size() * 8 / matrix[0].numel()
     assert bits == int(quantization[0])
@@ -44,7 +45,7 @@ def test_it_is_small_and_near(folder: str, places, quantization: str):
 @pytest.mark.parametrize("quantization", DTYPES)
 def test_blocks_around_it_learn_and_it_does_not(folder: str, places, batch, quantization: str):
     torch.manual_seed(0)
-    model: Any = bind(MODELS, around(folder, quantization))(places).train()
+    model: Any = bind(MODELS, around(folder, quantization)).build(places).train()
     assert all(name.startswith("blocks.") for name in trained_weights(model))
     model(**batch).float().square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.blocks.parameters())
@@ -61,4 +62,4 @@ def test_what_could_not_learn_is_refused(folder: str, places, monkeypatch: pytes
         load_experiment(exp, "quantized")
     monkeypatch.setattr(src.models.hf, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install bitsandbytes==0\.50\.2"):
-        bind(MODELS, around(folder, "8bit")["base"]).ask("check", places)
+        bind(MODELS, around(folder, "8bit")["base"]).check(places)

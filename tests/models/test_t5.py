@@ -29,7 +29,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def test_v1_1_has_gates_and_a_matrix_of_its_own_for_the_logits(places: Places):
-    model = t5.build(config(random={**SIZES, "num_decoder_layers": 3, "head_size": 6}), places)
+    model = config(random={**SIZES, "num_decoder_layers": 3, "head_size": 6}).build(places)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes["shared.weight"] == shapes["lm_head.weight"] == (VOCABULARY, 32)
     assert shapes["encoder.block.1.layer.1.DenseReluDense.wi_1.weight"] == (40, 32)
@@ -42,7 +42,7 @@ def test_v1_1_has_gates_and_a_matrix_of_its_own_for_the_logits(places: Places):
 
 
 def test_the_embedding_may_have_rows_that_no_token_has(places: Places):
-    model = t5.build(config(random={**SIZES, "vocabulary_multiple": 64}), places)
+    model = config(random={**SIZES, "vocabulary_multiple": 64}).build(places)
     rows = -(-VOCABULARY // 64) * 64
     assert rows > VOCABULARY
     assert model.shared.weight.shape == model.lm_head.weight.shape == (rows, 32)
@@ -50,7 +50,7 @@ def test_the_embedding_may_have_rows_that_no_token_has(places: Places):
 
 
 def test_the_original_takes_logits_from_the_scaled_embedding(places: Places):
-    model = t5.build(config(random={**SIZES, "version": "original"}), places)
+    model = config(random={**SIZES, "version": "original"}).build(places)
     assert model.lm_head.weight is model.shared.weight
     assert model.config.scale_decoder_outputs
     assert "encoder.block.0.layer.1.DenseReluDense.wi.weight" in dict(model.named_parameters())
@@ -62,7 +62,7 @@ def test_the_original_takes_logits_from_the_scaled_embedding(places: Places):
 def test_the_loss_of_v1_1_begins_at_that_of_knowing_nothing(places: Places):
     """ln V, and half the variance of logits, which is 1. A matrix that is drawn as the embedding is gives logits of variance 256."""
     torch.manual_seed(0)
-    found = logits(t5.build(config(random={**SIZES, "hidden_size": 256}), places)).detach()
+    found = logits(config(random={**SIZES, "hidden_size": 256}).build(places)).detach()
     assert 0.5 < found.var().item() < 2.0
     loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), torch.randint(0, VOCABULARY, (6,)))
     assert abs(loss.item() - math.log(VOCABULARY) - 0.5) < 1.0
@@ -72,13 +72,13 @@ def test_both_matrices_of_v1_1_come_back_from_a_checkpoint_and_from_a_folder(pla
     from safetensors.torch import save_file
 
     made = config(random=SIZES)
-    model, other = t5.build(made, places), t5.build(made, places)
+    model, other = made.build(places), made.build(places)
     save_file({name: tensor.clone() for name, tensor in trained_weights(model).items()}, tmp_path / "model.safetensors")
     assert not torch.equal(logits(other), logits(model))
     load_trained(other, tmp_path / "model.safetensors")
     assert torch.equal(logits(other), logits(model))
     model.save_pretrained(tmp_path / "saved")
-    again = t5.build(config(path=str(tmp_path / "saved")), places)
+    again = config(path=str(tmp_path / "saved")).build(places)
     assert torch.equal(logits(again), logits(model))
     assert again.lm_head.weight is not again.shared.weight
 
@@ -87,11 +87,11 @@ def test_random_weights_follow_the_seed_and_dropout_is_as_told(places: Places):
     found = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        found.append(logits(t5.build(config(random=SIZES), places)))
+        found.append(logits(config(random=SIZES).build(places)))
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
-    assert dropout_rates(t5.build(config(random=SIZES), places)) == {0.0}
-    assert dropout_rates(t5.build(config(random=SIZES, dropout_rate=0.25), places)) == {0.25}
+    assert dropout_rates(config(random=SIZES).build(places)) == {0.0}
+    assert dropout_rates(config(random=SIZES, dropout_rate=0.25).build(places)) == {0.25}
 
 
 def dropout_rates(model: Any) -> set[float]:
@@ -100,7 +100,7 @@ def dropout_rates(model: Any) -> set[float]:
 
 
 def test_adapters_know_its_matrices(places: Places):
-    models = [t5.build(config(random={**SIZES, "version": version}), places) for version in ("v1.1", "original")]
+    models = [config(random={**SIZES, "version": version}).build(places) for version in ("v1.1", "original")]
     assert {name.rpartition(".")[2] for model in models for name, _ in lora._matrices(model)} == set(lora.MATRICES["t5"])
 
 
@@ -109,46 +109,46 @@ class TestPretrained:
     def folder(self, places: Places, tmp_path: Path) -> Path:
         """An original T5 as others have saved it, with dropout."""
         torch.manual_seed(5)
-        t5.build(config(random={**SIZES, "version": "original"}, dropout_rate=0.1), places).save_pretrained(tmp_path / "t5")
+        config(random={**SIZES, "version": "original"}, dropout_rate=0.1).build(places).save_pretrained(tmp_path / "t5")
         raw = json.loads((tmp_path / "t5" / "config.json").read_text())
         (tmp_path / "t5" / "config.json").write_text(json.dumps({**raw, "n_positions": 512}))
         return tmp_path / "t5"
 
     def test_it_is_the_saved_one(self, folder: Path, places: Places):
         torch.manual_seed(5)
-        expected = t5.build(config(random={**SIZES, "version": "original"}, dropout_rate=0.1), places)
-        model = t5.build(config(path=str(folder)), places)
+        expected = config(random={**SIZES, "version": "original"}, dropout_rate=0.1).build(places)
+        model = config(path=str(folder)).build(places)
         assert torch.equal(logits(model), logits(expected))
         assert dropout_rates(model) == {0.1}
-        assert dropout_rates(t5.build(config(path=str(folder), dropout_rate=0.0), places)) == {0.0}
-        assert t5.build(config(path=str(folder), dtype="bfloat16"), places).dtype == torch.bfloat16
+        assert dropout_rates(config(path=str(folder), dropout_rate=0.0).build(places)) == {0.0}
+        assert config(path=str(folder), dtype="bfloat16").build(places).dtype == torch.bfloat16
 
     def test_positions_are_relative_whatever_config_json_says(self, folder: Path, places: Places):
-        sizes = t5.architecture(config(path=str(folder)), places)
-        assert sizes == t5.architecture(config(random=SIZES), places)
+        sizes = config(path=str(folder)).architecture(places)
+        assert sizes == config(random=SIZES).architecture(places)
         assert sizes is not None
         assert (sizes.model_type, sizes.num_layers, sizes.hidden_size, sizes.max_positions) == ("t5", 2, 32, None)
 
     def test_its_weights_have_a_fingerprint(self, folder: Path, places: Places):
         part = config(path=str(folder))
-        before = t5.fingerprint(part, places)
-        assert before == t5.fingerprint(part, places)
+        before = part.fingerprint(places)
+        assert before == part.fingerprint(places)
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1] + b"x")
-        assert t5.fingerprint(part, places) != before
-        assert t5.fingerprint(config(random=SIZES), places) is None
+        assert part.fingerprint(places) != before
+        assert config(random=SIZES).fingerprint(places) is None
 
     def test_a_decoder_is_no_t5_and_a_t5_no_decoder(self, folder: Path, places: Places, base_of: Any, tmp_path: Path):
         base_of("gpt2").save_pretrained(tmp_path / "gpt2")
         with pytest.raises(ConfigError, match=r"gpt2: a model of type 'gpt2'; expected a T5\."):
-            t5.check(config(path=str(tmp_path / "gpt2")), places)
+            config(path=str(tmp_path / "gpt2")).check(places)
         with pytest.raises(ConfigError, match=r"config.json: of an encoder-decoder.*The model part 't5' reads a T5"):
-            hf.check(load(hf.Config, {"path": str(folder)}, "model"), places)
+            load(hf.Config, {"path": str(folder)}, "model").check(places)
 
     def test_missing_weights_are_named(self, folder: Path, places: Places):
         (folder / "model.safetensors").unlink()
         with pytest.raises(CheckpointError, match=r"no weights here"):
-            t5.check(config(path=str(folder)), places)
+            config(path=str(folder)).check(places)
 
 
 @pytest.mark.parametrize(
@@ -168,4 +168,4 @@ def test_config_refuses(values: dict[str, Any], message: str):
 
 def test_a_missing_tokenizer_is_named(places: Places):
     with pytest.raises(DataError, match=r"nowhere: no tokenizer here"):
-        t5.check(config(random={**SIZES, "tokenizer": "nowhere"}), places)
+        config(random={**SIZES, "tokenizer": "nowhere"}).check(places)

@@ -128,7 +128,7 @@ def test_under_gradient_checkpointing_and_autocast(batch):
 
 def test_every_t5_that_is_built_takes_them(places: Places, batch):
     sizes = {"tokenizer": "tokenizer", "hidden_size": 16, "feed_forward_size": 24, "num_layers": 1, "num_heads": 4}
-    model = t5.build(load(t5.Config, {"random": sizes}, "model"), places)
+    model = load(t5.Config, {"random": sizes}, "model").build(places)
     assert not torch.equal(
         model(**batch).logits, model(**{**batch, "cross_attention_mask": torch.ones_like(batch["cross_attention_mask"])}).logits
     )

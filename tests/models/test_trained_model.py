@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from src.config import Places
 from src.errors import CheckpointError, ConfigError
 from src.files import new_directory, write_json
-from src.registry import MODELS, Part, bind, resolved
+from src.interfaces import ModelConfig
+from src.registry import MODELS, bind, resolved
 from src.runs.checkpoints import folder as checkpoints
 from src.weights import trained_weights
 
@@ -18,14 +19,14 @@ GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_
 PARENT = "0123456789abcdef0123456789abcdef"
 
 
-def child(checkpoint: str) -> Part:
+def child(checkpoint: str) -> ModelConfig:
     return bind(MODELS, {"name": "experiment", "exp_id": PARENT, "checkpoint": checkpoint})
 
 
 def write(places: Places, step: int) -> torch.nn.Module:
     """A checkpoint of random weights of `step`; returns the model."""
     torch.manual_seed(step)
-    model = bind(MODELS, GPT)(places)
+    model = bind(MODELS, GPT).build(places)
     with new_directory(checkpoints.folder(places.runs / PARENT, step)) as folder:
         save_file(trained_weights(model), folder / "model.safetensors")
         write_json(folder / "model.json", resolved(bind(MODELS, GPT)))
@@ -47,9 +48,9 @@ def run(places: Places) -> Path:
 
 @pytest.mark.parametrize(("checkpoint", "step"), [("last", 4), ("best", 2)])
 def test_the_child_has_the_weights_of_the_checkpoint_that_it_names(run: Path, places: Places, checkpoint: str, step: int):
-    model = child(checkpoint)(places)
+    model = child(checkpoint).build(places)
     torch.manual_seed(step)
-    expected = bind(MODELS, GPT)(places)
+    expected = bind(MODELS, GPT).build(places)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
     assert model.name_or_path == str(checkpoints.folder(run, step) / "tokenizer")
 
@@ -60,7 +61,7 @@ def test_a_damaged_checkpoint_is_refused_and_no_other_is_taken(run: Path, places
     with pytest.raises(
         CheckpointError, match=rf"step-0000000{step}: the {checkpoint} checkpoint is damaged \(.*tokenizer\.json: missing\)"
     ):
-        child(checkpoint)(places)
+        child(checkpoint).build(places)
 
 
 def test_a_parent_that_is_still_running_has_no_last_checkpoint(run: Path, places: Places):
@@ -68,4 +69,4 @@ def test_a_parent_that_is_still_running_has_no_last_checkpoint(run: Path, places
     with pytest.raises(
         ConfigError, match=rf"the last checkpoint of parent {PARENT} is not there\. Train the parent first: add --with-parents"
     ):
-        child("last")(places)
+        child("last").build(places)

@@ -8,7 +8,7 @@ import pytest
 
 from src import config as configs
 from src.errors import ConfigError, DataError
-from src.evaluation.config import Answers, Inference, measured, most_new_tokens
+from src.evaluation.config import Answers, Inference, score_names
 from tests import toy
 
 INFERENCE: dict[str, Any] = {"max_new_tokens": 4, "metrics": [{"name": "squad"}]}
@@ -41,7 +41,7 @@ def inference(**settings: Any) -> Inference:
     ],
 )
 def test_chosen_questions(settings: dict[str, Any], listed: list[int] | None, expected: list[int]):
-    assert inference(**settings).chosen(Rows(), listed) == expected
+    assert inference(**settings).select(Rows(), listed) == expected
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,12 @@ def test_chosen_questions(settings: dict[str, Any], listed: list[int] | None, ex
 )
 def test_questions_that_cannot_be_asked(settings: dict[str, Any], listed: list[int] | None, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
-        inference(**settings).chosen(Rows(), listed)
+        inference(**settings).select(Rows(), listed)
 
 
-def test_names_and_sizes_of_both():
+def test_names_of_scores_and_number_of_questions():
     answers = configs.load(Answers, {"questions": 10, "max_new_tokens": 7, "metrics": [{"name": "squad"}, {"name": "rouge"}]}, "answers")
-    assert measured(answers) == {"em", "f1", "precision", "recall", *ROUGE}
-    assert measured(None) == set()
-    assert [most_new_tokens(*pair) for pair in ((answers, inference()), (None, inference()), (answers, None), (None, None))] == [7, 4, 7, 0]
+    assert set(score_names(answers.metrics)) == {"em", "f1", "precision", "recall", *ROUGE}
     answers.require(Rows())
     with pytest.raises(DataError, match=r"^answers\.questions: 11 of a validation set of 10\. Ask for fewer\.$"):
         answers.model_copy(update={"questions": 11}).require(Rows())

@@ -116,7 +116,7 @@ def test_what_processes_gather_together_is_a_whole_block(folder: Path):
     from src.registry import MODELS, bind
     from src.training.parallel.fsdp import _layers
 
-    model = bind(MODELS, FID["model"])(Places(folder / "data", folder / "runs"))
+    model = bind(MODELS, FID["model"]).build(Places(folder / "data", folder / "runs"))
     assert _layers(model) == [*model.base.encoder.block, *model.base.decoder.block]
 
 

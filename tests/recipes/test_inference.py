@@ -127,7 +127,7 @@ def test_every_row_is_answered_and_scored(world: World):
     assert not [name for name in before if name.startswith(("inference", "cache"))]
     assert {"em", "rougeL", "val_loss", "em/one"} <= before.keys()
     for part, some in (("", answers), ("/one", answers[::2]), ("/two", answers[1::2])):
-        for name, values in knowledge.score(knowledge.Config(), [of_row(row, row["answer_pred"]) for row in some]).items():
+        for name, values in knowledge.Config().score([of_row(row, row["answer_pred"]) for row in some]).items():
             assert last[f"inference/{name}{part}"] == pytest.approx(sum(values) / len(values))
     assert {"inference/em", "inference/f1/one"} <= last.keys()
     assert 0 < last["inference/k_precision/one"] != last["inference/k_precision/two"]

@@ -254,7 +254,7 @@ class TestRefusals:
     def test_another_precision_that_the_launcher_was_told(self):
         from src.config import load
         from src.errors import ConfigError
-        from src.training.evaluation_config import Evaluation
+        from src.training.config import Evaluation
 
         config = load(Evaluation, {"micro_batch": 2, "precision": "bfloat16"}, "evaluation")
         config.agree({"precision": "bfloat16"})

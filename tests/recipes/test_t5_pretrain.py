@@ -14,7 +14,7 @@ from benchmarks.t5_tiny import unigram_loss
 from data_prep import t5_tokenizer
 from src.config import Places
 from src.experiments.identity import exp_id
-from src.registry import load_experiment
+from src.interfaces import load_experiment
 from tests import toy, warm
 
 MODEL: dict[str, Any] = {
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_learns_what_is_missing(folder: Path):
     first, last = toy.rows(folder, exp_id(T5))
     places = Places(folder / "data", folder / "runs")
-    assert last["val_loss"] < 0.6 * unigram_loss(load_experiment(T5, "t5").config, places)
+    assert last["val_loss"] < 0.6 * unigram_loss(load_experiment(T5, "t5"), places)
     assert last["val_loss"] < first["val_loss"]
     assert last["val_accuracy"] > 4 / 7  # sentinels and end token come of themselves
     assert last["val_perplexity"] == pytest.approx(2.718281828 ** last["val_loss"], rel=1e-5)

@@ -1,21 +1,32 @@
 """Ancestry from save directories: who starts from whom, and what is wrong with a parent."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from src.config import Config
+from src.config import Places
 from src.errors import ConfigError, DataError
 from src.experiments.identity import exp_id
 from src.files import new_directory, write_json
-from src.registry import RECIPES, Part
+from src.interfaces import RecipeConfig
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.plan import Planned
 from src.runs.run_dir import RunDir
 from src.tables import lineage
 from src.tables.lineage import Edge, Lineage
+
+
+class NoRecipe(RecipeConfig):
+    """Nothing to check, nothing to run."""
+
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        return []
+
+    def run(self, run: Any) -> None:
+        raise AssertionError
 
 
 def child_of(*parents: dict[str, Any], seed: int = 0, which: str = "last") -> dict[str, Any]:
@@ -89,7 +100,7 @@ def test_a_damaged_directory_is_named_and_skipped(tmp_path: Path, file: str):
 
 
 def test_what_is_planned_is_new_and_not_missing(tmp_path: Path):
-    part = Part(RECIPES, "lm", Config())
+    part = NoRecipe()
     planned = {exp_id(e): Planned(exp_id(e), e, part, ("g",), f"g[{i}]") for i, e in enumerate((OLD, MIDDLE, YOUNG))}
     make(tmp_path, MIDDLE, state="failed")
     found = lineage.build(tmp_path, planned)
@@ -139,7 +150,7 @@ def test_an_empty_folder_is_said(tmp_path: Path):
 
 def test_a_long_chain(tmp_path: Path):
     """No recursion: a thousand generations are as good as three."""
-    part = Part(RECIPES, "lm", Config())
+    part = NoRecipe()
     planned, exp = {}, OLD
     for _ in range(1500):
         planned[exp_id(exp)] = Planned(exp_id(exp), exp, part, (), "")

@@ -13,7 +13,7 @@ from src.config import Places, load
 from src.data.denoising.depth import dataset as depth
 from src.files import new_directory
 from src.models.t5 import masks as t5_masks
-from src.training.depth_loss import depth_loss
+from src.training.loss import depth_loss
 from src.training.validation import measure
 from tests.data.conftest import make_tokenizer  # noqa: F401  a fixture
 
@@ -32,7 +32,7 @@ def build(tmp_path, make_tokenizer):  # noqa: F811  the fixture
                 for name in ("train", "val"):
                     (folder / f"{name}.jsonl").write_text((json.dumps({"text": text}) + "\n") * 48)
         sizes = {"input_tokens": 48, "target_tokens": 40, "num_sentences": NAMES, "shuffle_rate": 1.0}
-        return depth.build(load(depth.Config, {"corpus": "c", **sizes, **values}, "data"), places, tokenizer, split, 0)
+        return load(depth.Config, {"corpus": "c", **sizes, **values}, "data").build(places, tokenizer, split, 0)
 
     return make
 

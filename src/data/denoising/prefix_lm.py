@@ -1,15 +1,13 @@
 """Prefix language modelling of packed text: the encoder reads the beginning of a row, the decoder writes the rest (Raffel et al. 2020)."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 
-from src.config import Config as StrictConfig
 from src.config import Places
-from src.data.positions import require_fit
 from src.data.text.tokenizers import Encoder
-from src.errors import ConfigError
-from src.registry import ENCODER_DECODER
+from src.interfaces import DatasetConfig, require_fit
+from src.kinds import ENCODER_DECODER
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,9 +16,10 @@ if TYPE_CHECKING:
     from src.data.denoising.dataset import OneObjective
 
 
-class Config(StrictConfig):
+class Config(DatasetConfig):
     """Documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl; and where they are cut."""
 
+    same_length_advice: ClassVar[str] = "Write a number as data.prefix_tokens, or leave loop.compile out."
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
     sequence_tokens: int = Field(gt=1)
@@ -36,54 +35,35 @@ class Config(StrictConfig):
             raise ValueError(f"prefix_tokens: {self.prefix_tokens} leave nothing to write of {self.sequence_tokens} sequence_tokens.")
         return self
 
+    @property
+    def reader(self) -> str:
+        return ENCODER_DECODER
 
-def reader(config: Config) -> str:
-    """The kind of model that reads the samples."""
-    del config
-    return ENCODER_DECODER
+    def check(self, places: Places) -> None:
+        from src.data.text import documents
 
+        documents.check(places, self.corpus)
 
-def check(config: Config, places: Places) -> None:
-    """Refuse a data set that is missing or incomplete, without reading it.
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        prefix = self.prefix_tokens or self.sequence_tokens - 1
+        rest = self.sequence_tokens - (self.prefix_tokens or 1)
+        require_fit("data.sequence_tokens", max(prefix, rest, new_tokens - 1) + 1, max_positions)
 
-    Raises:
-        DataError: says what makes it.
-    """
-    from src.data.text import documents
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        return None if self.prefix_tokens is None else (self.prefix_tokens + 1, self.sequence_tokens - self.prefix_tokens + 1)
 
-    documents.check(places, config.corpus)
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "OneObjective":
+        """The rows of one split. Training's cuts are functions of (seed, epoch, index), those of other splits of the index alone.
 
+        Raises:
+            DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
+        """
+        from src.data.denoising.dataset import OneObjective, Rows, draws
+        from src.data.text import documents
 
-def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
-    """Raises ConfigError where a model of `max_positions` (None: unknown or without limit) cannot read a prefix or write the rest."""
-    prefix = config.prefix_tokens or config.sequence_tokens - 1
-    rest = config.sequence_tokens - (config.prefix_tokens or 1)
-    require_fit("data.sequence_tokens", max(prefix, rest, new_tokens - 1) + 1, max_positions)
-
-
-def one_shape(config: Config, compiled: bool) -> None:
-    """Raises ConfigError where batches of several lengths would meet `loop.compile`."""
-    if compiled and config.prefix_tokens is None:
-        raise ConfigError("data.prefix_tokens: random lengths, each compiled anew. Write a number, or leave loop.compile out.")
-
-
-def batch_tokens(config: Config) -> tuple[int, ...] | None:
-    """Tokens of every prefix and of every rest, each with its end token; None where they are random."""
-    return None if config.prefix_tokens is None else (config.prefix_tokens + 1, config.sequence_tokens - config.prefix_tokens + 1)
-
-
-def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "OneObjective":
-    """The rows of one split. Training's cuts are functions of (seed, epoch, index), those of other splits of the index alone.
-
-    Raises:
-        DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
-    """
-    from src.data.denoising.dataset import OneObjective, Rows, draws
-    from src.data.text import documents
-
-    found = documents.read(places, config.corpus, tokenizer, split)
-    rows = Rows(found, config.sequence_tokens, config.val_sequences if split == "val" else None)
-    return OneObjective(rows, Prefix(found.eos_id, config.prefix_tokens), draws(split, seed), Encoder(tokenizer), found.fingerprint)
+        found = documents.read(places, self.corpus, tokenizer, split)
+        rows = Rows(found, self.sequence_tokens, self.val_sequences if split == "val" else None)
+        return OneObjective(rows, Prefix(found.eos_id, self.prefix_tokens), draws(split, seed), Encoder(tokenizer), found.fingerprint)
 
 
 class Prefix:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from src.config import Config as StrictConfig
 from src.config import Places
 from src.data.denoising import ngrams, noise, sentinels
-from src.data.positions import require_fit
 from src.data.text.tokenizers import Encoder
 from src.errors import ConfigError
-from src.registry import ENCODER_DECODER
+from src.interfaces import DatasetConfig, require_fit
+from src.kinds import ENCODER_DECODER
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from src.data.denoising.dataset import Objective, OneObjective
 
 
-class Config(StrictConfig):
+class Config(DatasetConfig):
     """Documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl; and how they are masked."""
 
     corpus: str = Field(min_length=1)
@@ -44,84 +43,63 @@ class Config(StrictConfig):
     @model_validator(mode="after")
     def _gives_exact_lengths(self) -> "Config":
         try:
-            _lengths(self)
+            self._lengths()
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return self
 
+    @property
+    def reader(self) -> str:
+        return ENCODER_DECODER
 
-def reader(config: Config) -> str:
-    """The kind of model that reads the samples."""
-    del config
-    return ENCODER_DECODER
+    def check(self, places: Places) -> None:
+        from src.data.text import documents
 
+        documents.check(places, self.corpus)
+        if self.ngrams:
+            ngrams.require(places.data / self.ngrams)
 
-def check(config: Config, places: Places) -> None:
-    """Refuse a data set that is missing or incomplete, without reading it.
+    def check_tokenizer(self, folder: Path | None) -> None:
+        sentinels.require_ahead(folder, self._lengths()[1].spans, "data.input_tokens")
 
-    Raises:
-        DataError: says what makes it; or the n-grams are missing.
-    """
-    from src.data.text import documents
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        targets = self._lengths()[1].target_tokens
+        require_fit("data.input_tokens", self.input_tokens, max_positions)
+        require_fit(f"data.input_tokens: its targets have {targets} tokens", max(targets, new_tokens), max_positions)
 
-    documents.check(places, config.corpus)
-    if config.ngrams:
-        ngrams.require(places.data / config.ngrams)
+    def batch_lengths(self) -> tuple[int, ...]:
+        return self.input_tokens, self._lengths()[1].target_tokens
 
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "OneObjective":
+        """The rows of one split. The masks of training are functions of (seed, epoch, index), those of other splits of the index alone.
 
-def check_tokenizer(config: Config, folder: Path | None) -> None:
-    """Raises a UserError where the tokenizer in `folder`, which is not loaded, has too few sentinels. None: it is not known yet."""
-    sentinels.require_ahead(folder, _lengths(config)[1].spans, "data.input_tokens")
+        Raises:
+            DataError: the tokenizer has no sentinels, or marks no words for `ngrams`; these are missing or malformed; the data set is
+                missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
+            ConfigError: a sequence needs more sentinels than the tokenizer has.
+        """
+        import numpy as np
 
+        from src.data.denoising.dataset import OneObjective, Rows, draws
+        from src.data.denoising.words import Words
+        from src.data.text import documents
 
-def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
-    """Raises ConfigError where a model of `max_positions` (None: unknown or without limit) cannot read the inputs or write the targets."""
-    targets = _lengths(config)[1].target_tokens
-    require_fit("data.input_tokens", config.input_tokens, max_positions)
-    require_fit(f"data.input_tokens: its targets have {targets} tokens", max(targets, new_tokens), max_positions)
+        raw, counts = self._lengths()
+        ids = np.array(sentinels.require(tokenizer, counts.spans, "data.input_tokens"), dtype=np.int32)
+        found = documents.read(places, self.corpus, tokenizer, split)
+        rows = Rows(found, raw, self.val_sequences if split == "val" else None)
+        fingerprint = found.fingerprint
+        objective: Objective = Spans(self.noise_density, self.mean_span_tokens, ids, found.eos_id)
+        if self.ngrams:
+            vocabulary = ngrams.read(places.data / self.ngrams)
+            shares = self.noise_density, self.mean_span_tokens
+            objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
+            fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
+        return OneObjective(rows, objective, draws(split, seed), Encoder(tokenizer), fingerprint)
 
-
-def one_shape(config: Config, compiled: bool) -> None:
-    """All inputs have one length, and all targets, so a compiled model sees one shape."""
-    del config, compiled
-
-
-def batch_tokens(config: Config) -> tuple[int, ...]:
-    """Tokens of every input and of every target."""
-    return config.input_tokens, _lengths(config)[1].target_tokens
-
-
-def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "OneObjective":
-    """The rows of one split. The masks of training are functions of (seed, epoch, index), those of other splits of the index alone.
-
-    Raises:
-        DataError: the tokenizer has no sentinels, or marks no words for `ngrams`; these are missing or malformed; the data set is missing,
-            incomplete, malformed, or too small for one sequence or for `val_sequences`.
-        ConfigError: a sequence needs more sentinels than the tokenizer has.
-    """
-    import numpy as np
-
-    from src.data.denoising.dataset import OneObjective, Rows, draws
-    from src.data.denoising.words import Words
-    from src.data.text import documents
-
-    raw, counts = _lengths(config)
-    ids = np.array(sentinels.require(tokenizer, counts.spans, "data.input_tokens"), dtype=np.int32)
-    found = documents.read(places, config.corpus, tokenizer, split)
-    rows = Rows(found, raw, config.val_sequences if split == "val" else None)
-    fingerprint = found.fingerprint
-    objective: Objective = Spans(config.noise_density, config.mean_span_tokens, ids, found.eos_id)
-    if config.ngrams:
-        vocabulary = ngrams.read(places.data / config.ngrams)
-        shares = config.noise_density, config.mean_span_tokens
-        objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
-        fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
-    return OneObjective(rows, objective, draws(split, seed), Encoder(tokenizer), fingerprint)
-
-
-def _lengths(config: Config) -> tuple[int, noise.Counts]:
-    """Tokens of a row of text, and what becomes of them."""
-    return noise.exact_lengths(config.input_tokens, config.noise_density, config.mean_span_tokens)
+    def _lengths(self) -> tuple[int, noise.Counts]:
+        """Tokens of a row of text, and what becomes of them."""
+        return noise.exact_lengths(self.input_tokens, self.noise_density, self.mean_span_tokens)
 
 
 class Spans:

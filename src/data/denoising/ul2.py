@@ -15,10 +15,10 @@ from src.config import Places
 from src.data.denoising import noise, sentinels
 from src.data.denoising.prefix_lm import Prefix
 from src.data.denoising.span_corruption import Spans
-from src.data.positions import require_fit
 from src.data.text.tokenizers import Encoder
 from src.errors import ConfigError
-from src.registry import ENCODER_DECODER
+from src.interfaces import DatasetConfig, require_fit
+from src.kinds import ENCODER_DECODER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -73,7 +73,7 @@ def _published() -> list[Denoiser]:
     ]
 
 
-class Config(StrictConfig):
+class Config(DatasetConfig):
     """Documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl; and how they are masked."""
 
     corpus: str = Field(min_length=1)
@@ -94,82 +94,61 @@ class Config(StrictConfig):
                 raise ValueError(f"denoisers[{number}]: {error}") from None
         return self
 
+    @property
+    def reader(self) -> str:
+        return ENCODER_DECODER
 
-def reader(config: Config) -> str:
-    """The kind of model that reads the samples."""
-    del config
-    return ENCODER_DECODER
+    def check(self, places: Places) -> None:
+        from src.data.text import documents
 
+        documents.check(places, self.corpus)
 
-def check(config: Config, places: Places) -> None:
-    """Refuse a data set that is missing or incomplete, without reading it.
+    def check_tokenizer(self, folder: Path | None) -> None:
+        for number, denoiser in enumerate(self.denoisers):
+            most_of_mode = len(denoiser.mode.encode()) + 1  # tokens; how many they are, only the tokenizer knows
+            if denoiser.noise_density is not None and denoiser.mean_span_tokens is not None and self.input_tokens > 2 * most_of_mode:
+                room = self.input_tokens - most_of_mode
+                needed = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
+                sentinels.require_ahead(folder, needed, f"data.denoisers[{number}]")
 
-    Raises:
-        DataError: says what makes it.
-    """
-    from src.data.text import documents
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.input_tokens", self.input_tokens, max_positions)
+        targets = max(denoiser.lengths(self.input_tokens).targets for denoiser in self.denoisers)
+        require_fit(f"data.denoisers: their targets have up to {targets} tokens", max(targets, new_tokens), max_positions)
 
-    documents.check(places, config.corpus)
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Mixture":
+        """The samples of one split. Which denoiser makes one, and how, is a function of (seed, epoch, index); of the index alone for
+        splits other than train.
 
+        Raises:
+            DataError: the tokenizer has no sentinels; the data set is missing, incomplete, malformed, or too small for one sequence or for
+                `val_sequences`.
+            ConfigError: a denoiser needs more sentinels than the tokenizer has, or its mode leaves too few input tokens.
+        """
+        from src.data.denoising.dataset import draws
+        from src.data.denoising.denoiser_mixture import Mixture
+        from src.data.text import documents
 
-def check_tokenizer(config: Config, folder: Path | None) -> None:
-    """Raises a UserError where the tokenizer in `folder`, which is not loaded, has too few sentinels. None: it is not known yet."""
-    for number, denoiser in enumerate(config.denoisers):
-        most_of_mode = len(denoiser.mode.encode()) + 1  # tokens; how many they are, only the tokenizer knows
-        if denoiser.noise_density is not None and denoiser.mean_span_tokens is not None and config.input_tokens > 2 * most_of_mode:
-            room = config.input_tokens - most_of_mode
-            needed = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
-            sentinels.require_ahead(folder, needed, f"data.denoisers[{number}]")
+        encoder = Encoder(tokenizer)
+        kinds = [self._kind(number, encoder, tokenizer) for number in range(len(self.denoisers))]
+        found = documents.read(places, self.corpus, tokenizer, split)
+        return Mixture(found, kinds, draws(split, seed), encoder, self.val_sequences if split == "val" else None)
 
+    def _kind(self, number: int, encoder: Encoder, tokenizer: "PreTrainedTokenizerFast") -> "Kind":
+        """Denoiser `number`, ready to be used. Raises as `build`."""
+        import numpy as np
 
-def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
-    """Raises ConfigError where a model of `max_positions` (None: unknown or without limit) cannot read the inputs or write the targets."""
-    require_fit("data.input_tokens", config.input_tokens, max_positions)
-    targets = max(denoiser.lengths(config.input_tokens).targets for denoiser in config.denoisers)
-    require_fit(f"data.denoisers: their targets have up to {targets} tokens", max(targets, new_tokens), max_positions)
+        from src.data.denoising.denoiser_mixture import Kind
 
-
-def one_shape(config: Config, compiled: bool) -> None:
-    """Raises ConfigError where batches of several lengths would meet `loop.compile`: each denoiser has targets of its own length."""
-    del config
-    if compiled:
-        raise ConfigError("loop.compile: the targets of 'ul2' come in many lengths, each compiled anew. Leave it out.")
-
-
-def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Mixture":
-    """The samples of one split. Which denoiser makes one, and how, is a function of (seed, epoch, index); of the index alone for
-    splits other than train.
-
-    Raises:
-        DataError: the tokenizer has no sentinels; the data set is missing, incomplete, malformed, or too small for one sequence or for
-            `val_sequences`.
-        ConfigError: a denoiser needs more sentinels than the tokenizer has, or its mode leaves too few input tokens.
-    """
-    from src.data.denoising.dataset import draws
-    from src.data.denoising.denoiser_mixture import Mixture
-    from src.data.text import documents
-
-    encoder = Encoder(tokenizer)
-    kinds = [_kind(config, number, encoder, tokenizer) for number in range(len(config.denoisers))]
-    found = documents.read(places, config.corpus, tokenizer, split)
-    return Mixture(found, kinds, draws(split, seed), encoder, config.val_sequences if split == "val" else None)
-
-
-def _kind(config: Config, number: int, encoder: Encoder, tokenizer: "PreTrainedTokenizerFast") -> "Kind":
-    """Denoiser `number`, ready to be used. Raises as `build`."""
-    import numpy as np
-
-    from src.data.denoising.denoiser_mixture import Kind
-
-    denoiser, where = config.denoisers[number], f"data.denoisers[{number}]"
-    mode = np.array(encoder.token(denoiser.mode) if denoiser.mode else [], dtype=np.int32)
-    try:
-        lengths = denoiser.lengths(config.input_tokens - len(mode))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: beside the {len(mode)} tokens of its mode, {error}") from None
-    if denoiser.mean_span_tokens is None or denoiser.noise_density is None:
-        if lengths.raw < 2:
-            raise ConfigError(f"{where}: the {len(mode)} tokens of its mode leave no room in {config.input_tokens} input tokens.")
-        return Kind(denoiser.rate, lengths.raw, mode, Prefix(encoder.eos_id))
-    ids = np.array(sentinels.require(tokenizer, lengths.sentinels, where), dtype=np.int32)
-    return Kind(denoiser.rate, lengths.raw, mode, Spans(denoiser.noise_density, denoiser.mean_span_tokens, ids, encoder.eos_id))
+        denoiser, where = self.denoisers[number], f"data.denoisers[{number}]"
+        mode = np.array(encoder.token(denoiser.mode) if denoiser.mode else [], dtype=np.int32)
+        try:
+            lengths = denoiser.lengths(self.input_tokens - len(mode))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: beside the {len(mode)} tokens of its mode, {error}") from None
+        if denoiser.mean_span_tokens is None or denoiser.noise_density is None:
+            if lengths.raw < 2:
+                raise ConfigError(f"{where}: the {len(mode)} tokens of its mode leave no room in {self.input_tokens} input tokens.")
+            return Kind(denoiser.rate, lengths.raw, mode, Prefix(encoder.eos_id))
+        ids = np.array(sentinels.require(tokenizer, lengths.sentinels, where), dtype=np.int32)
+        return Kind(denoiser.rate, lengths.raw, mode, Spans(denoiser.noise_density, denoiser.mean_span_tokens, ids, encoder.eos_id))

@@ -8,27 +8,27 @@ its masks change. The validation split holds every sample of every part once, pa
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from src.config import Config as StrictConfig
 from src.config import Places
 from src.data.mixture.interleaving import Interleaving, rates, shares, shuffled
 from src.errors import ConfigError, DataError, UserError, check_all
-from src.registry import Dataset, Part
+from src.interfaces import Dataset, DatasetConfig, DatasetField
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
 
-class Config(StrictConfig):
+class Config(DatasetConfig):
     """Parts by name, and how much is read of each."""
 
-    parts: dict[str, Dataset] = Field(min_length=1)
+    parts: dict[str, DatasetField] = Field(min_length=1)
     """Data sets whose samples make batches of the same kind. The loss of each is told under its name."""
     rates: dict[str, float] | None = None
     """Share of each part in what is read; they need not sum to 1. None: in proportion to the examples of each: those that T5's mixtures
@@ -63,95 +63,79 @@ class Config(StrictConfig):
         for name, part in self.parts.items():
             if part.name in ("qa", "fid_qa"):
                 raise ValueError(f"parts.{name}: {part.name!r} data have contexts, which are read by recipes for one data set alone.")
-        kinds = {name: part.ask("reader") for name, part in self.parts.items()}
+        kinds = {name: part.reader for name, part in self.parts.items()}
         if len(set(kinds.values())) > 1:
-            told = ", ".join(f"{name!r} {kind or 'a decoder'}" for name, kind in sorted(kinds.items()))
+            told = ", ".join(f"{name!r} {kind}" for name, kind in sorted(kinds.items()))
             raise ValueError(f"parts: one model cannot read all of them: {told}.")
         return self
 
+    @property
+    def reader(self) -> str:
+        return next(iter(self.parts.values())).reader
 
-def reader(config: Config) -> str | None:
-    """The kind of model that reads the samples of every part."""
-    return next(iter(config.parts.values())).ask("reader")
+    def check(self, places: Places) -> None:
+        self._check_parts(lambda part: part.check(places))
 
+    def check_tokenizer(self, folder: Path | None) -> None:
+        self._check_parts(lambda part: part.check_tokenizer(folder))
 
-def check(config: Config, places: Places) -> None:
-    """Refuse parts that are missing or incomplete, without reading their samples.
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        self._check_parts(lambda part: part.check_length(max_positions, new_tokens))
 
-    Raises:
-        ConfigError: says of all parts what is wrong with them.
-    """
-    _of_all(config, "check", places)
+    def check_compiled(self) -> None:
+        self._check_parts(lambda part: part.check_compiled())
+        lengths = {name: part.batch_lengths() for name, part in sorted(self.parts.items())}
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{name!r} {' and '.join(map(str, tokens or ['?']))}" for name, tokens in lengths.items())
+            raise ConfigError(
+                f"data.parts: loop.compile needs batches of one shape, but their sequences have different numbers of tokens: {listed}. "
+                "Write the same lengths for all parts, or leave loop.compile out."
+            )
 
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        lengths = {part.batch_lengths() for part in self.parts.values()}
+        return lengths.pop() if len(lengths) == 1 else None
 
-def check_tokenizer(config: Config, folder: Path | None) -> None:
-    """Raises a UserError where the tokenizer in `folder`, which is not loaded, lacks tokens of a part. None: it is not known yet."""
-    _of_all(config, "check_tokenizer", folder)
+    def _check_parts(self, check: Callable[[DatasetConfig], None]) -> None:
+        """Raises one ConfigError with what `check` finds wrong in any part, by its path."""
 
+        def check_part(name: str, part: DatasetConfig) -> None:
+            try:
+                check(part)
+            except UserError as error:
+                lines = str(error).split("\n")
+                below = [f".{line.removeprefix('data.')}" if line.startswith("data.") else f": {line}" for line in lines]
+                raise type(error)("\n".join(f"data.parts.{name}{line}" for line in below)) from None
 
-def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
-    """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the samples of a part, or write `new_tokens`."""
-    _of_all(config, "fits", max_positions, new_tokens)
+        check_all(*(partial(check_part, name, part) for name, part in sorted(self.parts.items())))
 
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "MixtureDataset":
+        """The parts of one split, each with a seed of its own.
 
-def one_shape(config: Config, compiled: bool) -> None:
-    """Raises ConfigError where a compiled model would meet batches of several lengths: those of a part, or of one and another."""
-    _of_all(config, "one_shape", compiled)
-    lengths = {name: part.ask("batch_tokens") for name, part in sorted(config.parts.items())}
-    if compiled and len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name!r} {' and '.join(map(str, tokens or ['?']))}" for name, tokens in lengths.items())
-        raise ConfigError(
-            f"data.parts: loop.compile needs batches of one shape, but their sequences have different numbers of tokens: {told}. "
-            "Write the same lengths for all parts, or leave loop.compile out."
-        )
+        Raises:
+            DataError: a part is missing or malformed, makes other batches than the rest, or would never be read.
+        """
+        parts = {name: self.parts[name].build(places, tokenizer, split, _seed_of(seed, name)) for name in sorted(self.parts)}
+        pad = tokenizer.pad_token_id
+        if split == "val":
+            counts, order = [len(part) for part in parts.values()], None
+        else:
+            examples = {name: self.parts[name].weight(places) or len(part) for name, part in parts.items()}
+            counts, order = self._counts(examples, sum(map(len, parts.values()))), seed
+        made = MixtureDataset(parts, counts, order, pad if isinstance(pad, int) else int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
+        made.require_alike()
+        return made
 
-
-def batch_tokens(config: Config) -> tuple[int, ...] | None:
-    """Tokens of each sequence of a batch, where all parts have the same; else None."""
-    lengths = {part.ask("batch_tokens") for part in config.parts.values()}
-    return lengths.pop() if len(lengths) == 1 else None
-
-
-def _of_all(config: Config, verb: str, *args: Any) -> None:
-    def asked(name: str, part: Part) -> None:
-        try:
-            part.ask(verb, *args)
-        except UserError as error:
-            lines = str(error).split("\n")
-            told = [f".{line.removeprefix('data.')}" if line.startswith("data.") else f": {line}" for line in lines]
-            raise type(error)("\n".join(f"data.parts.{name}{line}" for line in told)) from None
-
-    check_all(*(lambda name=name, part=part: asked(name, part) for name, part in sorted(config.parts.items())))
-
-
-def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "MixtureDataset":
-    """The parts of one split, each with a seed of its own.
-
-    Raises:
-        DataError: a part is missing or malformed, makes other batches than the rest, or would never be read.
-    """
-    parts = {name: config.parts[name](places, tokenizer, split, _seed_of(seed, name)) for name in sorted(config.parts)}
-    pad = tokenizer.pad_token_id
-    if split == "val":
-        counts, order = [len(part) for part in parts.values()], None
-    else:
-        examples = {name: config.parts[name].ask("weight", places) or len(part) for name, part in parts.items()}
-        counts, order = _counts(config, examples, sum(map(len, parts.values()))), seed
-    made = MixtureDataset(parts, counts, order, pad if isinstance(pad, int) else int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
-    made.require_alike()
-    return made
-
-
-def _counts(config: Config, examples: Mapping[str, float], samples: int) -> list[int]:
-    """Samples of each part in an epoch. samples: of all parts."""
-    total = config.samples_per_epoch or samples
-    given = config.rates
-    wanted = [given[name] for name in examples] if given else rates(list(examples.values()), config.cap, config.temperature)
-    counts = shares(wanted, total)
-    for name, count in zip(examples, counts, strict=True):
-        if not count:
-            raise DataError(f"data.parts.{name}: its share of {total} samples is less than one. Make data.samples_per_epoch larger.")
-    return counts
+    def _counts(self, examples: Mapping[str, float], samples: int) -> list[int]:
+        """Samples of each part in an epoch. samples: of all parts."""
+        total = self.samples_per_epoch or samples
+        given = self.rates
+        wanted = [given[name] for name in examples] if given else rates(list(examples.values()), self.cap, self.temperature)
+        counts = shares(wanted, total)
+        for name, count in zip(examples, counts, strict=True):
+            if not count:
+                raise DataError(f"data.parts.{name}: its share of {total} samples is less than one. Make data.samples_per_epoch larger.")
+        return counts
 
 
 def _seed_of(seed: int, name: str) -> int:
@@ -169,7 +153,7 @@ class Sample(NamedTuple):
 class MixtureDataset:
     """Samples of several data sets, `parts` by name."""
 
-    def __init__(self, parts: Mapping[str, Any], counts: Sequence[int], seed: int | None, pad_id: int) -> None:
+    def __init__(self, parts: Mapping[str, Dataset], counts: Sequence[int], seed: int | None, pad_id: int) -> None:
         """counts: samples of each part in an epoch. seed: of the orders in which they are read; None: in their own, part by part."""
         self.parts = parts
         self.fingerprint = hashlib.sha256(json.dumps({name: part.fingerprint for name, part in parts.items()}).encode()).hexdigest()

@@ -4,19 +4,18 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from pydantic import Field
 
 from src.batches import ContextBatch, EncodedBatch
 from src.config import Places
 from src.data import jsonl
-from src.data.positions import require_fit
 from src.data.qa import encoded_store, encoder_inputs, fim, questions, templates
 from src.data.qa.subsets import RowsConfig, number
 from src.data.text.tokenizers import Encoder
-from src.errors import ConfigError, DataError
-from src.registry import Part
+from src.errors import DataError
+from src.interfaces import ModelConfig, require_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 class Config(RowsConfig):
     """A prepared folder of rows {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl."""
 
+    same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
     context_tokens: int = Field(gt=0)
     """Most tokens of one encoder input: of all contexts joined, or of each with `chunked_contexts`."""
     sequence_tokens: int = Field(gt=0)
@@ -45,6 +45,54 @@ class Config(RowsConfig):
     encoded_contexts: bool = False
     """The hidden states that data_prep.preproc_nq wrote beside the rows are read; else contexts are encoded at each step."""
 
+    def check(self, places: Places) -> None:
+        questions.check(self, places)
+        if self.encoded_contexts:
+            self._encoded(places)
+
+    def check_base(self, places: Places, model: ModelConfig) -> None:
+        """Refuse a `model` whose base is not the one that encoded the contexts, where they are encoded already.
+
+        Raises:
+            ConfigError: names both bases.
+            DataError: the contexts are not encoded.
+        """
+        if self.encoded_contexts:
+            encoded_store.check_base(places.data / self.corpus / encoded_store.FOLDER, model, places)
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+        require_fit("data.context_tokens", self.context_tokens, max_positions)
+
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        return (self._longest(),) if self.fixed_length else None
+
+    def _longest(self) -> int:
+        return max(self.sequence_tokens, self.context_tokens if self.include_contexts else 0)
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "QADataset":
+        """The rows of one split, tokenised when they are asked for.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
+            ConfigError: too few tokens are allowed for the template alone, no row is of one of the sources, or the contexts were encoded
+                with other options.
+        """
+        rows, fingerprint = questions.read(places, self, split)
+        made = QADataset(self, rows, tokenizer, seed, both_views=self.include_contexts and split == "train", fingerprint=fingerprint)
+        if self.encoded_contexts:
+            made.read_encoded(self._encoded(places), places.data / self.corpus / encoded_store.FOLDER, tokenizer)
+        return made
+
+    def rules(self) -> encoder_inputs.Rules:
+        """The options that decide what the encoder reads."""
+        return encoder_inputs.Rules(self.context_tokens, self.template, self.questions_on_contexts, self.chunked_contexts, self.too_long)
+
+    def _encoded(self, places: Places) -> dict[str, Any]:
+        """What store.json says, where the contexts are encoded as `config` says."""
+        folder = places.data / self.corpus
+        return encoded_store.check(folder / encoded_store.FOLDER, self.rules(), jsonl.fingerprint(folder))
+
 
 class Sample(TypedDict):
     """One training sample, or one prompt."""
@@ -54,69 +102,6 @@ class Sample(TypedDict):
     """As long as input_ids. True where the prediction of the token is scored."""
     context_chunks: list[list[int]]
     """At least one, none of them empty."""
-
-
-def check(config: Config, places: Places) -> None:
-    """Refuse a data set that is missing or incomplete, or whose contexts are not encoded as `config` says, without reading its rows.
-
-    Raises:
-        DataError: says what makes it.
-        ConfigError: it has no rows of one of the sources, or the contexts were encoded with other options.
-    """
-    questions.check(config, places)
-    if config.encoded_contexts:
-        _encoded(config, places)
-
-
-def check_base(config: Config, places: Places, model: Part) -> None:
-    """Refuse a `model` whose base is not the one that encoded the contexts, where they are encoded already.
-
-    Raises:
-        ConfigError: names both bases.
-        DataError: the contexts are not encoded.
-    """
-    if config.encoded_contexts:
-        encoded_store.check_base(places.data / config.corpus / encoded_store.FOLDER, model, places)
-
-
-def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
-    """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the sequences or contexts, or write `new_tokens`."""
-    require_fit("data.sequence_tokens", config.sequence_tokens + new_tokens, max_positions)
-    require_fit("data.context_tokens", config.context_tokens, max_positions)
-
-
-def one_shape(config: Config, compiled: bool) -> None:
-    """Raises ConfigError where batches of several lengths would meet `loop.compile`."""
-    if compiled and not config.fixed_length:
-        raise ConfigError("data.fixed_length: False, but loop.compile needs batches of one length. Write True, or leave loop.compile out.")
-
-
-def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "QADataset":
-    """The rows of one split, tokenised when they are asked for.
-
-    Raises:
-        DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
-        ConfigError: too few tokens are allowed for the template alone, no row is of one of the sources, or the contexts were encoded
-            with other options.
-    """
-    rows, fingerprint = questions.read(places, config, split)
-    made = QADataset(config, rows, tokenizer, seed, both_views=config.include_contexts and split == "train", fingerprint=fingerprint)
-    if config.encoded_contexts:
-        made.read_encoded(_encoded(config, places), places.data / config.corpus / encoded_store.FOLDER, tokenizer)
-    return made
-
-
-def rules(config: Config) -> encoder_inputs.Rules:
-    """The options that decide what the encoder reads."""
-    return encoder_inputs.Rules(
-        config.context_tokens, config.template, config.questions_on_contexts, config.chunked_contexts, config.too_long
-    )
-
-
-def _encoded(config: Config, places: Places) -> dict[str, Any]:
-    """What store.json says, where the contexts are encoded as `config` says."""
-    folder = places.data / config.corpus
-    return encoded_store.check(folder / encoded_store.FOLDER, rules(config), jsonl.fingerprint(folder))
 
 
 class QADataset(questions.Questions):
@@ -136,7 +121,7 @@ class QADataset(questions.Questions):
         self._both_views = both_views
         self._encoder = Encoder(tokenizer)
         self._prompter = templates.Prompter(self._encoder, config.template)
-        self._inputs = encoder_inputs.EncoderInputs(self._prompter, rules(config))
+        self._inputs = encoder_inputs.EncoderInputs(self._prompter, config.rules())
         self._shortened = questions.Shortened(config.corpus, "context_tokens", config.context_tokens)
         self._store: encoded_store.Store | None = None
         self._fim_tokens = fim.fim_tokens(self._encoder)

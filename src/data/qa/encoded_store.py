@@ -18,7 +18,8 @@ from src.config import Places
 from src.data.qa.encoder_inputs import Rules
 from src.errors import ConfigError, DataError
 from src.files import read_json
-from src.registry import CROSS_ATTENTION, Part, kind_of
+from src.interfaces import ModelConfig
+from src.kinds import CROSS_ATTENTION
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +45,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
-def identity(model: Part, places: Places) -> dict[str, Any] | None:
+def identity(model: ModelConfig, places: Places) -> dict[str, Any] | None:
     """Who encodes the contexts of `model`; None where that is not known before training.
 
     {"name", "fingerprint", and what the config of the base says}. Equal where all but the place and its revision are.
@@ -53,23 +54,24 @@ def identity(model: Part, places: Places) -> dict[str, Any] | None:
         UserError: an experiment that nobody knows, or something damaged.
     """
     base, changed = _encoder(model, places)
-    found = None if changed else base.ask("identity", places) or base.ask("fingerprint", places)
-    return {"name": base.name, "fingerprint": found, **base.config.model_dump(mode="json")} if found else None
+    found = None if changed else base.identity(places)
+    return {"name": base.name, "fingerprint": found, **base.model_dump(mode="json")} if found else None
 
 
-def _encoder(model: Part, places: Places) -> tuple[Part, str]:
+def _encoder(model: ModelConfig, places: Places) -> tuple[ModelConfig, str]:
     """What encodes the contexts of `model`, and what of its training changes that, in words; "" where nothing does.
 
     It is the base of a cross-attention model, also of one that an experiment trained: its blocks alone. Any other encodes for itself.
     """
-    if model.name == "lora" or model.ask("learns_everything"):
+    if model.name == "lora" or model.trains_base():
         return model, "adapters" if model.name == "lora" else "train_all_params"
-    if kind_of(model, places) != CROSS_ATTENTION:
+    if model.kind(places) != CROSS_ATTENTION:
         return model, ""
     if model.name == "cross_attention":
-        return model.config.base, ""  # type: ignore[attr-defined]  its Config has one
-    base, changed = _encoder(model.ask("parent", places), places)
-    return base, changed and f"{changed} of {model.config.exp_id}"  # type: ignore[attr-defined]  an experiment's has one
+        return model.base, ""  # type: ignore[attr-defined]  its Config has one
+    parent: ModelConfig = model.parent(places)  # type: ignore[attr-defined]  only an experiment is of this kind, too
+    base, changed = _encoder(parent, places)
+    return base, changed and f"{changed} of {model.exp_id}"  # type: ignore[attr-defined]  an experiment's has one
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -141,7 +143,7 @@ def check(folder: Path, rules: Rules, corpus: str) -> dict[str, Any]:
     return store
 
 
-def check_base(folder: Path, model: Part, places: Places) -> None:
+def check_base(folder: Path, model: ModelConfig, places: Places) -> None:
     """Refuse a model whose encoder is not the one that wrote the store in `folder`. An encoder that is still to be trained passes.
 
     Raises:

@@ -10,11 +10,10 @@ from pydantic import Field, model_validator
 
 from src.batches import ContextBatch
 from src.config import Places
-from src.data.positions import require_fit
 from src.data.qa import questions
 from src.data.qa.subsets import RowsConfig
 from src.data.text.tokenizers import Encoder
-from src.errors import ConfigError
+from src.interfaces import require_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -41,6 +40,23 @@ class Config(RowsConfig):
             raise ValueError("contexts: with 'none' there is one passage, so num_passages and too_long would be ignored. Remove them.")
         return self
 
+    def check(self, places: Places) -> None:
+        questions.check(self, places)
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.passage_tokens", self.passage_tokens, max_positions)
+        require_fit("data.answer_tokens", max(self.answer_tokens, new_tokens) + 1, max_positions)
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "FidQADataset":
+        """The rows of one split, tokenised when they are asked for.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
+            ConfigError: too few tokens are allowed for the words around question, title and context, or no row is of one of the sources.
+        """
+        rows, fingerprint = questions.read(places, self, split)
+        return FidQADataset(self, rows, tokenizer, seed, fingerprint)
+
 
 class Sample(TypedDict):
     """One training sample, or one prompt."""
@@ -51,40 +67,6 @@ class Sample(TypedDict):
     """As long as input_ids. True on all but the first."""
     passages: list[list[int]]
     """At least one."""
-
-
-def check(config: Config, places: Places) -> None:
-    """Refuse a data set that is missing or incomplete, without reading its rows.
-
-    Raises:
-        DataError: says what makes it.
-        ConfigError: it has no rows of one of the sources.
-    """
-    questions.check(config, places)
-
-
-def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
-    """Raises ConfigError where a model of `max_positions` (None: unknown or without limit) cannot read a passage or write an answer."""
-    require_fit("data.passage_tokens", config.passage_tokens, max_positions)
-    require_fit("data.answer_tokens", max(config.answer_tokens, new_tokens) + 1, max_positions)
-
-
-def one_shape(config: Config, compiled: bool) -> None:
-    """Raises ConfigError where batches of several lengths would meet `loop.compile`: passages have as many as there are questions."""
-    del config
-    if compiled:
-        raise ConfigError("loop.compile: passages of 'fid_qa' come in many numbers and lengths, each compiled anew. Leave it out.")
-
-
-def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "FidQADataset":
-    """The rows of one split, tokenised when they are asked for.
-
-    Raises:
-        DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
-        ConfigError: too few tokens are allowed for the words around question, title and context, or no row is of one of the sources.
-    """
-    rows, fingerprint = questions.read(places, config, split)
-    return FidQADataset(config, rows, tokenizer, seed, fingerprint)
 
 
 class _Words(NamedTuple):

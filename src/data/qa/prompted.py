@@ -1,17 +1,17 @@
 """Questions for a decoder alone: it reads the contexts in its prompt, before the question, or none."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
 from pydantic import Field, model_validator
 
 from src.batches import TokenBatch
 from src.config import Places
-from src.data.positions import require_fit
 from src.data.qa import questions, templates
 from src.data.qa.subsets import RowsConfig, number
 from src.data.text.tokenizers import Encoder
-from src.errors import ConfigError, DataError
+from src.errors import DataError
+from src.interfaces import require_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class Config(RowsConfig):
     """A prepared folder of rows as those of `qa`: {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl."""
 
+    same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
     contexts: Literal["all", "useful", "none"]
     """Which of a row's contexts stand in the prompt, joined by spaces. useful: all of them where none is marked."""
     context_tokens: int | None = Field(default=None, gt=0)
@@ -43,6 +44,30 @@ class Config(RowsConfig):
             raise ValueError(f"context_tokens: missing. With contexts {self.contexts!r} it says how much of them is read.")
         return self
 
+    def check(self, places: Places) -> None:
+        questions.check(self, places)
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        field = "data.sequence_tokens" + ("" if self.context_tokens is None else " + data.context_tokens")
+        require_fit(field, self.longest() + new_tokens, max_positions)
+
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        return (self.longest(),) if self.fixed_length else None
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "PromptedQADataset":
+        """The rows of one split, tokenised when they are asked for.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`; or a context is
+                too long and refused.
+            ConfigError: too few tokens are allowed for the template alone, or no row is of one of the sources.
+        """
+        rows, fingerprint = questions.read(places, self, split)
+        return PromptedQADataset(self, rows, tokenizer, seed, fingerprint)
+
+    def longest(self) -> int:
+        return self.sequence_tokens + (self.context_tokens or 0)
+
 
 class Sample(TypedDict):
     """One training sample, or one prompt."""
@@ -50,49 +75,6 @@ class Sample(TypedDict):
     input_ids: list[int]
     loss_mask: list[bool]
     """As long as input_ids. True where the prediction of the token is scored."""
-
-
-def check(config: Config, places: Places) -> None:
-    """Refuse a data set that is missing or incomplete, without reading its rows.
-
-    Raises:
-        DataError: says what makes it.
-        ConfigError: it has no rows of one of the sources.
-    """
-    questions.check(config, places)
-
-
-def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
-    """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the sequences, or write `new_tokens` after one."""
-    field = "data.sequence_tokens" + ("" if config.context_tokens is None else " + data.context_tokens")
-    require_fit(field, _longest(config) + new_tokens, max_positions)
-
-
-def one_shape(config: Config, compiled: bool) -> None:
-    """Raises ConfigError where batches of several lengths would meet `loop.compile`."""
-    if compiled and not config.fixed_length:
-        raise ConfigError("data.fixed_length: False, but loop.compile needs batches of one length. Write True, or leave loop.compile out.")
-
-
-def batch_tokens(config: Config) -> tuple[int, ...] | None:
-    """Tokens of every sequence of a batch; None where that hangs on its samples."""
-    return (_longest(config),) if config.fixed_length else None
-
-
-def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "PromptedQADataset":
-    """The rows of one split, tokenised when they are asked for.
-
-    Raises:
-        DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`; or a context is
-            too long and refused.
-        ConfigError: too few tokens are allowed for the template alone, or no row is of one of the sources.
-    """
-    rows, fingerprint = questions.read(places, config, split)
-    return PromptedQADataset(config, rows, tokenizer, seed, fingerprint)
-
-
-def _longest(config: Config) -> int:
-    return config.sequence_tokens + (config.context_tokens or 0)
 
 
 class PromptedQADataset(questions.Questions):
@@ -148,7 +130,7 @@ class PromptedQADataset(questions.Questions):
     def _collated(self, samples: Sequence[Sample], left: bool) -> TokenBatch:
         from src.data import collate
 
-        length = _longest(self._config) if self._config.fixed_length and not left else None
+        length = self._config.longest() if self._config.fixed_length and not left else None
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
         return collate.pad_tokens(ids, masks, self._encoder.pad_id, left, length)
 

@@ -1,36 +1,37 @@
 """Files that list rows of a prepared data set by number: which questions of a split are asked."""
 
-from src.config import Config, Places
+from src.config import Places
 from src.data import jsonl
+from src.data.qa.subsets import RowsConfig
 from src.errors import ConfigError
 from src.metrics import answers
 
 
-def check(places: Places, data: Config, split: str, name: str | None) -> None:
-    """Refuse a split or an index file that the data set of the config `data` does not have, without reading it.
+def check(places: Places, data: RowsConfig, split: str, name: str | None) -> None:
+    """Refuse a split or an index file that the data set does not have, without reading it.
 
     Raises:
         DataError: the data set lacks it; says what there is.
         ConfigError: the numbers would be those of other rows.
     """
-    chosen = data.model_dump()
-    folder = jsonl.corpus(places, chosen["corpus"])
+    folder = jsonl.corpus(places, data.corpus)
     jsonl.require_file(folder, f"{split}.jsonl")
-    if name is not None:
-        jsonl.require_file(folder, name)
-        for field in (f"{split}_datasets", f"{split}_samples"):
-            if chosen.get(field) is not None:
-                order = ", in another order" if field == "val_samples" else ""
-                raise ConfigError(
-                    f"inference.index_file: counts the rows of {split}.jsonl, of which data.{field} uses some{order}. "
-                    "Leave one of the two out."
-                )
+    if name is None:
+        return
+    jsonl.require_file(folder, name)
+    options = data.model_dump()
+    for field in (f"{split}_datasets", f"{split}_samples"):
+        if options.get(field) is not None:
+            order = ", in another order" if field == "val_samples" else ""
+            raise ConfigError(
+                f"inference.index_file: counts the rows of {split}.jsonl, of which data.{field} uses some{order}. Leave one of the two out."
+            )
 
 
-def read(places: Places, data: Config, name: str) -> list[int]:
+def read(places: Places, data: RowsConfig, name: str) -> list[int]:
     """The numbers in the file `name` of the data set.
 
     Raises:
         DataError: the data set or the file is missing, or a line is no number; names it.
     """
-    return answers.listed(jsonl.require_file(jsonl.corpus(places, data.model_dump()["corpus"]), name))
+    return answers.read_row_indices(jsonl.require_file(jsonl.corpus(places, data.corpus), name))

@@ -8,16 +8,16 @@ from typing import Any, overload
 
 from pydantic import Field, field_validator
 
-from src.config import Config as StrictConfig
 from src.config import unknown
 from src.errors import DataError
 from src.files import read_manifest
+from src.interfaces import DatasetConfig
 from src.metrics.answers import source
 
 Row = dict[str, Any]
 
 
-class RowsConfig(StrictConfig):
+class RowsConfig(DatasetConfig):
     """A prepared folder of rows {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl, and which of them are used.
 
     Splits beside train and val are used whole.

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from pydantic import Field
 
 from src.batches import Seq2SeqBatch
-from src.config import Config as StrictConfig
 from src.config import Places
 from src.data import jsonl
-from src.data.positions import require_fit
 from src.data.tasks import registry as tasks
 from src.data.text.tokenizers import Encoder
 from src.errors import ConfigError, DataError
 from src.files import reading
-from src.metrics.answers import Answered
-from src.registry import ENCODER_DECODER
+from src.interfaces import DatasetConfig, Prediction, require_fit
+from src.kinds import ENCODER_DECODER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +27,7 @@ Row = dict[str, Any]
 OPTIONAL = {"label": str, "index": int, "answers": list[str], "group": str}
 
 
-class Config(StrictConfig):
+class Config(DatasetConfig):
     """A folder made by data_prep.prepare_task, with train.jsonl, val.jsonl and maybe test.jsonl, as a task of resources/tasks."""
 
     task: str = Field(min_length=1)
@@ -43,39 +41,72 @@ class Config(StrictConfig):
     val_samples: int | None = Field(default=None, gt=0)
     """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
 
+    @property
+    def reader(self) -> str:
+        return ENCODER_DECODER
+
+    def check(self, places: Places) -> None:
+        self.check_splits(places, jsonl.SPLITS)
+
+    def named(self, places: Places) -> tasks.Named:
+        """The task, as its corpus or resources/tasks defines it."""
+        return tasks.of_corpus(self.task, jsonl.corpus(places, self.corpus))
+
+    def has_split(self, places: Places, split: str) -> bool:
+        """Whether there are rows of a split."""
+        return (jsonl.corpus(places, self.corpus) / f"{split}.jsonl").is_file()
+
+    def check_splits(self, places: Places, splits: Sequence[str]) -> tasks.Named:
+        """`check` of some splits; the task."""
+        folder = jsonl.corpus(places, self.corpus)
+        task = tasks.of_corpus(self.task, folder)
+        for split in splits:
+            if split == "train" and not task.task.trained:
+                raise ConfigError(f"data.task: {self.task!r} has no rows to train on. Name it in predictions.also.")
+            _require_columns(task, jsonl.require_file(folder, f"{split}.jsonl"))
+        return task
+
+    def weight(self, places: Places) -> float | None:
+        """Examples of the task in T5's mixtures, in proportion to those of others; None where they leave it out."""
+        return tasks.of_corpus(self.task, jsonl.corpus(places, self.corpus)).task.weight
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.input_tokens", self.input_tokens, max_positions)
+        require_fit("data.target_tokens", max(self.target_tokens, new_tokens), max_positions)
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TaskDataset":
+        """The rows of one split, tokenised when they are asked for. They do not depend on `seed`, which every data set is given.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`; a row of another split than
+                "test" has no label; the tokenizer cannot write a label, or a target is too long.
+            ConfigError: the task is unknown.
+        """
+        task = self.check_splits(places, [split])
+        folder = places.data / self.corpus
+        path = folder / f"{split}.jsonl"
+
+        def check_row(row: Row, where: str) -> None:
+            label = row.get("label")
+            if label is None and split != "test":
+                raise DataError(f"{where}: no label. Only rows of the split 'test' may have none.")
+            if label is not None and task.task.kind == "classes" and label not in task.task.labels:
+                raise DataError(f"{where}: label {label!r} is none of {self.task!r}: {', '.join(task.task.labels)}. Prepare it again.")
+            if label is not None and task.task.kind == "regression":
+                require_number(label, task.task, where)
+
+        rows: Sequence[Row] = jsonl.read_rows(path, dict.fromkeys(task.task.columns, str), OPTIONAL, check_row)
+        if split == "val" and self.val_samples is not None:
+            rows = [rows[i] for i in jsonl.first_of_permutation(len(rows), self.val_samples, path)]
+        digest = hashlib.sha256(f"{jsonl.fingerprint(folder)} {task.fingerprint}".encode()).hexdigest()
+        return TaskDataset(self, task, rows, tokenizer, digest)
+
 
 class Sample(TypedDict):
     """Ids of an input and of its target, each with its end token. The target of a prompt is the end token alone."""
 
     inputs: list[int]
     targets: list[int]
-
-
-def reader(config: Config) -> str:
-    """The kind of model that reads the samples."""
-    del config
-    return ENCODER_DECODER
-
-
-def check(config: Config, places: Places) -> None:
-    """Refuse an unknown task, and a data set that is missing, incomplete or of another task, reading no more than a row of each split.
-
-    Raises:
-        ConfigError: names the task, and those that there are.
-        DataError: says what makes the data set.
-    """
-    check_splits(config, places, jsonl.SPLITS)
-
-
-def check_splits(config: Config, places: Places, splits: Sequence[str]) -> tasks.Named:
-    """`check` of some splits; the task."""
-    folder = jsonl.corpus(places, config.corpus)
-    task = tasks.of_corpus(config.task, folder)
-    for split in splits:
-        if split == "train" and not task.task.trained:
-            raise ConfigError(f"data.task: {config.task!r} has no rows to train on. Name it in predictions.also.")
-        _require_columns(task, jsonl.require_file(folder, f"{split}.jsonl"))
-    return task
 
 
 def _require_columns(task: tasks.Named, path: Path) -> None:
@@ -85,52 +116,6 @@ def _require_columns(task: tasks.Named, path: Path) -> None:
     for column in task.task.columns:
         if column not in row:
             raise DataError(f"{path}:1: no column {column!r} of task {task.name!r}. It has: {', '.join(row)}.")
-
-
-def weight(config: Config, places: Places) -> float | None:
-    """Examples of the task in T5's mixtures, in proportion to those of others; None where they leave it out."""
-    return tasks.of_corpus(config.task, jsonl.corpus(places, config.corpus)).task.weight
-
-
-def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
-    """Raises ConfigError where a model of `max_positions` (None: unknown or without limit) cannot read an input or write a target."""
-    require_fit("data.input_tokens", config.input_tokens, max_positions)
-    require_fit("data.target_tokens", max(config.target_tokens, new_tokens), max_positions)
-
-
-def one_shape(config: Config, compiled: bool) -> None:
-    """Raises ConfigError where batches of several lengths would meet `loop.compile`."""
-    del config
-    if compiled:
-        raise ConfigError("loop.compile: texts of 'task' come in many lengths, each compiled anew. Leave it out.")
-
-
-def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TaskDataset":
-    """The rows of one split, tokenised when they are asked for. They do not depend on `seed`, which every data set is given.
-
-    Raises:
-        DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`; a row of another split than "test" has
-            no label; the tokenizer cannot write a label, or a target is too long.
-        ConfigError: the task is unknown.
-    """
-    task = check_splits(config, places, [split])
-    folder = places.data / config.corpus
-    path = folder / f"{split}.jsonl"
-
-    def check_row(row: Row, where: str) -> None:
-        label = row.get("label")
-        if label is None and split != "test":
-            raise DataError(f"{where}: no label. Only rows of the split 'test' may have none.")
-        if label is not None and task.task.kind == "classes" and label not in task.task.labels:
-            raise DataError(f"{where}: label {label!r} is none of {config.task!r}: {', '.join(task.task.labels)}. Prepare it again.")
-        if label is not None and task.task.kind == "regression":
-            require_number(label, task.task, where)
-
-    rows: Sequence[Row] = jsonl.read_rows(path, dict.fromkeys(task.task.columns, str), OPTIONAL, check_row)
-    if split == "val" and config.val_samples is not None:
-        rows = [rows[i] for i in jsonl.first_of_permutation(len(rows), config.val_samples, path)]
-    digest = hashlib.sha256(f"{jsonl.fingerprint(folder)} {task.fingerprint}".encode()).hexdigest()
-    return TaskDataset(config, task, rows, tokenizer, digest)
 
 
 def require_number(label: str, task: tasks.Task, where: str) -> None:
@@ -216,10 +201,10 @@ class TaskDataset:
         """What the model should write; `tasks.UNLABELLED` where the row has no label."""
         return self.task.target(self._rows[index].get("label"))
 
-    def answered(self, index: int, prediction: str) -> Answered:
+    def prediction(self, index: int, text: str) -> Prediction:
         """Row `index` with what a model has written, to be scored."""
         row = self._rows[index]
-        return Answered(prediction, row.get("answers") or [self.target(index)], row.get("group") or "", source=self.task.name)
+        return Prediction(text, row.get("answers") or [self.target(index)], row.get("group") or "", source=self.task.name)
 
     def collate(self, samples: Sequence[Sample]) -> Seq2SeqBatch:
         """Pad on the right. The decoder starts with the padding token, as T5's."""

@@ -17,7 +17,8 @@ from src import yaml_file
 from src.config import Config, unknown_text
 from src.config import load as load_config
 from src.errors import ConfigError
-from src.registry import METRICS, Part, bind
+from src.interfaces import MetricConfig
+from src.registry import METRICS, bind
 
 FOLDER = Path(__file__).resolve().parents[3] / "resources" / "tasks"
 OWN = "task.yaml"
@@ -170,7 +171,7 @@ class Named:
         """Number of the class that is written, -1 for none."""
         return self.task.labels.index(text) if text in self.task.labels else -1
 
-    def metrics(self) -> list[Part]:
+    def metrics(self) -> list[MetricConfig]:
         """The parts of METRICS that give the task's scores."""
         if self.task.kind == "text":
             return [bind(METRICS, {"name": name}) for name in dict.fromkeys(_OF_TEXT[metric] for metric in self.task.metrics)]

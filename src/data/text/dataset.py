@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, TypedDict
 from pydantic import Field
 
 from src.batches import TokenBatch
-from src.config import Config as StrictConfig
 from src.config import Places
 from src.data import jsonl
-from src.data.positions import require_fit
 from src.errors import DataError
+from src.interfaces import DatasetConfig, require_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from src.data.text.packing import Packed
 
 
-class Config(StrictConfig):
+class Config(DatasetConfig):
     """A folder made by data_prep.tokenize, or one of rows {"text", "source"} in train.jsonl and val.jsonl, which are tokenised here."""
 
     corpus: str = Field(min_length=1)
@@ -28,6 +27,35 @@ class Config(StrictConfig):
     val_sequences: int | None = Field(default=None, gt=0)
     """Sequences of the validation split that are used, the same ones whatever the seed; None for all."""
 
+    def check(self, places: Places) -> None:
+        from src.data.text import documents
+
+        documents.check(places, self.corpus)
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+
+    def batch_lengths(self) -> tuple[int, ...]:
+        return (self.sequence_tokens,)
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TextDataset":
+        """Tokenise one split. The sequences do not depend on `seed`, which every data set is given.
+
+        Raises:
+            DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
+        """
+        from src.data.text import documents
+        from src.data.text.packing import Packed
+
+        found = documents.read(places, self.corpus, tokenizer, split)
+        rows = Packed(found, found.eos_id, self.sequence_tokens)
+        if not len(rows):
+            raise DataError(f"{found.path}: fewer than {self.sequence_tokens} tokens, which is one sequence of data.sequence_tokens.")
+        chosen = None
+        if split == "val" and self.val_sequences is not None:
+            chosen = jsonl.first_of_permutation(len(rows), self.val_sequences, found.path)
+        return TextDataset(rows, found.fingerprint, chosen)
+
 
 class Sample(TypedDict):
     """One sequence."""
@@ -35,46 +63,6 @@ class Sample(TypedDict):
     input_ids: list[int]
     loss_mask: list[bool]
     """True on all but the first."""
-
-
-def check(config: Config, places: Places) -> None:
-    """Refuse a data set that is missing or incomplete, without reading its rows.
-
-    Raises:
-        DataError: says what makes it.
-    """
-    from src.data.text import documents
-
-    documents.check(places, config.corpus)
-
-
-def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
-    """Raises ConfigError where a model of `max_positions` (None: unknown) cannot read the sequences, or write `new_tokens` after one."""
-    require_fit("data.sequence_tokens", config.sequence_tokens + new_tokens, max_positions)
-
-
-def batch_tokens(config: Config) -> tuple[int, ...]:
-    """Tokens of every sequence."""
-    return (config.sequence_tokens,)
-
-
-def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TextDataset":
-    """Tokenise one split. The sequences do not depend on `seed`, which every data set is given.
-
-    Raises:
-        DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
-    """
-    from src.data.text import documents
-    from src.data.text.packing import Packed
-
-    found = documents.read(places, config.corpus, tokenizer, split)
-    rows = Packed(found, found.eos_id, config.sequence_tokens)
-    if not len(rows):
-        raise DataError(f"{found.path}: fewer than {config.sequence_tokens} tokens, which is one sequence of data.sequence_tokens.")
-    chosen = None
-    if split == "val" and config.val_sequences is not None:
-        chosen = jsonl.first_of_permutation(len(rows), config.val_sequences, found.path)
-    return TextDataset(rows, found.fingerprint, chosen)
 
 
 class TextDataset:

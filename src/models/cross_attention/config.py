@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-import src.config
 from src.config import Places, unknown_text
 from src.errors import ConfigError
+from src.interfaces import Architecture, ModelConfig, ModelField
+from src.kinds import CROSS_ATTENTION
 from src.models import kv_cache_size
-from src.models.architecture import Architecture
-from src.registry import Model
 
 if TYPE_CHECKING:
     from src.models.cross_attention.layers import CrossAttentionLM
@@ -48,14 +47,14 @@ FAMILIES = {
 """By the `model_type` of the base. A new family is a row here and a line in the test."""
 
 
-class Config(src.config.Config):
+class Config(ModelConfig):
     """Where the blocks go and how they look."""
 
     num_layers: int = Field(ge=1)
     """Blocks."""
     stride: int = Field(ge=1)
     """Decoder layers from one block to the next, counted from the top."""
-    base: Model
+    base: ModelField
     """The decoder, frozen; it encodes the contexts too."""
     shared_weights: bool = False
     """One block for all the places."""
@@ -89,9 +88,82 @@ class Config(src.config.Config):
                 "base: it is frozen, so new adapters in it would be ignored. Put 'lora' around 'cross_attention', "
                 "or take the 'experiment' that trained the adapters as base."
             )
-        if self.train_all_params and self.base.ask("frozen"):
+        if self.train_all_params and self.base.is_frozen():
             raise ValueError("train_all_params: the base is quantized, and cannot learn. Leave one of the two out.")
         return self
+
+    def build(self, places: Places) -> "CrossAttentionLM":
+        """The base with its blocks. New weights are drawn from torch's global generator, after the base's.
+
+        Raises:
+            ConfigError: the base is of no known family, or the blocks do not fit it.
+            CheckpointError: `weights` are missing, damaged or of other blocks.
+        """
+        from src.models.cross_attention import xc_cache_weights
+        from src.models.cross_attention.layers import CrossAttentionLM
+
+        model = CrossAttentionLM(self, self.base.build(places))
+        if self.weights is not None:
+            xc_cache_weights.load(model, Path(self.weights))
+        return model
+
+    def check(self, places: Places) -> None:
+        from src.models.cross_attention import xc_cache_weights
+
+        self.base.check(places)
+        if self.base.has_random_weights() and not self.train_all_params:
+            raise ConfigError(
+                "cross_attention.base: its weights are drawn at random, and frozen they never learn and are in no checkpoint. "
+                "Train it first and write ref(...) of that experiment, or set train_all_params."
+            )
+        if self.weights is not None:
+            xc_cache_weights.require(Path(self.weights))
+        known = self.architecture(places)
+        if known:
+            self.plan(known)
+
+    def architecture(self, places: Places) -> Architecture | None:
+        return self.base.architecture(places)
+
+    def fingerprint(self, places: Places) -> str | None:
+        """Of all weights that `build` loads: the base's, and with `weights` these too; None where it loads none."""
+        from src.models.cross_attention import xc_cache_weights
+
+        found = self.base.fingerprint(places)
+        return found if self.weights is None else xc_cache_weights.fingerprint(Path(self.weights), found)
+
+    def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
+        sizes = self.architecture(places)
+        if sizes is None:
+            return None
+        made = self.plan(sizes)
+        block = 2 * made.num_key_value_heads * (made.hidden_size // made.num_heads)
+        return kv_cache_size.of_cross_attention(sizes, 1 if self.shared_weights else self.num_layers, block, value_bytes)
+
+    def trains_base(self) -> bool:
+        """Whether the base changes in training, so that no context can be encoded before it."""
+        return self.train_all_params
+
+    def kind(self, places: Places | None) -> str:
+        return CROSS_ATTENTION
+
+    def plan(self, base: Architecture) -> "Plan":
+        """Make every choice that `config` leaves to the base.
+
+        Raises:
+            ConfigError: the family is unknown, the blocks do not fit, or a setting would be ignored.
+        """
+        if base.model_type not in FAMILIES:
+            raise ConfigError(f"cross_attention: {unknown_text('family of the base', base.model_type, FAMILIES)}")
+        family = FAMILIES[base.model_type]
+        if not family.gated and (self.num_key_value_heads is not None or self.attention_bias):
+            given = "num_key_value_heads" if self.num_key_value_heads is not None else "attention_bias"
+            raise ConfigError(f"cross_attention: {given} is for Llama-style bases; on {base.model_type!r} it would be ignored. Remove it.")
+        hidden, heads = self.hidden_size or base.hidden_size, self.num_heads or base.num_heads
+        groups = (self.num_key_value_heads or base.num_key_value_heads) if family.gated else heads
+        made = Plan(family, placement(base.num_layers, self.num_layers, self.stride), hidden, heads, groups)
+        _check_heads(made, self.shared_projections)
+        return made
 
 
 @dataclass(frozen=True)
@@ -104,78 +176,6 @@ class Plan:
     hidden_size: int
     num_heads: int
     num_key_value_heads: int
-
-
-def build(config: Config, places: Places) -> "CrossAttentionLM":
-    """The base with its blocks. New weights are drawn from torch's global generator, after the base's.
-
-    Raises:
-        ConfigError: the base is of no known family, or the blocks do not fit it.
-        CheckpointError: `weights` are missing, damaged or of other blocks.
-    """
-    from src.models.cross_attention import xc_cache_weights
-    from src.models.cross_attention.layers import CrossAttentionLM
-
-    model = CrossAttentionLM(config, config.base(places))
-    if config.weights is not None:
-        xc_cache_weights.load(model, Path(config.weights))
-    return model
-
-
-def check(config: Config, places: Places) -> None:
-    """Check the base and, where its sizes are known, everything that `build` would refuse.
-
-    Raises:
-        ConfigError: the blocks do not fit, or a setting would be ignored.
-        UserError: whatever is wrong with the base, or `weights` are not there.
-    """
-    from src.models.cross_attention import xc_cache_weights
-
-    config.base.ask("check", places)
-    if config.base.ask("drawn") and not config.train_all_params:
-        raise ConfigError(
-            "cross_attention.base: its weights are drawn at random, and frozen they never learn and are in no checkpoint. "
-            "Train it first and write ref(...) of that experiment, or set train_all_params."
-        )
-    if config.weights is not None:
-        xc_cache_weights.require(Path(config.weights))
-    known = architecture(config, places)
-    if known:
-        plan(config, known)
-
-
-def architecture(config: Config, places: Places) -> Architecture | None:
-    """The base's."""
-    return config.base.ask("architecture", places)
-
-
-def fingerprint(config: Config, places: Places) -> str | None:
-    """Of all weights that `build` loads: the base's, and with `weights` these too; None where it loads none."""
-    from src.models.cross_attention import xc_cache_weights
-
-    found = config.base.ask("fingerprint", places)
-    return found if config.weights is None else xc_cache_weights.fingerprint(Path(config.weights), found)
-
-
-def cache_bytes(config: Config, places: Places, value_bytes: int) -> dict[str, int] | None:
-    """What is kept of a context, in bytes per token: see `cache_size`. None where the base's sizes are not known."""
-    sizes = architecture(config, places)
-    if sizes is None:
-        return None
-    made = plan(config, sizes)
-    block = 2 * made.num_key_value_heads * (made.hidden_size // made.num_heads)
-    return kv_cache_size.of_cross_attention(sizes, 1 if config.shared_weights else config.num_layers, block, value_bytes)
-
-
-def learns_everything(config: Config) -> bool:
-    """Whether the base changes in training, so that no context can be encoded before it."""
-    return config.train_all_params
-
-
-def reads_contexts(config: Config) -> bool:
-    """It does, whatever the base."""
-    del config
-    return True
 
 
 def placement(num_decoder_layers: int, num_layers: int, stride: int) -> list[int]:
@@ -198,25 +198,6 @@ def placement(num_decoder_layers: int, num_layers: int, stride: int) -> list[int
 
 def _fitting(depth: int, num_layers: int, stride: int) -> list[tuple[str, int]]:
     return [("num_layers", depth // stride), ("stride", depth // num_layers)]
-
-
-def plan(config: Config, base: Architecture) -> Plan:
-    """Make every choice that `config` leaves to the base.
-
-    Raises:
-        ConfigError: the family is unknown, the blocks do not fit, or a setting would be ignored.
-    """
-    if base.model_type not in FAMILIES:
-        raise ConfigError(f"cross_attention: {unknown_text('family of the base', base.model_type, FAMILIES)}")
-    family = FAMILIES[base.model_type]
-    if not family.gated and (config.num_key_value_heads is not None or config.attention_bias):
-        given = "num_key_value_heads" if config.num_key_value_heads is not None else "attention_bias"
-        raise ConfigError(f"cross_attention: {given} is for Llama-style bases; on {base.model_type!r} it would be ignored. Remove it.")
-    hidden, heads = config.hidden_size or base.hidden_size, config.num_heads or base.num_heads
-    groups = (config.num_key_value_heads or base.num_key_value_heads) if family.gated else heads
-    made = Plan(family, placement(base.num_layers, config.num_layers, config.stride), hidden, heads, groups)
-    _check_heads(made, config.shared_projections)
-    return made
 
 
 def _check_heads(made: Plan, shared_projections: bool) -> None:

@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 from src.errors import ConfigError
 from src.models import architecture
-from src.models.cross_attention.config import FAMILIES, Config, Plan, plan
+from src.models.cross_attention.config import FAMILIES, Config, Plan
 from src.models.cross_attention.encoder import encode, last_hidden
 from src.models.wrapper import Wrapper
 
@@ -320,7 +320,7 @@ def _fit(config: Config, base: PreTrainedModel) -> tuple[Plan, nn.ModuleList]:
             f"cross_attention: {type(base).__name__} has no list of decoder layers that we know. Known families: "
             f"{', '.join(sorted(FAMILIES))}. Add a row to FAMILIES in src/models/cross_attention/config.py."
         )
-    sizes = plan(config, known)
+    sizes = config.plan(known)
     try:
         return sizes, attrgetter(sizes.family.layers)(base)
     except AttributeError:

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-import src.config
+from src.config import Config as StrictConfig
 from src.config import Places
 from src.errors import ConfigError
+from src.interfaces import Architecture, ModelConfig
+from src.kinds import ENCODER_DECODER
 from src.models import hf
 from src.models import tokenizer as prepared_tokenizer
-from src.models.architecture import Architecture
 from src.models.t5 import masks as t5_masks
-from src.registry import ENCODER_DECODER
 
 if TYPE_CHECKING:
     from transformers import T5ForConditionalGeneration
 
 
-class Random(src.config.Config):
+class Random(StrictConfig):
     """Sizes of a model from random weights. The vocabulary is the tokenizer's."""
 
     tokenizer: str = Field(min_length=1)
@@ -49,7 +49,7 @@ class Random(src.config.Config):
         return self
 
 
-class Config(src.config.Config):
+class Config(ModelConfig):
     """Either the pretrained weights at `path`, or `random` ones."""
 
     path: str | None = Field(default=None, min_length=1)
@@ -71,22 +71,51 @@ class Config(src.config.Config):
             raise ValueError(f"{ignored}: it is of pretrained weights, so random ones would ignore it. Remove it.")
         return self
 
+    def build(self, places: Places) -> "T5ForConditionalGeneration":
+        """The model; random weights are drawn from torch's global generator.
 
-def build(config: Config, places: Places) -> "T5ForConditionalGeneration":
-    """The model; random weights are drawn from torch's global generator.
+        Raises:
+            UserError: the model at `path`, or the tokenizer, is missing or damaged; or that model is no T5.
+        """
+        self.check(places)
+        if self.random:
+            model: Any = _random(self.random, self.dropout_rate or 0.0, places.data / self.random.tokenizer)
+        else:
+            model = self._pretrained().load(places, "T5ForConditionalGeneration")
+            if self.dropout_rate is not None:
+                _set_dropout(model, self.dropout_rate)
+        t5_masks.accept(model)
+        return model
 
-    Raises:
-        UserError: the model at `path`, or the tokenizer, is missing or damaged; or that model is no T5.
-    """
-    check(config, places)
-    if config.random:
-        model: Any = _random(config.random, config.dropout_rate or 0.0, places.data / config.random.tokenizer)
-    else:
-        model = hf.load(_pretrained(config), places, "T5ForConditionalGeneration")
-        if config.dropout_rate is not None:
-            _set_dropout(model, config.dropout_rate)
-    t5_masks.accept(model)
-    return model
+    def check(self, places: Places) -> None:
+        if self.random:
+            prepared_tokenizer.require(places.data / self.random.tokenizer)
+            return
+        self._pretrained().require_files(places)
+        known = self._pretrained().architecture(places)
+        if known is None or known.model_type not in ("t5", "mt5"):
+            raise ConfigError(f"{self.path}: a model of type {known.model_type if known else 'unknown'!r}; expected a T5.")
+
+    def architecture(self, places: Places) -> Architecture | None:
+        if self.random:
+            sizes = self.random
+            return Architecture("t5", sizes.num_layers, sizes.hidden_size, sizes.num_heads, num_key_value_heads=sizes.num_heads)
+        found = self._pretrained().architecture(places)
+        return replace(found, max_positions=None) if found else None
+
+    def fingerprint(self, places: Places) -> str | None:
+        """Of the pretrained weights; None where there are none."""
+        return None if self.random else self._pretrained().fingerprint(places)
+
+    def tokenizer_folder(self, places: Places) -> Path | None:
+        """Where the tokenizer of random weights lies; None for pretrained ones."""
+        return places.data / self.random.tokenizer if self.random else None
+
+    def kind(self, places: Places | None) -> str:
+        return ENCODER_DECODER
+
+    def _pretrained(self) -> hf.Config:
+        return hf.Config(path=self.path or "", dtype=self.dtype or "float32", revision=self.revision)
 
 
 def _random(sizes: Random, dropout_rate: float, folder: Path) -> "T5ForConditionalGeneration":
@@ -136,49 +165,3 @@ def _set_dropout(model: "T5ForConditionalGeneration", rate: float) -> None:
             module.p = rate
         elif isinstance(getattr(module, "dropout", None), float):  # attention keeps a number
             module.dropout = rate  # type: ignore[assignment]
-
-
-def check(config: Config, places: Places) -> None:
-    """Look for the model's files, or the tokenizer's.
-
-    Raises:
-        ConfigError: the model is not on this machine, or no T5.
-        CheckpointError: its weights are missing.
-        DataError: the tokenizer is missing.
-    """
-    if config.random:
-        prepared_tokenizer.require(places.data / config.random.tokenizer)
-        return
-    hf.require_files(_pretrained(config), places)
-    known = hf.architecture(_pretrained(config), places)
-    if known is None or known.model_type not in ("t5", "mt5"):
-        raise ConfigError(f"{config.path}: a model of type {known.model_type if known else 'unknown'!r}; expected a T5.")
-
-
-def architecture(config: Config, places: Places) -> Architecture | None:
-    """The encoder's sizes. Positions are relative, so none is the last."""
-    if config.random:
-        sizes = config.random
-        return Architecture("t5", sizes.num_layers, sizes.hidden_size, sizes.num_heads, num_key_value_heads=sizes.num_heads)
-    found = hf.architecture(_pretrained(config), places)
-    return replace(found, max_positions=None) if found else None
-
-
-def fingerprint(config: Config, places: Places) -> str | None:
-    """Of the pretrained weights; None where there are none."""
-    return None if config.random else hf.fingerprint(_pretrained(config), places)
-
-
-def tokenizer_folder(config: Config, places: Places) -> Path | None:
-    """Where the tokenizer of random weights lies; None for pretrained ones."""
-    return places.data / config.random.tokenizer if config.random else None
-
-
-def kind(config: Config, places: Places | None) -> str:
-    """What it is, for recipes that take one kind."""
-    del config, places
-    return ENCODER_DECODER
-
-
-def _pretrained(config: Config) -> hf.Config:
-    return hf.Config(path=config.path or "", dtype=config.dtype or "float32", revision=config.revision)

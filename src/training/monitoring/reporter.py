@@ -10,8 +10,7 @@ from src import distributed
 from src.files import writing
 from src.runs.context import Run
 from src.runs.heartbeat import Heartbeat
-from src.training.config import LoopConfig
-from src.training.evaluation_config import Evaluation
+from src.training.config import Evaluation, LoopConfig
 from src.training.monitoring.progress import Progress
 
 

@@ -35,8 +35,8 @@ def build(places, write_corpus, make_tokenizer):
         write_corpus("t", [{"text": d} for d in documents])
         sizes = {"input_tokens": 96, "target_tokens": 64, "num_sentences": NAMES}
         config = load(depth.Config, {"corpus": "t", **sizes, **values}, "data")
-        depth.check(config, places)
-        return depth.build(config, places, make_tokenizer(controls, "<|pad|>"), split, seed)
+        config.check(places)
+        return config.build(places, make_tokenizer(controls, "<|pad|>"), split, seed)
 
     return make
 
@@ -228,9 +228,9 @@ def test_batches_of_one_length(build):
         cut = {"cross_mask": (slice(T), slice(S)), "encoder_mask": (slice(S), slice(S)), "decoder_mask": (slice(T), slice(T))}.get(name)
         length = S if name in ("input_ids", "attention_mask") else T
         assert tensor.equal(batch[name][:, *(cut or (slice(length),))])
-    with pytest.raises(ConfigError, match=r"data\.fixed_length: False, but loop\.compile needs"):
-        depth.one_shape(load(depth.Config, {"corpus": "t"}, "data"), compiled=True)
-    depth.one_shape(load(depth.Config, {"corpus": "t", "fixed_length": True}, "data"), compiled=True)
+    with pytest.raises(ConfigError, match=r"loop\.compile: needs batches of one length.*data\.fixed_length: true"):
+        load(depth.Config, {"corpus": "t"}, "data").check_compiled()
+    load(depth.Config, {"corpus": "t", "fixed_length": True}, "data").check_compiled()
 
 
 def test_sentence_tokens_are_weighed_in_training_alone(build):

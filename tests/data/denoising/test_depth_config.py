@@ -25,10 +25,10 @@ def test_config_refuses(values, message):
 
 def test_a_model_of_few_positions_is_refused():
     config = load(depth.Config, {"corpus": "t", "target_tokens": 600}, "data")
-    depth.fits(config, None)
-    depth.fits(config, 600)
+    config.check_length(None)
+    config.check_length(600)
     with pytest.raises(ConfigError, match=r"data\.target_tokens: 600 tokens are more than the 599"):
-        depth.fits(config, 599)
+        config.check_length(599)
 
 
 def test_a_tokenizer_that_lacks_tokens_is_refused_without_loading_it(make_tokenizer, tmp_path):
@@ -36,12 +36,12 @@ def test_a_tokenizer_that_lacks_tokens_is_refused_without_loading_it(make_tokeni
     for name, more in {"whole": sentences + names, "one": names, "no_sentinels": sentences}.items():
         make_tokenizer(["<|endoftext|>", *more], None).save_pretrained(tmp_path / name)
     config = load(depth.Config, {"corpus": "t", "num_sentences": 2}, "data")
-    depth.check_tokenizer(config, None)
-    depth.check_tokenizer(config, tmp_path)
-    depth.check_tokenizer(config, tmp_path / "whole")
+    config.check_tokenizer(None)
+    config.check_tokenizer(tmp_path)
+    config.check_tokenizer(tmp_path / "whole")
     with pytest.raises(DataError, match=r"one: has no special token <eosen>; data\.num_sentences 2 needs <eosen> and <sent_0> to <sent_1>"):
-        depth.check_tokenizer(config, tmp_path / "one")
+        config.check_tokenizer(tmp_path / "one")
     with pytest.raises(DataError, match="no_sentinels: this tokenizer has no sentinels"):
-        depth.check_tokenizer(config, tmp_path / "no_sentinels")
+        config.check_tokenizer(tmp_path / "no_sentinels")
     with pytest.raises(DataError, match=r"<sent_2>; data\.num_sentences 3 needs"):
-        depth.check_tokenizer(load(depth.Config, {"corpus": "t", "num_sentences": 3}, "data"), tmp_path / "whole")
+        load(depth.Config, {"corpus": "t", "num_sentences": 3}, "data").check_tokenizer(tmp_path / "whole")

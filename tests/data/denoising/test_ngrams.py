@@ -191,18 +191,18 @@ def test_as_an_option_of_span_corruption(places, write_corpus, make_tokenizer):
     values = {"corpus": "t", "input_tokens": 128, "mean_span_tokens": 8.0, "ngrams": "lists/ngrams.txt"}
     config = load(span_corruption.Config, values, "data")
     with pytest.raises(DataError, match=r"lists/ngrams.txt: no such file. data.ngrams names a text file"):
-        span_corruption.check(config, places)
+        config.check(places)
     path = places.data / "lists" / "ngrams.txt"
     path.parent.mkdir()
     path.write_text("new york\n")
-    span_corruption.check(config, places)
-    data = span_corruption.build(config, places, tokenizer, "train", 0)
+    config.check(places)
+    data = config.build(places, tokenizer, "train", 0)
     raw, targets = noise.lengths(128, 0.15, 8.0)
     batch = data.collate([data.sample(0, i) for i in range(len(data))])
     assert raw > 128
     assert (batch["input_ids"].shape[1], batch["labels"].shape[1]) == (128, targets)
     assert batch["attention_mask"].all()
-    plain = span_corruption.build(load(span_corruption.Config, {**values, "ngrams": None}, "data"), places, tokenizer, "train", 0)
+    plain = load(span_corruption.Config, {**values, "ngrams": None}, "data").build(places, tokenizer, "train", 0)
     path.write_text("new jersey\n")
-    other = span_corruption.build(config, places, tokenizer, "train", 0)
+    other = config.build(places, tokenizer, "train", 0)
     assert len({data.fingerprint, other.fingerprint, plain.fingerprint}) == 3

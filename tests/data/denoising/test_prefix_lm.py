@@ -17,8 +17,8 @@ def build(places, write_corpus, make_tokenizer):
     def make(documents=TEXTS, split="train", seed=0, **values):
         write_corpus("t", [{"text": d} for d in documents])
         config = load(prefix_lm.Config, {"corpus": "t", "sequence_tokens": 16, **values}, "data")
-        prefix_lm.check(config, places)
-        return prefix_lm.build(config, places, make_tokenizer(CONTROLS, "<|pad|>"), split, seed)
+        config.check(places)
+        return config.build(places, make_tokenizer(CONTROLS, "<|pad|>"), split, seed)
 
     return make
 
@@ -59,16 +59,15 @@ def test_cuts_are_functions_of_seed_epoch_and_index(build):
 
 def test_one_shape_needs_a_fixed_cut():
     free, fixed = (load(prefix_lm.Config, {"corpus": "t", "sequence_tokens": 16, "prefix_tokens": n}, "data") for n in (None, 4))
-    prefix_lm.one_shape(fixed, True)
-    prefix_lm.one_shape(free, False)
-    with pytest.raises(ConfigError, match=r"^data\.prefix_tokens: random lengths"):
-        prefix_lm.one_shape(free, True)
-    prefix_lm.fits(fixed, 13)
+    fixed.check_compiled()
+    with pytest.raises(ConfigError, match=r"^loop\.compile: needs batches of one length.*data\.prefix_tokens"):
+        free.check_compiled()
+    fixed.check_length(13)
     with pytest.raises(ConfigError, match=r"^data\.sequence_tokens: 13 tokens are more than the 12"):
-        prefix_lm.fits(fixed, 12)
-    prefix_lm.fits(free, 16)
+        fixed.check_length(12)
+    free.check_length(16)
     with pytest.raises(ConfigError, match=r"^data\.sequence_tokens: 16 tokens are more than the 15"):
-        prefix_lm.fits(free, 15)
+        free.check_length(15)
 
 
 def test_refusals(build):

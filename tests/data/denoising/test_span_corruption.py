@@ -23,8 +23,8 @@ def build(places, write_corpus, make_tokenizer):
     def make(documents=TEXTS, split="train", seed=0, controls=CONTROLS, **values):
         write_corpus("t", [{"text": d} for d in documents])
         config = load(span_corruption.Config, {"corpus": "t", "input_tokens": 32, **values}, "data")
-        span_corruption.check(config, places)
-        return span_corruption.build(config, places, make_tokenizer(controls, "<|pad|>"), split, seed)
+        config.check(places)
+        return config.build(places, make_tokenizer(controls, "<|pad|>"), split, seed)
 
     return make
 
@@ -121,15 +121,15 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
     dense, sparse = (load(span_corruption.Config, {"corpus": "t", "noise_density": density}, "data") for density in (0.5, 0.15))
     make_tokenizer(CONTROLS, "<|pad|>").save_pretrained(tmp_path / "hundred")
     make_tokenizer(CONTROLS[:2], "<|pad|>").save_pretrained(tmp_path / "none")
-    span_corruption.check_tokenizer(dense, None)
-    span_corruption.check_tokenizer(dense, tmp_path)
-    span_corruption.check_tokenizer(sparse, tmp_path / "hundred")
+    dense.check_tokenizer(None)
+    dense.check_tokenizer(tmp_path)
+    sparse.check_tokenizer(tmp_path / "hundred")
     with pytest.raises(ConfigError, match=r"^data\.input_tokens: masks 128 runs in a sequence, .*hundred has 100"):
-        span_corruption.check_tokenizer(dense, tmp_path / "hundred")
+        dense.check_tokenizer(tmp_path / "hundred")
     with pytest.raises(DataError, match="none: this tokenizer has no sentinels"):
-        span_corruption.check_tokenizer(sparse, tmp_path / "none")
+        sparse.check_tokenizer(tmp_path / "none")
     (tmp_path / "none" / "tokenizer.json").write_text("[")
-    span_corruption.check_tokenizer(sparse, tmp_path / "none")
+    sparse.check_tokenizer(tmp_path / "none")
 
 
 def test_too_little_text(build):
@@ -170,15 +170,15 @@ def test_config_of_t5():
 
 def test_a_model_with_fewer_positions_is_refused():
     config = load(span_corruption.Config, {"corpus": "t"}, "data")
-    span_corruption.fits(config, None)
-    span_corruption.fits(config, 512)
+    config.check_length(None)
+    config.check_length(512)
     with pytest.raises(ConfigError, match=r"^data\.input_tokens: 512 tokens are more than the 511"):
-        span_corruption.fits(config, 511)
+        config.check_length(511)
     few = load(span_corruption.Config, {"corpus": "t", "input_tokens": 10, "noise_density": 0.8, "mean_span_tokens": 20.0}, "data")
     with pytest.raises(ConfigError, match=r"its targets have \d+ tokens"):
-        span_corruption.fits(few, 10)
+        few.check_length(10)
 
 
 def test_missing_corpus_is_found_without_building(places):
     with pytest.raises(DataError, match=r"Make it with: python -m data_prep.stdlib_qa"):
-        span_corruption.check(load(span_corruption.Config, {"corpus": "stdlib_text"}, "data"), places)
+        load(span_corruption.Config, {"corpus": "stdlib_text"}, "data").check(places)

@@ -29,8 +29,8 @@ def build(places, write_corpus, make_tokenizer):
     def make(documents=TEXTS, split="train", seed=0, **values):
         write_corpus("t", [{"text": d} for d in documents])
         config = load(ul2.Config, {"corpus": "t", "input_tokens": 24, "denoisers": DENOISERS, **values}, "data")
-        ul2.check(config, places)
-        return ul2.build(config, places, make_tokenizer(CONTROLS, "<|pad|>"), split, seed)
+        config.check(places)
+        return config.build(places, make_tokenizer(CONTROLS, "<|pad|>"), split, seed)
 
     return make
 
@@ -108,11 +108,10 @@ def test_published_mixture():
     raw = [d.lengths(512).raw for d in config.denoisers]
     assert raw == [568, 588, 512, 766, 588, 600, 1006]
     assert [d.mode for d in config.denoisers] == ["[NLU]"] * 2 + ["[S2S]"] + ["[NLG]"] * 4
-    with pytest.raises(ConfigError, match=r"compile: the targets of 'ul2' come in many lengths"):
-        ul2.one_shape(config, True)
-    ul2.one_shape(config, False)
+    with pytest.raises(ConfigError, match=r"compile: needs batches of one length, and those of 'ul2' differ"):
+        config.check_compiled()
     with pytest.raises(ConfigError, match=r"^data\.denoisers: their targets have up to \d+ tokens"):
-        ul2.fits(load(ul2.Config, {"corpus": "t", "input_tokens": 10, "denoisers": [_dense()]}, "data"), 10)
+        load(ul2.Config, {"corpus": "t", "input_tokens": 10, "denoisers": [_dense()]}, "data").check_length(10)
 
 
 def _dense():
@@ -129,10 +128,10 @@ def test_more_sentinels_than_there_are_is_refused(build):
 def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenizer, tmp_path):
     make_tokenizer(CONTROLS, "<|pad|>").save_pretrained(tmp_path)
     config = load(ul2.Config, {"corpus": "t"}, "data")
-    ul2.check_tokenizer(config, None)
+    config.check_tokenizer(None)
     with pytest.raises(ConfigError, match=r"^data\.denoisers\[3\]: masks 12\d runs in a sequence, .* has 100"):
-        ul2.check_tokenizer(config, tmp_path)
-    ul2.check_tokenizer(load(ul2.Config, {"corpus": "t", "input_tokens": 400}, "data"), tmp_path)
+        config.check_tokenizer(tmp_path)
+    load(ul2.Config, {"corpus": "t", "input_tokens": 400}, "data").check_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def build(places, write_corpus, tokenizer):
     def make(rows, split="train", seed=0, tokenizer=tokenizer, **values):
         write_corpus("c", rows)
         config = load(qa.Config, {"corpus": "c", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer", **values}, "data")
-        qa.check(config, places)
-        return qa.build(config, places, tokenizer, split, seed)
+        config.check(places)
+        return config.build(places, tokenizer, split, seed)
 
     return make
 
@@ -270,7 +270,7 @@ def test_malformed_rows_are_named(build, change, message):
 def test_missing_corpus_is_found_without_building(places):
     config = load(qa.Config, {"corpus": "stdlib_qa", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "all"}, "data")
     with pytest.raises(DataError, match=r"Make it with: python -m data_prep.stdlib_qa"):
-        qa.check(config, places)
+        config.check(places)
 
 
 def test_importing_and_checking_load_no_torch():
@@ -329,7 +329,6 @@ def test_batches_of_one_length_hold_what_the_others_hold(build, both, length):
 
 def test_compiling_batches_of_several_lengths_is_refused():
     raw = {"corpus": "c", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer"}
-    qa.one_shape(load(qa.Config, raw, "data"), compiled=False)
-    qa.one_shape(load(qa.Config, {**raw, "fixed_length": True}, "data"), compiled=True)
-    with pytest.raises(ConfigError, match=r"data\.fixed_length: False, but loop\.compile needs batches of one length"):
-        qa.one_shape(load(qa.Config, raw, "data"), compiled=True)
+    load(qa.Config, {**raw, "fixed_length": True}, "data").check_compiled()
+    with pytest.raises(ConfigError, match=r"loop\.compile: needs batches of one length.*data\.fixed_length: true"):
+        load(qa.Config, raw, "data").check_compiled()

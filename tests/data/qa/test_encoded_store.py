@@ -168,7 +168,7 @@ def test_the_base_must_be_the_one_that_encoded(tmp_path, places, base):
         encoded_store.check_base(tmp_path / "e", cross(other), places)
     with pytest.raises(ConfigError, match=r"float32\), but the base of this model is \S+/base \(fingerprint \w{12}, bfloat16\)"):
         encoded_store.check_base(tmp_path / "e", cross({**mine, "dtype": "bfloat16"}), places)
-    adapted = {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["x"], "base": {**cross(mine).config.model_dump(mode="json")}}
+    adapted = {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["x"], "base": {**cross(mine).model_dump(mode="json")}}
     adapted["base"]["name"] = "cross_attention"
     with pytest.raises(ConfigError, match=r"data\.encoded_contexts: true, but what encodes the contexts changes in training \(adapters\)"):
         encoded_store.check_base(tmp_path / "e", bind(MODELS, adapted), places)
@@ -180,7 +180,7 @@ def test_what_a_run_trained_around_a_base_is_encoded_by_that_base(tmp_path, plac
     mine = base()
     made = encoded_store.identity(bind(MODELS, mine), places)
     write_store(tmp_path / "e", CHUNKS, model=made)
-    written = cross(mine).config.model_dump(mode="json") | {"name": "cross_attention"}
+    written = cross(mine).model_dump(mode="json") | {"name": "cross_attention"}
     adapted = {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["x"], "base": written}
 
     def child(exp_id, model):
@@ -297,7 +297,7 @@ def encoded_corpus(places, write_corpus, tokenizer):
         config = load(
             qa.Config, {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", "encoded_contexts": True, **RULES, **more}, "data"
         )
-        qa.check(config, places)
+        config.check(places)
         return config
 
     return make
@@ -310,8 +310,8 @@ def row(question, context, **more):
 def test_batches_are_of_states_and_otherwise_the_same(encoded_corpus, places, tokenizer):
     rows = [row("q1", "ctx"), row("q2", "Ünï 漢字", contexts_list=["Ünï", "漢字"])]
     config = encoded_corpus(rows, chunked_contexts=True)
-    data = qa.build(config, places, tokenizer, "train", 0)
-    plain = qa.build(config.model_copy(update={"encoded_contexts": False}), places, tokenizer, "train", 0)
+    data = config.build(places, tokenizer, "train", 0)
+    plain = config.model_copy(update={"encoded_contexts": False}).build(places, tokenizer, "train", 0)
     for ours, theirs in ((data.collate, plain.collate), (data.collate_prompts, plain.collate_prompts)):
         got, expected = ours([data.sample(0, i) for i in range(2)]), theirs([plain.sample(0, i) for i in range(2)])
         ids, mask = expected.pop("context_ids"), expected.pop("context_mask")
@@ -327,7 +327,7 @@ def test_batches_are_of_states_and_otherwise_the_same(encoded_corpus, places, to
 
 def test_shuffled_contexts_are_in_the_store_too(encoded_corpus, places, tokenizer):
     config = encoded_corpus([row("q1", "one"), row("q2", "two")], questions_on_contexts=True)
-    data = qa.build(config, places, tokenizer, "val", 0)
+    data = config.build(places, tokenizer, "val", 0)
     shuffled = data.with_shuffled_contexts()
     for i in range(2):
         assert shuffled.sample(0, i)["context_chunks"] == data.sample(0, 1 - i)["context_chunks"]
@@ -338,40 +338,40 @@ def test_shuffled_contexts_are_in_the_store_too(encoded_corpus, places, tokenize
 def test_another_tokenizer_is_refused(encoded_corpus, places, make_tokenizer):
     config = encoded_corpus([row("q1", "one")])
     with pytest.raises(DataError, match=r"encoded: encoded with another tokenizer"):
-        qa.build(config, places, make_tokenizer(["<|endoftext|>"], pad=None), "train", 0)
+        config.build(places, make_tokenizer(["<|endoftext|>"], pad=None), "train", 0)
 
 
 def test_altered_rows_and_options_are_found_without_reading_rows(encoded_corpus, places, write_corpus):
     config = encoded_corpus([row("q1", "one")])
     with pytest.raises(ConfigError, match=r"data\.too_long is 'chunk', encoded with 'truncate'"):
-        qa.check(config.model_copy(update={"too_long": "chunk"}), places)
+        config.model_copy(update={"too_long": "chunk"}).check(places)
     text = (places.data / "c" / "train.jsonl").read_text().replace("one", "two")
     (places.data / "c" / "train.jsonl").write_text(text)
-    qa.check(config, places)  # of the right size: what it holds is not read
+    config.check(places)  # of the right size: what it holds is not read
     manifest = json.loads((places.data / "c" / "manifest.json").read_text())
     manifest["files"]["train.jsonl"]["sha256"] = "0" * 64
     (places.data / "c" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match=r"these rows are others than those that were encoded"):
-        qa.check(config, places)
+        config.check(places)
 
 
 def test_too_long_contexts_are_refused_before_the_first_step(places, write_corpus, tokenizer):
     write_corpus("c", [row("q", "x" * 20), row("q", "x" * 60)])
     config = load(qa.Config, {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES, "too_long": "refuse"}, "data")
     with pytest.raises(DataError, match=re.escape("c: row 2: a context of 66 tokens with its template")):
-        qa.build(config, places, tokenizer, "train", 0)
+        config.build(places, tokenizer, "train", 0)
 
 
 def test_contexts_that_lose_their_end_are_told_without_reading_them_first(places, write_corpus, tokenizer, caplog):
     write_corpus("c", [row("q", "short"), *(row("q", f"{n}" + "x" * 60) for n in range(12))])
     raw = {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES}
-    data = qa.build(load(qa.Config, raw, "data"), places, tokenizer, "train", 0)
+    data = load(qa.Config, raw, "data").build(places, tokenizer, "train", 0)
     assert not caplog.messages
     for sample in (*(data.sample(0, i) for i in range(10)), data.prompt(10), data.with_shuffled_contexts().sample(0, 5)):
         assert len(sample["context_chunks"][0]) <= 64
     told = "contexts read by this process lost their end: data.context_tokens is 64, and data.too_long 'truncate'."
     assert caplog.messages == [f"c: {n} of {n + 1} {told}" for n in (1, 10)]  # the 100th and the 1000th would be told next
     caplog.clear()
-    data = qa.build(load(qa.Config, {**raw, "too_long": "chunk"}, "data"), places, tokenizer, "train", 0)
+    data = load(qa.Config, {**raw, "too_long": "chunk"}, "data").build(places, tokenizer, "train", 0)
     assert len(data.sample(0, 1)["context_chunks"]) == 2
     assert not caplog.messages

@@ -32,8 +32,8 @@ def build(places, write_corpus, tokenizer):
         write_corpus("c", rows)
         raw = {"corpus": "c", "contexts": "all", "passage_tokens": 64, "answer_tokens": 16, **values}
         config = load(fid_qa.Config, raw, "data")
-        fid_qa.check(config, places)
-        return fid_qa.build(config, places, tokenizer, split, seed)
+        config.check(places)
+        return config.build(places, tokenizer, split, seed)
 
     return make
 
@@ -170,15 +170,14 @@ def test_config_refuses_what_would_be_ignored():
 
 def test_checks_without_data():
     config = load(fid_qa.Config, {"corpus": "c", "contexts": "all", "passage_tokens": 64, "answer_tokens": 16}, "data")
-    fid_qa.fits(config, None, 1000)
-    fid_qa.fits(config, 64, 63)
+    config.check_length(None, 1000)
+    config.check_length(64, 63)
     with pytest.raises(ConfigError, match=r"data\.passage_tokens: 64 tokens are more than the 63 positions"):
-        fid_qa.fits(config, 63)
+        config.check_length(63)
     with pytest.raises(ConfigError, match=r"data\.answer_tokens: 65 tokens are more than the 64 positions"):
-        fid_qa.fits(config, 64, 64)
-    fid_qa.one_shape(config, compiled=False)
-    with pytest.raises(ConfigError, match=r"loop\.compile: passages .* come in many numbers and lengths"):
-        fid_qa.one_shape(config, compiled=True)
+        config.check_length(64, 64)
+    with pytest.raises(ConfigError, match=r"loop\.compile: needs batches of one length.*'fid_qa' differ\. Leave loop\.compile out"):
+        config.check_compiled()
 
 
 def test_too_few_tokens_for_the_words_are_refused(build):

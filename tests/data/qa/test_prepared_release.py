@@ -26,7 +26,7 @@ def test_contexts_questions_and_answers_reach_the_samples(places, tokenizer, tmp
     config = qa.Config(
         corpus="hotpotqa", context_tokens=60, sequence_tokens=60, loss_on="answer", chunked_contexts=True, include_contexts=True
     )
-    train = qa.build(config, places, tokenizer, "train", seed=0)
+    train = config.build(places, tokenizer, "train", seed=0)
     assert len(train) == 8, "twice, once as contexts"
     sample = train.sample(0, 3)
     texts = [tokenizer.decode(chunk) for chunk in sample["context_chunks"]]
@@ -36,14 +36,14 @@ def test_contexts_questions_and_answers_reach_the_samples(places, tokenizer, tmp
     assert "is 3 odd?" in tokenizer.decode(sample["input_ids"])
     assert tokenizer.decode([i for i, scored in zip(sample["input_ids"], sample["loss_mask"], strict=True) if scored]).startswith("Yes")
     assert (train.references(2), train.source(2)) == (["No"], "hotpotqa")
-    assert len(qa.build(config, places, tokenizer, "val", seed=0)) == 2
+    assert len(config.build(places, tokenizer, "val", seed=0)) == 2
 
 
 def test_questions_alone_can_be_trained_on_too(places, tokenizer, tmp_path):
     (tmp_path / "o.jsonl").write_text("".join(json.dumps({"question": f"who is {i}", "answer": [f"a{i}"]}) + "\n" for i in range(40)))
     prepare_qa.prepare(places.data, Options(name="open", train=(str(tmp_path / "o.jsonl"),), val_percent=30, without_contexts=True))
     config = qa.Config(corpus="open", context_tokens=60, sequence_tokens=60, loss_on="answer")
-    val = qa.build(config, places, tokenizer, "val", seed=0)
+    val = config.build(places, tokenizer, "val", seed=0)
     sample = val.sample(0, 0)
     assert len(sample["context_chunks"]) == 1
     assert all(sample["context_chunks"]), "no chunk is empty"

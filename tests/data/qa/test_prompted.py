@@ -26,8 +26,8 @@ def build(places, write_corpus, tokenizer):
         write_corpus("c", rows)
         values = {"corpus": "c", "contexts": "all", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer", **values}
         config = load(prompted_qa.Config, {k: v for k, v in values.items() if v is not None}, "data")
-        prompted_qa.check(config, places)
-        return prompted_qa.build(config, places, tokenizer, split, seed)
+        config.check(places)
+        return config.build(places, tokenizer, split, seed)
 
     return make
 
@@ -171,14 +171,14 @@ def test_config_refuses_what_would_be_ignored_or_is_missing():
 def test_context_question_and_new_tokens_must_fit_the_positions_together():
     raw = {"corpus": "c", "contexts": "all", "context_tokens": 100, "sequence_tokens": 20, "loss_on": "answer"}
     config = load(prompted_qa.Config, raw, "data")
-    prompted_qa.fits(config, 120)
-    prompted_qa.fits(config, None, 1000)
+    config.check_length(120)
+    config.check_length(None, 1000)
     with pytest.raises(ConfigError, match=r"data\.sequence_tokens \+ data\.context_tokens: 121 tokens are more than the 120 positions"):
-        prompted_qa.fits(config, 120, 1)
+        config.check_length(120, 1)
     closed = load(prompted_qa.Config, {"corpus": "c", "contexts": "none", "sequence_tokens": 20, "loss_on": "all"}, "data")
-    prompted_qa.fits(closed, 24, 4)
+    closed.check_length(24, 4)
     with pytest.raises(ConfigError, match=r"data\.sequence_tokens: 25 tokens are more than the 24 positions"):
-        prompted_qa.fits(closed, 24, 5)
+        closed.check_length(24, 5)
 
 
 def test_too_few_tokens_for_the_template_are_refused(build):
@@ -190,6 +190,6 @@ def test_too_few_tokens_for_the_template_are_refused(build):
 
 def test_compiling_batches_of_several_lengths_is_refused():
     raw = {"corpus": "c", "contexts": "all", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer"}
-    prompted_qa.one_shape(load(prompted_qa.Config, {**raw, "fixed_length": True}, "data"), compiled=True)
-    with pytest.raises(ConfigError, match=r"data\.fixed_length: False, but loop\.compile needs batches of one length"):
-        prompted_qa.one_shape(load(prompted_qa.Config, raw, "data"), compiled=True)
+    load(prompted_qa.Config, {**raw, "fixed_length": True}, "data").check_compiled()
+    with pytest.raises(ConfigError, match=r"loop\.compile: needs batches of one length.*data\.fixed_length: true"):
+        load(prompted_qa.Config, raw, "data").check_compiled()

@@ -36,8 +36,8 @@ def build(places, tokenizer):
 
     def make(split, kind=qa, **values):
         config = load(kind.Config, {"corpus": "c", **VALUES[kind], **values}, "data")
-        kind.check(config, places)
-        return kind.build(config, places, tokenizer, split, 0)
+        config.check(places)
+        return config.build(places, tokenizer, split, 0)
 
     return make
 
@@ -113,11 +113,11 @@ def test_it_is_known_before_rows_are_read_where_the_manifest_counts_them(places,
     with new_directory(places.data / "c", {"counts": counts}) as folder:
         for split in counts:
             (folder / f"{split}.jsonl").write_text("these rows are not read\n")
-    kind.check(load(kind.Config, {"corpus": "c", **VALUES[kind], "train_datasets": ["squad"], "val_datasets": ["nq"]}, "data"), places)
+    load(kind.Config, {"corpus": "c", **VALUES[kind], "train_datasets": ["squad"], "val_datasets": ["nq"]}, "data").check(places)
     for field in ("train_datasets", "val_datasets"):
         config = load(kind.Config, {"corpus": "c", **VALUES[kind], field: ["nqq"]}, "data")
         with pytest.raises(ConfigError, match=rf"^data\.{field}: c/{field[:-9]}\.jsonl: unknown source 'nqq'\. Did you mean 'nq'\?"):
-            kind.check(config, places)
+            config.check(places)
 
 
 @pytest.mark.parametrize("counts", [None, 3, {"train": 5, "val": 1}, {"train": {"calls": 4}}])
@@ -125,7 +125,7 @@ def test_other_manifests_say_nothing_of_sources(places, counts):
     with new_directory(places.data / "c", {"counts": counts}) as folder:
         for split in ("train", "val"):
             (folder / f"{split}.jsonl").write_text("these rows are not read\n")
-    qa.check(load(qa.Config, {"corpus": "c", **VALUES[qa], "train_datasets": ["squad"]}, "data"), places)
+    load(qa.Config, {"corpus": "c", **VALUES[qa], "train_datasets": ["squad"]}, "data").check(places)
 
 
 @KINDS

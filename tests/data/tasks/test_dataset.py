@@ -12,7 +12,7 @@ from src.config import Places, load
 from src.data.tasks import dataset as task
 from src.errors import ConfigError, DataError
 from src.files import new_directory
-from src.metrics.answers import Answered
+from src.interfaces import Prediction
 
 EOS, PAD = 0, 7
 RTE = {"index": 0, "sentence1": "é", "sentence2": "b\tc", "label": "entailment"}
@@ -29,7 +29,7 @@ def made(places: Places, tokenizer: Any, write_corpus: Callable[..., Path]) -> C
 
     def make(rows: list[dict[str, Any]], split: str = "train", name: str = "rte", **values: Any) -> task.TaskDataset:
         write_corpus("c", rows)
-        return task.build(load(task.Config, {"task": name, "corpus": "c", **values}, "data"), places, tokenizer, split, 0)
+        return load(task.Config, {"task": name, "corpus": "c", **values}, "data").build(places, tokenizer, split, 0)
 
     return make
 
@@ -85,7 +85,7 @@ class TestOfText:
     def test_every_answer_is_right(self, made: Callable[..., task.TaskDataset]):
         data = made([self.ROW], name="record")
         assert data.sample(0, 0)["targets"] == [*ids("B"), EOS]
-        assert data.answered(0, "x") == Answered("x", ["B", "Be"], "7", source="record")
+        assert data.prediction(0, "x") == Prediction("x", ["B", "Be"], "7", source="record")
         assert data.answer_ids == []
 
     def test_its_targets_are_never_cut_either(self, made: Callable[..., task.TaskDataset]):
@@ -97,7 +97,7 @@ class TestOfText:
 def test_a_number_is_written_in_steps(made: Callable[..., task.TaskDataset]):
     data = made([{"index": 0, "sentence1": "a", "sentence2": "b", "label": "3.75"}], name="stsb")
     assert data.target(0) == "3.8"
-    assert data.answered(0, "1.0") == Answered("1.0", ["3.8"], source="stsb")
+    assert data.prediction(0, "1.0") == Prediction("1.0", ["3.8"], source="stsb")
     assert len(data.answer_ids) == 26
 
 
@@ -106,11 +106,11 @@ def test_only_test_rows_may_lack_a_label(made: Callable[..., task.TaskDataset], 
         for split in ("val", "test"):
             (folder / f"{split}.jsonl").write_text(json.dumps({**RTE, "label": None}) + "\n")
     config = load(task.Config, {"task": "rte", "corpus": "c"}, "data")
-    assert task.build(config, places, tokenizer, "test", 0).target(0) == "<unk>"
+    assert config.build(places, tokenizer, "test", 0).target(0) == "<unk>"
     with pytest.raises(DataError, match=r"val\.jsonl:1: no label\. Only rows of the split 'test' may have none\."):
-        task.build(config, places, tokenizer, "val", 0)
+        config.build(places, tokenizer, "val", 0)
     with pytest.raises(DataError, match=r"c: has no train\.jsonl"):
-        task.check(config, places)
+        config.check(places)
 
 
 @pytest.mark.parametrize(
@@ -136,16 +136,16 @@ def test_rows_that_do_not_fit(made: Callable[..., task.TaskDataset], row: dict[s
 def test_what_is_refused_before_rows_are_read(places: Places, write_corpus: Callable[..., Path]):
     write_corpus("c", [RTE])
     with pytest.raises(ConfigError, match=r"task: unknown task 'rtee'\. Did you mean 'rte'\?"):
-        task.check(load(task.Config, {"task": "rtee", "corpus": "c"}, "data"), places)
+        load(task.Config, {"task": "rtee", "corpus": "c"}, "data").check(places)
     with pytest.raises(ConfigError, match=r"data\.task: 'ax' has no rows to train on\. Name it in predictions\.also\."):
-        task.check(load(task.Config, {"task": "ax", "corpus": "c"}, "data"), places)
+        load(task.Config, {"task": "ax", "corpus": "c"}, "data").check(places)
     with pytest.raises(DataError, match=r"train\.jsonl:1: no column 'passage' of task 'boolq'\."):
-        task.check(load(task.Config, {"task": "boolq", "corpus": "c"}, "data"), places)
+        load(task.Config, {"task": "boolq", "corpus": "c"}, "data").check(places)
     with pytest.raises(DataError, match=r"d: no such data set"):
-        task.check(load(task.Config, {"task": "rte", "corpus": "d"}, "data"), places)
-    assert task.weight(load(task.Config, {"task": "rte", "corpus": "c"}, "data"), places) == 2490
+        load(task.Config, {"task": "rte", "corpus": "d"}, "data").check(places)
+    assert load(task.Config, {"task": "rte", "corpus": "c"}, "data").weight(places) == 2490
     with pytest.raises(ConfigError, match=r"loop\.compile"):
-        task.one_shape(load(task.Config, {"task": "rte", "corpus": "c"}, "data"), compiled=True)
+        load(task.Config, {"task": "rte", "corpus": "c"}, "data").check_compiled()
 
 
 def test_a_tokenizer_that_cannot_write_a_label_is_refused(places: Places, write_corpus: Callable[..., Path]):
@@ -158,7 +158,7 @@ def test_a_tokenizer_that_cannot_write_a_label_is_refused(places: Places, write_
     lower = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<unk>")
     write_corpus("c", [{"passage": "", "question": "", "label": "True"}])
     with pytest.raises(DataError, match=r"task 'boolq': this tokenizer writes label 'False' as 'false', so no answer could be right\."):
-        task.build(load(task.Config, {"task": "boolq", "corpus": "c"}, "data"), places, lower, "train", 0)
+        load(task.Config, {"task": "boolq", "corpus": "c"}, "data").build(places, lower, "train", 0)
 
 
 def test_validation_rows_are_the_same_whatever_the_seed(made: Callable[..., task.TaskDataset]):

@@ -165,7 +165,7 @@ class TestDefectsOfTheSeed:
 def test_how_answers_are_scored(task: str, metrics: list[str]):
     found = find(task)
     assert found.task.metrics == metrics
-    given = {name for part in found.metrics() for name in part.ask("names") or part([])}
+    given = {name for part in found.metrics() for name in part.score_names()}
     assert set(metrics) <= given
 
 

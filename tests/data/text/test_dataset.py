@@ -21,8 +21,8 @@ def build(places, write_corpus, tokenizer):
     def make(documents, split="train", seed=0, **values):
         write_corpus("t", [{"text": d, "source": "s"} for d in documents])
         config = load(text.Config, {"corpus": "t", "sequence_tokens": 4, **values}, "data")
-        text.check(config, places)
-        return text.build(config, places, tokenizer, split, seed)
+        config.check(places)
+        return config.build(places, tokenizer, split, seed)
 
     return make
 
@@ -86,19 +86,19 @@ def test_config_refuses(change):
 def test_missing_field_is_named(places, write_corpus, tokenizer):
     write_corpus("t", [{"source": "s"}])
     with pytest.raises(DataError, match=re.escape("train.jsonl:1: field 'text' is missing. Fields: source.")):
-        text.build(load(text.Config, {"corpus": "t", "sequence_tokens": 4}, "data"), places, tokenizer, "train", 0)
+        load(text.Config, {"corpus": "t", "sequence_tokens": 4}, "data").build(places, tokenizer, "train", 0)
 
 
 def test_missing_corpus_is_found_without_building(places):
     with pytest.raises(DataError, match=r"Make it with: python -m data_prep.stdlib_qa"):
-        text.check(load(text.Config, {"corpus": "stdlib_text", "sequence_tokens": 4}, "data"), places)
+        load(text.Config, {"corpus": "stdlib_text", "sequence_tokens": 4}, "data").check(places)
 
 
 @pytest.mark.parametrize(("module", "values"), [(text, {}), (qa, {"context_tokens": 3, "loss_on": "answer"})])
 def test_every_data_set_leaves_room_for_the_tokens_to_be_written(module, values):
     config = load(module.Config, {"corpus": "t", "sequence_tokens": 4, **values}, "data")
-    module.fits(config, 6, 2)
-    module.fits(config, 4)
-    module.fits(config, None, 100)
+    config.check_length(6, 2)
+    config.check_length(4)
+    config.check_length(None, 100)
     with pytest.raises(ConfigError, match=r"^data\.sequence_tokens: 7 tokens are more than the 6 positions"):
-        module.fits(config, 6, new_tokens=3)
+        config.check_length(6, new_tokens=3)

@@ -115,8 +115,8 @@ def test_text_data_of_token_files_are_those_of_the_plain_corpus(places, tokenize
         made = []
         for corpus in ("t", "plain"):
             config = load(text.Config, {"corpus": corpus, "sequence_tokens": 3, "val_sequences": 2}, "data")
-            text.check(config, places)
-            data = text.build(config, places, tokenizer, split, 0)
+            config.check(places)
+            data = config.build(places, tokenizer, split, 0)
             made.append([data.sample(0, i) for i in range(len(data))])
         assert made[0] == made[1]
         assert len(made[0]) == {"train": 6, "val": 2}[split]

@@ -174,17 +174,17 @@ def test_other_blocks_are_refused_and_nothing_changes(make, tmp_path: Path):
 
 
 def test_weights_are_checked_and_belong_to_the_fingerprint(places, tmp_path: Path):
-    bind(MODELS, {**PLACEHOLDER, "tokenizer": "tokenizer"})(places).save_pretrained(tmp_path / "base")
+    bind(MODELS, {**PLACEHOLDER, "tokenizer": "tokenizer"}).build(places).save_pretrained(tmp_path / "base")
     raw = {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": {"name": "hf", "path": str(tmp_path / "base")}}
     plain, given = bind(MODELS, raw), bind(MODELS, {**raw, "weights": str(tmp_path / "published")})
     (tmp_path / "published").mkdir()
     with pytest.raises(CheckpointError, match="published: no weights here"):
-        given.ask("check", places)
+        given.check(places)
     model = plain(places)
     xc_cache_weights.save(model, tmp_path / "published")
-    given.ask("check", places)
+    given.check(places)
     assert torch.equal(given(places).blocks["0"].mlp.up.weight, model.blocks["0"].mlp.up.weight)
-    assert plain.ask("fingerprint", places) == bind(MODELS, raw["base"]).ask("fingerprint", places)
-    first = given.ask("fingerprint", places)
+    assert plain.fingerprint(places) == bind(MODELS, raw["base"]).fingerprint(places)
+    first = given.fingerprint(places)
     xc_cache_weights.save(plain(places), tmp_path / "published")
-    assert len({first, given.ask("fingerprint", places), plain.ask("fingerprint", places)}) == 3
+    assert len({first, given.fingerprint(places), plain.fingerprint(places)}) == 3

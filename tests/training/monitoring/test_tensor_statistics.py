@@ -16,7 +16,7 @@ from src.config import Places
 from src.errors import DataError
 from src.experiments.identity import exp_id
 from src.files import new_directory
-from src.registry import load_experiment
+from src.interfaces import load_experiment
 from src.training.loss import causal_lm_loss, cross_entropy
 from src.training.monitoring import activation_statistics, monitor, parameter_statistics, tensor_statistics
 from src.training.monitoring import statistics_file as written
@@ -190,7 +190,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 def train(places: Places, watching: Monitor | None, checkpointing: bool = False, steps: int = 4) -> Iterator[Any]:
     """Train the toy model for some steps of two micro-batches, called as the loop calls; gives the model after each step."""
-    config: Any = load_experiment(toy.BASE | {"model": toy.BASE["model"] | {"dropout_rate": 0.1}}, "toy").config
+    config: Any = load_experiment(toy.BASE | {"model": toy.BASE["model"] | {"dropout_rate": 0.1}}, "toy")
     torch.manual_seed(0)
     model = config.model(places)
     if checkpointing:

@@ -15,11 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from src.config import Places
 from src.errors import ConfigError
+from src.interfaces import ModelConfig
 from src.models.cross_attention.config import Config
 from src.models.cross_attention.layers import CrossAttentionLM
 from src.models.lora import Config as Lora
-from src.models.lora import build
-from src.registry import MODELS, Part, bind
+from src.registry import MODELS, bind
 from src.training.parallel import memory
 from src.training.parallel.compile import layers
 from tests.models.conftest import PLACEHOLDER, make_base
@@ -38,12 +38,12 @@ def adapted() -> nn.Module:
     config = Lora(rank=2, alpha=4.0, target_modules=["c_attn", "c_proj"], dropout_rate=0.1, base=bind(MODELS, PLACEHOLDER))
     base = make_base("gpt_bigcode", **DROPOUT["gpt_bigcode"])
 
-    class Given(Part):
+    class Given(ModelConfig):
         def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
             return base
 
     given = Given(MODELS, config.base.name, config.base.config)
-    return build(config.model_copy(update={"base": given}), Places(None, None))  # type: ignore[arg-type]  no file is read
+    return config.model_copy(update={"base": given}).build(Places(None, None))  # type: ignore[arg-type]  no file is read
 
 
 def crossing() -> nn.Module:

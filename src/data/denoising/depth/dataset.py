@@ -10,20 +10,19 @@ after shuffling. Numbered as the text has them, which is the order of the target
 import copy
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from src.batches import DepthBatch
-from src.config import Config as StrictConfig
 from src.config import Places
 from src.data import jsonl
 from src.data.denoising import noise, sentinels
 from src.data.denoising.dataset import Sample, draws
 from src.data.denoising.depth.sentence_groups import Groups, Room
-from src.data.positions import require_fit
 from src.errors import ConfigError, DataError
-from src.registry import ENCODER_DECODER
+from src.interfaces import DatasetConfig, require_fit
+from src.kinds import ENCODER_DECODER
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,9 +31,10 @@ if TYPE_CHECKING:
 EOSEN = "<eosen>"
 
 
-class Config(StrictConfig):
+class Config(DatasetConfig):
     """Rows {"text"} in train.jsonl and val.jsonl, and how their sentences are shuffled and masked."""
 
+    same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
     input_tokens: int = Field(default=512, gt=0)
@@ -59,78 +59,53 @@ class Config(StrictConfig):
     @model_validator(mode="after")
     def _has_room(self) -> "Config":
         try:
-            _room(self, self.input_tokens)
+            self._room(self.input_tokens)
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return self
 
+    def _room(self, num_sentinels: int) -> Room:
+        return Room(self.input_tokens, self.target_tokens, self.noise_density, self.mean_span_tokens, num_sentinels)
 
-def _room(config: Config, num_sentinels: int) -> Room:
-    return Room(config.input_tokens, config.target_tokens, config.noise_density, config.mean_span_tokens, num_sentinels)
+    @property
+    def reader(self) -> str:
+        return ENCODER_DECODER
 
+    def check(self, places: Places) -> None:
+        jsonl.require_splits(places, self.corpus)
 
-def reader(config: Config) -> str:
-    """The kind of model that reads the samples."""
-    del config
-    return ENCODER_DECODER
+    def check_tokenizer(self, folder: Path | None) -> None:
+        added = sentinels.added_ahead(folder)
+        if added is not None:
+            _require_sentence_tokens([name for name, (_, special) in added.items() if special], self.num_sentences, str(folder))
+            sentinels.require_ahead(folder, 1, "data")
 
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.input_tokens", self.input_tokens, max_positions)
+        require_fit("data.target_tokens", max(self.target_tokens, new_tokens), max_positions)
 
-def check(config: Config, places: Places) -> None:
-    """Refuse a data set that is missing or incomplete, without reading it.
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        return (self.input_tokens, self.target_tokens) if self.fixed_length else None
 
-    Raises:
-        DataError: says what makes it.
-    """
-    jsonl.require_splits(places, config.corpus)
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "DepthDataset":
+        """The sentences of one split, tokenised. What training draws is a function of (seed, epoch, index), of other splits of the index.
 
-
-def check_tokenizer(config: Config, folder: Path | None) -> None:
-    """Raises DataError where the tokenizer in `folder`, which is not loaded, lacks sentence tokens or has no sentinels.
-
-    None: it is not known yet. Few sentinels make short samples, and no error.
-    """
-    added = sentinels.added_ahead(folder)
-    if added is not None:
-        _require_sentence_tokens([name for name, (_, special) in added.items() if special], config.num_sentences, str(folder))
-        sentinels.require_ahead(folder, 1, "data")
-
-
-def fits(config: Config, max_positions: int | None, new_tokens: int = 0) -> None:
-    """Raises ConfigError where a model of `max_positions` (None: unknown or without limit) cannot read the inputs or write the targets."""
-    require_fit("data.input_tokens", config.input_tokens, max_positions)
-    require_fit("data.target_tokens", max(config.target_tokens, new_tokens), max_positions)
-
-
-def one_shape(config: Config, compiled: bool) -> None:
-    """Raises ConfigError where batches of several lengths would meet `loop.compile`."""
-    if compiled and not config.fixed_length:
-        raise ConfigError("data.fixed_length: False, but loop.compile needs batches of one length. Write True, or leave loop.compile out.")
-
-
-def batch_tokens(config: Config) -> tuple[int, ...] | None:
-    """Tokens of every input and of every target of a batch; None where that hangs on its samples."""
-    return (config.input_tokens, config.target_tokens) if config.fixed_length else None
-
-
-def build(config: Config, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "DepthDataset":
-    """The sentences of one split, tokenised. What training draws is a function of (seed, epoch, index), of other splits of the index.
-
-    Raises:
-        DataError: the tokenizer lacks sentinels or sentence tokens; the data set is missing, incomplete, malformed or empty, or smaller
-            than `val_sequences`.
-        ConfigError: the sentinels are too few for any text.
-    """
-    folder = jsonl.corpus(places, config.corpus)
-    path = jsonl.require_file(folder, f"{split}.jsonl")
-    words = Words(tokenizer, config.num_sentences)
-    rows = jsonl.read_rows(path, {"text": str})
-    room = _room(config, len(words.sentinels))
-    groups = Groups((row["text"] for row in rows), tokenizer, room, config.num_sentences, jsonl.fingerprint(folder))
-    if not len(groups):
-        raise DataError(f"{path}: no text but white space.")
-    some = config.val_sequences if split == "val" else None
-    chosen = range(len(groups)) if some is None else jsonl.first_of_permutation(len(groups), some, path)
-    return DepthDataset(config, groups, chosen, words, (split, seed))
+        Raises:
+            DataError: the tokenizer lacks sentinels or sentence tokens; the data set is missing, incomplete, malformed or empty, or smaller
+                than `val_sequences`.
+            ConfigError: the sentinels are too few for any text.
+        """
+        folder = jsonl.corpus(places, self.corpus)
+        path = jsonl.require_file(folder, f"{split}.jsonl")
+        words = Words(tokenizer, self.num_sentences)
+        rows = jsonl.read_rows(path, {"text": str})
+        room = self._room(len(words.sentinels))
+        groups = Groups((row["text"] for row in rows), tokenizer, room, self.num_sentences, jsonl.fingerprint(folder))
+        if not len(groups):
+            raise DataError(f"{path}: no text but white space.")
+        some = self.val_sequences if split == "val" else None
+        chosen = range(len(groups)) if some is None else jsonl.first_of_permutation(len(groups), some, path)
+        return DepthDataset(self, groups, chosen, words, (split, seed))
 
 
 def sentence_tokens(number: int) -> list[str]:

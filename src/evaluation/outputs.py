@@ -1,0 +1,163 @@
+"""What a trained model writes for every input: files <run>/<folder>/<name>.jsonl, written whole or not at all, after any interruption.
+
+Until all is there, the texts are collected in <run>/<folder>.part.jsonl, from which an interrupted run goes on with any number of
+processes. Its first line, like the manifest of the folder, holds the key of the outputs: the weights, everything that the model is made
+from, the data and the settings. Outputs are reused only where the key is the same.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from src import distributed
+from src.errors import RunError
+from src.files import defect, new_directory, read_manifest, reading, write_atomic, writing
+from src.runs import heartbeat
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.context import Run
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file of outputs."""
+
+    name: str
+    """Without ".jsonl"."""
+    count: int
+    """Inputs."""
+    generate: Callable[[int], Iterator[list[str]]]
+    """(first) -> the outputs from input number `first` on, in order, a batch of every process at a time. Collective."""
+    line: Callable[[int, str], str]
+    """(number, output) -> its line: a JSON object that has the output in the field `ResumableOutputs.field`."""
+
+
+@dataclass(frozen=True)
+class ResumableOutputs:
+    """The outputs of the trained model of a run, in one folder."""
+
+    run: Run
+    folder: str
+    field: str
+    """Of a line, with the output."""
+    files: Sequence[OutputFile]
+    batch_size: int
+    """Inputs that are answered together: an interrupted run repeats the batch that was not finished."""
+    write_more: Callable[[Path, Sequence[Sequence[str]]], None] = lambda _folder, _texts: None
+    """(folder that is being written, outputs by file): writes further files into it."""
+
+    def make(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> list[list[str]]:
+        """The outputs of each file, made where they are not there yet. Collective.
+
+        To be called when the last checkpoint is written: its weights are part of the key. inputs: `training.fingerprints` of the run.
+        settings: what else the outputs depend on.
+
+        Raises:
+            distributed.Stopped: a process was asked to stop meanwhile. The outputs so far are kept.
+            RunError: the disk refuses, or another process has taken over the save directory.
+        """
+        key = distributed.from_main(lambda: self._key(inputs, settings))
+        texts = distributed.from_main(lambda: self._finished(key))
+        if texts is None:
+            texts = self._generate(key)
+            distributed.from_main(lambda: self._write(texts, key))
+        return self._by_file(texts)
+
+    @property
+    def part(self) -> Path:
+        """Where the outputs are collected."""
+        return self.run.path / f"{self.folder}.part.jsonl"
+
+    def _key(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
+        last = checkpoints.newest_whole(self.run.path)  # None where nothing is trained
+        return {
+            "step": checkpoints.step_of(last) if last else 0,
+            "weights": read_manifest(last, RunError)["files"]["model.safetensors"]["sha256"] if last else None,
+            "inputs": dict(inputs),
+            "batch_size": self.batch_size,
+            **settings,
+        }
+
+    def _finished(self, key: dict[str, Any]) -> list[str] | None:
+        """The outputs of a whole folder with this key; None where there is none."""
+        folder = self.run.path / self.folder
+        if not folder.is_dir() or defect(folder) is not None or not key.items() <= read_manifest(folder, RunError).items():
+            return None
+        with reading(folder):
+            lines = [line for file in self.files for line in (folder / f"{file.name}.jsonl").read_bytes().splitlines()]
+        return [json.loads(line)[self.field] for line in lines]
+
+    def _generate(self, key: dict[str, Any]) -> list[str]:
+        """Go on after the outputs that an interrupted run has left."""
+        texts = distributed.from_main(lambda: self._begin(key))
+        if texts:
+            log.info("%s: goes on after %d of %d inputs.", self.part, len(texts), sum(file.count for file in self.files))
+        for file, own in list(zip(self.files, self._by_file(texts), strict=True)):
+            for batch in file.generate(len(own)) if len(own) < file.count else ():
+                distributed.from_main(lambda batch=batch: self._append(batch, key["step"]))
+                texts += batch
+        return texts
+
+    def _begin(self, key: dict[str, Any]) -> list[str]:
+        """The outputs in `part`, which holds whole batches with this key alone when this returns."""
+        self.run.dir.confirm()
+        try:
+            with reading(self.part):
+                lines = self.part.read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            lines = []
+        head = json.dumps(key, sort_keys=True).encode()
+        texts = list(_texts(lines[1:])) if lines and lines[0] == head else []
+        del texts[self._in_whole_batches(len(texts)) :]
+        write_atomic(self.part, b"".join(line + b"\n" for line in (head, *(json.dumps(text).encode() for text in texts))))
+        return texts
+
+    def _in_whole_batches(self, count: int) -> int:
+        """How many of the first `count` outputs are of whole batches: the batches are then those of an uninterrupted run."""
+        total = 0
+        for file in self.files:
+            if count < file.count:
+                return total + count // self.batch_size * self.batch_size
+            count -= file.count
+            total += file.count
+        return total
+
+    def _append(self, batch: Sequence[str], step: int) -> None:
+        with writing(self.part), open(self.part, "ab") as file:
+            file.write("".join(json.dumps(text) + "\n" for text in batch).encode())
+        heartbeat.still(self.run.path, self.run.dir.attempt, step)
+
+    def _write(self, texts: Sequence[str], key: dict[str, Any]) -> None:
+        self.run.dir.confirm()
+        by_file = self._by_file(texts)
+        with new_directory(self.run.path / self.folder, key) as folder:
+            for file, own in zip(self.files, by_file, strict=True):
+                lines = "".join(file.line(i, text) + "\n" for i, text in enumerate(own))
+                (folder / f"{file.name}.jsonl").write_text(lines, encoding="utf-8", newline="\n")
+            self.write_more(folder, by_file)
+        with writing(self.part):
+            self.part.unlink(missing_ok=True)
+
+    def _by_file(self, texts: Sequence[str]) -> list[list[str]]:
+        """The outputs of each file, of which the last may be missing."""
+        found, start = [], 0
+        for file in self.files:
+            found.append(list(texts[start : start + file.count]))
+            start += file.count
+        return found
+
+
+def _texts(lines: Iterable[bytes]) -> Iterator[str]:
+    """Up to the first line that is no text in JSON: a power cut may leave such."""
+    for line in lines:
+        try:
+            text = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(text, str):
+            return
+        yield text

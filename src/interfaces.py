@@ -1,0 +1,368 @@
+"""What each kind of component offers: the methods that recipes call, with their defaults. A new component writes only what it changes.
+
+A component is a `Config` that an experiment names: `registry.bind` makes it from a dict. Nothing here imports torch; `build`, `run`,
+`score` and `submit` do, where they need it.
+"""
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, runtime_checkable
+
+from pydantic import PlainSerializer, PlainValidator
+
+from src.config import Config, Places, Problems
+from src.errors import ConfigError, check_all
+from src.kinds import DECODER, KINDS
+from src.registry import DATASETS, METRICS, MODELS, RECIPES, bind, name_of, resolved
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+Batch = Mapping[str, Any]
+"""Tensors by name, as src/batches.py describes them."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Component(Config):
+    """An entry of a table of src/registry.py."""
+
+    @property
+    def name(self) -> str:
+        """What an experiment calls it."""
+        return name_of(self)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes of a transformer, known before any weight is loaded."""
+
+    model_type: str
+    """The family, by transformers' name."""
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_key_value_heads: int
+    max_positions: int | None = None
+    """Most tokens of a sequence, where it is known."""
+    head_size: int | None = None
+    """Width of a head, where it is given; else the hidden size is divided among the heads."""
+
+
+class ModelConfig(Component):
+    """A model, or a model around another."""
+
+    @abstractmethod
+    def build(self, places: Places) -> Any:
+        """The torch module with its weights; `name_or_path` is where its tokenizer is loaded from.
+
+        Random weights are drawn from torch's global generator.
+
+        Raises:
+            UserError: what it is built from is missing or damaged.
+        """
+
+    def check(self, places: Places) -> None:
+        """Raises a UserError for what `build` would refuse, as far as that can be known without loading weights."""
+
+    def kind(self, places: Places | None) -> str | None:
+        """One of `kinds.KINDS`; None where only `places`, which know parents, would tell."""
+        return DECODER
+
+    def architecture(self, places: Places) -> Architecture | None:
+        """Its sizes; None where only loading it would tell."""
+        return None
+
+    def fingerprint(self, places: Places) -> str | None:
+        """Digest of pretrained weights that `build` loads; None where it loads none."""
+        return None
+
+    def identity(self, places: Places) -> str | None:
+        """Digest of all weights that `build` loads, those of parents included; None where it loads none or they are not trained yet."""
+        return self.fingerprint(places)
+
+    def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
+        """What must be kept of a context, in bytes per token, by the name of the score; None where the sizes are not known."""
+        return None
+
+    def tokenizer_folder(self, places: Places) -> Path | None:
+        """Where its tokenizer is, if that is a folder and known before the model is built."""
+        return None
+
+    def is_frozen(self) -> bool:
+        """Whether its weights cannot be trained, only what is put around it."""
+        return False
+
+    def has_random_weights(self) -> bool:
+        """Whether none of its weights has been trained."""
+        return False
+
+    def trains_base(self) -> bool:
+        """Whether it is a wrapper whose base is trained along."""
+        return False
+
+    def require_kind(self, wanted: str, places: Places | None, field: str = "model") -> None:
+        """Raises ValueError where the model, which an experiment names in `field`, is known to be of another kind than `wanted`."""
+        found = self.kind(places)
+        if found not in (None, wanted):
+            raise ValueError(f"{field}: expected {KINDS[wanted]}; got {self.name!r}, which is of the kind {found!r}.")
+
+    def check_kind(self, wanted: str, places: Places, field: str = "model") -> None:
+        """`require_kind` before a start: a ConfigError where the model is of another kind."""
+        try:
+            self.require_kind(wanted, places, field)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def longest_sequence(self, places: Places) -> int | None:
+        """Most tokens of a sequence that it can read; None where that is not known or there is no limit."""
+        sizes = self.architecture(places)
+        return sizes.max_positions if sizes else None
+
+
+class Dataset(Protocol):
+    """Samples of one split. A sample is a pure function of (epoch, index), whatever was read before and by which process."""
+
+    fingerprint: str
+    """Digest of the content, and of the options that change it."""
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        ...
+
+    def sample(self, epoch: int, index: int) -> Any:
+        """Sample `index` of an epoch. Raises IndexError where there is none."""
+        ...
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """One batch."""
+        ...
+
+
+@runtime_checkable
+class SourcedDataset(Dataset, Protocol):
+    """A data set whose samples come from several sources: the training loss of each is logged by name."""
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """Their names."""
+        ...
+
+    def source(self, index: int) -> str:
+        """The one of `sources` that sample `index` is from, in every epoch."""
+        ...
+
+
+class QuestionDataset(Dataset, Protocol):
+    """A data set of questions that a model answers."""
+
+    @property
+    def num_questions(self) -> int:
+        """Rows that can be asked."""
+        ...
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Question `index` as it stands in the prepared data."""
+        ...
+
+    def source(self, index: int) -> str:
+        """What scores are grouped by."""
+        ...
+
+    def prompt(self, index: int) -> Any:
+        """What generation starts from: a sample without its answer."""
+        ...
+
+    def collate_prompts(self, samples: Sequence[Any]) -> Batch:
+        """One batch of prompts, for `generate`."""
+        ...
+
+
+class ContextDataset(QuestionDataset, Protocol):
+    """Questions with contexts."""
+
+    reads_contexts: bool
+    """Whether the contexts are part of the samples."""
+    stored_bytes_per_token: int | None
+    """On disk, of a token of a context that was encoded before; None where contexts are read as text."""
+
+    def with_shuffled_contexts(self) -> Self:
+        """The same questions, each with another row's context: a control."""
+        ...
+
+
+class TaskDataset(QuestionDataset, Protocol):
+    """Rows of a task that is written as text."""
+
+    task: Any
+    """The `data.tasks.registry.Named` that the rows are of."""
+    target_tokens: int
+    """Most tokens of an answer."""
+
+    @property
+    def answer_ids(self) -> Sequence[Sequence[int]]:
+        """Ids of every text that may be answered, each with its end token; empty where they cannot be listed."""
+        ...
+
+    def input(self, index: int) -> str:
+        """What the model reads."""
+        ...
+
+    def target(self, index: int) -> str:
+        """What the model should write."""
+        ...
+
+    def prediction(self, index: int, text: str) -> "Prediction":
+        """Row `index` with what a model has written, to be scored."""
+        ...
+
+    def collate_answers(self, samples: Sequence[Any], answer: Sequence[int]) -> Batch:
+        """The prompts `samples`, each with the target `answer`."""
+        ...
+
+
+def require_fit(field: str, tokens: int, max_positions: int | None) -> None:
+    """Raises ConfigError where `field` allows more tokens than a model has positions (None: unknown, or no limit)."""
+    if max_positions is not None and tokens > max_positions:
+        raise ConfigError(f"{field}: {tokens} tokens are more than the {max_positions} positions of the model.")
+
+
+class DatasetConfig(Component):
+    """What an experiment says of its data."""
+
+    same_length_advice: ClassVar[str] = "Leave loop.compile out."
+    """What to do where `loop.compile` needs batches of one length and `batch_lengths` gives None."""
+
+    @property
+    def reader(self) -> str:
+        """The kind of model that reads the samples, one of `kinds.KINDS`."""
+        return DECODER
+
+    def check(self, places: Places) -> None:
+        """Raises a UserError where the data are missing or malformed, as far as that can be known without reading the rows."""
+
+    def check_tokenizer(self, folder: Path | None) -> None:
+        """Raises a UserError where the tokenizer in `folder`, which is not loaded, lacks a token. None: it is not known yet."""
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        """Raises ConfigError where a model of `max_positions` (None: unknown or no limit) cannot read a sample or write `new_tokens`."""
+
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        """Tokens of the sequences of every batch, such as those of inputs and targets; None where batches differ in length."""
+        return None
+
+    def check_compiled(self) -> None:
+        """Raises ConfigError where `loop.compile` would compile anew for each length of a batch."""
+        if self.batch_lengths() is None:
+            raise ConfigError(f"loop.compile: needs batches of one length, and those of {self.name!r} differ. {self.same_length_advice}")
+
+    def weight(self, places: Places) -> float | None:
+        """Examples that count in a mixture in proportion to those of its other parts; None: as many as there are samples."""
+        return None
+
+    @abstractmethod
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> Any:
+        """The `Dataset` of one split.
+
+        Raises:
+            UserError: the data are missing, incomplete or malformed, or do not fit the tokenizer.
+        """
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model answered, and what it was asked."""
+
+    text: str
+    references: Sequence[str]
+    """Accepted answers, at least one."""
+    question: str = ""
+    contexts: Sequence[str] = ()
+    source: str = ""
+    """What scores are grouped by, such as the data set that the question came from."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.references, str) or not self.references:
+            raise ValueError(f"references: expected a list of one or more answers, got {self.references!r}")
+
+
+class MetricConfig(Component):
+    """A family of scores."""
+
+    @abstractmethod
+    def score(self, answers: Sequence[Prediction]) -> Mapping[str, list[float] | float]:
+        """By name: a list with the score of each answer, or a float where only all of them together have one."""
+
+    def score_names(self) -> Sequence[str]:
+        """The names that `score` gives. One whose library takes long to load says them without it."""
+        return list(self.score([]))
+
+
+class RecipeConfig(Component):
+    """An experiment, without its "recipe" key."""
+
+    @abstractmethod
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        """Each raises a UserError for what can be known to fail before anything is loaded."""
+
+    def check(self, places: Places) -> None:
+        """Raises one ConfigError with a line for everything that is known to fail."""
+        check_all(*self.checks(places))
+
+    @abstractmethod
+    def run(self, run: Any) -> None:
+        """Train, or go on to train, the experiment of the `runs.context.Run`. Collective."""
+
+
+_results: dict[Any, Any] | None = None
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[None]:
+    """Within the block, `once` calls each method of equal components once: a thousand experiments on one data set look at it once.
+
+    No file that they look at may change meanwhile.
+    """
+    global _results  # noqa: PLW0603  a memory of one block, not of the process
+    _results = {}
+    try:
+        yield
+    finally:
+        _results = None
+
+
+def once(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """`method(*args)`, where `method` is one of a component; or what it gave before, within `remembering`."""
+    component = getattr(method, "__self__", None)
+    if _results is None or kwargs:
+        return method(*args, **kwargs)
+    key = (type(component), component, method.__name__, tuple(id(a) if isinstance(a, Places) else a for a in args))
+    try:
+        if key not in _results:
+            _results[key] = method(*args, **kwargs)
+    except TypeError:  # a config that holds a list has no hash
+        return method(*args, **kwargs)
+    return _results[key]
+
+
+ModelField = Annotated[ModelConfig, PlainValidator(partial(bind, MODELS)), PlainSerializer(resolved)]
+DatasetField = Annotated[DatasetConfig, PlainValidator(partial(bind, DATASETS)), PlainSerializer(resolved)]
+MetricField = Annotated[MetricConfig, PlainValidator(partial(bind, METRICS)), PlainSerializer(resolved)]
+
+
+def load_experiment(raw: dict[str, Any], where: str) -> RecipeConfig:
+    """The recipe that an experiment dict names, as its config.
+
+    Raises:
+        ConfigError: one line for each mistake, each beginning with `where` and the dotted path.
+    """
+    try:
+        return bind(RECIPES, raw, key="recipe")
+    except Problems as error:
+        text = "\n".join(f"{where}{'.' if path else ''}{path}: {message}" for path, message in error.found)
+        raise ConfigError(text) from None

@@ -1,0 +1,9 @@
+"""What models read: the kinds that recipes and data sets ask for, and what a person writes to get each."""
+
+DECODER, CROSS_ATTENTION, ENCODER_DECODER, FUSION_IN_DECODER = "decoder", "cross_attention", "encoder_decoder", "fusion_in_decoder"
+KINDS = {
+    DECODER: "a decoder, such as 'hf' or 'gpt_bigcode'",
+    CROSS_ATTENTION: "'cross_attention' around a decoder",
+    ENCODER_DECODER: "an encoder-decoder, such as 't5'",
+    FUSION_IN_DECODER: "'fusion_in_decoder' around an encoder-decoder",
+}
