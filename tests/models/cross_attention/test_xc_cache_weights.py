@@ -180,11 +180,11 @@ def test_weights_are_checked_and_belong_to_the_fingerprint(places, tmp_path: Pat
     (tmp_path / "published").mkdir()
     with pytest.raises(CheckpointError, match="published: no weights here"):
         given.check(places)
-    model = plain(places)
+    model = plain.build(places)
     xc_cache_weights.save(model, tmp_path / "published")
     given.check(places)
-    assert torch.equal(given(places).blocks["0"].mlp.up.weight, model.blocks["0"].mlp.up.weight)
+    assert torch.equal(given.build(places).blocks["0"].mlp.up.weight, model.blocks["0"].mlp.up.weight)
     assert plain.fingerprint(places) == bind(MODELS, raw["base"]).fingerprint(places)
     first = given.fingerprint(places)
-    xc_cache_weights.save(plain(places), tmp_path / "published")
+    xc_cache_weights.save(plain.build(places), tmp_path / "published")
     assert len({first, given.fingerprint(places), plain.fingerprint(places)}) == 3
