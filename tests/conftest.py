@@ -41,6 +41,36 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Long files, of trainings for the most part, come first, so that no worker is left with one of them at the end.
+FIRST = [
+    "training",
+    "recipes",
+    "models/test_lora_training.py",
+    "models",
+    "test_resume.py",
+    "faults",
+    "sweeps",
+    "launch",
+    "test_",
+    "operations",
+    "data_prep",
+    "results",
+]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a file run in one process, in their order: they share what its fixtures have trained."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_file(item).removesuffix(".py")))
+    items.sort(key=lambda item: next((n for n, start in enumerate(FIRST) if _file(item).startswith(start)), len(FIRST)))
+
+
+def _file(item: pytest.Item) -> str:
+    return item.path.relative_to(ROOT / "tests").as_posix()
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     """Every test starts from the same seeds, and leaves torch's global settings as they were. Tests without torch never load it."""

@@ -41,7 +41,7 @@ class World:
         (self.root / "job_configs.py").write_text(JOB_CONFIGS)
 
     def run(self, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = toy.run(self.root, words, self.folder)
+        done = toy.run_cold(self.root, words, self.folder)
         assert done.returncode == code, done.stderr
         return done
 

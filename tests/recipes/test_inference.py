@@ -67,7 +67,7 @@ class World:
         log.unlink(missing_ok=True)
         process = warm.Process(toy.command(self.project, ["-e", "all", *more], self.folder, processes), toy.environment(), None, log)
         try:
-            assert process.wait(timeout=150) == 0, log.read_text()
+            assert process.wait(timeout=600) == 0, log.read_text()
         finally:
             process.kill()
         return log.read_text()

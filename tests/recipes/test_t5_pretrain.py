@@ -96,7 +96,7 @@ def shared(folder: Path) -> dict[str, list[dict[str, Any]]]:
             toy.command(root, ["-e", "shared", *words], folder, processes=2), toy.environment(), None, folder / f"{mode}.log"
         )
         try:
-            assert process.wait(timeout=150) == 0, (folder / f"{mode}.log").read_text()
+            assert process.wait(timeout=600) == 0, (folder / f"{mode}.log").read_text()
         finally:
             process.kill()
         found[mode] = toy.rows(folder, exp_id(SHARED))
