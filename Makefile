@@ -48,9 +48,9 @@ study: run-environment  ## cross-attention beside prompting on real questions; n
 	$(BIN)/python -m results.plot -e study_crossattn study_prompted --by recipe model.num_layers model.stride \
 	  --x cache_bytes_per_context_token --y val_loss --output results/plots/study.png
 
-# Tests of one file stay together, and so do those of a group (pytest.mark.xdist_group); tests/conftest.py gives their order.
+# The tests of a file stay together, and so do the files of a group: tests/conftest.py says which, and gives their order.
 WORKERS ?= 2
-TESTS := -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+TESTS := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: dev-environment  ## every behaviour, within eight minutes on two cores; says what was skipped and why
 	$(BIN)/python $(TESTS) -m "not slow"

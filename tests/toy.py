@@ -120,10 +120,14 @@ def run(
     root: Path, arguments: Sequence[str], folder: Path, processes: int = 1, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` to its end, in processes forked from one that has the libraries loaded: tests/warm.py."""
-    words = command(root, arguments, folder, processes)
+    return finished(command(root, arguments, folder, processes), environment() if variables is None else variables)
+
+
+def finished(words: Sequence[str], variables: Mapping[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command that tests/warm.py knows to its end, with nothing but `variables` in its environment."""
     with tempfile.TemporaryDirectory() as kept:
         out, errors = Path(kept, "out"), Path(kept, "errors")
-        process = warm.Process(words, environment() if variables is None else variables, None, out, errors)
+        process = warm.Process(words, variables, cwd, out, errors)
         try:
             code = process.wait(timeout=LONGEST)
         except TimeoutError as error:
@@ -131,7 +135,7 @@ def run(
             raise
         finally:
             process.kill()
-        return subprocess.CompletedProcess(words, code, out.read_text(), errors.read_text())
+        return subprocess.CompletedProcess(list(words), code, out.read_text(), errors.read_text())
 
 
 def run_cold(root: Path, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -1,9 +1,11 @@
 """Trainings that start in a fraction of the time: their processes are forked from one that has the libraries loaded.
 
-The command is that of torchrun or python, read by torchrun's own parser and run by its own agent; trainval.py runs as it does there.
+The command is that of torchrun, accelerate or python, read by their own parsers and run by torchrun's own agent; trainval.py runs as it
+does there.
 Only this differs: a process is forked where it would be started anew. Nothing of ours is loaded before.
 """
 
+import argparse
 import gc
 import multiprocessing
 import os
@@ -112,15 +114,27 @@ def _run(command: list[str], environment: dict[str, str], cwd: Path, log: Path, 
     os.environ.update(environment)
     os.chdir(cwd)
     _only_what_python_finds()
-    if command[1:3] != ["-m", "torch.distributed.run"]:
+    if command[1] != "-m":
         _script(command[1], *command[2:])
         return
     from torch.distributed import run
+
+    run.run = _torchrun
+    if command[2] == "torch.distributed.run":
+        run.run(run.parse_args(command[3:]))
+    else:
+        sys.argv = command[2:]
+        runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+
+
+def _torchrun(arguments: argparse.Namespace) -> None:
+    """What torchrun does, and accelerate through it, but for how its processes begin."""
+    from torch.distributed import run
     from torch.distributed.launcher.api import elastic_launch
 
-    config, _, arguments = run.config_from_args(run.parse_args(command[3:]))
+    config, _, command = run.config_from_args(arguments)
     config.start_method = "fork"
-    elastic_launch(config, _script)(*arguments[1:])  # torchrun would put python -u before
+    elastic_launch(config, _script)(*command[1:])  # torchrun would put python -u before
 
 
 def _only_what_python_finds() -> None:
