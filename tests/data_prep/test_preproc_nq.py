@@ -174,7 +174,7 @@ def committed(folder):
     return sum(len(read_index(folder, name)) for name in unlisted(folder, [])) if folder.is_dir() else 0
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -228,7 +228,7 @@ def test_a_worker_whose_parent_is_gone_keeps_what_it_did_and_ends(bases, cache, 
     if not unread:  # else closing resets the connection
         assert here.recv() is None
     here.close()
-    worker.join(30)
+    worker.join(300)
     assert not worker.is_alive()
     assert "failed" not in caplog.text
     there.close()

@@ -310,7 +310,7 @@ def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str])
             assert "it trains this experiment now. Wait for it, or stop it." in refused(run, capsys, *arguments)
         assert "trains it now. Stop it first." in refused(run, capsys, "rewind", "--to", "30", "--dry-run")
     finally:
-        holder.communicate("\n", timeout=30)
+        holder.communicate("\n", timeout=300)
     assert tell(run, "rewind", "--to", "30") == 0
 
 
