@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 from playwright.sync_api import Browser, Locator, Page, Route, expect  # noqa: E402  only where it is installed
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SLOW = 120_000
 """Milliseconds that a page may take where two cores are busy."""

@@ -12,7 +12,7 @@ from src.launch.slurm import launcher as slurm
 from src.launch.slurm.states import named
 from tests.slurm.real import Cluster, command, wait_until
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 SETTINGS = slurm.Config(patience_seconds=300.0)
 TWO_NODES = slurm.Config(patience_seconds=300.0, processes=Processes(starter="torchrun", nodes=2))
 

@@ -159,6 +159,7 @@ def test_the_key_is_written_nowhere(root: Path, killed_and_stopped: tuple[Path, 
     assert any(path.suffix == ".wandb" for path in (root.parent / "runs").rglob("*"))
 
 
+@pytest.mark.slow
 def test_starting_over_is_another_run(root: Path, killed_and_stopped: tuple[Path, str]):
     run = killed_and_stopped[0]
     process = start(root, [*OFFLINE, "-r", "1"])
