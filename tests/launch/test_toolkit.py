@@ -491,7 +491,7 @@ class TestEndings:
 
     def test_the_training_is_told_before_the_time_is_over(self, tmp_path: Path, service: Path):
         item = training(tmp_path)
-        config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=60, stop_before_seconds=58)
+        config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=60, stop_before_seconds=54)
         assert wait_for(config, job_id).state == "failed"
         assert log(item) == "training\nsaved on SIGUSR1\n"
         assert records(service)[0]["runs"][-1]["exitCode"] == 75

