@@ -65,6 +65,7 @@ def world(tmp_path: Path, data: Path) -> Iterator[World]:
     world.run("-e", "both", "--job_option", "kill")
 
 
+@pytest.mark.slow
 def test_a_group_is_submitted_watched_killed_and_continued(world: World):
     assert world.states("both") == ["never", "never"]
     world.run("-e", "both", "-j", "here")  # which does not wait for the long one
@@ -88,6 +89,7 @@ def test_a_group_is_submitted_watched_killed_and_continued(world: World):
     assert str(world.runs) in " ".join(env["command"])
 
 
+@pytest.mark.slow
 def test_two_processes_stop_at_one_step_and_their_job_is_continued_not_failed(world: World):
     """torchrun turns 75 into 1; the job tells the two apart."""
     world.run("-e", "long", "-j", "two")
@@ -104,6 +106,7 @@ def test_two_processes_stop_at_one_step_and_their_job_is_continued_not_failed(wo
     assert world.states("long") == ["stopped"]
 
 
+@pytest.mark.slow
 def test_reset_starts_over_once_and_not_at_each_start_of_the_job(world: World):
     world.run("-e", "quick", "-j", "stay")
     world.run("-e", "quick", "-j", "stay", "-r", "1")

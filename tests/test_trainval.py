@@ -271,6 +271,7 @@ class TestPlans:
             value = "1" if flag in ("-r", "--reset") else "x"
             parse([flag, value], "", toy.ROOT)
 
+    @pytest.mark.slow
     def test_a_launcher_runs_each_experiment_in_a_process_of_its_own(self, folder: Path):
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{SHORT!r}, {changed(SHORT, seed=1)!r}]}}\n")
         done = toy.run_cold(root, ["-e", "g", "-j", "local", "--python_binary", f"true ; {sys.executable}"], folder)

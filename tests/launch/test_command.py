@@ -164,7 +164,7 @@ def run(job: Job, processes: Processes, environment: dict[str, str] | None = Non
         ("python", 1, None),
         ("torchrun", "gpus", "3"),
         ("accelerate", 2, "2"),
-        ("deepspeed", 2, "2"),
+        pytest.param("deepspeed", 2, "2", marks=pytest.mark.slow),
     ],
 )
 def test_each_starter_starts_its_processes(tmp_path: Path, starter, per_node, world: str | None):

@@ -427,6 +427,7 @@ def test_an_interrupted_scheduler_ends_its_command(world: World, seconds: float)
     assert [line["result"] for line in world.lines()] == ["interrupted"]
 
 
+@pytest.mark.slow
 def test_two_at_once_killed_at_any_moment_do_each_stage_once(world: World):
     """Kills without end of two schedulers: no command runs twice, nothing is lost, nothing unverified deleted."""
     rng = random.Random(0)

@@ -237,6 +237,7 @@ def test_a_training_that_always_dies_is_given_up(world: World):
 
 
 @pytest.mark.parametrize("again", [[], ["--workers", "2"]], ids=["alone", "two"])
+@pytest.mark.slow
 def test_a_killed_worker_loses_nothing(world: World, again: list[str]):
     """Its training goes on; the next worker takes up the trial, and follows the training that runs."""
     hold = world.folder / "go"
@@ -272,6 +273,7 @@ def test_a_worker_and_its_training_that_are_killed_lose_nothing(world: World):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_stop_stops_its_training_in_order(world: World, number: signal.Signals):
     worker = world.start("--trials", "2", "--workers", "2", HOLD=str(world.folder / "go"))
     wait_for(lambda: len([path for path in world.runs.glob("*/scores.jsonl") if len(path.read_text().splitlines()) == 2]) == 2)

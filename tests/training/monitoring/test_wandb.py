@@ -92,6 +92,7 @@ def killed_and_stopped(root: Path) -> tuple[Path, str]:
     return run, printed
 
 
+@pytest.mark.slow
 def test_restarts_continue_the_run_and_log_no_step_twice(root: Path, killed_and_stopped: tuple[Path, str]):
     """Also the rows that a killed process could not hand over any more are there."""
     found = logged(killed_and_stopped[0])
