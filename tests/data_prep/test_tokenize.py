@@ -41,7 +41,7 @@ def data(prepared, tmp_path):
 
 def write_lines(path, texts, field="text"):
     lines = "".join(json.dumps({field: string, "source": "s"}) + "\n" for string in texts).encode()
-    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    path.write_bytes(gzip.compress(lines, mtime=0) if path.suffix == ".gz" else lines)
     return str(path)
 
 
@@ -271,7 +271,7 @@ def test_two_at_once_are_refused(data):
         (b'{"text": "a"}\n\xff\n', "a.jsonl", "a.jsonl:2: not UTF-8 text"),
         (b'{"text": "a"}\n\n', "a.jsonl", "a.jsonl:2: not valid JSON"),
         (b"a\n\xff\n", "a.txt", "a.txt:2: not UTF-8 text: invalid start byte at byte 0."),
-        (gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "a.jsonl.gz", "a.jsonl.gz: the gzip file is cut off"),
+        (gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "a.jsonl.gz", "a.jsonl.gz: the gzip file is cut off"),
         (b"nothing", "a.jsonl.gz", "a.jsonl.gz: a damaged gzip file"),
         (b"PAR1", "a.parquet", "a.parquet: no parquet file, or a damaged one"),
         (b"", "a.bin", "a.bin: what kind of file this is cannot be told from its name."),
