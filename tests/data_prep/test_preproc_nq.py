@@ -181,6 +181,7 @@ def wait_for(condition, seconds=300):
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_a_kill_loses_nothing_that_was_committed(cache, request_of):
     rows = [{**row, "context": f"{row['context']} {word}"} for row in rows_of(cache / "toy_qa") for word in toy.THINGS[:10]]
     rewrite(cache, rows)
@@ -204,6 +205,7 @@ def test_a_kill_loses_nothing_that_was_committed(cache, request_of):
         assert (folder / name).read_bytes().startswith(data)
 
 
+@pytest.mark.slow
 def test_two_workers_share_the_work(cache, request_of):
     request = request_of(batch_size=4, devices=["cpu", "cpu"])
     folder = preproc_nq.folder_of(request) / "encoded"

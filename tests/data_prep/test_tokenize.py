@@ -208,6 +208,7 @@ def test_damaged_finished_shards_are_made_anew(data):
     assert hashes(data / "made") == hashes(data / "whole")
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_behind_the_last_whole_shard(data):
     """kill -9 of the command, whose processes end with it; and one of the finished shards is torn before it goes on."""
     lines = write_lines(data / "a.jsonl", TEXTS * 12)

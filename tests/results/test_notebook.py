@@ -21,6 +21,7 @@ def test_no_outputs_are_kept():
             assert cell.execution_count is None
 
 
+@pytest.mark.slow
 def test_every_cell_runs(runs: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRAINVAL_RUNS", str(runs))
     monkeypatch.setenv("TRAINVAL_GROUP", "tiny")
