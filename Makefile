@@ -2,7 +2,7 @@
 # It is set up once, and again when those files change; an installation that was interrupted is done again.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo study test lint format clean
+.PHONY: help demo study test test-all lint format clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -30,7 +30,7 @@ dev-environment: run-environment
 	$(call install,dev,requirements-dev.txt)
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: run-environment  ## data, a tiny base model, cross-attention on it, the table and the plot (a few minutes on two cores)
 	$(BIN)/python -m data_prep.stdlib_qa
@@ -48,8 +48,18 @@ study: run-environment  ## cross-attention beside prompting on real questions; n
 	$(BIN)/python -m results.plot -e study_crossattn study_prompted --by recipe model.num_layers model.stride \
 	  --x cache_bytes_per_context_token --y val_loss --output results/plots/study.png
 
-test: dev-environment  ## everything that this machine can test; says what was skipped and why
-	$(BIN)/python -m pytest
+# The tests of a file stay together, and so do the files of a group: tests/conftest.py says which, and gives their order.
+WORKERS ?= 2
+TESTS := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: dev-environment  ## every behaviour, within eight minutes on two cores; says what was skipped and why
+	$(BIN)/python $(TESTS) -m "not slow"
+
+test-all: test test-slow  ## `make test`, and then the rest: kills, many processes, Slurm, a browser, torch.compile, the flagship
+
+.PHONY: test-slow
+test-slow: dev-environment
+	$(BIN)/python $(TESTS) -m slow
 
 lint: dev-environment  ## ruff, its format check and types
 	$(BIN)/ruff check

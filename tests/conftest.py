@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,57 @@ def run(config, run):
 # A shell that starts the tests in the background has SIGINT ignored, and so would every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Long files, of trainings for the most part, come first, so that no worker is left with one of them at the end.
+FIRST = [
+    "training",
+    "recipes",
+    "models/test_lora_training.py",
+    "models",
+    "test_resume.py",
+    "faults",
+    "sweeps",
+    "launch",
+    "test_",
+    "operations",
+    "data_prep",
+    "results",
+]
+
+GROUPS = {
+    "slurm": ["slurm/"],
+    "training/modes": [
+        "training/test_origin.py",
+        "training/test_stops.py",
+        "training/test_world_sizes.py",
+        "training/parallel/test_engine.py",
+        "training/checkpointing/test_full_disk.py",
+    ],
+}
+"""Files whose tests share what is started or trained once a session, and so run in one process."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the order."""
+    items.sort(key=lambda item: next((n for n, start in enumerate(FIRST) if _file(item).startswith(start)), len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As --dist loadfile, and the files of a group together. The groups of pytest-xdist 3.8 itself do nothing under pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0].removeprefix("tests/")
+            return next((name for name, files in GROUPS.items() if file.startswith(tuple(files))), file)
+
+    return ByGroup(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def _file(item: pytest.Item) -> str:
+    return item.path.relative_to(ROOT / "tests").as_posix()
 
 
 @pytest.fixture(autouse=True)

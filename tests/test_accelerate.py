@@ -28,7 +28,7 @@ class World:
         words = [sys.executable, "-m", "accelerate.commands.launch", *line.split(), "--num_machines", "1", "--main_process_port", "0"]
         words += toy.command(self.root, ["-e", "g", *ours], self.folder)[1:]
         env = toy.environment() | {"HF_HOME": str(self.folder)}
-        return subprocess.run(words, capture_output=True, text=True, env=env, check=False, timeout=300)
+        return toy.finished(words, env)
 
     def result(self) -> tuple[str, str, bytes]:
         """How the model was shared, the scores and the weights of the run, which is moved out of the way."""

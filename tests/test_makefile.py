@@ -68,7 +68,16 @@ def test_torch_comes_first_and_the_second_time_nothing_is_done(make):
 
 def test_the_tests_need_the_second_file_too(make):
     assert "-r requirements-dev.txt" in installed(make("test"))
-    assert make("test") == ["-m pytest"]
+    assert make("test") == [FAST]
+
+
+FAST, SLOW = ("-m pytest -n 2 --dist loadfile --no-loadscope-reorder -m " + which for which in ("not slow", "slow"))
+
+
+def test_all_tests_run_once(make):
+    make("dev-environment")
+    assert make("test-all") == [FAST, SLOW]
+    assert make("test-slow", WORKERS="8") == [SLOW.replace("-n 2", "-n 8")]
 
 
 def test_a_changed_file_is_installed_again(make, tmp_path: Path):

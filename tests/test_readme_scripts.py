@@ -81,7 +81,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, weights_and_biases: Server) -
     yield root
     for job in jobs(root):
         if job["state"] not in ENDED:
-            subprocess.run(["eai", "job", "kill", job["id"]], env=environment(root), check=True, timeout=60)
+            subprocess.run(["eai", "job", "kill", job["id"]], env=environment(root), check=True, timeout=300)
 
 
 def write_base(root: Path, repository: Path) -> None:

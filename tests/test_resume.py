@@ -136,8 +136,8 @@ def kill(torchrun: Started, victims: Sequence[psutil.Process]) -> None:
     assert all(victim.is_running() for victim in victims), "the training ended before it could be killed"
     for victim in victims:
         victim.kill()
-    torchrun.wait(timeout=90)
-    _, alive = psutil.wait_procs(everyone, timeout=90)
+    torchrun.wait(timeout=300)
+    _, alive = psutil.wait_procs(everyone, timeout=300)
     assert not alive
 
 
@@ -221,8 +221,8 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(started: tuple[Path, Pa
         assert wait_until(lambda at=moment, p=process: steps_written(folder) >= at and len(ranks(p)) == 2, process)
         everyone = ranks(process)
         tell(process, everyone, victim, number)
-        assert process.wait(timeout=90) == 1, "what torchrun makes of exit code 75"
-        assert not psutil.wait_procs(everyone.values(), timeout=90)[1], "some live on"
+        assert process.wait(timeout=300) == 1, "what torchrun makes of exit code 75"
+        assert not psutil.wait_procs(everyone.values(), timeout=300)[1], "some live on"
         found = status(folder)
         assert found["state"] == "stopped"
         assert found["reason"] == f"{number.name}: stopped at step {found['step']}; start it again to continue"
@@ -239,22 +239,21 @@ def test_a_stopped_process_exits_with_the_code_to_requeue_on_and_starts_nothing_
     root, folder = started
     second = {**CHILD, "seed": 5}
     (root / "exp_configs.py").write_text(f"EXP_GROUPS = {{'base': [{BASE!r}], 'child': [{CHILD!r}, {second!r}]}}\n")
-    process = subprocess.Popen(toy.command(root, ARGUMENTS, folder), env=toy.environment(), stderr=subprocess.PIPE, text=True)
+    process = start(root, folder, processes=1)
     assert wait_until(lambda: steps_written(folder) >= 4, process)
-    process.send_signal(signal.SIGTERM)
-    _, printed = process.communicate(timeout=90)
-    assert process.returncode == 75
-    assert "SIGTERM: stopped. The same command goes on from here." in printed
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=300) == 75
+    assert "SIGTERM: stopped. The same command goes on from here." in (folder / "log").read_text()
     assert status(folder)["state"] == "stopped"
     assert not (folder / "runs" / exp_id(second)).exists()
 
 
 def test_a_process_that_is_stopped_while_it_starts_leaves_at_once(started: tuple[Path, Path]):
     root, folder = started
-    process = subprocess.Popen(toy.command(root, ARGUMENTS, folder), env=toy.environment())
+    process = start(root, folder, processes=1)
     assert wait_until(lambda: began(folder), process)
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(timeout=60) == 75
+    os.kill(process.pid, signal.SIGUSR1)
+    assert process.wait(timeout=300) == 75
     assert status(folder)["state"] == "stopped"
     assert status(folder)["reason"].startswith("SIGUSR1: stopped while it was starting")
 
@@ -296,5 +295,5 @@ def test_restarts_that_would_hang_are_refused(started: tuple[Path, Path], tmp_pa
     command = [*command[:at], "--max-restarts", "1", *command[at:]]
     environment = {name: value for name, value in toy.environment().items() if name != distributed.OWN_STORE}
     _started.append(process := warm.Process(command, environment, None, tmp_path / "log"))
-    assert process.wait(timeout=120) == 1
+    assert process.wait(timeout=300) == 1
     assert f"unless {distributed.OWN_STORE}=1 is set" in (tmp_path / "log").read_text()

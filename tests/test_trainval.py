@@ -173,7 +173,7 @@ class TestTraining:
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{SHORT!r}]}}\n")
         arguments = ["-e", "g", "--wandb_project_name", "p", "--wandb_entity_name", "e"]
         bare = {k: v for k, v in toy.environment().items() if not k.startswith("WANDB_")} | {"HOME": str(folder)}
-        done = subprocess.run(toy.command(root, arguments, folder), capture_output=True, text=True, env=bare, check=False)
+        done = toy.run(root, arguments, folder, variables=bare)
         assert done.returncode == 1
         assert "error: g[0]: wandb: " in done.stderr
         assert "wandb login" in done.stderr
@@ -272,9 +272,10 @@ class TestPlans:
             value = "1" if flag in ("-r", "--reset") else "x"
             parse([flag, value], "", toy.ROOT)
 
+    @pytest.mark.slow
     def test_a_launcher_runs_each_experiment_in_a_process_of_its_own(self, folder: Path):
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{SHORT!r}, {changed(SHORT, seed=1)!r}]}}\n")
-        done = toy.run(root, ["-e", "g", "-j", "local", "--python_binary", f"true ; {sys.executable}"], folder)
+        done = toy.run_cold(root, ["-e", "g", "-j", "local", "--python_binary", f"true ; {sys.executable}"], folder)
         assert done.returncode == 0, done.stderr
         for seed in (0, 1):
             run = folder / "runs" / exp_id(changed(SHORT, seed=seed))
@@ -361,7 +362,7 @@ class TestBadInput:
 
     def test_the_flagship_lacks_only_its_base_model_and_says_how_to_get_it(self, tmp_path: Path):
         (tmp_path / "data" / "nq").mkdir(parents=True)
-        done = toy.run(toy.ROOT, ["-e", "crossattn_starcoderbase-3b", "--dry-run"], tmp_path)
+        done = toy.run_cold(toy.ROOT, ["-e", "crossattn_starcoderbase-3b", "--dry-run"], tmp_path)
         assert done.returncode == 1
         assert "hf download bigcode/starcoderbase-3b" in done.stderr
         assert "Traceback" not in done.stderr
@@ -376,7 +377,7 @@ class TestBadInput:
         ],
     )
     def test_exp_configs_that_does_not_run(self, tmp_path: Path, text: str, message: str):
-        done = toy.run(toy.project(tmp_path, text), ["--list"], tmp_path)
+        done = toy.run_cold(toy.project(tmp_path, text), ["--list"], tmp_path)
         assert done.returncode == 1
         assert re.search(message, done.stderr)
         assert "Traceback" not in done.stderr

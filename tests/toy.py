@@ -5,15 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import trainval
 from src.experiments.grid import ref
 from src.files import new_directory
+from tests import warm
 
+LONGEST = 600
+"""Seconds that no command of these tests takes, on however busy a machine."""
 ROOT = Path(trainval.__file__).parent
 COLOURS = ["red", "blue", "green", "pink", "grey", "black", "white", "brown"]
 THINGS = [f"thing{i}" for i in range(16)]
@@ -112,9 +116,31 @@ def command(root: Path, arguments: Sequence[str], folder: Path, processes: int =
     return [*python, str(root / "trainval.py"), *arguments, "--data_path", str(folder / "data"), "-sb", str(folder / "runs")]
 
 
-def run(root: Path, arguments: Sequence[str], folder: Path, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run `command` to its end."""
-    return subprocess.run(command(root, arguments, folder, processes), capture_output=True, text=True, env=environment(), check=False)
+def run(
+    root: Path, arguments: Sequence[str], folder: Path, processes: int = 1, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `command` to its end, in processes forked from one that has the libraries loaded: tests/warm.py."""
+    return finished(command(root, arguments, folder, processes), environment() if variables is None else variables)
+
+
+def finished(words: Sequence[str], variables: Mapping[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command that tests/warm.py knows to its end, with nothing but `variables` in its environment."""
+    with tempfile.TemporaryDirectory() as kept:
+        out, errors = Path(kept, "out"), Path(kept, "errors")
+        process = warm.Process(words, variables, cwd, out, errors)
+        try:
+            code = process.wait(timeout=LONGEST)
+        except TimeoutError as error:
+            error.add_note(f"{out.read_text()}{errors.read_text()}")
+            raise
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(list(words), code, out.read_text(), errors.read_text())
+
+
+def run_cold(root: Path, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `command` to its end as a user does: it loads what it needs. For what loads little."""
+    return subprocess.run(command(root, arguments, folder), capture_output=True, text=True, env=environment(), check=False)
 
 
 def environment() -> dict[str, str]:

@@ -1,9 +1,11 @@
 """Trainings that start in a fraction of the time: their processes are forked from one that has the libraries loaded.
 
-The command is that of torchrun or python, read by torchrun's own parser and run by its own agent; trainval.py runs as it does there.
+The command is that of torchrun, accelerate or python, read by their own parsers and run by torchrun's own agent; trainval.py runs as it
+does there.
 Only this differs: a process is forked where it would be started anew. Nothing of ours is loaded before.
 """
 
+import argparse
 import gc
 import multiprocessing
 import os
@@ -37,11 +39,14 @@ _context: list[ForkServerContext] = []
 class Process:
     """A started command, of which can be asked what subprocess.Popen is asked."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None, log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None, log: Path, errors: Path | None = None
+    ) -> None:
+        """What it prints goes to `log`; what it prints as errors to `errors`, where that is given."""
         if not _context:
             _context.append(multiprocessing.get_context("forkserver"))
             _context[0].set_forkserver_preload(LIBRARIES)
-        self._process = _context[0].Process(target=_run, args=(list(command), dict(environment), cwd, log))
+        self._process = _context[0].Process(target=_run, args=(list(command), dict(environment), cwd or Path.cwd(), log, errors or log))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -90,32 +95,53 @@ def torchrun(script: Path, arguments: Sequence[str], processes: int, log: Path) 
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     process = Process([sys.executable, *launcher, str(script), *arguments], environment, None, log)
     try:
-        code = process.wait(timeout=150)
+        code = process.wait(timeout=600)
     finally:
         process.kill()
     return log.read_text() or f"exit code {code}" if code else ""
 
 
-def _run(command: list[str], environment: dict[str, str], cwd: Path | None, log: Path) -> None:
+def _run(command: list[str], environment: dict[str, str], cwd: Path, log: Path, errors: Path) -> None:
     """What the forked process does: become `command`."""
     gc.freeze()  # else its first full collection would copy all that was loaded, for seconds
     os.setsid()
+    multiprocessing.set_start_method(None, force=True)  # else what it starts would be forked from servers too
     assert "src" not in sys.modules, "the main module loads src, which a project of its own is to load"
-    with open(log, "ab") as file, open(os.devnull, "rb") as null:
-        for target, source in ((0, null), (1, file), (2, file)):
+    with open(log, "ab") as out, open(errors, "ab") as err, open(os.devnull, "rb") as null:
+        for target, source in ((0, null), (1, out), (2, err)):
             os.dup2(source.fileno(), target)
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(cwd or ".")
-    if command[1:3] != ["-m", "torch.distributed.run"]:
+    os.chdir(cwd)
+    _only_what_python_finds()
+    if command[1] != "-m":
         _script(command[1], *command[2:])
         return
     from torch.distributed import run
+
+    run.run = _torchrun
+    if command[2] == "torch.distributed.run":
+        run.run(run.parse_args(command[3:]))
+    else:
+        sys.argv = command[2:]
+        runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+
+
+def _torchrun(arguments: argparse.Namespace) -> None:
+    """What torchrun does, and accelerate through it, but for how its processes begin."""
+    from torch.distributed import run
     from torch.distributed.launcher.api import elastic_launch
 
-    config, _, arguments = run.config_from_args(run.parse_args(command[3:]))
+    config, _, command = run.config_from_args(arguments)
     config.start_method = "fork"
-    elastic_launch(config, _script)(*arguments[1:])  # torchrun would put python -u before
+    elastic_launch(config, _script)(*command[1:])  # torchrun would put python -u before
+
+
+def _only_what_python_finds() -> None:
+    """Leave out of sys.path what the tests have put there; what PYTHONPATH names comes first, as ever."""
+    named = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    own = (sys.prefix, sys.base_prefix, sys.exec_prefix)
+    sys.path[:] = [*named, *(entry for entry in sys.path if entry.startswith(own) and entry not in named)]
 
 
 def _script(path: str, *arguments: str) -> None:

@@ -54,6 +54,7 @@ def tree(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.slow
 def test_it_is_large_and_every_kind_is_in_both_splits(rows, whole):
     assert sum(map(len, rows.values())) > 20_000
     manifest = json.loads((whole / "stdlib_qa" / "manifest.json").read_text())
@@ -67,6 +68,7 @@ def test_it_is_large_and_every_kind_is_in_both_splits(rows, whole):
     assert 0.05 < len(rows["val"]) / len(rows["train"]) < 0.3
 
 
+@pytest.mark.slow
 def test_no_module_and_no_context_is_in_both_splits(rows, whole):
     for field in ("module", "context"):
         assert not {row[field] for row in rows["train"]} & {row[field] for row in rows["val"]}
@@ -79,6 +81,7 @@ def test_no_module_and_no_context_is_in_both_splits(rows, whole):
         assert {row["module"] for row in rows[split]} <= modules[split]
 
 
+@pytest.mark.slow
 def test_no_question_contains_its_answer(rows):
     for row in rows["train"] + rows["val"]:
         question, answer = row["question"].lower(), row["answer"].lower()
@@ -88,11 +91,13 @@ def test_no_question_contains_its_answer(rows):
         assert f" {words} " not in f" {asked} "
 
 
+@pytest.mark.slow
 def test_no_question_is_asked_twice(rows):
     for split in rows:
         assert len({(row["context"], row["question"]) for row in rows[split]}) == len(rows[split])
 
 
+@pytest.mark.slow
 def test_answers_are_true_of_the_context_alone(rows):
     """Parse each context afresh and derive the answers another way."""
     checked = dict.fromkeys(stdlib_qa.code_questions.KINDS, 0)
@@ -134,6 +139,7 @@ def test_answers_are_true_of_the_context_alone(rows):
     assert min(checked.values()) > 0
 
 
+@pytest.mark.slow
 def test_the_tokenizer_knows_its_control_tokens_and_all_bytes(whole):
     tokenizer = tokenizers.load(whole / "stdlib_tokenizer")
     assert len(tokenizer) == 4096
@@ -144,6 +150,7 @@ def test_the_tokenizer_knows_its_control_tokens_and_all_bytes(whole):
     assert tokenizer.decode(tokenizer.encode(strange)) == strange
 
 
+@pytest.mark.slow
 def test_the_data_sets_read_it(whole):
     places = Places(data=whole, runs=whole)
     tokenizer = tokenizers.load(whole / "stdlib_tokenizer")

@@ -190,7 +190,7 @@ def _end(process: Started) -> None:
     if process.poll() is None:
         process.kill()
         process.wait()
-    psutil.wait_procs(everyone, timeout=60)
+    psutil.wait_procs(everyone, timeout=300)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

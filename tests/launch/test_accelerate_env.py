@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from src.errors import ConfigError
 from src.launch.accelerate_env import RESOURCES, Choices, take
+from tests import toy
 
 PRINT = """
 import json, os
@@ -20,11 +20,11 @@ NO = "--mixed_precision no --dynamo_backend no --num_machines 1 --main_process_p
 
 
 def launched(folder: Path, line: str) -> list[dict[str, str]]:
-    """The environment of each process that a real `accelerate launch` starts."""
+    """The environment of each process that `accelerate launch` starts."""
     (folder / "print.py").write_text(PRINT)
     command = [sys.executable, "-m", "accelerate.commands.launch", *NO.split(), *line.split(), "print.py"]
     ours = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")} | {"HF_HOME": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=ours, capture_output=True, text=True, timeout=120, check=False)
+    done = toy.finished(command, ours, folder)
     assert done.returncode == 0, done.stderr
     return [json.loads(path.read_text()) for path in sorted(folder.glob("got.*"))]
 

@@ -35,7 +35,7 @@ class World:
         self.submissions = folder / "submissions"
 
     def config(self, **values: Any) -> local.Config:
-        return local.Config(submissions=str(self.submissions), **values)
+        return local.Config(**{"submissions": str(self.submissions), "grace_seconds": 300.0, **values})
 
     def job(self, name: str, code: str, **values: Any) -> Job:
         words = ("-c", textwrap.dedent(code), name)
@@ -74,7 +74,7 @@ def read(path: Path) -> bytes:
         return b""
 
 
-def wait_until(happened: Callable[[], object], seconds: float = 40) -> None:
+def wait_until(happened: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, f"waited {seconds} seconds in vain"
@@ -146,14 +146,18 @@ def test_one_failure_does_not_stop_the_others(world: World):
 MEET = """
     import sys, time
     from pathlib import Path
-    me, room, count = sys.argv[1], Path("room"), int("COUNT")
+    me, room = sys.argv[1], Path("room")
+    other = {"a": "b", "b": "a", "c": "d", "d": "c"}[me]
+    def both(what):
+        Path(f"{me}.{what}").touch()
+        end = time.monotonic() + 300
+        while not Path(f"{other}.{what}").exists() and time.monotonic() < end:
+            time.sleep(0.01)
     (room / me).touch()
-    seen = 1
-    end = time.monotonic() + 20
-    while seen < count and time.monotonic() < end:
-        seen = max(seen, len(list(room.iterdir())))
-    time.sleep(0.2)
-    seen = max(seen, len(list(room.iterdir())))
+    both("here")
+    time.sleep(0.2)  # a third would be here by now
+    seen = len(list(room.iterdir()))
+    both("counted")
     (room / me).unlink()
     print(seen)
 """
@@ -163,8 +167,8 @@ def test_as_many_run_at_a_time_as_there_are_slots_over_all_submissions(world: Wo
     """With two slots two jobs can meet, each waiting for the other; no third may be there, of whichever submission."""
     (world.folder / "room").mkdir()
     config = world.config(slots=2)
-    ids = world.submit(config, [world.job(n, MEET.replace("COUNT", "2")) for n in "ab"], "one")
-    ids += world.submit(config, [world.job(n, MEET.replace("COUNT", "2")) for n in "cd"], "two")
+    ids = world.submit(config, [world.job(n, MEET) for n in "ab"], "one")
+    ids += world.submit(config, [world.job(n, MEET) for n in "cd"], "two")
     wait_until(lambda: {seen.state for seen in local.states(config, ids).values()} == {"completed"})
     assert [int(world.out(name)) for name in "abcd"] == [2, 2, 2, 2]
 
@@ -176,7 +180,7 @@ def test_one_slot_runs_in_the_order_given(world: World):
 
 
 def test_each_job_has_devices_of_its_own(world: World):
-    code = MEET.replace("print(seen)", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])").replace("COUNT", "2")
+    code = MEET.replace("print(seen)", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
     (world.folder / "room").mkdir()
     config = world.config(slots=2, gpus=[4, 5, "GPU-ab", 7], gpus_per_job=2)
     wide = config.model_copy(update={"gpus_per_job": 4})
@@ -255,7 +259,7 @@ HOLD = """
     while True:
         time.sleep(0.05)  # a signal that comes just before a long sleep would be heard after it
 """
-DEAF = HOLD.replace("raise SystemExit(143)", "")
+DEAF = HOLD.replace("raise SystemExit(143)", "").replace("time.sleep(0.3)", "")
 
 
 def pids(world: World, name: str) -> list[int]:
@@ -282,7 +286,7 @@ def test_kill_lets_a_job_save_and_leaves_nothing_of_it(world: World):
 
 
 def test_a_deaf_job_is_killed_after_the_grace(world: World):
-    config = world.config(grace_seconds=0.5)
+    config = world.config(grace_seconds=5)
     ids = world.submit(config, [world.job("a", DEAF)])
     processes = pids(world, "a")
     local.kill(config, ids)
@@ -378,7 +382,7 @@ def test_what_a_crash_left_is_found_or_never_starts(world: World):
     late = world.submissions / "late"
     shutil.copytree(world.submissions / "one", late, ignore=shutil.ignore_patterns("started", "*.end", "*.pid", "*.code", "cancel"))
     assert local.find(config, late, ["a", "b"]) == {}
-    done = subprocess.run([sys.executable, "-m", "src.launch.local.scheduler", str(late)], cwd=ROOT, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-m", "src.launch.local.scheduler", str(late)], cwd=ROOT, timeout=300, check=False)
     assert done.returncode == 1
     assert not list((late / "jobs").iterdir())
     assert local.find(config, world.submissions / "nothing", ["a"]) == {}
@@ -471,7 +475,7 @@ def interrupt(world: World, child: str, number: signal.Signals, grace: float, tw
         if twice:
             wait_until(lambda: all((world.folder / f"{n}.saved").exists() for n in "ab"))
             parent.send_signal(number)
-        return parent.wait(timeout=40)
+        return parent.wait(timeout=300)
     finally:
         parent.kill()
         parent.wait()
@@ -479,7 +483,7 @@ def interrupt(world: World, child: str, number: signal.Signals, grace: float, tw
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -2)])
 def test_an_interruption_of_who_waits_lets_jobs_save_and_leaves_none_behind(world: World, number: signal.Signals, code: int):
-    assert interrupt(world, HOLD, number, grace=20) == code
+    assert interrupt(world, HOLD, number, grace=300) == code
     assert (world.folder / "a.saved").exists()
     assert (world.folder / "b.saved").exists()
     assert not (world.folder / "c.pids").exists()

@@ -76,7 +76,7 @@ def records(service: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in (service / "jobs").glob("*.json")]
 
 
-def wait_until(happened: Callable[[], Any], seconds: float = 30) -> None:
+def wait_until(happened: Callable[[], Any], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, f"waited {seconds} seconds in vain"
@@ -268,13 +268,13 @@ def edit(service: Path, job_id: str, **facts: Any) -> None:
 
 def patience(fault: str) -> float:
     """Short only where it has to run out."""
-    return 2 if fault == "hang" else 60
+    return 10 if fault == "hang" else 300
 
 
 class TestFaults:
     """On each verb, each way to fail: no job twice, none forgotten, and no state made up."""
 
-    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", "hang", "garbage"])
+    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", pytest.param("hang", marks=pytest.mark.slow), "garbage"])
     def test_submitting_through_a_fault(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@new:2,{fault if fault != '502_after_create' else '500'}@ls:1")
@@ -286,7 +286,7 @@ class TestFaults:
         assert noted == {item.exp_id: job_id for item, job_id in zip(jobs, ids, strict=True)}
         assert all(f"hv_exp={item.exp_id}" in queued[job_id]["tags"] for item, job_id in zip(jobs, ids, strict=True))
 
-    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", "hang", "garbage"])
+    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", pytest.param("hang", marks=pytest.mark.slow), "garbage"])
     def test_submitting_into_an_outage(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
         """Every `new` fails, but the rest answers: what was created all the same is either taken or cancelled, never forgotten."""
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
@@ -322,7 +322,7 @@ class TestFaults:
         assert find(configured(tmp_path), folder(tmp_path), [item.exp_id]) == {item.exp_id: record["id"]}
         assert launched(tmp_path, [item])[1] == [record["id"]]
 
-    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", "hang", "garbage"])
+    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", pytest.param("hang", marks=pytest.mark.slow), "garbage"])
     def test_a_failed_poll_is_no_failed_job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path, fault: str):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], retries=1, timeout_seconds=patience(fault))
@@ -344,7 +344,7 @@ class TestFaults:
         assert {seen.state for seen in states(config, [f"old-{i}" for i in range(50)]).values()} == {"unknown"}
         assert len(calls(service, "get")) <= 6
 
-    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", "hang", "garbage"])
+    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", pytest.param("hang", marks=pytest.mark.slow), "garbage"])
     def test_killing_through_a_fault(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path, fault: str):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], timeout_seconds=patience(fault))
@@ -491,7 +491,7 @@ class TestEndings:
 
     def test_the_training_is_told_before_the_time_is_over(self, tmp_path: Path, service: Path):
         item = training(tmp_path)
-        config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=60, stop_before_seconds=58)
+        config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=60, stop_before_seconds=54)
         assert wait_for(config, job_id).state == "failed"
         assert log(item) == "training\nsaved on SIGUSR1\n"
         assert records(service)[0]["runs"][-1]["exitCode"] == 75

@@ -75,7 +75,7 @@ def test_a_dead_watcher_holds_nothing(world: World, watcher: subprocess.Popen[by
 
 def test_one_that_ends_in_order_takes_its_pins_away(world: World, watcher: subprocess.Popen[bytes]):
     watcher.send_signal(signal.SIGTERM)
-    watcher.wait(timeout=30)
+    watcher.wait(timeout=300)
     assert pinned(world) == []
     assert list((world.runs / "checkpoint_jobs").iterdir()) == []
 

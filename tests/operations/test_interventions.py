@@ -310,7 +310,7 @@ def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str])
             assert "it trains this experiment now. Wait for it, or stop it." in refused(run, capsys, *arguments)
         assert "trains it now. Stop it first." in refused(run, capsys, "rewind", "--to", "30", "--dry-run")
     finally:
-        holder.communicate("\n", timeout=30)
+        holder.communicate("\n", timeout=300)
     assert tell(run, "rewind", "--to", "30") == 0
 
 
@@ -438,6 +438,7 @@ def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_unsynced")
+@pytest.mark.slow
 def test_a_rewind_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path: Path):
     run = tmp_path / "runs" / exp_id(EXP)
     train(run, 0, 20)
@@ -445,6 +446,7 @@ def test_a_rewind_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path:
 
 
 @pytest.mark.usefixtures("_unsynced")
+@pytest.mark.slow
 def test_an_undo_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path: Path):
     run = tmp_path / "runs" / exp_id(EXP)
     train(run, 0, 20)

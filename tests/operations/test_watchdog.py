@@ -110,7 +110,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.kill()
 
 
-def poll(happened: Callable[[], Any], seconds: float = 30) -> None:
+def poll(happened: Callable[[], Any], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, f"waited {seconds} seconds in vain"

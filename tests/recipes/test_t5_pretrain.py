@@ -96,7 +96,7 @@ def shared(folder: Path) -> dict[str, list[dict[str, Any]]]:
             toy.command(root, ["-e", "shared", *words], folder, processes=2), toy.environment(), None, folder / f"{mode}.log"
         )
         try:
-            assert process.wait(timeout=150) == 0, (folder / f"{mode}.log").read_text()
+            assert process.wait(timeout=600) == 0, (folder / f"{mode}.log").read_text()
         finally:
             process.kill()
         found[mode] = toy.rows(folder, exp_id(SHARED))
@@ -106,6 +106,7 @@ def shared(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["zero2", "zero3", "fsdp"])
 def test_processes_that_share_the_model_have_the_losses_of_those_that_do_not(shared: dict[str, Any], mode: str):
     for row, expected in zip(shared[mode], shared["replicated"], strict=True):

@@ -19,9 +19,9 @@ from tests.conftest import ROOT
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 from playwright.sync_api import Browser, Locator, Page, Route, expect  # noqa: E402  only where it is installed
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-SLOW = 20_000
+SLOW = 120_000
 """Milliseconds that a page may take where two cores are busy."""
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 
@@ -93,7 +93,7 @@ def served(arguments: list[str], env: dict[str, str] | None = None) -> Iterator[
         pytest.fail("the server ended: " + "".join(lines))
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=300)
 
 
 @contextmanager
@@ -115,6 +115,7 @@ def opened(browser: Browser, address: str) -> Iterator[Page]:
         page.on("console", lambda message: strange.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: strange.append(f"{error}\n{error.stack}"))
         page.set_default_timeout(SLOW)
+        expect.set_options(timeout=SLOW)
         page.goto(address)
         yield page
         page.unroute_all(behavior="ignoreErrors")

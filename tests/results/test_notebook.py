@@ -21,13 +21,14 @@ def test_no_outputs_are_kept():
             assert cell.execution_count is None
 
 
+@pytest.mark.slow
 def test_every_cell_runs(runs: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRAINVAL_RUNS", str(runs))
     monkeypatch.setenv("TRAINVAL_GROUP", "tiny")
     notebook = read()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the client's own, about event loops and sockets
-        NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+        NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
     kinds = [kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})]
     assert kinds.count("text/html") >= 3, "the runs, the table and haven's table"
     assert "image/png" in kinds

@@ -64,7 +64,7 @@ def test_several_writers_tear_no_line(tmp_path: Path):
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join(300)
     events = ledger.read(tmp_path)
     assert sorted(event["event"] for event in events) == sorted("abc" * 30)
     assert [event["number"] for event in events if event["event"] == "b"] == list(range(30))

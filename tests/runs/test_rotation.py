@@ -240,6 +240,7 @@ def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
     return dies(action, now)
 
 
+@pytest.mark.slow
 def test_killed_at_any_change_of_the_disk_whole_checkpoints_are_left(tmp_path: Path):
     keep, moment = Keep(last=2, every=4, best=2), 0
 

@@ -342,7 +342,7 @@ def test_one_at_a_time_even_when_some_start_over(tmp_path: Path):
         for seed in range(5)
     ]
     for process in processes:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
 
 

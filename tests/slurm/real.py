@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 300) -> None:
     """Poll until `condition` holds; fail with `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -64,7 +64,7 @@ def world(tmp_path: Path) -> tuple[Path, Path]:
 
 def trainval(world: tuple[Path, Path], *arguments: str) -> str:
     """What trainval.py says; it must succeed."""
-    done = toy.run(world[0], arguments, world[1])
+    done = toy.run_cold(world[0], arguments, world[1])
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -15,7 +15,7 @@ from src.tables import rows as results
 from tests import toy
 from tests.slurm.real import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 EXPERIMENTS: list[dict[str, Any]] = [{**toy.BASE, "seed": seed} for seed in (0, 1)]
 HAVEN = """
 import json, sys

@@ -140,7 +140,7 @@ def world(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-def wait_for(happened: Callable[[], Any], seconds: float = 60) -> Any:
+def wait_for(happened: Callable[[], Any], seconds: float = 300) -> Any:
     end = time.monotonic() + seconds
     while not (found := happened()):
         assert time.monotonic() < end, f"waited {seconds} seconds in vain"
@@ -237,6 +237,7 @@ def test_a_training_that_always_dies_is_given_up(world: World):
 
 
 @pytest.mark.parametrize("again", [[], ["--workers", "2"]], ids=["alone", "two"])
+@pytest.mark.slow
 def test_a_killed_worker_loses_nothing(world: World, again: list[str]):
     """Its training goes on; the next worker takes up the trial, and follows the training that runs."""
     hold = world.folder / "go"
@@ -251,7 +252,7 @@ def test_a_killed_worker_loses_nothing(world: World, again: list[str]):
     time.sleep(1)  # five looks at the training that runs: none may start another
     assert orphan in trainers(world)
     hold.touch()
-    out, err = second.communicate(timeout=120)
+    out, err = second.communicate(timeout=300)
     assert second.returncode == 0, err
     assert [line.split()[1] for line in out.splitlines()[1:4]] == ["complete"] * 3
     assert list(world.started().values()) == [1, 1, 1]
@@ -272,11 +273,12 @@ def test_a_worker_and_its_training_that_are_killed_lose_nothing(world: World):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_stop_stops_its_training_in_order(world: World, number: signal.Signals):
     worker = world.start("--trials", "2", "--workers", "2", HOLD=str(world.folder / "go"))
     wait_for(lambda: len([path for path in world.runs.glob("*/scores.jsonl") if len(path.read_text().splitlines()) == 2]) == 2)
     worker.send_signal(number)
-    worker.communicate(timeout=60)
+    worker.communicate(timeout=300)
     assert worker.returncode in (143, 130)
     assert not trainers(world)
     assert [row["state"] for row in world.rows()] == ["stopped"] * 2

@@ -219,6 +219,7 @@ def test_a_dry_run_answers_quickly_and_touches_nothing(tmp_path: Path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_wandb_agent_runs_the_same_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """Its own code starts a trial, as it does when a server sends the values; the experiment has the id that the sweep expects."""
     from wandb.wandb_agent import Agent

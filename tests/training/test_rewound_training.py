@@ -65,14 +65,14 @@ def begin(root: Path, folder: Path, arguments: Sequence[str] = ARGUMENTS, proces
 
 
 def finish(root: Path, folder: Path, arguments: Sequence[str] = ARGUMENTS, processes: int = 1) -> None:
-    assert begin(root, folder, arguments, processes).wait(120) == 0, (folder / "log").read_text()
+    assert begin(root, folder, arguments, processes).wait(300) == 0, (folder / "log").read_text()
 
 
 def stop_at(root: Path, folder: Path, step: int, kill: bool = False) -> None:
     """Start, and end it when the checkpoint of `step` is there: by SIGTERM, or kill -9."""
     process = begin(root, folder)
     checkpoint = run_in(folder) / "checkpoints" / f"step-{step:08d}"
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while not checkpoint.exists():
         assert time.monotonic() < until
         assert process.poll() is None
@@ -82,7 +82,7 @@ def stop_at(root: Path, folder: Path, step: int, kill: bool = False) -> None:
         shutil.copytree(checkpoint, folder / "saved")
         os.kill(process.pid, signal.SIGCONT)
         os.kill(process.pid, signal.SIGTERM)
-    process.wait(60)
+    process.wait(300)
     if not kill and not checkpoint.exists():
         shutil.copytree(folder / "saved", checkpoint)
     shutil.rmtree(folder / "saved", ignore_errors=True)
@@ -140,11 +140,11 @@ def test_a_kill_behind_a_rewind_changes_nothing(root: Path, trained: Path, folde
     finish(root, folder)
     assert result(folder) != result(trained)
     process = begin(root, other)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while json.loads((run_in(other) / "status.json").read_text())["state"] != "running" and time.monotonic() < until:
         time.sleep(0.001)
     process.kill()  # before the first checkpoint of the branch
-    process.wait(60)
+    process.wait(300)
     stop_at(root, other, MIDDLE + 2, kill=True)
     stop_at(root, other, MIDDLE + 6, kill=True)
     finish(root, other)

@@ -17,7 +17,7 @@ ROWS = ("--log_every", "4")
 
 def wait_for_rows(modes: Modes, process: warm.Process, group: str = "long", number: int = 2) -> None:
     """Return when the run has so many."""
-    rows, until = modes.run(group) / "scores.jsonl", time.monotonic() + 100
+    rows, until = modes.run(group) / "scores.jsonl", time.monotonic() + 300
     while not rows.exists() or rows.read_bytes().count(b"\n") < number:
         assert process.poll() is None, modes.log.read_text()
         assert time.monotonic() < until, "no progress"
@@ -35,7 +35,7 @@ def told(modes: Modes, process: warm.Process, rank: int, number: signal.Signals)
 def told_all(process: warm.Process) -> None:
     """Send SIGTERM to torchrun, which passes it on, and wait."""
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=100)
+    assert process.wait(timeout=300)
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_one_signal_stops_both(modes: Modes, mode: str):
     process = modes.begin(mode, "long", more=ROWS)
     try:
         told(modes, process, rank=1, number=signal.SIGTERM)
-        assert process.wait(timeout=100) == 1, "what torchrun makes of exit code 75"
+        assert process.wait(timeout=300) == 1, "what torchrun makes of exit code 75"
     finally:
         process.kill()
     said, run = modes.log.read_text(), modes.run("long")
@@ -74,7 +74,7 @@ def test_a_stop_file_stops_both_until_it_is_removed(modes: Modes):
     try:
         wait_for_rows(modes, process, "longer")
         (run / "stop").touch()
-        assert process.wait(timeout=100) == 1, "what torchrun makes of exit code 130"
+        assert process.wait(timeout=300) == 1, "what torchrun makes of exit code 130"
     finally:
         process.kill()
     assert "exitcode: 130" in modes.log.read_text()

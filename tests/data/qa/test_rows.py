@@ -113,7 +113,7 @@ def test_forked_workers_read_through_the_descriptor_of_their_parent(rows):
     process.start()
     assert here.poll(30)
     assert here.recv() == [row["n"] for row in rows] == list(range(12))
-    process.join(30)
+    process.join(300)
     assert process.exitcode == 0
 
 

@@ -11,14 +11,30 @@ from typing import Any
 import pytest
 
 from src.launch.job import Job
+from src.launch.slurm import commands, submission
 from src.launch.slurm import launcher as slurm
 from tests.launch.fake_slurm.program import CALLS_NAME, EMPTY, FAULTS_NAME, STATE_NAME
 
 PROGRAM = Path(__file__).with_name("program.py")
-SOON = slurm.Config(patience_seconds=30.0)
-IMPATIENT = slurm.Config(patience_seconds=2.5)
-"""For a Slurm that never answers."""
+SOON = slurm.Config(patience_seconds=300.0)
+IMPATIENT = slurm.Config(patience_seconds=30.0)
+"""For a Slurm that says again and again that it cannot answer: see `Clock`."""
+HUNG = slurm.Config(patience_seconds=10.0)
+"""For one that says nothing, which is waited for."""
 COMMANDS = ("sbatch", "squeue", "sacct", "scancel", "scontrol")
+
+
+class Clock:
+    """In place of the module `time`: only a sleep takes time, and none in truth. However busy the machine, nobody loses patience for it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class Cluster:
@@ -26,6 +42,9 @@ class Cluster:
 
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.home = home
+        self.clock = Clock()
+        for module in (commands, submission):
+            monkeypatch.setattr(module, "time", self.clock)
         self.bin = home / "bin"
         self.bin.mkdir(parents=True)
         for command in COMMANDS:

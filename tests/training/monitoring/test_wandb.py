@@ -4,6 +4,7 @@ import base64
 import hashlib
 import http.server
 import json
+import os
 import re
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from src.errors import RunError
 from src.experiments.identity import exp_id
 from src.runs import context as runs
 from src.runs.run_dir import RunDir
-from tests import toy
+from tests import toy, warm
 
 EXP: dict[str, Any] = {**toy.BASE, "loop": {**toy.BASE["loop"], "steps": 30, "eval_every": 10}}
 KEY, NETRC_KEY = (hashlib.sha1(name.encode()).hexdigest() for name in ("environment", "netrc"))
@@ -55,32 +56,43 @@ def logged(run: Path) -> list[tuple[str, list[dict[str, Any]]]]:
     return found
 
 
-def start(root: Path, arguments: list[str], **environment: str) -> subprocess.Popen[str]:
-    env = {k: v for k, v in toy.environment().items() if not k.startswith("WANDB_")} | {"HOME": str(root.parent / "home"), **environment}
+def environment(root: Path, **more: str) -> dict[str, str]:
+    """Nothing of W&B but `more`, and the home beside the project."""
+    return {k: v for k, v in toy.environment().items() if not k.startswith("WANDB_")} | {"HOME": str(root.parent / "home"), **more}
+
+
+def start(root: Path, arguments: list[str], **variables: str) -> warm.Process:
+    """What it prints goes to `printed` beside the project, after what others have."""
     command = toy.command(root, arguments, root.parent)
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=root)
+    return warm.Process(command, environment(root, **variables), root, root.parent / "printed")
+
+
+def ended(root: Path, process: warm.Process, code: int) -> str:
+    """What all have printed, when it has ended."""
+    found = process.wait(timeout=600)
+    printed = (root.parent / "printed").read_text()
+    assert found == code, printed
+    return printed
 
 
 @pytest.fixture(scope="module")
 def killed_and_stopped(root: Path) -> tuple[Path, str]:
     """(save directory, all printed) of a run that was killed, then told to stop, and ended in its third start. It knows two keys."""
     run = root.parent / "runs" / exp_id(EXP)
-    printed = ""
     for number, rows in ((signal.SIGKILL, 7), (signal.SIGTERM, 16), (None, 30)):
         process = start(root, OFFLINE, WANDB_API_KEY=KEY)
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while number and (not (run / "scores.jsonl").exists() or len((run / "scores.jsonl").read_text().splitlines()) < rows):
             assert time.monotonic() < end
-            assert process.poll() is None, process.communicate()[1]
+            assert process.poll() is None, (root.parent / "printed").read_text()
             time.sleep(0.01)
         if number:
-            process.send_signal(number)
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 75, None: 0}[number], err
-        printed += out + err
+            os.kill(process.pid, number)
+        printed = ended(root, process, {signal.SIGKILL: -9, signal.SIGTERM: 75, None: 0}[number])
     return run, printed
 
 
+@pytest.mark.slow
 def test_restarts_continue_the_run_and_log_no_step_twice(root: Path, killed_and_stopped: tuple[Path, str]):
     """Also the rows that a killed process could not hand over any more are there."""
     found = logged(killed_and_stopped[0])
@@ -126,16 +138,18 @@ def holders(folder: Path, secret: str) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_the_key_is_written_nowhere(root: Path, killed_and_stopped: tuple[Path, str], refusing: str):
     """Neither offline nor online, from the environment or netrc: no save directory, log, cache or home holds it, and nothing prints it."""
     Refusal.keys.clear()
     printed = killed_and_stopped[1]
+    command = toy.command(root, [*OFFLINE, "--steps", "3", "--wandb_entity_name", "e"], root.parent)
     for secret in ({"WANDB_API_KEY": KEY}, {}):
-        process = start(root, [*OFFLINE, "--steps", "3", "--wandb_entity_name", "e"], WANDB_BASE_URL=refusing, **secret)
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 1, err
-        assert "error: g[0]: wandb: " in err
-        printed += out + err
+        env = environment(root, WANDB_BASE_URL=refusing, **secret)
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 1, done.stderr
+        assert "error: g[0]: wandb: " in done.stderr
+        printed += done.stdout + done.stderr
     assert "Traceback" not in printed
     for user, key in (("api", KEY), ("user", NETRC_KEY)):
         coded = base64.b64encode(f"{user}:{key}".encode()).decode()
@@ -146,11 +160,11 @@ def test_the_key_is_written_nowhere(root: Path, killed_and_stopped: tuple[Path, 
     assert any(path.suffix == ".wandb" for path in (root.parent / "runs").rglob("*"))
 
 
+@pytest.mark.slow
 def test_starting_over_is_another_run(root: Path, killed_and_stopped: tuple[Path, str]):
     run = killed_and_stopped[0]
     process = start(root, [*OFFLINE, "-r", "1"])
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    ended(root, process, 0)
     ((identity, rows),) = logged(run)
     assert identity == f"{run.name}-1"
     assert [row["_step"] for row in rows] == [*range(1, 31)]

@@ -90,7 +90,7 @@ class Modes:
         """Run it to the end; what it printed, "" where all went well."""
         process = self.begin(mode, group, processes, more)
         try:
-            code = process.wait(timeout=150)
+            code = process.wait(timeout=600)
         finally:
             process.kill()
         return self.log.read_text() if code else ""

@@ -1,5 +1,6 @@
 """Compiled layers: one graph for all of them and for every step, the numbers of the plain model but for rounding, and the same twice."""
 
+import functools
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -67,20 +68,20 @@ def train(compiled: bool, again: bool = False, **sizes: Any) -> Trained:
     return found
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Iterator[Trained]:
-    """Compiling takes most of the time of these tests; what comes later finds it in the compiler's cache."""
-    yield train(True)
+@pytest.fixture(scope="module", params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def compiled(request: pytest.FixtureRequest) -> Iterator[Trained]:
+    """Graphs of forward and backward, run as they are ("aot_eager") or, which takes a minute, as C++."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
+        yield train(True)
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
 def test_all_layers_and_steps_share_one_graph(compiled: Trained):
     assert compiled.graphs == [1] * STEPS
     assert compiled.breaks == 0
 
 
-@pytest.mark.slow
 def test_compiled_numbers_are_those_of_the_plain_model(compiled: Trained):
     plain = train(False)
     assert plain.graphs == [0] * STEPS
@@ -89,7 +90,6 @@ def test_compiled_numbers_are_those_of_the_plain_model(compiled: Trained):
         torch.testing.assert_close(compiled.gradients[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_twice_the_same_bits_and_with_layers_computed_again_too(compiled: Trained, again: bool):
     other = train(True, again)
@@ -98,8 +98,8 @@ def test_twice_the_same_bits_and_with_layers_computed_again_too(compiled: Traine
     assert other.graphs == compiled.graphs
 
 
-@pytest.mark.slow
-def test_dropout_of_a_compiled_model_follows_from_the_seed():
+def test_dropout_of_a_compiled_model_follows_from_the_seed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     rates = {"attn_pdrop": 0.2, "resid_pdrop": 0.2}
     one, other, again = train(True, **rates), train(True, **rates), train(True, again=True, **rates)
     assert len({float(loss) for loss in one.losses}) == STEPS

@@ -1,13 +1,16 @@
 """Trainings with compiled layers and with less memory, through the command line: same names, same bits after a restart, clear refusals."""
 
 import copy
+import functools
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from torch._dynamo.utils import counters
 
@@ -60,7 +63,17 @@ def names(run: Path) -> set[str]:
         return set(file.keys())
 
 
-@pytest.mark.slow
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def _compiler(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs of forward and backward, run as they are ("aot_eager") or, which takes a minute, as C++."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    shutil.rmtree(folder / "runs", ignore_errors=True)
+
+
+@pytest.mark.usefixtures("_compiler")
 def test_a_compiled_training_has_one_graph_plain_names_and_ends_with_the_same_bits(folder: Path):
     counters.clear()
     run, plain = trained("compiled", folder), trained("plain", folder)
@@ -80,7 +93,7 @@ def test_a_compiled_training_has_one_graph_plain_names_and_ends_with_the_same_bi
     assert scores(trained("child", folder))[0]["train_loss"] < scores(plain)[0]["train_loss"], "a plain child goes on from it"
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("_compiler")
 def test_the_decoder_of_a_cross_attention_model_is_compiled_for_fixed_lengths(folder: Path, capsys: pytest.CaptureFixture[str]):
     trained("compiled", folder)
     capsys.readouterr()

@@ -249,6 +249,7 @@ print(passes())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 @pytest.mark.skipif("[always]" in HUGE_PAGES, reason="a fault takes a huge page, whether it is kept or not")
 def test_freed_memory_is_not_taken_from_the_kernel_again():
