@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except distributed.Stopped as stopped:
+    except distributed.TrainingStopped as stopped:
         log.info("%s: stopped. The same command goes on from here.", stopped.reason.by)
         return stopped.exit_code
 
@@ -165,8 +165,8 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
     failed = 0
     with distributed.stoppable(), distributed.session():
         for item in planned:
-            if any(distributed.gathered([distributed.asked()])):  # at the end of the one before, too late for its loop
-                raise distributed.stopped(None)
+            if any(distributed.all_gather_list([distributed.stop_requested()])):  # at the end of the one before, too late for its loop
+                raise distributed.agreed_stop(None)
             try:
                 run_one(item, args.reset if item.exp_id in chosen else 0, places, options)
             except UserError as error:
@@ -201,8 +201,8 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
         opened.append(RunDir.open(places.runs, item.exp, resolved(item.recipe, key="recipe"), reset=reset, facts=facts))
         return opened[0].status()["state"]
 
-    distributed.defer()  # until `carry_out` keeps the status true
-    state = distributed.from_main(begin)
+    distributed.defer_stop()  # until `carry_out` keeps the status true
+    state = distributed.broadcast_from_rank0(begin)
     run_dir = opened[0] if opened else RunDir.attach(places.runs / item.exp_id)
     with run_dir, written_log(run_dir.logs, LOGGERS if distributed.is_main() else ()):
         if state == "done":
@@ -224,14 +224,14 @@ def carry_out(item: Any, run: Any) -> None:
 
     try:
         try:
-            distributed.heed()
+            distributed.allow_stop()
             item.recipe.run(run)
         finally:
-            distributed.defer()  # no signal keeps the status from being written
+            distributed.defer_stop()  # no signal keeps the status from being written
     except KeyboardInterrupt:
         mark("stopped", reason="interrupted by the user", stopped_by="person")
         raise
-    except distributed.Stopped as stopped:
+    except distributed.TrainingStopped as stopped:
         at, step = ("while it was starting", {}) if stopped.step is None else (f"at step {stopped.step}", {"step": stopped.step})
         mark("stopped", reason=f"{stopped.reason.by}: stopped {at}; start it again to continue", stopped_by=stopped.reason.kind, **step)
         raise
@@ -239,10 +239,10 @@ def carry_out(item: Any, run: Any) -> None:
         mark("failed", reason=str(error))
         raise
     except Exception as error:
-        asked = distributed.asked()
+        asked = distributed.stop_requested()
         if asked and distributed.world_size() > 1:  # another process left at the same signal while this one waited for it
             mark("stopped", reason=f"{asked.by}: stopped while it was starting; start it again to continue", stopped_by=asked.kind)
-            raise distributed.Stopped(asked) from error
+            raise distributed.TrainingStopped(asked) from error
         mark("failed", reason=f"{type(error).__name__}: {error}")
         raise
     if distributed.is_main():

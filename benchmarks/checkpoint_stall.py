@@ -32,11 +32,11 @@ from src.registry import resolved
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training.checkpointing.background import Writer
-from src.training.checkpointing.folder import About
-from src.training.loop import Task, fit
+from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.loop import TrainSpec, fit
 from src.training.loss import causal_lm_loss
 from src.training.parallel.engine import Engine
-from src.training.saver import Kept, Saver
+from src.training.saver import LoopSnapshot, Saver
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = 0.25
@@ -61,7 +61,7 @@ def timed(standing: list[float]) -> Iterator[None]:
     """Within the block the seconds of each `save` are put into `standing`."""
     save = Saver.save
 
-    def whole(self: Saver, engine: Engine, kept: Kept) -> None:
+    def whole(self: Saver, engine: Engine, kept: LoopSnapshot) -> None:
         began = time.perf_counter()
         save(self, engine, kept)
         standing.append(time.perf_counter() - began)
@@ -97,7 +97,12 @@ def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, floa
         train = config.data.build(places, tokenizer, "train", config.seed)
         with RunDir.open(places.runs, exp, resolved(recipe, key="recipe")) as run_dir:
             options = Options(log_every=config.loop.steps if mode == "none" else half // 2, statistics_every=0)
-            fit(Task(model, About({}, tokenizer), train, {}, loss, evaluate), Run(run_dir, places, options), config.loop, config.seed)
+            fit(
+                TrainSpec(model, CheckpointMetadata({}, tokenizer), train, {}, loss, evaluate),
+                Run(run_dir, places, options),
+                config.loop,
+                config.seed,
+            )
             size = max(sum(file.stat().st_size for file in step.iterdir()) for step in (run_dir.path / "checkpoints").glob("step-*"))
         return model, ended - began, statistics.mean(standing[1:3]) if mode != "none" else 0.0, size
 

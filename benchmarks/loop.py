@@ -43,8 +43,8 @@ from src.registry import resolved
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training import data_order, loader
-from src.training.checkpointing.folder import About
-from src.training.loop import Task, fit
+from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.loop import TrainSpec, fit
 from src.training.loss import causal_lm_loss, seq2seq_loss
 from src.training.optim import optimizers
 from src.training.parallel import memory
@@ -107,7 +107,7 @@ def bare(work: Work) -> None:
     optimizer, rate = optimizers.adamw(model, loop), optimizers.learning_rate(loop)
     model.train()
     for step, read in enumerate(islice(loader.steps(work.train, loop, work.config.seed, 0, torch.device("cpu")), loop.steps)):
-        (tokens,) = distributed.total([read.loss_tokens])
+        (tokens,) = distributed.all_reduce_sum([read.loss_tokens])
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         for batch in read.batches:
@@ -124,9 +124,9 @@ def ours(work: Work) -> None:
     """`fit`, with all that it does by default, but its checkpoints: benchmarks.checkpoint_stall measures those."""
     from src.training.monitoring import throughput
 
-    count = throughput.Meter.count
+    count = throughput.ThroughputMeter.count
 
-    def counted(self: throughput.Meter, step: loader.Step) -> None:  # the last thing that `fit` does in a step
+    def counted(self: throughput.ThroughputMeter, step: loader.Step) -> None:  # the last thing that `fit` does in a step
         count(self, step)
         work.clock.step()
 
@@ -137,14 +137,21 @@ def ours(work: Work) -> None:
             opened.append(stack.enter_context(RunDir.open(work.places.runs, work.exp, resolved(work.recipe, key="recipe"))))
             return opened[0].path
 
-        path = distributed.from_main(begin)
+        path = distributed.broadcast_from_rank0(begin)
         run = Run(opened[0] if opened else RunDir.attach(path), work.places, Options(log_every=work.config.loop.steps))
-        task = Task(work.model, About({}, tokenizers.load(work.model.name_or_path)), work.train, {}, work.loss, lambda _: {"val_loss": 0.0})
-        throughput.Meter.count = counted
+        task = TrainSpec(
+            work.model,
+            CheckpointMetadata({}, tokenizers.load(work.model.name_or_path)),
+            work.train,
+            {},
+            work.loss,
+            lambda _: {"val_loss": 0.0},
+        )
+        throughput.ThroughputMeter.count = counted
         try:
             fit(task, run, work.config.loop, work.config.seed)
         finally:
-            throughput.Meter.count = count
+            throughput.ThroughputMeter.count = count
 
 
 class Sequences(Dataset):
@@ -215,7 +222,7 @@ def round_of(names: list[str], exp: dict[str, Any], loss: Loss, data: Path) -> d
     config: Any = recipe
     turns, clocks, works = Turns(), {}, []
     with tempfile.TemporaryDirectory() as own:
-        places = Places(data, Path(distributed.from_main(lambda: own)))
+        places = Places(data, Path(distributed.broadcast_from_rank0(lambda: own)))
         for name in names:
             torch.manual_seed(0)
             model = config.model.build(places)
@@ -223,7 +230,7 @@ def round_of(names: list[str], exp: dict[str, Any], loss: Loss, data: Path) -> d
             clocks[name] = Clock(config.loop.steps, model, turns)
             works.append(partial(WAYS[name], Work(model, train, recipe, exp, places, clocks[name], loss)))
         turns.run(works)
-        distributed.gathered([None])  # nobody is in the folder any more
+        distributed.all_gather_list([None])  # nobody is in the folder any more
     compare({name: clock.weights for name, clock in clocks.items()})
     return {name: clock.seconds for name, clock in clocks.items()}
 

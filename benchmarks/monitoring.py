@@ -26,8 +26,8 @@ from src.interfaces import load_experiment
 from src.registry import resolved
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
-from src.training.checkpointing.folder import About
-from src.training.loop import Task, fit
+from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.loop import TrainSpec, fit
 from src.training.loss import causal_lm_loss
 from src.training.monitoring.monitor import DEFAULT_EVERY
 
@@ -46,7 +46,7 @@ def trained(exp: dict[str, Any], data: Path, every: int, rows: int) -> tuple[tor
         train = config.data.build(places, tokenizer, "train", config.seed)
         with RunDir.open(places.runs, exp, resolved(recipe, key="recipe")) as run_dir:
             run = Run(run_dir, places, Options(log_every=rows, statistics_every=every))
-            task = Task(model, About({}, tokenizer), train, {}, causal_lm_loss, lambda _: {"val_loss": 0.0})
+            task = TrainSpec(model, CheckpointMetadata({}, tokenizer), train, {}, causal_lm_loss, lambda _: {"val_loss": 0.0})
             began = time.process_time()
             fit(task, run, config.loop, config.seed)
             seconds = time.process_time() - began

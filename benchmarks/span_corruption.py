@@ -20,9 +20,9 @@ import torch
 
 from src.data.collate import NOT_LEARNED
 from src.data.denoising import noise
-from src.data.denoising.dataset import Draws, OneObjective, Rows
+from src.data.denoising.dataset import MaskRng, Rows, SingleObjectiveDataset
 from src.data.denoising.span_corruption import Spans
-from src.data.text.documents import Documents, joined
+from src.data.text.documents import Documents, join_documents
 
 DENSITY, MEAN_SPAN, VOCABULARY, EOS, PAD = 0.15, 3.0, 32_100, 1, 0
 RAW, TARGETS = noise.lengths(512, DENSITY, MEAN_SPAN)
@@ -36,15 +36,17 @@ class _Encoder:
     pad_id = PAD
 
 
-def ours(sequences: int) -> OneObjective:
+def ours(sequences: int) -> SingleObjectiveDataset:
     """A data set of `sequences` rows, from documents of 20 to 2,000 tokens."""
     rng, texts, total = np.random.default_rng(0), [], 0
     while total < sequences * RAW:
         texts.append(rng.integers(2, VOCABULARY - 100, rng.integers(20, 2000)).tolist())
         total += len(texts[-1]) + 1
-    documents = Documents([joined(texts, EOS)], EOS, "", Path("texts"))
+    documents = Documents([join_documents(texts, EOS)], EOS, "", Path("texts"))
     encoder: Any = _Encoder()
-    return OneObjective(Rows(documents, RAW, None), Spans(DENSITY, MEAN_SPAN, SENTINELS, EOS), Draws(0, fixed=False), encoder, "")
+    return SingleObjectiveDataset(
+        Rows(documents, RAW, None), Spans(DENSITY, MEAN_SPAN, SENTINELS, EOS), MaskRng(0, fixed=False), encoder, ""
+    )
 
 
 def published_mask(length: int) -> np.ndarray:
@@ -95,9 +97,9 @@ def published(rows: np.ndarray, masks: np.ndarray) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array.astype(np.int64)) for name, array in arrays.items()}
 
 
-def compare(data: OneObjective, rows: Sequence[np.ndarray]) -> None:
+def compare(data: SingleObjectiveDataset, rows: Sequence[np.ndarray]) -> None:
     """Both give the same batch where they draw the same masks."""
-    masks = [noise.noise_mask(RAW, DENSITY, MEAN_SPAN, Draws(0, fixed=False).generator(0, i)) for i in range(8)]
+    masks = [noise.noise_mask(RAW, DENSITY, MEAN_SPAN, MaskRng(0, fixed=False).generator(0, i)) for i in range(8)]
     batch: Any = data.collate([data.sample(0, i) for i in range(8)])
     for name, tensor in published(np.stack(rows[:8]), np.stack(masks)).items():
         assert torch.equal(batch[name], tensor), name

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from src.data.text import token_files
-from src.data.text.documents import Stored
+from src.data.text.documents import StoredDocuments
 from src.data.text.packing import Packed
 from src.files import new_directory
 
@@ -49,7 +49,7 @@ def write(folder: Path, args: argparse.Namespace) -> Packed:
         for ids in documents(args):
             writer.append(ids, np.array([len(ids)]))
         facts["splits"] = {"train": [writer.close()]}
-    packed = Packed(Stored(folder / "ours", "train", EOS), EOS, args.tokens)
+    packed = Packed(StoredDocuments(folder / "ours", "train", EOS), EOS, args.tokens)
     for kind in ("int32", dtype):
         made = datasets.Dataset.from_generator(
             _rows,

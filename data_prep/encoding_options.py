@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from src.config import Places
 from src.data.qa import encoded_store, questions, templates
-from src.data.qa.encoder_inputs import EncoderInputs, Rules, TooLong
+from src.data.qa.encoder_inputs import EncoderInputs, EncodingOptions, TooLong
 from src.data.text import tokenizers
 from src.errors import ConfigError
 from src.interfaces import ModelConfig
@@ -48,13 +48,13 @@ def model(options: argparse.Namespace) -> ModelConfig:
     return bind(MODELS, raw)
 
 
-def rules(options: argparse.Namespace) -> Rules:
+def rules(options: argparse.Namespace) -> EncodingOptions:
     """What is encoded."""
     given = (options.template, options.questions_on_contexts, options.chunked_contexts, options.too_long)
-    return Rules(options.maximum_input_length, *given)
+    return EncodingOptions(options.maximum_input_length, *given)
 
 
-def architecture(base: ModelConfig, places: Places, rules: Rules) -> tuple[dict[str, Any], int]:
+def architecture(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[dict[str, Any], int]:
     """Identity and hidden size of the base.
 
     Raises:
@@ -64,14 +64,14 @@ def architecture(base: ModelConfig, places: Places, rules: Rules) -> tuple[dict[
     try:
         base.require_kind(DECODER, places, "--embedding_model")
     except ValueError as error:
-        inside = encoded_store.identity(base, places) if base.kind(places) == CROSS_ATTENTION else None
-        advice = f" What encodes its contexts is {encoded_store.described(inside)}: name that." if inside else ""
+        inside = encoded_store.base_identity(base, places) if base.kind(places) == CROSS_ATTENTION else None
+        advice = f" What encodes its contexts is {encoded_store.describe_base(inside)}: name that." if inside else ""
         raise ConfigError(f"{error}{advice}") from None
-    sizes, who = base.architecture(places), encoded_store.identity(base, places)
+    sizes, who = base.architecture(places), encoded_store.base_identity(base, places)
     if who is None:
         raise ConfigError(f"{base.name}: not trained yet, so there is nothing to encode with. Train it first.")
     if sizes is None:
-        raise ConfigError(f"{encoded_store.described(who)}: no decoder that cross-attention can be attached to.")
+        raise ConfigError(f"{encoded_store.describe_base(who)}: no decoder that cross-attention can be attached to.")
     if sizes.max_positions is not None and rules.context_tokens > sizes.max_positions:
         raise ConfigError(
             f"--maximum_input_length: {rules.context_tokens} tokens are more than the {sizes.max_positions} positions of the base."
@@ -96,7 +96,7 @@ def device(named: str | None) -> str:
     return chosen
 
 
-def inputs(base: ModelConfig, places: Places, rules: Rules) -> tuple[EncoderInputs, str]:
+def inputs(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[EncoderInputs, str]:
     """What writes the encoder inputs with the base's tokenizer, and the digest of that.
 
     Raises:
@@ -104,7 +104,7 @@ def inputs(base: ModelConfig, places: Places, rules: Rules) -> tuple[EncoderInpu
         ConfigError: the template alone takes all the tokens.
     """
     tokenizer = tokenizers.load(base.tokenizer_folder(places) or _named(base, places))
-    prompter = templates.Prompter(tokenizers.Encoder(tokenizer), rules.template)
+    prompter = templates.Prompter(tokenizers.SafeTokenizer(tokenizer), rules.template)
     questions.require_room("context_tokens", rules.context_tokens, prompter.fixed_context_tokens + 1)
     return EncoderInputs(prompter, rules), encoded_store.tokenizer_digest(tokenizer)
 

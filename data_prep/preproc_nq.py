@@ -25,7 +25,7 @@ from src import files
 from src.config import Places
 from src.data import jsonl
 from src.data.qa import encoded_shards, encoded_store
-from src.data.qa.encoder_inputs import Rules
+from src.data.qa.encoder_inputs import EncodingOptions
 from src.errors import ConfigError, DataError, UserError
 from src.interfaces import ModelConfig
 
@@ -41,7 +41,7 @@ class Request:
     model: ModelConfig
     places: Places
     corpus: str
-    rules: Rules
+    rules: EncodingOptions
     devices: Sequence[str]
     """One worker each."""
     batch_size: int = 8

@@ -14,7 +14,7 @@ from itertools import islice
 import numpy as np
 
 from data_prep.text_sources import Batch
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import RunError
 
 _AHEAD = 4
@@ -25,7 +25,7 @@ _AHEAD = 4
 class Job:
     """What every process must know."""
 
-    encoder: Encoder
+    encoder: SafeTokenizer
     dtype: str
     """Of the ids."""
     field: str

@@ -89,7 +89,7 @@ def tokenise(data_path: Path, options: Options) -> bool:
     folder = data_path / options.name
     place = data_path / options.tokenizer
     tokenizer = tokenizers.load(place if place.is_dir() else options.tokenizer)
-    encoder = tokenizers.Encoder(tokenizer)
+    encoder = tokenizers.SafeTokenizer(tokenizer)
     about = {
         "name": options.tokenizer,
         "fingerprint": tokenizer_digest(tokenizer),

@@ -46,7 +46,7 @@ class Seq2SeqBatch(TypedDict):
 
 
 class DepthBatch(Seq2SeqBatch):
-    """Shuffled sentences, and who sees whom of them. `attention_mask` has the real tokens."""
+    """Shuffled sentences, with the attention masks of DEPTH. `attention_mask` has the real tokens."""
 
     encoder_mask: "Tensor"
     """(B, S, S) bool, True where a token of the input (second axis) sees another (third)."""

@@ -1,4 +1,4 @@
-"""The processes of one training: who I am, what all agree on. The only reader of RANK, WORLD_SIZE and LOCAL_RANK."""
+"""Rank, world size, collectives and graceful stops. The only module that reads RANK, WORLD_SIZE and LOCAL_RANK."""
 
 import contextlib
 import ctypes
@@ -45,7 +45,7 @@ _deferred = False
 _limit: Callable[[], Reason | None] | None = None
 
 
-class Stopped(BaseException):
+class TrainingStopped(BaseException):
     """This process was asked to stop. No Exception, so that no library swallows it, as with KeyboardInterrupt."""
 
     def __init__(self, reason: Reason, everywhere: bool = False, step: int | None = None) -> None:
@@ -114,14 +114,25 @@ def session() -> Iterator[None]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
     try:
         yield
-    except Stopped as stopped:
+    except TrainingStopped as stopped:
         if stopped.everywhere:
-            _part()
+            _leave_group()
         raise
-    _part()
+    _leave_group()
 
 
-def _part() -> None:
+def ensure_group() -> None:
+    """Make a process group of one where the launcher has made none: some libraries require one. It ends with the process."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  it is in torch's manual
+
+    if world_size() == 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=HashStore(), rank=0, world_size=1)
+        os.environ.setdefault("OMPI_COMM_WORLD_LOCAL_RANK", "0")  # where DeepSpeed looks when nobody launched it
+
+
+def _leave_group() -> None:
     import torch.distributed as dist
 
     dist.barrier()
@@ -139,9 +150,9 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block a stop signal raises `Stopped`, once: immediately or, after `defer`, where it is heeded. Main thread only.
+    """Within the block a stop signal raises `TrainingStopped` once: immediately or, after `defer_stop`, where the training asks for it.
 
-    A second SIGINT raises KeyboardInterrupt: who presses Ctrl-C twice does not want to wait. An ignored SIGINT (nohup) stays ignored.
+    Main thread only. A second Ctrl-C aborts immediately. An ignored SIGINT (nohup) stays ignored.
     """
     global _asked, _deferred
     if threading.current_thread() is not threading.main_thread():
@@ -158,24 +169,24 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def defer() -> None:
-    """From here on a stop signal is only noted, until `heed`: `asked` tells of it."""
+def defer_stop() -> None:
+    """From here on a stop signal is only noted, until `allow_stop`: `stop_requested` tells of it."""
     global _deferred  # noqa: PLW0603  see stoppable
     _deferred = True
 
 
-def heed() -> None:
-    """From here on a stop signal raises `Stopped` at once; one that was noted does so now."""
+def allow_stop() -> None:
+    """From here on a stop signal raises `TrainingStopped` at once; one that was noted does so now."""
     global _deferred  # noqa: PLW0603  see stoppable
     _deferred = False
     if _asked:
         _deferred = True
-        raise Stopped(_asked)
+        raise TrainingStopped(_asked)
 
 
 @contextlib.contextmanager
-def limited(limit: Callable[[], Reason | None]) -> Iterator[None]:
-    """Within the block `asked` tells of what `limit` gives, too."""
+def stop_when(limit: Callable[[], Reason | None]) -> Iterator[None]:
+    """Within the block `stop_requested` tells of what `limit` gives, too."""
     global _limit  # noqa: PLW0603  see stoppable
     _limit = limit
     try:
@@ -184,25 +195,25 @@ def limited(limit: Callable[[], Reason | None]) -> Iterator[None]:
         _limit = None
 
 
-def asked() -> Reason | None:
+def stop_requested() -> Reason | None:
     """Why this process is to stop: a signal has asked it to, or a limit is reached. None where it may go on."""
     return _asked or (_limit() if _limit else None)
 
 
 def stop_together() -> None:
-    """Raise `Stopped` on every process if one of them was asked to stop. Collective.
+    """Raise `TrainingStopped` on every process if one of them was asked to stop. Collective.
 
     Raises:
         Stopped: with `everywhere`, and without a step.
     """
-    if any(total([asked() is not None])):
-        raise stopped(None)
+    if any(all_reduce_sum([stop_requested() is not None])):
+        raise agreed_stop(None)
 
 
-def stopped(step: int | None) -> Stopped:
+def agreed_stop(step: int | None) -> TrainingStopped:
     """What every process raises, once they agree that one of them was asked to stop. Collective."""
-    reasons = gathered([reason] if (reason := asked()) else [])
-    return Stopped(next((reason for reason in reasons if reason.by_hand), reasons[0]), everywhere=True, step=step)
+    reasons = all_gather_list([reason] if (reason := stop_requested()) else [])
+    return TrainingStopped(next((reason for reason in reasons if reason.by_hand), reasons[0]), everywhere=True, step=step)
 
 
 def ignore_stops(_: int = 0) -> None:
@@ -218,24 +229,24 @@ def _on_signal(number: int, _: FrameType | None) -> None:
     _asked = _asked or Reason(signal.Signals(number).name, "person" if number == signal.SIGINT else "signal")
     if not _deferred:
         _deferred = True  # a second signal must not interrupt what the first one has begun
-        raise Stopped(_asked)
+        raise TrainingStopped(_asked)
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """A block that all ranks leave well, or all with the same UserError: the first of any rank. Collective; no collective inside."""
+def raise_together() -> Iterator[None]:
+    """If any rank raises a UserError inside the block, every rank raises the first one. Collective; do not call collectives inside."""
     failures: list[UserError] = []
     try:
         yield
     except UserError as error:
         failures = [error]
-    failures = gathered(failures)
+    failures = all_gather_list(failures)
     if failures:
         failures[0].everywhere = True
         raise failures[0]
 
 
-def from_main(compute: Callable[[], T]) -> T:
+def broadcast_from_rank0(compute: Callable[[], T]) -> T:
     """Call `compute` on rank 0 only and give its result, or its exception, to every rank. Results must be picklable."""
     if world_size() == 1:
         return compute()
@@ -256,7 +267,7 @@ def from_main(compute: Callable[[], T]) -> T:
     return box[0]
 
 
-def most(value: int) -> int:
+def all_reduce_max(value: int) -> int:
     """The largest of all ranks' values. Collective."""
     if world_size() == 1:
         return value
@@ -268,7 +279,7 @@ def most(value: int) -> int:
     return int(largest)
 
 
-def total(values: Sequence[float]) -> list[float]:
+def all_reduce_sum(values: Sequence[float]) -> list[float]:
     """Sums over ranks, element by element, in float64. Collective."""
     if world_size() == 1:
         return [float(v) for v in values]
@@ -280,7 +291,7 @@ def total(values: Sequence[float]) -> list[float]:
     return sums.tolist()
 
 
-def gathered(items: list[T]) -> list[T]:
+def all_gather_list(items: list[T]) -> list[T]:
     """The lists of all ranks, one after another, on every rank. Items must be picklable. Collective."""
     if world_size() == 1:
         return items

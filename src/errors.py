@@ -1,4 +1,4 @@
-"""Mistakes and lacks that the user can mend: printed as one line without a traceback, exit code 1."""
+"""Errors that the user can fix: printed as one line, no traceback, exit code 1."""
 
 from collections.abc import Callable
 

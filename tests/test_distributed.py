@@ -22,7 +22,7 @@ def handlers_stay() -> Iterator[None]:
     before = [signal.getsignal(number) for number in distributed.STOP_SIGNALS]
     yield
     assert [signal.getsignal(number) for number in distributed.STOP_SIGNALS] == before
-    assert distributed.asked() is None
+    assert distributed.stop_requested() is None
 
 
 def tell(number: signal.Signals = signal.SIGTERM) -> None:
@@ -31,19 +31,19 @@ def tell(number: signal.Signals = signal.SIGTERM) -> None:
 
 @pytest.mark.parametrize("number", distributed.STOP_SIGNALS)
 def test_a_signal_is_raised_at_once(number: signal.Signals):
-    with pytest.raises(distributed.Stopped) as caught, distributed.stoppable():
+    with pytest.raises(distributed.TrainingStopped) as caught, distributed.stoppable():
         tell(number)
     assert (caught.value.reason.by, caught.value.everywhere, caught.value.step) == (number.name, False, None)
 
 
 def test_what_is_deferred_is_raised_where_it_is_heeded():
     with distributed.stoppable():
-        distributed.defer()
+        distributed.defer_stop()
         tell(signal.SIGUSR1)
         tell(signal.SIGTERM)
-        assert distributed.asked() == distributed.Reason("SIGUSR1"), "the first counts"
-        with pytest.raises(distributed.Stopped, match="SIGUSR1"):
-            distributed.heed()
+        assert distributed.stop_requested() == distributed.Reason("SIGUSR1"), "the first counts"
+        with pytest.raises(distributed.TrainingStopped, match="SIGUSR1"):
+            distributed.allow_stop()
 
 
 def test_a_second_signal_interrupts_nothing_that_the_first_has_begun():
@@ -51,7 +51,7 @@ def test_a_second_signal_interrupts_nothing_that_the_first_has_begun():
     with distributed.stoppable():
         try:
             tell()
-        except distributed.Stopped:
+        except distributed.TrainingStopped:
             tell()
             tell(signal.SIGUSR1)
             tidied = True
@@ -60,7 +60,7 @@ def test_a_second_signal_interrupts_nothing_that_the_first_has_begun():
 
 def test_who_presses_ctrl_c_twice_does_not_wait():
     with distributed.stoppable():
-        distributed.defer()
+        distributed.defer_stop()
         tell(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             tell(signal.SIGINT)
@@ -71,39 +71,39 @@ def test_an_interruption_that_the_shell_ignores_stays_ignored():
     try:
         with distributed.stoppable():
             tell(signal.SIGINT)
-            distributed.heed()
-            assert distributed.asked() is None
+            distributed.allow_stop()
+            assert distributed.stop_requested() is None
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_the_exit_code_says_whether_a_scheduler_starts_it_again(number: signal.Signals, code: int):
-    with pytest.raises(distributed.Stopped) as caught, distributed.stoppable():
+    with pytest.raises(distributed.TrainingStopped) as caught, distributed.stoppable():
         tell(number)
     assert caught.value.exit_code == code
 
 
 def test_a_limit_asks_as_a_signal_does():
     reason = distributed.Reason("time limit")
-    with distributed.limited(lambda: reason), pytest.raises(distributed.Stopped) as caught:
+    with distributed.stop_when(lambda: reason), pytest.raises(distributed.TrainingStopped) as caught:
         distributed.stop_together()
     assert (caught.value.reason, caught.value.everywhere, caught.value.step) == (reason, True, None)
     distributed.stop_together()
 
 
 def test_one_signal_stops_one_session_only():
-    with pytest.raises(distributed.Stopped), distributed.stoppable():
+    with pytest.raises(distributed.TrainingStopped), distributed.stoppable():
         tell()
     with distributed.stoppable():
-        distributed.heed()
+        distributed.allow_stop()
 
 
 def test_all_agree_on_the_signal_and_the_step():
     with distributed.stoppable():
-        distributed.defer()
+        distributed.defer_stop()
         tell()
-        stopped = distributed.stopped(7)
+        stopped = distributed.agreed_stop(7)
     assert (stopped.reason.by, stopped.everywhere, stopped.step) == ("SIGTERM", True, 7)
 
 
@@ -125,7 +125,7 @@ def carried_out(folder: Path, work: Any) -> tuple[BaseException | None, dict[str
     """What `carry_out` raises and leaves in status.json where `work` is the recipe."""
     caught = None
     with distributed.stoppable(), RunDir.open(folder, toy.BASE, {}) as opened:
-        distributed.defer()
+        distributed.defer_stop()
         try:
             trainval.carry_out(SimpleNamespace(recipe=work), SimpleNamespace(dir=opened))
         except BaseException as error:  # noqa: BLE001  whatever it is, it is what is looked at
@@ -155,7 +155,7 @@ def test_a_signal_does_not_keep_a_failure_from_being_written_down(tmp_path: Path
 
 
 def test_two_signals_leave_a_stopped_run(tmp_path: Path):
-    class Twice(distributed.Stopped):
+    class Twice(distributed.TrainingStopped):
         @property
         def step(self) -> None:
             tell(signal.SIGUSR1)
@@ -171,7 +171,7 @@ def test_two_signals_leave_a_stopped_run(tmp_path: Path):
 
 def test_a_signal_while_it_starts_leaves_a_stopped_run(tmp_path: Path):
     caught, status = carried_out(tmp_path, lambda _: tell(signal.SIGUSR1))
-    assert isinstance(caught, distributed.Stopped)
+    assert isinstance(caught, distributed.TrainingStopped)
     assert (status["state"], status["reason"]) == ("stopped", "SIGUSR1: stopped while it was starting; start it again to continue")
 
 
@@ -180,12 +180,12 @@ def test_a_connection_that_a_stopped_process_closed_is_no_failure(tmp_path: Path
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def work(_: Any) -> None:
-        distributed.defer()  # as a blocking call of a library does
+        distributed.defer_stop()  # as a blocking call of a library does
         tell()
         raise RuntimeError("Connection closed by peer")
 
     caught, status = carried_out(tmp_path, work)
-    assert isinstance(caught, distributed.Stopped)
+    assert isinstance(caught, distributed.TrainingStopped)
     assert status["state"] == "stopped"
 
 

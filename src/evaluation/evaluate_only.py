@@ -20,45 +20,45 @@ from src.training.config import Evaluation
 from src.training.monitoring.reporter import Reporter
 from src.training.parallel import choice as engines
 from src.training.parallel import memory
-from src.training.stop_conditions import Watch
+from src.training.stop_conditions import StopConditions
 
 Measure = Callable[[Accelerator], Mapping[str, float]]
 log = logging.getLogger(__name__)
 
 
-def score(model: nn.Module, run: Run, config: Evaluation, evaluate: Measure, finish: Measure) -> None:
+def evaluate_only(model: nn.Module, run: Run, config: Evaluation, evaluate: Measure, finish: Measure) -> None:
     """Write the scores that `evaluate` gives, and add those of `finish`, which may take long and go on after a stop. Collective.
 
     Both are called on every rank, with the model on its device and in eval mode. Every process has the whole model, whatever the command
     line says of sharing it.
 
     Raises:
-        distributed.Stopped: a process was asked to stop, or a limit is reached.
+        distributed.TrainingStopped: a process was asked to stop, or a limit is reached.
         ConfigError: the precision needs another device, or accelerate was told another.
         RunError: the disk refuses; another process took over.
     """
-    with distributed.together():
+    with distributed.raise_together():
         config.agree(run.options.told)
-        accelerator = engines.accelerate(config.precision, "evaluation.precision")
+        accelerator = engines.plain_accelerator(config.precision, "evaluation.precision")
     if run.options.deepspeed or run.options.fsdp:
         log.info("%s: nothing is trained, so every process has the whole model.", run.path)
-    distributed.from_main(lambda: _begin(run))
-    distributed.defer()
-    with distributed.together():
+    distributed.broadcast_from_rank0(lambda: _begin(run))
+    distributed.defer_stop()
+    with distributed.raise_together():
         reporter = Reporter(run, config, model, 0)
-    limits = Watch(run.options.limits, run.path)
-    with contextlib.closing(reporter), memory.advice(), distributed.limited(limits.reached), _told(run):
+    limits = StopConditions(run.options.limits, run.path)
+    with contextlib.closing(reporter), memory.advice(), distributed.stop_when(limits.reached), _told(run):
         distributed.stop_together()
         model.to(accelerator.device).eval()
         began = time.perf_counter()
         with accelerator.autocast():
             scores = evaluate(accelerator)
         perf = {"evaluation_seconds": time.perf_counter() - began}
-        distributed.from_main(lambda: reporter.report({"step": 0, **scores}, perf))
+        distributed.broadcast_from_rank0(lambda: reporter.report({"step": 0, **scores}, perf))
         with accelerator.autocast():
             more = finish(accelerator)
         if more:
-            distributed.from_main(lambda: reporter.complete(more))
+            distributed.broadcast_from_rank0(lambda: reporter.complete(more))
 
 
 def _begin(run: Run) -> None:
@@ -75,11 +75,11 @@ def _told(run: Run) -> Iterator[None]:
         if distributed.is_main():
             ledger.append(run.path, ledger.event(name, step=0, **facts))
 
-    with distributed.together():
+    with distributed.raise_together():
         tell("start", world_size=distributed.world_size(), engine="evaluation", **ledger.started_with(run.path))
     try:
         yield
-    except distributed.Stopped as stopped:
+    except distributed.TrainingStopped as stopped:
         tell("stop", why=stopped.reason.by)
         raise
     except UserError as error:

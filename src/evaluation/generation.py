@@ -79,7 +79,7 @@ def gather_batches(answer: Callable[[Sequence[int]], Sequence[T]], indices: Sequ
     The same on every rank, and the same batches whatever the number of processes.
 
     Raises:
-        distributed.Stopped: a process was asked to stop meanwhile.
+        distributed.TrainingStopped: a process was asked to stop meanwhile.
     """
     together = batch_size * distributed.world_size()
     for start in range(0, len(indices), together):
@@ -88,14 +88,14 @@ def gather_batches(answer: Callable[[Sequence[int]], Sequence[T]], indices: Sequ
         ((batch, counts),) = share(len(some), batch_size)
         answers = answer([some[place] for place in batch])
         own = list(zip(batch, answers, strict=True)) if counts else []
-        yield [value for _, value in sorted(distributed.gathered(own), key=lambda pair: pair[0])]
+        yield [value for _, value in sorted(distributed.all_gather_list(own), key=lambda pair: pair[0])]
 
 
 def evaluate(asked: Answers, generator: AnswerGenerator) -> dict[str, float]:
     """Ask the first questions, and score the answers over all and over each source: {"em": …, "em/nq": …}. Collective.
 
     Raises:
-        distributed.Stopped: a process was asked to stop meanwhile.
+        distributed.TrainingStopped: a process was asked to stop meanwhile.
     """
     indices = range(asked.questions)
     texts = [text for batch in generator.batches(indices, asked.max_new_tokens) for text, _ in batch]

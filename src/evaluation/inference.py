@@ -80,7 +80,7 @@ def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mappin
     if tokens:
         measured = speed.measure(generator, job.indices[0], most, tokens, seconds)
         log.info("%.4g tokens/s, %.3g s to the first token.", measured["tokens_per_second"], measured["seconds_to_first_token"])
-        distributed.from_main(lambda: write_json(run.path / speed.FILE, measured))
+        distributed.broadcast_from_rank0(lambda: write_json(run.path / speed.FILE, measured))
     predictions = generator.predictions(job.indices, texts)
-    scores = distributed.from_main(lambda: answers.scores(config.metrics, predictions, config.best_answer))
+    scores = distributed.broadcast_from_rank0(lambda: answers.scores(config.metrics, predictions, config.best_answer))
     return {f"{PREFIX}{name}": value for name, value in scores.items()}

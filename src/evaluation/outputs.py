@@ -57,14 +57,14 @@ class ResumableOutputs:
         settings: what else the outputs depend on.
 
         Raises:
-            distributed.Stopped: a process was asked to stop meanwhile. The outputs so far are kept.
+            distributed.TrainingStopped: a process was asked to stop meanwhile. The outputs so far are kept.
             RunError: the disk refuses, or another process has taken over the save directory.
         """
-        key = distributed.from_main(lambda: self._key(inputs, settings))
-        texts = distributed.from_main(lambda: self._finished(key))
+        key = distributed.broadcast_from_rank0(lambda: self._key(inputs, settings))
+        texts = distributed.broadcast_from_rank0(lambda: self._finished(key))
         if texts is None:
             texts = self._generate(key)
-            distributed.from_main(lambda: self._write(texts, key))
+            distributed.broadcast_from_rank0(lambda: self._write(texts, key))
         return self._by_file(texts)
 
     @property
@@ -93,12 +93,12 @@ class ResumableOutputs:
 
     def _generate(self, key: dict[str, Any]) -> list[str]:
         """Go on after the outputs that an interrupted run has left."""
-        texts = distributed.from_main(lambda: self._begin(key))
+        texts = distributed.broadcast_from_rank0(lambda: self._begin(key))
         if texts:
             log.info("%s: goes on after %d of %d inputs.", self.part, len(texts), sum(file.count for file in self.files))
         for file, own in list(zip(self.files, self._by_file(texts), strict=True)):
             for batch in file.generate(len(own)) if len(own) < file.count else ():
-                distributed.from_main(lambda batch=batch: self._append(batch, key["step"]))
+                distributed.broadcast_from_rank0(lambda batch=batch: self._append(batch, key["step"]))
                 texts += batch
         return texts
 

@@ -27,7 +27,7 @@ class Config(QuestionAnswering):
 
     def run(self, run: Run) -> None:
         """Train to the last step, or score the model as it is; then make the inference. Collective."""
-        with distributed.together():
+        with distributed.raise_together():
             self._check_base(run.places)  # a parent may have been trained since the check
         super().run(run)
 

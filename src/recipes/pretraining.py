@@ -67,14 +67,14 @@ class Pretraining(RecipeConfig):
         import torch
 
         from src.data.text import tokenizers
-        from src.training.checkpointing.folder import About
+        from src.training.checkpointing.folder import CheckpointMetadata
         from src.training.fingerprints import fingerprints
-        from src.training.loop import Task, fit
-        from src.training.validation import Measured, measure
+        from src.training.loop import TrainSpec, fit
+        from src.training.validation import LossSums, measure
 
         loss = self.loss()
         torch.manual_seed(self.seed)
-        with distributed.together():
+        with distributed.raise_together():
             model = self.model.build(run.places)
             tokenizer = tokenizers.load(model.name_or_path)
             train = self.data.build(run.places, tokenizer, "train", self.seed)
@@ -82,11 +82,11 @@ class Pretraining(RecipeConfig):
             inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
 
         def evaluate(accelerator: Any) -> dict[str, float]:
-            def measured(data: Any) -> Measured:
+            def measured(data: Any) -> LossSums:
                 return measure(model, data, loss, self.loop.micro_batch, accelerator.device, self.measures_accuracy)
 
             parts = {name: measured(part) for name, part in getattr(val, "parts", {"": val}).items()}
-            whole = Measured(*map(sum, zip(*parts.values(), strict=True)))
+            whole = LossSums(*map(sum, zip(*parts.values(), strict=True)))
             scores = {"val_loss": whole.loss, "val_perplexity": float(torch.tensor(whole.loss).exp())}
             if self.measures_accuracy:
                 scores["val_accuracy"] = whole.accuracy
@@ -97,8 +97,8 @@ class Pretraining(RecipeConfig):
         def training_loss(module: torch.nn.Module, batch: Any) -> torch.Tensor:
             return loss(module, batch, self.loop.label_smoothing, self.loop.z_loss)
 
-        about = About(resolved(self.model), tokenizer)
-        fit(Task(model, about, train, inputs, training_loss, evaluate), run, self.loop, self.seed)
+        about = CheckpointMetadata(resolved(self.model), tokenizer)
+        fit(TrainSpec(model, about, train, inputs, training_loss, evaluate), run, self.loop, self.seed)
 
     def more_scores(self, val: Any, measured: Callable[[Any], Any]) -> dict[str, float]:
         """Further scores of the validation set. measured: data set -> `training.validation.Measured`. Collective."""

@@ -93,16 +93,16 @@ class QuestionAnswering(RecipeConfig):
         from src.data.qa.subsets import RowsConfig
         from src.data.text import tokenizers
         from src.evaluation import evaluate_only, generation, inference
-        from src.training.checkpointing.folder import About
+        from src.training.checkpointing.folder import CheckpointMetadata
         from src.training.fingerprints import fingerprints
-        from src.training.loop import Task, fit
+        from src.training.loop import TrainSpec, fit
         from src.training.validation import mean_loss
 
         loss = self.loss()
         asked, batch_size = self.inference, (self.loop or self.evaluation).micro_batch  # type: ignore[union-attr]  one of them is there
         assert isinstance(self.data, RowsConfig), "the validator has checked its name"
         torch.manual_seed(self.seed)
-        with distributed.together():
+        with distributed.raise_together():
             model = self.model.build(run.places)
             tokenizer = tokenizers.load(model.name_or_path)
             val: ContextDataset = self.data.build(run.places, tokenizer, "val", self.seed)
@@ -139,10 +139,10 @@ class QuestionAnswering(RecipeConfig):
             return scores
 
         if self.evaluation:
-            return evaluate_only.score(model, run, self.evaluation, evaluate, finish)
+            return evaluate_only.evaluate_only(model, run, self.evaluation, evaluate, finish)
         assert self.loop, "the validator has checked that it trains or evaluates"
         smoothing, z_loss = self.loop.label_smoothing, self.loop.z_loss
-        about = About(resolved(self.model), tokenizer)
-        task = Task(model, about, train, inputs, lambda module, batch: loss(module, batch, smoothing, z_loss), evaluate, finish)
+        about = CheckpointMetadata(resolved(self.model), tokenizer)
+        task = TrainSpec(model, about, train, inputs, lambda module, batch: loss(module, batch, smoothing, z_loss), evaluate, finish)
         fit(task, run, self.loop, self.seed)
         return None

@@ -137,15 +137,15 @@ class Config(RecipeConfig):
         from src.evaluation import evaluate_only
         from src.evaluation import predictions as predicting
         from src.evaluation.ranking import TaskPredictor
-        from src.training.checkpointing.folder import About
+        from src.training.checkpointing.folder import CheckpointMetadata
         from src.training.fingerprints import fingerprints
-        from src.training.loop import Task, fit
+        from src.training.loop import TrainSpec, fit
         from src.training.loss import seq2seq_loss
         from src.training.validation import mean_loss
 
         batch_size = (self.loop or self.evaluation).micro_batch  # type: ignore[union-attr]  one of them is there
         torch.manual_seed(self.seed)
-        with distributed.together():
+        with distributed.raise_together():
             model = self.model.build(run.places)
             tokenizer = tokenizers.load(model.name_or_path)
             tasks = self.tasks
@@ -178,15 +178,15 @@ class Config(RecipeConfig):
             return scores
 
         if self.evaluation:
-            return evaluate_only.score(model, run, self.evaluation, evaluate, finish)
+            return evaluate_only.evaluate_only(model, run, self.evaluation, evaluate, finish)
         assert self.loop, "the validator has checked that it trains or evaluates"
         smoothing, z_loss = self.loop.label_smoothing, self.loop.z_loss
 
         def training_loss(module: torch.nn.Module, batch: Any) -> torch.Tensor:
             return seq2seq_loss(module, batch, smoothing, z_loss)
 
-        about = About(resolved(self.model), tokenizer)
-        fit(Task(model, about, train, inputs, training_loss, evaluate, finish), run, self.loop, self.seed)
+        about = CheckpointMetadata(resolved(self.model), tokenizer)
+        fit(TrainSpec(model, about, train, inputs, training_loss, evaluate, finish), run, self.loop, self.seed)
         return None
 
 

@@ -13,7 +13,7 @@ Reshuffles = Mapping[int, Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """How the sequences of one optimizer step are cut into micro-batches, and which of them this process takes."""
 
     per_step: int
@@ -56,7 +56,7 @@ def reshuffles(num_samples: int, per_step: int, branches: Sequence[Branch]) -> d
 
 
 def micro_batches(
-    seed: int, num_samples: int, first_step: int, share: Share, branches: Sequence[Branch] = ()
+    seed: int, num_samples: int, first_step: int, share: RankShare, branches: Sequence[Branch] = ()
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield the micro-batches of one process from `first_step` on, as lists of (epoch, index).
 
@@ -74,6 +74,6 @@ def micro_batches(
         step += 1
 
 
-def noise_seed(seed: int, step: int, micro_batch: int) -> int:
+def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
     """Seed of the dropout of one micro-batch (its number within the step over all processes): 63 bits."""
     return int(np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)[0] >> 1)

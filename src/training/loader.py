@@ -16,7 +16,7 @@ from src.training.validation import to_device
 
 
 @dataclass(frozen=True)
-class Reading:
+class LoaderOptions:
     """How data are read."""
 
     branches: Sequence[Branch] = ()
@@ -71,16 +71,16 @@ class _Plan(Sampler):
 
 
 def steps(
-    dataset: Any, config: LoopConfig, seed: int, first_step: int, device: torch.device, reading: Reading | None = None
+    dataset: Any, config: LoopConfig, seed: int, first_step: int, device: torch.device, reading: LoaderOptions | None = None
 ) -> Iterator[Step]:
     """Yield the micro-batches of this process, on `device`, for each optimizer step from `first_step` on. Endless.
 
     `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`; for the loss by source also `sources`, their
     names, and `source(index)`.
     """
-    reading = reading or Reading()
+    reading = reading or LoaderOptions()
     rank, world_size = distributed.rank(), distributed.world_size()
-    share = data_order.Share(config.sequences_per_step, config.micro_batch, rank, world_size)
+    share = data_order.RankShare(config.sequences_per_step, config.micro_batch, rank, world_size)
     gpu = device.type == "cuda"
     samples = _Samples(dataset)
     batches = DataLoader(

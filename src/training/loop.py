@@ -25,30 +25,30 @@ from src.runs.history import branches
 from src.training import data_order, loader
 from src.training.checkpointing import folder as checkpoint
 from src.training.config import LoopConfig
-from src.training.divergence.guard import Judge, Source
-from src.training.model_selection import Selection
+from src.training.divergence.guard import DivergenceGuard, Source
+from src.training.model_selection import ModelSelection
 from src.training.monitoring.monitor import Monitor
 from src.training.monitoring.reporter import Reporter
-from src.training.monitoring.throughput import Meter
+from src.training.monitoring.throughput import ThroughputMeter
 from src.training.optim import optimizers
 from src.training.parallel import choice as engines
 from src.training.parallel import compile as compilation
 from src.training.parallel import memory
 from src.training.parallel.engine import Engine
-from src.training.saver import Kept, Saver
-from src.training.state import SinceRow, State
-from src.training.stop_conditions import Watch
+from src.training.saver import LoopSnapshot, Saver
+from src.training.state import IntervalTotals, State
+from src.training.stop_conditions import StopConditions
 from src.training.validation import Loss
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainSpec:
     """What a recipe gives to the loop."""
 
     model: nn.Module
-    about: checkpoint.About
+    about: checkpoint.CheckpointMetadata
     train: Any
     """Data set: `len`, `sample(epoch, index)`, `collate(samples)`."""
     inputs: Mapping[str, str]
@@ -61,30 +61,30 @@ class Task:
     """Like `evaluate`, but of the trained model: called when its last checkpoint is written, and again where a stop came in between."""
 
 
-def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
+def fit(task: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
     """Train from the newest whole checkpoint of `run`, or from the start, to the last step. Collective.
 
     Returns the final state; the model of `task` is mutated. Scores go to scores.jsonl, timings to perf.jsonl, what happened to
     ledger.jsonl.
 
     Raises:
-        distributed.Stopped: a process was asked to stop, or a limit is reached. All stop after the same step, or in the evaluation
+        distributed.TrainingStopped: a process was asked to stop, or a limit is reached. All stop after the same step, or in the evaluation
             after it, and its checkpoint is written; or the detector of divergence has taken the run back to an earlier one.
         ConfigError: the precision needs another device, or the evaluation does not measure `loop.best_metric`.
         RunError: data, tokenizer or a parent have changed since the run began; the disk refuses; another process took over.
         TrainingError: the training diverges and `loop.divergence` says to stop, or a step has nothing to learn; raised on every rank
             before the optimizer moves.
     """
-    with distributed.together():
-        accelerator = engines.start(config, run.options)
+    with distributed.raise_together():
+        accelerator = engines.build_accelerator(config, run.options)
     loop = Loop(task, run, config, seed, accelerator)
     loop.restore()
-    distributed.defer()
-    with distributed.together():
+    distributed.defer_stop()
+    with distributed.raise_together():
         reporter = Reporter(run, config, task.model, loop.state.step)
-    limits = Watch(run.options.limits, run.path)
-    with contextlib.closing(reporter), memory.advice(), loop.saver.writing(), distributed.limited(limits.reached), loop.told():
-        reading = loader.Reading(loop.branches, run.options.num_workers)
+    limits = StopConditions(run.options.limits, run.path)
+    with contextlib.closing(reporter), memory.advice(), loop.saver.writing(), distributed.stop_when(limits.reached), loop.ledger_session():
+        reading = loader.LoaderOptions(loop.branches, run.options.num_workers)
         steps = loader.steps(task.train, config, seed, loop.state.step, accelerator.device, reading)
         loop.meter.restart()
         distributed.stop_together()
@@ -95,7 +95,7 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
             if loop.state.step >= config.steps or loop.selection.stop():
                 break
             if loop.stopping:
-                raise distributed.stopped(None)
+                raise distributed.agreed_stop(None)
             loss = loop.learn(loop.meter.waiting(steps))
             reporter.step(loop.state.step, loss, loop.meter.tokens_per_second())
         loop.finish(reporter)
@@ -105,17 +105,17 @@ def fit(task: Task, run: Run, config: LoopConfig, seed: int) -> State:
 class Loop:
     """The parts of one training, put together. `fit` is the loop itself."""
 
-    def __init__(self, task: Task, run: Run, config: LoopConfig, seed: int, accelerator: Accelerator) -> None:
+    def __init__(self, task: TrainSpec, run: Run, config: LoopConfig, seed: int, accelerator: Accelerator) -> None:
         self.task, self.run, self.config, self.seed, self.accelerator = task, run, config, seed, accelerator
         self.engine: Engine  # made by `restore`, when the weights are there
-        self.branches = distributed.from_main(lambda: branches.read(run.path))
+        self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
         self.learning_rate = branches.learning_rate(optimizers.learning_rate(config), self.branches)
-        self.selection = Selection(config)
+        self.selection = ModelSelection(config)
         self.saver = Saver(run, task.about, config)
-        self.judge = Judge(run, config, Source(task.train, task.about.tokenizer, seed, self.branches), self.saver.written)
+        self.judge = DivergenceGuard(run, config, Source(task.train, task.about.tokenizer, seed, self.branches), self.saver.written)
         self.state = State(inputs=dict(task.inputs))
         self.row_every = run.options.log_every or config.eval_every
-        self.meter = Meter(task.model, config.precision)
+        self.meter = ThroughputMeter(task.model, config.precision)
         self.monitor = Monitor(
             run.path, task.model, run.options.statistics_every, compiled=config.compile, sources=loader.sources(task.train)
         )
@@ -130,40 +130,42 @@ class Loop:
         return self.state.since_row.steps > 0 and (self.due(self.config.eval_every) or self.due(self.row_every))
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Put into the ledger that this start begins, and how it ends. A stop leaves a checkpoint of the step that it comes after.
+    def ledger_session(self) -> Iterator[None]:
+        """Record the start and the end of this attempt in the ledger. On a stop, save a checkpoint of the last finished step first.
 
         The "cursor" of a start is where its data begin: the epoch, and how many of its samples are passed.
         """
         epoch, offset = divmod(data_order.position(self.state.step, self.config.sequences_per_step, self.branches), len(self.task.train))
-        with distributed.together():
+        with distributed.raise_together():
             facts = {"engine": self.engine.name, "world_size": distributed.world_size(), "cursor": {"epoch": epoch, "offset": offset}}
-            self._tell("start", **facts, **ledger.started_with(self.run.path))
+            self._record_event("start", **facts, **ledger.started_with(self.run.path))
         try:
             yield
-        except distributed.Stopped as stopped:
+        except distributed.TrainingStopped as stopped:
             if stopped.step is None:
                 if self.saver.step != self.state.step:
                     self.save()
                 self.saver.written()
                 stopped.step = self.state.step
-            self._tell("stop", why=stopped.reason.by)
+            self._record_event("stop", why=stopped.reason.by)
             raise
         except UserError as error:
             with contextlib.suppress(UserError):
-                self._tell("stop", why=str(error))
+                self._record_event("stop", why=str(error))
             raise
         self.saver.written()
-        self._tell("stop", why="finished")
+        self._record_event("stop", why="finished")
 
-    def _tell(self, name: str, **facts: Any) -> None:
+    def _record_event(self, name: str, **facts: Any) -> None:
         if distributed.is_main():
             ledger.append(self.run.path, ledger.event(name, step=self.state.step, **facts))
 
     def learn(self, step: loader.Step) -> float:
         """One optimizer step on the mean loss over all tokens of the global batch, which it returns."""
         state, world_size = self.state, distributed.world_size()
-        tokens, asked, failed = distributed.total([step.loss_tokens, distributed.asked() is not None, self.saver.writer.failed])
+        tokens, asked, failed = distributed.all_reduce_sum(
+            [step.loss_tokens, distributed.stop_requested() is not None, self.saver.writer.failed]
+        )
         self.stopping = asked > 0
         if failed:
             self.saver.written()
@@ -174,9 +176,9 @@ class Loop:
             group["lr"] = self.learning_rate(state.step)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for a, (batch, sources) in enumerate(zip(step.batches, step.sources, strict=True)):
-            self._seed(data_order.noise_seed(self.seed, state.step, a * world_size + distributed.rank()))
+            self._seed(data_order.dropout_seed(self.seed, state.step, a * world_size + distributed.rank()))
             last = a == len(step.batches) - 1
-            with self.engine.accumulating(last):
+            with self.engine.accumulation_context(last):
                 with self.accelerator.autocast(), self.monitor.forward(batch, last, sources), self._saving():
                     loss = self.task.loss(self.engine.model, batch)
                 # The engine takes the mean over ranks; the factor makes it a sum.
@@ -184,7 +186,7 @@ class Loop:
             loss_sum += loss.detach()
         norm = self.engine.norm()
         # That of rank 0: where whole copies stand on unlike devices, the last bit may differ, and all must decide alike.
-        total, norm = distributed.total([float(loss_sum), norm if distributed.is_main() else 0.0])
+        total, norm = distributed.all_reduce_sum([float(loss_sum), norm if distributed.is_main() else 0.0])
         self.move(total, int(tokens), norm)
         self.meter.count(step)
         return total / tokens
@@ -197,7 +199,7 @@ class Loop:
 
     def _saving(self) -> contextlib.AbstractContextManager[Any]:
         """Where a forward pass keeps what its backward pass needs."""
-        return memory.offloaded(self.task.model) if self.run.options.offload_activations else contextlib.nullcontext()
+        return memory.offload_activations(self.task.model) if self.run.options.offload_activations else contextlib.nullcontext()
 
     def move(self, loss_sum: float, tokens: int, norm: float) -> None:
         """Judge the step, clip and step. The values are the same on every rank, so all decide alike."""
@@ -205,7 +207,7 @@ class Loop:
         # Where float16 overflows, the scaler skips the step and lowers its scale.
         overflowed = self.config.precision == "float16" and not math.isfinite(norm)
         self.monitor.after_backward()
-        if self.judge.leaves_out(state.step + 1, loss_sum / tokens, norm, overflowed):
+        if self.judge.skips_step(state.step + 1, loss_sum / tokens, norm, overflowed):
             clipped, moved = False, False
             self.engine.drop()
         else:
@@ -227,7 +229,7 @@ class Loop:
     def evaluate(self) -> dict[str, float]:
         """Score the model as it stands, and note whether it is the best."""
         self.task.model.eval()
-        with self.meter.apart(), self.accelerator.autocast():
+        with self.meter.paused(), self.accelerator.autocast():
             scores = dict(self.task.evaluate(self.accelerator))
         self.task.model.train()
         self.selection.update(self.state.step, scores)
@@ -240,15 +242,15 @@ class Loop:
             self.task.model.eval()
             with self.accelerator.autocast():
                 scores = self.task.finish(self.accelerator)
-            distributed.from_main(lambda: reporter.complete(scores))
+            distributed.broadcast_from_rank0(lambda: reporter.complete(scores))
 
     def report(self, reporter: Reporter, scores: Mapping[str, float]) -> None:
         """Write one score row and one row of timings, and begin new sums."""
         step, since = self.state.step, self.state.since_row
         row = {"step": step, **since.scores(), "learning_rate": self.learning_rate(step - 1), "tokens": self.state.tokens, **scores}
         perf = {**self.meter.row(), **self.monitor.row()}
-        distributed.from_main(lambda: reporter.report(row, perf))
-        self.state.since_row = SinceRow()
+        distributed.broadcast_from_rank0(lambda: reporter.report(row, perf))
+        self.state.since_row = IntervalTotals()
         self.meter.restart()
 
     def save(self) -> None:
@@ -256,20 +258,20 @@ class Loop:
         state, scaler = self.state, self.accelerator.scaler
         state.selection, state.detector = self.selection.state(), self.judge.detector.state()
         state.scaler = scaler.state_dict() if scaler else {}
-        with self.meter.apart():
-            self.saver.save(self.engine, Kept(state.step, self.selection.best_step, state.saved()))
+        with self.meter.paused():
+            self.saver.save(self.engine, LoopSnapshot(state.step, self.selection.best_step, state.saved()))
 
     def restore(self) -> None:
         """Continue from the newest whole checkpoint, if there is one; scores past it are dropped, to be made again."""
-        folder = distributed.from_main(lambda: checkpoints.newest_whole(self.run.path))
-        with distributed.together():
+        folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.run.path))
+        with distributed.raise_together():
             if folder is not None:
                 self._take(checkpoint.load_weights(folder, self.task.model))
             if self.config.compile:
-                compilation.compiled(self.task.model)
+                compilation.compile_layers(self.task.model)
             if self.run.options.gradient_checkpointing:
-                memory.checkpointed(self.task.model)
-        self.engine = engines.made(self.accelerator, self.task.model, self.config, self.run.options)
+                memory.checkpoint_layers(self.task.model)
+        self.engine = engines.build_engine(self.accelerator, self.task.model, self.config, self.run.options)
         if folder is not None:
             if branches.reset_optimizer(self.branches, self.state.step):
                 log.info("%s: the optimizer's moments begin anew, as branch.json says.", self.run.path)
@@ -278,7 +280,7 @@ class Loop:
             if self.accelerator.scaler and self.state.scaler:
                 self.accelerator.scaler.load_state_dict(self.state.scaler)
             log.info("%s: continues from step %d.", self.run.path, self.state.step)
-        distributed.from_main(self._align)
+        distributed.broadcast_from_rank0(self._align)
         self.task.model.train()
 
     def _take(self, saved: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ _watching: list[Seen] = []
 
 
 @contextlib.contextmanager
-def watched(seen: Seen) -> Iterator[None]:
+def watch_cross_entropy(seen: Seen) -> Iterator[None]:
     """Within the block `seen` is shown what every cross entropy is of."""
     _watching.append(seen)
     try:

@@ -8,7 +8,7 @@ from src.errors import ConfigError
 from src.training.config import LoopConfig
 
 
-class Selection:
+class ModelSelection:
     """Follows `loop.best_metric` over the evaluations. Its whole state is `state()`."""
 
     def __init__(self, config: LoopConfig) -> None:

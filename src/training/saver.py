@@ -1,4 +1,4 @@
-"""Checkpoints of one training as it goes: written while it goes on where that can be, each whole or not at all."""
+"""The checkpoints of a running training: written in the background where possible, each whole or not at all."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from src.training.parallel.engine import Engine
 
 
 @dataclass(frozen=True)
-class Kept:
+class LoopSnapshot:
     """What a checkpoint says of the loop at its step."""
 
     step: int
@@ -30,24 +30,24 @@ class Kept:
 
 
 class Saver:
-    """Its methods are collective."""
+    """Writes checkpoints in the background, marks the best and applies retention. All methods are collective."""
 
-    def __init__(self, run: Run, about: checkpoint.About, config: LoopConfig) -> None:
+    def __init__(self, run: Run, about: checkpoint.CheckpointMetadata, config: LoopConfig) -> None:
         self.run, self.about = run, about
         self.rotation = Rotation(run.path, run.options.keep, config.best_metric, config.best_mode)
         self.writer = Writer()
-        self.origin = distributed.from_main(lambda: checkpoint.origin(run.path))
+        self.origin = distributed.broadcast_from_rank0(lambda: checkpoint.origin(run.path))
         self.step = 0
         """Of the newest checkpoint that there is, or is being written."""
 
-    def save(self, engine: Engine, kept: Kept) -> None:
+    def save(self, engine: Engine, kept: LoopSnapshot) -> None:
         """Write a checkpoint, name the best and drop the old ones. Where the engine gives whole tensors, this returns with copies of them.
 
         Raises:
             RunError: the disk refuses, now or for the checkpoint before; or another process has taken over the save directory.
         """
         self.written()
-        weights, moments = engine.weights(), engine.moments()
+        weights, moments = engine.weights(), engine.optimizer_state()
         if moments is None:
             self._save_shards(engine, kept, weights)
         elif distributed.is_main():
@@ -56,7 +56,7 @@ class Saver:
 
     def written(self) -> None:
         """Wait for the checkpoint that is being written; what went wrong is raised on every rank."""
-        distributed.from_main(self.writer.wait)
+        distributed.broadcast_from_rank0(self.writer.wait)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -69,32 +69,32 @@ class Saver:
             raise
         self.written()
 
-    def _write(self, kept: Kept, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
+    def _write(self, kept: LoopSnapshot, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
         self.run.dir.confirm()
-        with checkpoint.begun(self.run.path, kept.step) as folder:
+        with checkpoint.begin(self.run.path, kept.step) as folder:
             self._fill(folder, kept, weights, moments)
         self._settle(kept)
 
-    def _save_shards(self, engine: Engine, kept: Kept, weights: dict[str, Tensor]) -> None:
+    def _save_shards(self, engine: Engine, kept: LoopSnapshot, weights: dict[str, Tensor]) -> None:
         """Every process writes its part into the one folder."""
         with contextlib.ExitStack() as stack:
 
             def begin() -> Path:
                 self.run.dir.confirm()
-                folder = stack.enter_context(checkpoint.begun(self.run.path, kept.step))
+                folder = stack.enter_context(checkpoint.begin(self.run.path, kept.step))
                 self._fill(folder, kept, weights, None)
                 return folder
 
-            engine.save_shards(distributed.from_main(begin))
-            distributed.from_main(stack.close)
-        distributed.from_main(lambda: self._settle(kept))
+            engine.save_shards(distributed.broadcast_from_rank0(begin))
+            distributed.broadcast_from_rank0(stack.close)
+        distributed.broadcast_from_rank0(lambda: self._settle(kept))
 
-    def _fill(self, folder: Path, kept: Kept, weights: dict[str, Tensor], moments: dict[str, Tensor] | None) -> None:
+    def _fill(self, folder: Path, kept: LoopSnapshot, weights: dict[str, Tensor], moments: dict[str, Tensor] | None) -> None:
         checkpoint.write(folder, weights, moments, kept.state, self.about)
         for name, content in self.origin.items():
             files.write_atomic(folder / name, content)
 
-    def _settle(self, kept: Kept) -> None:
+    def _settle(self, kept: LoopSnapshot) -> None:
         ledger.append(self.run.path, ledger.event("save", step=kept.step))
         if kept.best_step == kept.step:
             checkpoints.mark_best(self.run.path, kept.step)

@@ -7,7 +7,7 @@ from src.errors import CheckpointError
 
 
 @dataclass
-class SinceRow:
+class IntervalTotals:
     """Sums since the last score row."""
 
     steps: int = 0
@@ -35,7 +35,7 @@ class State:
     """Optimizer steps finished. The data position, the learning rate and all random draws follow from it."""
     tokens: int = 0
     """Loss tokens seen, over all ranks."""
-    since_row: SinceRow = field(default_factory=SinceRow)
+    since_row: IntervalTotals = field(default_factory=IntervalTotals)
     selection: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
     """Of the fp16 loss scaler."""
@@ -57,4 +57,4 @@ class State:
         """
         if saved.keys() != cls().saved().keys():
             raise CheckpointError("its checkpoints were written by another version of this code. Start over with -r 1.")
-        return cls(**{**saved, "since_row": SinceRow(**saved["since_row"])})
+        return cls(**{**saved, "since_row": IntervalTotals(**saved["since_row"])})

@@ -18,7 +18,7 @@ _GROUP = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-class Watch:
+class StopConditions:
     """Knows what of `limits`, or of the stop files of the save directory `run`, is reached. Each process watches for itself."""
 
     def __init__(self, limits: Limits, run: Path) -> None:

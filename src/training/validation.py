@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from src import distributed
 from src.errors import TrainingError
-from src.training.loss import watched
+from src.training.loss import watch_cross_entropy
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
 
-class Measured(NamedTuple):
+class LossSums(NamedTuple):
     """Sums over scored tokens."""
 
     loss_sum: float
@@ -40,11 +40,11 @@ def mean_loss(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, devic
 
 
 @torch.no_grad()
-def measure(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, device: torch.device, accuracy: bool = False) -> Measured:
+def measure(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, device: torch.device, accuracy: bool = False) -> LossSums:
     """Over every sample of `dataset` once. Collective: each rank reads every W-th batch.
 
     Raises:
-        distributed.Stopped: a process was asked to stop meanwhile.
+        distributed.TrainingStopped: a process was asked to stop meanwhile.
         TrainingError: the data set scores no token.
     """
     loss_sum, tokens, correct = 0.0, 0, 0
@@ -53,7 +53,7 @@ def measure(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, device:
         nonlocal correct
         correct += counts * int((logits_NV.argmax(dim=-1) == targets_N).sum())  # what is not learned is no token's id
 
-    with watched(seen) if accuracy else contextlib.nullcontext():
+    with watch_cross_entropy(seen) if accuracy else contextlib.nullcontext():
         for indices, counts in share(len(dataset), batch_size):
             distributed.stop_together()
             batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
@@ -61,17 +61,17 @@ def measure(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, device:
             if counts:
                 loss_sum += value
                 tokens += int(batch["loss_mask"].sum())
-    loss_sum, tokens, correct = distributed.total([loss_sum, tokens, correct])
+    loss_sum, tokens, correct = distributed.all_reduce_sum([loss_sum, tokens, correct])
     if not tokens:
         raise TrainingError("the evaluation data score no token: nothing to take a mean loss of.")
-    return Measured(loss_sum, int(tokens), int(correct))
+    return LossSums(loss_sum, int(tokens), int(correct))
 
 
 def share(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:
     """The batches of indices that this process evaluates, and whether each counts; over all processes each index counts once.
 
-    Every process has as many: where the model is shared, a forward pass needs all of them. What is there to make up the number
-    does not count.
+    Every process has as many: where the model is shared, a forward pass needs all of them. Padding batches keep ranks in step
+    and are not scored.
     """
     batches = [range(i, min(i + batch_size, num_samples)) for i in range(0, num_samples, batch_size)]
     world_size = distributed.world_size()

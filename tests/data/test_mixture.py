@@ -9,7 +9,7 @@ import torch
 
 from src.config import load
 from src.data.mixture import dataset as mixture
-from src.data.mixture.interleaving import Interleaving, rates, shares, shuffled
+from src.data.mixture.interleaving import Interleaving, feistel_permute, rates, shares
 from src.errors import ConfigError, DataError
 from src.registry import DATASETS, bind, resolved
 
@@ -31,10 +31,10 @@ def test_long_mixtures_need_no_memory_and_keep_the_proportion():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 63, 64, 65, 1000])
 def test_shuffling_is_a_permutation(size):
-    assert sorted(shuffled(i, size, "a") for i in range(size)) == list(range(size))
+    assert sorted(feistel_permute(i, size, "a") for i in range(size)) == list(range(size))
     if size > 60:
-        assert [shuffled(i, size, "a") for i in range(size)] != [shuffled(i, size, "b") for i in range(size)]
-        assert sum(shuffled(i, size, "a") == i for i in range(size)) < 8
+        assert [feistel_permute(i, size, "a") for i in range(size)] != [feistel_permute(i, size, "b") for i in range(size)]
+        assert sum(feistel_permute(i, size, "a") == i for i in range(size)) < 8
 
 
 def test_rates_of_t5():
@@ -138,7 +138,7 @@ def test_a_batch_of_several_parts_is_padded_in_the_order_of_its_samples(build):
 def test_labels_are_padded_with_what_is_not_learned_and_masks_of_pairs_in_both_axes():
     wide = {"labels": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, 2, dtype=torch.bool)}
     slim = {"labels": torch.tensor([[9]]), "attention_mask": torch.ones(1, 1, 1, dtype=torch.bool)}
-    batch = mixture.joined([(wide, [1]), (slim, [0])], pad_id=3)
+    batch = mixture.join_batches([(wide, [1]), (slim, [0])], pad_id=3)
     assert batch["labels"].tolist() == [[9, -100], [5, 6]]
     assert batch["attention_mask"].tolist() == [[[True, False], [False, False]], [[True, True], [True, True]]]
 
@@ -262,7 +262,7 @@ def test_the_loop_reads_every_sample_of_an_epoch_and_tells_the_parts_apart(build
     from src.training import loader
 
     data = build(ABC)
-    share = order.Share(per_step=5, micro_batch=5, rank=0, world_size=1)
+    share = order.RankShare(per_step=5, micro_batch=5, rank=0, world_size=1)
     steps = order.micro_batches(0, len(data), 0, share)
     keys = [key for _ in range(3) for key in next(steps)]
     assert Counter(data.where(*key) for key in keys) == Counter(data.where(0, i) for i in range(15))

@@ -44,13 +44,13 @@ def test_a_base_that_was_trained_here(world, capsys):
 
     places = Places(world / "data", world / "runs")
     part = bind(MODELS, {"name": "experiment", "exp_id": run.name})
-    first = encoded_store.identity(part, places)
+    first = encoded_store.base_identity(part, places)
     manifest = next(run.glob("checkpoints/step-*2/manifest.json"))
     facts = json.loads(manifest.read_text())
     (manifest.parent / "model.safetensors").write_bytes(b"others")
     facts["files"]["model.safetensors"] = {"bytes": 6, "sha256": hashlib.sha256(b"others").hexdigest()}
     manifest.write_text(json.dumps(facts))
-    assert not encoded_store.same(encoded_store.identity(part, places), first)
+    assert not encoded_store.same_base(encoded_store.base_identity(part, places), first)
     assert toy.main(["-e", "g", "--dry-run"], {**groups, "g": [{**groups["g"][0], "seed": 1}]}, world) == 1
     assert f"encoded by {run.name} (fingerprint" in capsys.readouterr().err
 

@@ -20,7 +20,7 @@ from src.config import Places
 from src.data import jsonl
 from src.data.qa import encoded_store
 from src.data.qa.encoded_shards import read_index, unlisted
-from src.data.qa.encoder_inputs import Rules
+from src.data.qa.encoder_inputs import EncodingOptions
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError, RunError
 from src.files import new_directory
@@ -28,7 +28,7 @@ from src.models.cross_attention.encoder import encode
 from src.registry import MODELS, bind
 from tests import toy
 
-RULES = Rules(16, "assistant", questions_on_contexts=False, chunked_contexts=False, too_long="truncate")
+RULES = EncodingOptions(16, "assistant", questions_on_contexts=False, chunked_contexts=False, too_long="truncate")
 
 
 @pytest.fixture(scope="module")

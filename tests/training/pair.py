@@ -50,11 +50,11 @@ def start(folder: Path, config: LoopConfig = CONFIG, learn: Learn = small.loss, 
             opened.append(stack.enter_context(small.opened(folder, options)))
             return opened[0].path
 
-        path = distributed.from_main(begin)
+        path = distributed.broadcast_from_rank0(begin)
         run = opened[0] if opened else Run(RunDir.attach(path), Places(folder / "data", folder / "runs"), options)
         try:
             state, model = small.train(run, config, learn, **more)
-        except distributed.Stopped as stopped:
+        except distributed.TrainingStopped as stopped:
             ended = {"end": "stopped", "step": stopped.step, "code": stopped.exit_code}
             return {**ended, "why": str(stopped), "everywhere": stopped.everywhere}
         except UserError as error:
@@ -96,7 +96,7 @@ def file_is_seen(folder: Path) -> list[End]:
     stop_conditions.LOOK_SECONDS = 0.0 if struck() else 1e9
     file = folder / "runs" / stop_conditions.STOP_FILE
     first = start(folder, learn=within(LAST_UNDISTURBED, file.touch if struck() else bool))
-    distributed.from_main(file.unlink)
+    distributed.broadcast_from_rank0(file.unlink)
     stop_conditions.LOOK_SECONDS = 1.0
     return [first, start(folder)]
 

@@ -13,9 +13,9 @@ from src.config import Places
 from src.data.text import tokenizers
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
-from src.training.checkpointing.folder import About
+from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
-from src.training.loop import Task, fit
+from src.training.loop import TrainSpec, fit
 from src.training.state import State
 from tests import toy
 
@@ -71,9 +71,9 @@ def train(
     """The final state, and the model that was trained."""
     torch.manual_seed(0)
     model = Line()
-    about = About({}, tokenizers.load(run.places.data / "toy_tokenizer"))
+    about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
     with distributed.stoppable():
-        return fit(Task(model, about, Numbers(), {}, learn, lambda _: evaluate()), run, config, seed=0), model
+        return fit(TrainSpec(model, about, Numbers(), {}, learn, lambda _: evaluate()), run, config, seed=0), model
 
 
 def write_data(folder: Path) -> Path:

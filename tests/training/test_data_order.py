@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from src.runs.history.branches import Branch
-from src.training.data_order import Share, micro_batches, noise_seed, samples
+from src.training.data_order import RankShare, dropout_seed, micro_batches, samples
 
 
 def test_each_epoch_is_a_permutation_of_its_own():
@@ -30,7 +30,7 @@ def test_the_order_does_not_depend_on_where_one_starts(first: int):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_ranks_together_read_the_positions_of_each_step_once(world_size: int):
     def read(rank: int, first_step: int, steps: int) -> list[list[tuple[int, int]]]:
-        share = Share(per_step=8, micro_batch=2, rank=rank, world_size=world_size)
+        share = RankShare(per_step=8, micro_batch=2, rank=rank, world_size=world_size)
         return list(islice(micro_batches(0, 50, first_step, share), steps * 4 // world_size))
 
     per_rank = [read(rank, first_step=5, steps=3) for rank in range(world_size)]
@@ -39,7 +39,7 @@ def test_the_ranks_together_read_the_positions_of_each_step_once(world_size: int
 
 
 def test_noise_differs_by_seed_step_and_micro_batch():
-    seeds = {noise_seed(s, t, m) for s in range(4) for t in range(10) for m in range(8)}
+    seeds = {dropout_seed(s, t, m) for s in range(4) for t in range(10) for m in range(8)}
     assert len(seeds) == 4 * 10 * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -49,7 +49,7 @@ def keys(branches: Sequence[Branch], first: int, last: int, num_samples: int = 5
     per_step = 4
     read = []
     for rank in range(world_size):
-        share = Share(per_step=per_step, micro_batch=2, rank=rank, world_size=world_size)
+        share = RankShare(per_step=per_step, micro_batch=2, rank=rank, world_size=world_size)
         read.append(list(islice(micro_batches(3, num_samples, first, share, branches), (last - first) * 2 // world_size)))
     flat = [key for group in zip(*read, strict=True) for batch in group for key in batch]
     return [flat[i : i + per_step] for i in range(0, len(flat), per_step)]

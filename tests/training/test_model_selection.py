@@ -5,16 +5,16 @@ import pytest
 from src.config import load
 from src.errors import ConfigError
 from src.training.config import LoopConfig
-from src.training.model_selection import Selection
+from src.training.model_selection import ModelSelection
 
 LOOP = {"steps": 10, "sequences_per_step": 2, "micro_batch": 2, "learning_rate": 0.1, "eval_every": 1}
 
 
-def selection(**changes: object) -> Selection:
-    return Selection(load(LoopConfig, {**LOOP, **changes}, "loop"))
+def selection(**changes: object) -> ModelSelection:
+    return ModelSelection(load(LoopConfig, {**LOOP, **changes}, "loop"))
 
 
-def follow(chosen: Selection, values: list[float], metric: str = "val_loss") -> list[bool]:
+def follow(chosen: ModelSelection, values: list[float], metric: str = "val_loss") -> list[bool]:
     stops = []
     for step, value in enumerate(values, start=1):
         chosen.update(step, {metric: value})

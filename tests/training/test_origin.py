@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return small.write_data(tmp_path)
 
 
-def told(step: int) -> Any:
+def send_stop(step: int) -> Any:
     """A loss that sends a signal to this process in step number `step`."""
     calls: list[int] = []
 
@@ -43,8 +43,8 @@ def told(step: int) -> Any:
 
 def test_a_checkpoint_says_which_experiment_and_which_branch_it_is_of(folder: Path):
     with small.opened(folder) as run:
-        with pytest.raises(distributed.Stopped):
-            small.train(run, learn=told(5))
+        with pytest.raises(distributed.TrainingStopped):
+            small.train(run, learn=send_stop(5))
         branch = Branch(number=1, from_step=6, data="skip:2")
         write_json(run.path / branches.FILE, {"branches": [branch.model_dump(mode="json")]})
         small.train(run)
@@ -79,8 +79,8 @@ def test_a_run_whose_config_was_deleted_says_what_to_do(folder: Path):
 
 def test_each_start_is_told_with_its_code_its_job_and_its_place_in_the_data(folder: Path):
     facts = {"commit": "c0ffee", "dirty": True, "variables": {"SLURM_JOB_ID": "58", "SLURM_ARRAY_JOB_ID": "57", "SLURM_ARRAY_TASK_ID": "3"}}
-    with small.opened(folder) as run, pytest.raises(distributed.Stopped):
-        small.train(run, learn=told(9))
+    with small.opened(folder) as run, pytest.raises(distributed.TrainingStopped):
+        small.train(run, learn=send_stop(9))
     with RunDir.open(folder / "runs", small.EXP, small.EXP, facts=facts) as opened:
         small.train(Run(opened, run.places))
     first, second = [event for event in ledger.read(run.path) if event["event"] == "start"]

@@ -24,7 +24,7 @@ def wait_for_rows(modes: Modes, process: warm.Process, group: str = "long", numb
         time.sleep(0.002)
 
 
-def told(modes: Modes, process: warm.Process, rank: int, number: signal.Signals) -> None:
+def send_stop(modes: Modes, process: warm.Process, rank: int, number: signal.Signals) -> None:
     """Send a signal to one rank when the run has two rows."""
     wait_for_rows(modes, process)
     ranks = sorted(psutil.Process(process.pid).children(), key=psutil.Process.create_time)
@@ -44,7 +44,7 @@ def test_one_signal_stops_both(modes: Modes, mode: str):
     undisturbed = modes.trained("replicated", "long")
     process = modes.begin(mode, "long", more=ROWS)
     try:
-        told(modes, process, rank=1, number=signal.SIGTERM)
+        send_stop(modes, process, rank=1, number=signal.SIGTERM)
         assert process.wait(timeout=300) == 1, "what torchrun makes of exit code 75"
     finally:
         process.kill()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from src.batches import Seq2SeqBatch
 from src.data import jsonl
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Sample(TypedDict):
     """(T,) int32."""
 
 
-class Draws(NamedTuple):
+class MaskRng(NamedTuple):
     """From what the draws of one split are made."""
 
     seed: int
@@ -43,15 +43,15 @@ class Draws(NamedTuple):
         return np.random.default_rng([self.seed, 0 if self.fixed else epoch, *index])
 
 
-def draws(split: str, seed: int) -> Draws:
+def mask_rng(split: str, seed: int) -> MaskRng:
     """Training's differ from epoch to epoch and by `seed`; those of other splits are always the same."""
-    return Draws(seed, fixed=False) if split == "train" else Draws(VAL_SEED, fixed=True)
+    return MaskRng(seed, fixed=False) if split == "train" else MaskRng(VAL_SEED, fixed=True)
 
 
-class Denoising:
+class DenoisingDataset:
     """Samples of rows of text, one of each."""
 
-    def __init__(self, draws: Draws, encoder: Encoder, fingerprint: str) -> None:
+    def __init__(self, draws: MaskRng, encoder: SafeTokenizer, fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self._draws, self._pad_id = draws, encoder.pad_id
 
@@ -62,10 +62,10 @@ class Denoising:
         return collate.seq2seq([s["input_ids"] for s in samples], [s["labels"] for s in samples], self._pad_id, self._pad_id)
 
 
-class OneObjective(Denoising):
+class SingleObjectiveDataset(DenoisingDataset):
     """Samples of rows of one length, all made in one way."""
 
-    def __init__(self, rows: "Rows", objective: "Objective", draws: Draws, encoder: Encoder, fingerprint: str) -> None:
+    def __init__(self, rows: "Rows", objective: "Objective", draws: MaskRng, encoder: SafeTokenizer, fingerprint: str) -> None:
         super().__init__(draws, encoder, fingerprint)
         self._rows, self._objective = rows, objective
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from src.data import jsonl
-from src.data.denoising.dataset import Denoising, Draws, Sample
+from src.data.denoising.dataset import DenoisingDataset, MaskRng, Sample
 from src.data.mixture.interleaving import shares
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ BLOCK = 400
 """Samples within which the shares are met."""
 
 
-class Kind(NamedTuple):
+class DenoiserSpec(NamedTuple):
     """A denoiser."""
 
     rate: float
@@ -31,13 +31,15 @@ class Kind(NamedTuple):
     objective: "Objective"
 
 
-class Mixture(Denoising):
+class Mixture(DenoisingDataset):
     """The text is cut into blocks of as many tokens each, and every block into as many rows for each denoiser, in an order drawn from
     (seed, epoch, block). So no sample must know the samples before its block, and each epoch reads every token once but those at the end
     that make no sample.
     """
 
-    def __init__(self, documents: "Documents", kinds: Sequence[Kind], draws: Draws, encoder: Encoder, most: int | None) -> None:
+    def __init__(
+        self, documents: "Documents", kinds: Sequence[DenoiserSpec], draws: MaskRng, encoder: SafeTokenizer, most: int | None
+    ) -> None:
         """most: how many samples are used, the same ones for every experiment; None for all.
 
         Raises:

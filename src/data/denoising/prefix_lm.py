@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field, model_validator
 
 from src.config import Places
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.interfaces import DatasetConfig, require_fit
 from src.kinds import ENCODER_DECODER
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    from src.data.denoising.dataset import OneObjective
+    from src.data.denoising.dataset import SingleObjectiveDataset
 
 
 class Config(DatasetConfig):
@@ -52,18 +52,20 @@ class Config(DatasetConfig):
     def batch_lengths(self) -> tuple[int, ...] | None:
         return None if self.prefix_tokens is None else (self.prefix_tokens + 1, self.sequence_tokens - self.prefix_tokens + 1)
 
-    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "OneObjective":
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "SingleObjectiveDataset":
         """The rows of one split. Training's cuts are functions of (seed, epoch, index), those of other splits of the index alone.
 
         Raises:
             DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
         """
-        from src.data.denoising.dataset import OneObjective, Rows, draws
+        from src.data.denoising.dataset import Rows, SingleObjectiveDataset, mask_rng
         from src.data.text import documents
 
         found = documents.read(places, self.corpus, tokenizer, split)
         rows = Rows(found, self.sequence_tokens, self.val_sequences if split == "val" else None)
-        return OneObjective(rows, Prefix(found.eos_id, self.prefix_tokens), draws(split, seed), Encoder(tokenizer), found.fingerprint)
+        return SingleObjectiveDataset(
+            rows, Prefix(found.eos_id, self.prefix_tokens), mask_rng(split, seed), SafeTokenizer(tokenizer), found.fingerprint
+        )
 
 
 class Prefix:

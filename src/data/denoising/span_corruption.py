@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from src.config import Places
 from src.data.denoising import ngrams, noise, sentinels
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
 from src.interfaces import DatasetConfig, require_fit
 from src.kinds import ENCODER_DECODER
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    from src.data.denoising.dataset import Objective, OneObjective
+    from src.data.denoising.dataset import Objective, SingleObjectiveDataset
 
 
 class Config(DatasetConfig):
@@ -70,7 +70,7 @@ class Config(DatasetConfig):
     def batch_lengths(self) -> tuple[int, ...]:
         return self.input_tokens, self._lengths()[1].target_tokens
 
-    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "OneObjective":
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "SingleObjectiveDataset":
         """The rows of one split. The masks of training are functions of (seed, epoch, index), those of other splits of the index alone.
 
         Raises:
@@ -80,7 +80,7 @@ class Config(DatasetConfig):
         """
         import numpy as np
 
-        from src.data.denoising.dataset import OneObjective, Rows, draws
+        from src.data.denoising.dataset import Rows, SingleObjectiveDataset, mask_rng
         from src.data.denoising.words import Words
         from src.data.text import documents
 
@@ -95,7 +95,7 @@ class Config(DatasetConfig):
             shares = self.noise_density, self.mean_span_tokens
             objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
             fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
-        return OneObjective(rows, objective, draws(split, seed), Encoder(tokenizer), fingerprint)
+        return SingleObjectiveDataset(rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), fingerprint)
 
     def _lengths(self) -> tuple[int, noise.Counts]:
         """Tokens of a row of text, and what becomes of them."""

@@ -15,7 +15,7 @@ from src.config import Places
 from src.data.denoising import noise, sentinels
 from src.data.denoising.prefix_lm import Prefix
 from src.data.denoising.span_corruption import Spans
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
 from src.interfaces import DatasetConfig, require_fit
 from src.kinds import ENCODER_DECODER
@@ -23,7 +23,7 @@ from src.kinds import ENCODER_DECODER
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from src.data.denoising.denoiser_mixture import Kind, Mixture
+    from src.data.denoising.denoiser_mixture import DenoiserSpec, Mixture
 
 
 class Denoiser(StrictConfig):
@@ -125,20 +125,20 @@ class Config(DatasetConfig):
                 `val_sequences`.
             ConfigError: a denoiser needs more sentinels than the tokenizer has, or its mode leaves too few input tokens.
         """
-        from src.data.denoising.dataset import draws
+        from src.data.denoising.dataset import mask_rng
         from src.data.denoising.denoiser_mixture import Mixture
         from src.data.text import documents
 
-        encoder = Encoder(tokenizer)
+        encoder = SafeTokenizer(tokenizer)
         kinds = [self._kind(number, encoder, tokenizer) for number in range(len(self.denoisers))]
         found = documents.read(places, self.corpus, tokenizer, split)
-        return Mixture(found, kinds, draws(split, seed), encoder, self.val_sequences if split == "val" else None)
+        return Mixture(found, kinds, mask_rng(split, seed), encoder, self.val_sequences if split == "val" else None)
 
-    def _kind(self, number: int, encoder: Encoder, tokenizer: "PreTrainedTokenizerFast") -> "Kind":
+    def _kind(self, number: int, encoder: SafeTokenizer, tokenizer: "PreTrainedTokenizerFast") -> "DenoiserSpec":
         """Denoiser `number`, ready to be used. Raises as `build`."""
         import numpy as np
 
-        from src.data.denoising.denoiser_mixture import Kind
+        from src.data.denoising.denoiser_mixture import DenoiserSpec
 
         denoiser, where = self.denoisers[number], f"data.denoisers[{number}]"
         mode = np.array(encoder.token(denoiser.mode) if denoiser.mode else [], dtype=np.int32)
@@ -149,6 +149,6 @@ class Config(DatasetConfig):
         if denoiser.mean_span_tokens is None or denoiser.noise_density is None:
             if lengths.raw < 2:
                 raise ConfigError(f"{where}: the {len(mode)} tokens of its mode leave no room in {self.input_tokens} input tokens.")
-            return Kind(denoiser.rate, lengths.raw, mode, Prefix(encoder.eos_id))
+            return DenoiserSpec(denoiser.rate, lengths.raw, mode, Prefix(encoder.eos_id))
         ids = np.array(sentinels.require(tokenizer, lengths.sentinels, where), dtype=np.int32)
-        return Kind(denoiser.rate, lengths.raw, mode, Spans(denoiser.noise_density, denoiser.mean_span_tokens, ids, encoder.eos_id))
+        return DenoiserSpec(denoiser.rate, lengths.raw, mode, Spans(denoiser.noise_density, denoiser.mean_span_tokens, ids, encoder.eos_id))

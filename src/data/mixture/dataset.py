@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import Field, field_validator, model_validator
 
 from src.config import Places
-from src.data.mixture.interleaving import Interleaving, rates, shares, shuffled
+from src.data.mixture.interleaving import Interleaving, feistel_permute, rates, shares
 from src.errors import ConfigError, DataError, UserError, check_all
 from src.interfaces import Dataset, DatasetConfig, DatasetField
 
@@ -179,7 +179,7 @@ class MixtureDataset:
         name, size = self.sources[part], self._sizes[part]
         own_epoch, position = divmod(epoch * self._counts[part] + number, size)
         if self._seed is not None:
-            position = shuffled(position, size, f"{self._seed}/{name}/{own_epoch}")
+            position = feistel_permute(position, size, f"{self._seed}/{name}/{own_epoch}")
         return name, own_epoch, position
 
     def sample(self, epoch: int, index: int) -> Sample:
@@ -195,7 +195,7 @@ class MixtureDataset:
             for name, group in zip(self.sources, groups, strict=True)
             if group
         ]
-        return batches[0][0] if len(batches) == 1 else joined(batches, self._pad_id)
+        return batches[0][0] if len(batches) == 1 else join_batches(batches, self._pad_id)
 
     def require_alike(self) -> None:
         """Raises DataError where parts make batches with other tensors than the first."""
@@ -222,7 +222,7 @@ def _kind(batch: "Mapping[str, Tensor]") -> dict[str, str]:
     return {key: f"({str(tensor.dtype).removeprefix('torch.')}, {tensor.dim()} axes)" for key, tensor in batch.items()}
 
 
-def joined(batches: "Sequence[tuple[Mapping[str, Tensor], Sequence[int]]]", pad_id: int) -> "Mapping[str, Tensor]":
+def join_batches(batches: "Sequence[tuple[Mapping[str, Tensor], Sequence[int]]]", pad_id: int) -> "Mapping[str, Tensor]":
     """Batches of the same tensors as one. Beside each: the rows of the joined batch that are its own.
 
     Shorter ones are padded behind: ids with `pad_id`, labels so that nothing is learned, masks with False.

@@ -64,7 +64,7 @@ class Interleaving:
         return [-((self._slots - 2 * count * slot) // (2 * self._slots)) for count in self.counts]
 
 
-def shuffled(position: int, size: int, key: str) -> int:
+def feistel_permute(position: int, size: int, key: str) -> int:
     """Where `position` of 0..size-1 goes in a permutation that depends on `key`, computed for itself alone.
 
     A Feistel network over the next power of 4, walked until it is back below `size` (Black and Rogaway 2002, "Ciphers with arbitrary

@@ -13,7 +13,7 @@ from src.config import Places
 from src.data import jsonl
 from src.data.qa import encoded_store, encoder_inputs, fim, questions, templates
 from src.data.qa.subsets import RowsConfig, number
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
 from src.interfaces import ModelConfig, require_fit
 
@@ -84,9 +84,11 @@ class Config(RowsConfig):
             made.read_encoded(self._encoded(places), places.data / self.corpus / encoded_store.FOLDER, tokenizer)
         return made
 
-    def rules(self) -> encoder_inputs.Rules:
+    def rules(self) -> encoder_inputs.EncodingOptions:
         """The options that decide what the encoder reads."""
-        return encoder_inputs.Rules(self.context_tokens, self.template, self.questions_on_contexts, self.chunked_contexts, self.too_long)
+        return encoder_inputs.EncodingOptions(
+            self.context_tokens, self.template, self.questions_on_contexts, self.chunked_contexts, self.too_long
+        )
 
     def _encoded(self, places: Places) -> dict[str, Any]:
         """What store.json says, where the contexts are encoded as `config` says."""
@@ -119,10 +121,10 @@ class QADataset(questions.Questions):
         super().__init__(rows, seed, config.corpus, fingerprint)
         self._config = config
         self._both_views = both_views
-        self._encoder = Encoder(tokenizer)
+        self._encoder = SafeTokenizer(tokenizer)
         self._prompter = templates.Prompter(self._encoder, config.template)
         self._inputs = encoder_inputs.EncoderInputs(self._prompter, config.rules())
-        self._shortened = questions.Shortened(config.corpus, "context_tokens", config.context_tokens)
+        self._shortened = questions.TruncationCounter(config.corpus, "context_tokens", config.context_tokens)
         self._store: encoded_store.Store | None = None
         self._fim_tokens = fim.fim_tokens(self._encoder)
         longest = max(config.sequence_tokens, config.context_tokens if both_views else 0)
@@ -168,7 +170,7 @@ class QADataset(questions.Questions):
         if digest not in {made["tokenizer"] for made in store["prepared"]}:
             raise DataError(f"{folder}: encoded with another tokenizer than the one of this base. {encoded_store.AGAIN}")
         self._store, self.stored_bytes_per_token = encoded_store.Store(folder, store), encoded_store.row_bytes(store)
-        said = [self.fingerprint, store["dtype"], encoded_store.which(store["model"])]
+        said = [self.fingerprint, store["dtype"], encoded_store.base_content(store["model"])]
         self.fingerprint = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
     def collate(self, samples: Sequence[Sample]) -> ContextBatch | EncodedBatch:

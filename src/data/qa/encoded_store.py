@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.config import Places
-from src.data.qa.encoder_inputs import Rules
+from src.data.qa.encoder_inputs import EncodingOptions
 from src.errors import ConfigError, DataError
 from src.files import read_json
 from src.interfaces import ModelConfig
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FOLDER, STORE = "encoded", "store.json"
 FORMAT = 1
 WHERE = frozenset({"path", "revision", "exp_id", "checkpoint"})
-"""What of an identity tells where a base is, not which it is."""
+"""Identity fields that describe location, not content."""
 AGAIN = "Run data_prep.preproc_nq again: what is encoded already is kept."
 _ALIKE = ("template", "questions_on_contexts", "chunked_contexts", "too_long")
 FLAGS = {"context_tokens": "--maximum_input_length", **{name: f"--{name}" for name in _ALIKE}}
@@ -45,7 +45,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
-def identity(model: ModelConfig, places: Places) -> dict[str, Any] | None:
+def base_identity(model: ModelConfig, places: Places) -> dict[str, Any] | None:
     """Who encodes the contexts of `model`; None where that is not known before training.
 
     {"name", "fingerprint", and what the config of the base says}. Equal where all but the place and its revision are.
@@ -74,17 +74,17 @@ def _encoder(model: ModelConfig, places: Places) -> tuple[ModelConfig, str]:
     return base, changed and f"{changed} of {model.exp_id}"  # type: ignore[attr-defined]  an experiment's has one
 
 
-def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def same_base(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two identities are of the same weights in the same type."""
-    return which(one) == which(other)
+    return base_content(one) == base_content(other)
 
 
-def which(base: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an identity tells which base it is. A choice that is not made is as one that there is not."""
+def base_content(base: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an identity that describe content. Unset options are omitted."""
     return {k: v for k, v in base.items() if k not in WHERE and v is not None}
 
 
-def described(base: Mapping[str, Any]) -> str:
+def describe_base(base: Mapping[str, Any]) -> str:
     """An identity in words."""
     name = base.get("path") or base.get("exp_id") or base["name"]
     more = f", {base['dtype']}" if "dtype" in base else ""
@@ -123,7 +123,7 @@ def defects(folder: Path, store: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def check(folder: Path, rules: Rules, corpus: str) -> dict[str, Any]:
+def check(folder: Path, rules: EncodingOptions, corpus: str) -> dict[str, Any]:
     """The store in `folder`, which is finished for `rules` and the rows of the fingerprint `corpus`. Reads no rows and no states.
 
     Raises:
@@ -152,10 +152,10 @@ def check_base(folder: Path, model: ModelConfig, places: Places) -> None:
     changed = _encoder(model, places)[1]
     if changed:
         raise ConfigError(f"data.encoded_contexts: true, but what encodes the contexts changes in training ({changed}). Write false.")
-    made, mine = read_store(folder)["model"], identity(model, places)
-    if mine is not None and not same(made, mine):
+    made, mine = read_store(folder)["model"], base_identity(model, places)
+    if mine is not None and not same_base(made, mine):
         raise ConfigError(
-            f"{folder}: encoded by {described(made)}, but the base of this model is {described(mine)}. Run data_prep.preproc_nq "
+            f"{folder}: encoded by {describe_base(made)}, but the base of this model is {describe_base(mine)}. Run data_prep.preproc_nq "
             "with this base, below another --data_cache_path, or name the one that encoded them."
         )
 

@@ -13,7 +13,7 @@ _ALL = 2**62
 
 
 @dataclass(frozen=True)
-class Rules:
+class EncodingOptions:
     """The options of a data set that decide what is encoded."""
 
     context_tokens: int
@@ -26,7 +26,7 @@ class Rules:
 class EncoderInputs:
     """Writes encoder inputs by `rules`."""
 
-    def __init__(self, prompter: templates.Prompter, rules: Rules) -> None:
+    def __init__(self, prompter: templates.Prompter, rules: EncodingOptions) -> None:
         self.rules = rules
         self._prompter = prompter
 

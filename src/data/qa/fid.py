@@ -12,7 +12,7 @@ from src.batches import ContextBatch
 from src.config import Places
 from src.data.qa import questions
 from src.data.qa.subsets import RowsConfig
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.interfaces import require_fit
 
 if TYPE_CHECKING:
@@ -90,11 +90,11 @@ class FidQADataset(questions.Questions):
         super().__init__(rows, seed, config.corpus, fingerprint)
         self.reads_contexts = config.contexts != "none"
         self._config = config
-        self._encoder = Encoder(tokenizer)
+        self._encoder = SafeTokenizer(tokenizer)
         if config.contexts == "useful":
             self._texts_of = questions.useful_contexts
         self._words = _Words(*(self._encoder.text(word) for word in ("question:", " title:", " context:")))
-        self._shortened = questions.Shortened(config.corpus, "passage_tokens", config.passage_tokens)
+        self._shortened = questions.TruncationCounter(config.corpus, "passage_tokens", config.passage_tokens)
         questions.require_room("passage_tokens", config.passage_tokens, self._words.count(titled=True) + 4)
 
     def __len__(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 
 _SPM_RATE = 0.5
 _RATE = 0.5
@@ -19,7 +19,7 @@ class FimTokens:
     suffix: Sequence[int]
 
 
-def fim_tokens(encoder: Encoder) -> FimTokens:
+def fim_tokens(encoder: SafeTokenizer) -> FimTokens:
     """The three markers in the vocabulary of `encoder`."""
     return FimTokens(*(encoder.token(f"<fim_{part}>") for part in ("prefix", "middle", "suffix")))
 

@@ -9,7 +9,7 @@ from src.batches import TokenBatch
 from src.config import Places
 from src.data.qa import questions, templates
 from src.data.qa.subsets import RowsConfig, number
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
 from src.interfaces import require_fit
 
@@ -86,14 +86,14 @@ class PromptedQADataset(questions.Questions):
         super().__init__(rows, seed, config.corpus, fingerprint)
         self.reads_contexts = config.context_tokens is not None
         self._config = config
-        self._encoder = Encoder(tokenizer)
+        self._encoder = SafeTokenizer(tokenizer)
         self._prompter = templates.Prompter(self._encoder, config.template)
         if config.contexts == "useful":
             self._texts_of = questions.useful_contexts
         questions.require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
         if config.context_tokens is not None:
             questions.require_room("context_tokens", config.context_tokens, self._prompter.fixed_reading_tokens + 1)
-            self._shortened = questions.Shortened(config.corpus, "context_tokens", config.context_tokens)
+            self._shortened = questions.TruncationCounter(config.corpus, "context_tokens", config.context_tokens)
             if config.too_long == "refuse":
                 self._require_short_contexts(config.context_tokens)
 

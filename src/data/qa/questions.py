@@ -9,7 +9,7 @@ from typing import Self
 
 from src.config import Places
 from src.data import jsonl
-from src.data.qa.subsets import Chosen, Row, RowsConfig, Subset, check_sources
+from src.data.qa.subsets import Row, RowFilter, RowsConfig, Subset, check_sources
 from src.errors import ConfigError, DataError
 from src.metrics import answers
 
@@ -44,7 +44,7 @@ def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row],
     """
     folder = jsonl.corpus(places, config.corpus)
     path = jsonl.require_file(folder, f"{split}.jsonl")
-    chosen = Chosen(config, split, _require_as_many)
+    chosen = RowFilter(config, split, _require_as_many)
     rows = chosen.of(jsonl.read_rows(path, FIELDS, OPTIONAL, chosen))
     if split == "val" and config.val_samples is not None:
         rows = Subset(rows, jsonl.first_of_permutation(len(rows), config.val_samples, path))
@@ -76,7 +76,7 @@ def useful(row: Row) -> list[int]:
     return marked or list(range(len(all_contexts(row))))
 
 
-class Shortened:
+class TruncationCounter:
     """How many contexts lost their end, of those that this process read. Tells it at the first, the 10th, the 100th and so on."""
 
     def __init__(self, name: str, field: str, most: int) -> None:

@@ -68,7 +68,7 @@ def _require_known(config: RowsConfig, split: str, known: Iterable[str]) -> None
             raise unknown("source", name, known, f"data.{split}_datasets: {config.corpus}/{split}.jsonl")
 
 
-class Chosen:
+class RowFilter:
     """Is shown the rows of a split in order, and notes which of them are of the sources that are used."""
 
     def __init__(self, config: RowsConfig, split: str, more: Callable[[Row, str], None]) -> None:

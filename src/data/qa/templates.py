@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 
 Name = Literal["assistant", "instruct"]
 CONTEXT_TOKEN = "<|C|>"
@@ -42,7 +42,7 @@ TEMPLATES: dict[str, Template] = {
 class Prompter:
     """Writes prompts and encoder inputs in one template with one tokenizer."""
 
-    def __init__(self, encoder: Encoder, template: Name) -> None:
+    def __init__(self, encoder: SafeTokenizer, template: Name) -> None:
         self._encoder = encoder
         self._template = TEMPLATES[template]
         self.fixed_tokens = len(self._assemble([], []))

@@ -12,7 +12,7 @@ from src.batches import Seq2SeqBatch
 from src.config import Places
 from src.data import jsonl
 from src.data.tasks import registry as tasks
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError, DataError
 from src.files import reading
 from src.interfaces import DatasetConfig, Prediction, require_fit
@@ -137,7 +137,7 @@ class TaskDataset:
     ) -> None:
         self.task, self.fingerprint = task, fingerprint
         self.target_tokens = config.target_tokens
-        self._config, self._rows, self._encoder = config, rows, Encoder(tokenizer)
+        self._config, self._rows, self._encoder = config, rows, SafeTokenizer(tokenizer)
         self._seen, self._read, self._cut, self._next = bytearray(len(rows)), 0, 0, 1
         self.answer_ids = [self._target(text) for text in task.answers]
         """Ids of every text that may be written, each with its end token; empty where they cannot be listed."""

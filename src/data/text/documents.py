@@ -11,7 +11,7 @@ from src.config import Places
 from src.data import jsonl
 from src.data.qa.encoded_store import tokenizer_digest
 from src.data.text import token_files
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
 
 if TYPE_CHECKING:
@@ -41,17 +41,17 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
         DataError: the data set is missing, incomplete or malformed, or was tokenised with another tokenizer.
     """
     folder = jsonl.corpus(places, corpus)
-    encoder = Encoder(tokenizer)
+    encoder = SafeTokenizer(tokenizer)
     if token_files.is_tokenised(folder):
         manifest = token_files.require(folder, [split])
         _check_tokenizer(folder, manifest["tokenizer"], tokenizer_digest(tokenizer), encoder.eos_id)
-        return Stored(folder, split, encoder.eos_id)
+        return StoredDocuments(folder, split, encoder.eos_id)
     path = jsonl.require_file(folder, f"{split}.jsonl")
     texts = [row["text"] for row in jsonl.read_rows(path, {"text": str})]
-    return Documents([joined(encoder.texts(texts), encoder.eos_id)], encoder.eos_id, jsonl.fingerprint(folder), path)
+    return Documents([join_documents(encoder.texts(texts), encoder.eos_id)], encoder.eos_id, jsonl.fingerprint(folder), path)
 
 
-def joined(documents: Iterable[Sequence[int]], eos_id: int) -> token_files.Shard:
+def join_documents(documents: Iterable[Sequence[int]], eos_id: int) -> token_files.Shard:
     """Ids of documents, each without its end token, as one shard in memory."""
     import numpy as np
 
@@ -113,7 +113,7 @@ class Documents:
         return self._over_shards(number, first, last)
 
     def _over_shards(self, number: int, first: int, last: int) -> "np.ndarray":
-        """What `joined` gives, from shard `number` on."""
+        """What `join_documents` gives, from shard `number` on."""
         import numpy as np
 
         pieces = []
@@ -124,7 +124,7 @@ class Documents:
         return np.concatenate(pieces, dtype=np.int32)
 
 
-class Stored(Documents):
+class StoredDocuments(Documents):
     """Documents of token files. A copy in another process maps the same files, and refuses those that took their place."""
 
     def __init__(self, folder: Path, split: str, eos_id: int) -> None:

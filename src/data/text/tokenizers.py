@@ -56,7 +56,7 @@ def _names_a_folder(source: str | Path) -> bool:
     return isinstance(source, Path) or source.startswith((".", "/", "~")) or source.count("/") > 1
 
 
-class Encoder:
+class SafeTokenizer:
     """Text to ids, for text that users wrote: "<|assistant|>" in it is plain characters, never a control token.
 
     It has a tokenizer of its own, so that neither its settings nor those of the one it is made from touch the other.

@@ -35,7 +35,7 @@ class Context:
 
 
 @dataclass
-class Reading:
+class ActiveContext:
     """A context while the decoder reads it."""
 
     context: Context
@@ -180,7 +180,7 @@ class CrossAttentionLM(Wrapper):
         blocks = {key: Block(config, base.config, sizes) for key in keys}
         self.blocks = nn.ModuleDict(blocks)
         """By the index of the decoder layer, or one for all of them."""
-        self._reading: Reading | None = None
+        self._reading: ActiveContext | None = None
         self.passes: Callable[[int], int] = lambda needed: needed
         """How many passes through the base `encode` makes where it needs so many. More where processes wait for each other in them."""
         for i in sizes.places:
@@ -284,7 +284,7 @@ class CrossAttentionLM(Wrapper):
         Keys and values are projected at first use and kept until the block ends, so weights must not change inside.
         None: the base is by itself.
         """
-        outer, self._reading = self._reading, None if context is None else Reading(context)
+        outer, self._reading = self._reading, None if context is None else ActiveContext(context)
         try:
             yield
         finally:

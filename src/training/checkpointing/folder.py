@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def begun(run: Path, step: int) -> Iterator[Path]:
+def begin(run: Path, step: int) -> Iterator[Path]:
     """The folder that becomes the checkpoint of `step` once the block is left well: whole or not at all.
 
     One of this step, as a stop in an evaluation leaves it, stays as it is while somebody works on it. It has the same weights; who goes
@@ -71,7 +71,9 @@ def _unpinned(run: Path, checkpoint: Path) -> Iterator[None]:
         yield
 
 
-def write(folder: Path, weights: dict[str, Tensor], moments: dict[str, Tensor] | None, state: dict[str, Any], about: "About") -> None:
+def write(
+    folder: Path, weights: dict[str, Tensor], moments: dict[str, Tensor] | None, state: dict[str, Any], about: "CheckpointMetadata"
+) -> None:
     """Write what a training makes. moments: None where the optimizer's state is written elsewhere."""
     save_file(weights, folder / "model.safetensors")
     if moments is not None:
@@ -114,7 +116,7 @@ def load_weights(folder: Path, model: nn.Module) -> dict[str, Any]:
     return files.read_json(folder / "state.json", CheckpointError)
 
 
-class About:
+class CheckpointMetadata:
     """What stands in a checkpoint besides the loop's state: it makes the folder loadable on its own."""
 
     def __init__(self, model: dict[str, Any], tokenizer: Any) -> None:
@@ -143,7 +145,7 @@ def load_optimizer(
         CheckpointError: it is of another model, or only the processes that wrote it can read it.
     """
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    with distributed.together():
+    with distributed.raise_together():
         entries = list(optimizer_entries(folder, model))
         if any(id(parameter) not in owned for parameter, _, _ in entries):
             raise CheckpointError(f"{folder / OPTIMIZER}: has state for a parameter that this model does not train.")
@@ -156,7 +158,7 @@ def load_optimizer(
 def optimizer_entries(folder: Path, model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
     """(parameter, "exp_avg", tensor), … of the checkpoint in `folder`."""
     if not (folder / OPTIMIZER).exists():
-        raise cut_otherwise(folder, "this start")
+        raise reshard(folder, "this start")
     parameters = dict(model.named_parameters())
     for key, value in load_file(folder / OPTIMIZER).items():
         name, entry = key.rsplit(SEPARATOR, 1)
@@ -165,7 +167,7 @@ def optimizer_entries(folder: Path, model: nn.Module) -> Iterator[tuple[nn.Param
         yield parameters[name], entry, value
 
 
-def cut_otherwise(folder: Path, now: str) -> CheckpointError:
+def reshard(folder: Path, now: str) -> CheckpointError:
     """The optimizer's state is in parts that only the processes that wrote them can read."""
     return CheckpointError(
         f"{folder}: its optimizer state is in DeepSpeed's shards, which do not fit {now}. "

@@ -77,7 +77,7 @@ class Stored:
     def _read(self, pieces: Iterable[Piece]) -> Iterator[bytes]:
         for piece in pieces:
             left = piece.count * self.dtype.itemsize
-            with opened(piece.file) as file:
+            with open_tensors(piece.file) as file:
                 file.seek(piece.offset)
                 while left:
                     chunk = file.read(min(left, CHUNK_BYTES))
@@ -97,7 +97,7 @@ class Stored:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_tensors(path: Path) -> Iterator[BinaryIO]:
     """`path`, open to be read in bytes.
 
     Raises:
@@ -163,7 +163,7 @@ def read(path: Path) -> dict[str, Stored]:
     Raises:
         CheckpointError: the file is missing or damaged.
     """
-    with opened(path) as file:
+    with open_tensors(path) as file:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length <= _MOST_HEADER_BYTES else b""
         size = file.seek(0, 2)
@@ -208,16 +208,16 @@ def difference(expected: Mapping[str, Stored], found: Mapping[str, Stored], dtyp
     """
     for kind, names in (("missing", expected.keys() - found.keys()), ("unexpected", found.keys() - expected.keys())):
         if names:
-            return f"{kind}: {some(names)}"
+            return f"{kind}: {list_some(names)}"
     for name, tensor in expected.items():
         target = target_dtype(tensor.dtype, dtype)
         if (tensor.shape, target) != (found[name].shape, found[name].dtype):
             return f"{name} is {list(found[name].shape)} of {found[name].dtype}, expected {list(tensor.shape)} of {target}"
     unequal = [name for name, tensor in expected.items() if tensor.digest(dtype) != found[name].digest()]
-    return f"other numbers in {some(unequal)}" if unequal else None
+    return f"other numbers in {list_some(unequal)}" if unequal else None
 
 
-def some(names: Iterable[str]) -> str:
+def list_some(names: Iterable[str]) -> str:
     """At most three names and how many more."""
     listed = sorted(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

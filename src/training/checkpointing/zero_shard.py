@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from src.errors import CheckpointError
-from src.training.checkpointing.safetensors_stream import Piece, Stored, opened
+from src.training.checkpointing.safetensors_stream import Piece, Stored, open_tensors
 
 
 class _Unread:
@@ -86,7 +86,7 @@ def _load(file: Path) -> Any:
         CheckpointError: it is damaged, or holds an object of a class that is not known here, which could run code.
     """
     try:
-        with opened(file) as stream, torch.serialization.safe_globals(_ALLOWED):
+        with open_tensors(file) as stream, torch.serialization.safe_globals(_ALLOWED):
             return torch.load(stream, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         kind = re.search(r"GLOBAL (\S+)", str(error))

@@ -40,11 +40,11 @@ class ShardWriter(TorchCheckpointEngine):
         """
         written, refused = self._written, self._refused
         self._written, self._refused = {}, None
-        with distributed.together():
+        with distributed.raise_together():
             if refused:
                 raise refused
-        everyone = distributed.gathered([(distributed.rank(), *item) for item in written.items()])
-        with distributed.together():
+        everyone = distributed.all_gather_list([(distributed.rank(), *item) for item in written.items()])
+        with distributed.raise_together():
             for rank, path, size in everyone if distributed.is_main() else ():
                 if not Path(path).is_file() or Path(path).stat().st_size != size:
                     raise RunError(

@@ -34,7 +34,7 @@ Key = tuple[int, int]
 
 
 def read(
-    dataset: Any, seed: int, share: data_order.Share, step: int, branches: Sequence[Branch] = ()
+    dataset: Any, seed: int, share: data_order.RankShare, step: int, branches: Sequence[Branch] = ()
 ) -> tuple[list[Mapping[str, "Tensor"]], list[list[Key]]]:
     """The micro-batches of this process in optimizer step number `step` (counted from 1), read again, and their keys.
 

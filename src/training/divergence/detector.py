@@ -102,7 +102,7 @@ def severest(findings: Sequence[Finding]) -> Action | None:
     return next((action for action in reversed(SEVERITY) if action in actions), None)
 
 
-class Watch:
+class SpikeTracker:
     """A window of values, and the rise above it that goes on, if one does. `steps` in a row make a rise.
 
     Values of a rise enter the window when it is over or reported, so it does not raise the limit that it is measured by.
@@ -159,8 +159,8 @@ class Detector:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.losses = Watch(config.window, config.loss_steps, config.on_loss_spike == "skip_batch")
-        self.norms = Watch(config.window, config.grad_norm_steps, config.on_grad_norm == "skip_batch")
+        self.losses = SpikeTracker(config.window, config.loss_steps, config.on_loss_spike == "skip_batch")
+        self.norms = SpikeTracker(config.window, config.grad_norm_steps, config.on_grad_norm == "skip_batch")
         self.lowest: float | None = None  # median of the window, where it was lowest
         self.lowest_step = 0
         self.skips: list[int] = []  # of the last steps, 1 where the weights did not move

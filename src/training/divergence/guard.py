@@ -1,4 +1,4 @@
-"""What is done about a step that diverges, before the optimizer moves: see `divergence` for when it does, and for the actions."""
+"""Acts on divergence findings before the optimizer step: warn, dump the batch, skip, rewind or stop. See `detector`."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class Source:
     branches: Sequence[Branch]
 
 
-class Judge:
+class DivergenceGuard:
     """Asks the detector about each step, and acts. The same values come to every rank, so all decide alike.
 
     written: waits until the checkpoint that is being written lies there. Collective.
@@ -44,14 +44,14 @@ class Judge:
         self.run, self.config, self.source, self.written = run, config, source, written
         self.detector = Detector(config.divergence)
 
-    def leaves_out(self, step: int, loss: float, grad_norm: float, overflowed: bool) -> bool:
+    def skips_step(self, step: int, loss: float, grad_norm: float, overflowed: bool) -> bool:
         """True where the weights must not move for step number `step`, counted from 1. Collective where something is found.
 
         overflowed: the float16 loss scaler sees to the gradient.
 
         Raises:
             TrainingError: the training must not go on; on every rank.
-            distributed.Stopped: it has been taken back to an earlier checkpoint; on every rank.
+            distributed.TrainingStopped: it has been taken back to an earlier checkpoint; on every rank.
             RunError: the disk refuses.
         """
         found = self.detector.observe(step, loss, grad_norm, skipped=overflowed)
@@ -59,7 +59,7 @@ class Judge:
         if action is None:
             return False
         log.warning("%s: %s (%s)", self.run.path, text, action)
-        distributed.from_main(lambda: self._note(found))
+        distributed.broadcast_from_rank0(lambda: self._note(found))
         self._save_batches(found)
         if action == "rewind":
             self._rewind(found, step, text)
@@ -76,8 +76,8 @@ class Judge:
 
     def _save_batches(self, found: Sequence[Finding]) -> None:
         config, source, rank = self.config, self.source, distributed.rank()
-        share = data_order.Share(config.sequences_per_step, config.micro_batch, rank, distributed.world_size())
-        with distributed.together():
+        share = data_order.RankShare(config.sequences_per_step, config.micro_batch, rank, distributed.world_size())
+        with distributed.raise_together():
             for suspect in sorted({step for finding in found if finding.action != "warn" for step in finding.suspects}):
                 batches, keys = batch_dump.read(source.dataset, source.seed, share, suspect, source.branches)
                 batch_dump.save(self.run.path, suspect, rank, batches, source.tokenizer, keys)
@@ -86,11 +86,11 @@ class Judge:
         """Go back to the newest checkpoint before it began, and pass over the data up to here; returns where that cannot be."""
         self.written()
         first = min(finding.first_step for finding in found)
-        to, refusal = distributed.from_main(lambda: self._back(first, step, text))
+        to, refusal = distributed.broadcast_from_rank0(lambda: self._back(first, step, text))
         if to is None:
             log.warning("%s: it cannot be taken back: %s", self.run.path, refusal)
             return
-        raise distributed.Stopped(distributed.Reason(f"taken back to step {to}, as {text}", "limit"), everywhere=True, step=to)
+        raise distributed.TrainingStopped(distributed.Reason(f"taken back to step {to}, as {text}", "limit"), everywhere=True, step=to)
 
     def _back(self, first: int, step: int, text: str) -> tuple[int | None, str]:
         path, most = self.run.path, self.config.divergence.max_rewinds

@@ -26,7 +26,7 @@ class Activation:
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module, found: list[Activation]) -> Iterator[None]:
+def watch_activations(model: nn.Module, found: list[Activation]) -> Iterator[None]:
     """Within the block add to `found` what the modules of `model` read and give; the hooks are gone afterwards.
 
     Tensors of real numbers with a fraction count: no ids, no masks of bool. One entry for each (name, type, context): a module that runs

@@ -85,11 +85,6 @@ def training(forward_flops: int, trained: bool = True, checkpointing: bool = Fal
     return forward_flops * (1 + 2 * trained + checkpointing)
 
 
-def per_token(config: Any, tokens: int) -> float:
-    """Operations of a training pass for each token of a sequence of `tokens`."""
-    return training(forward(config, 1, tokens)) / tokens
-
-
 def forward(config: Any, B: int, T: int, decoder_tokens: int = 0) -> int:
     """Operations of the forward pass over B sequences of T tokens by a model of a transformers `config`.
 

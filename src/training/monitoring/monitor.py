@@ -19,8 +19,8 @@ from src.runs.context import Options
 from src.training.monitoring import activation_statistics, parameter_statistics, tensor_statistics
 from src.training.monitoring import statistics_file as file
 from src.training.monitoring.activation_statistics import Activation
-from src.training.monitoring.parameter_statistics import Measured
-from src.training.monitoring.source_loss import PerSource
+from src.training.monitoring.parameter_statistics import TensorSums
+from src.training.monitoring.source_loss import SourceLoss
 
 DEFAULT_EVERY = Options().statistics_every
 log = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ class Monitor:
     ) -> None:
         self.folder, self.model, self.every = folder, model, every
         self.compiled = compiled or activation_statistics.is_compiled(model)
-        self.sources = PerSource(sources)
+        self.sources = SourceLoss(sources)
         self.step = 0
         self.due = False
-        self._gradients: list[Measured] = []
+        self._gradients: list[TensorSums] = []
         self._activations: list[Activation] = []
         if every and self.compiled:
             log.info("The model is compiled, so its activations are not measured.")
@@ -67,7 +67,7 @@ class Monitor:
         sources_B: the number of the source of each sequence; None where nobody says.
         """
         hooked = self.due and last and not self.compiled and distributed.is_main()
-        looking = activation_statistics.watched(self.model, self._activations) if hooked else contextlib.nullcontext()
+        looking = activation_statistics.watch_activations(self.model, self._activations) if hooked else contextlib.nullcontext()
         counting = contextlib.nullcontext() if sources_B is None else self.sources.watched(batch["loss_mask"], sources_B)
         with counting, looking:
             yield
@@ -85,16 +85,16 @@ class Monitor:
         """
         if not self.due:
             return
-        found = parameter_statistics.gathered(self._gradients + parameter_statistics.weights(self.model, optimizer), self.model)
+        found = parameter_statistics.gather_sums(self._gradients + parameter_statistics.weights(self.model, optimizer), self.model)
         learning_rate = optimizer.param_groups[0]["lr"]
-        distributed.from_main(lambda: self._write(found, learning_rate))
+        distributed.broadcast_from_rank0(lambda: self._write(found, learning_rate))
         self._gradients, self._activations, self.due = [], [], False
 
     def row(self) -> dict[str, float]:
         """Loss and tokens by source since the last call. Collective."""
         return self.sources.row()
 
-    def _write(self, found: Sequence[Measured], learning_rate: float) -> None:
+    def _write(self, found: Sequence[TensorSums], learning_rate: float) -> None:
         """One record for each tensor."""
         rates = parameter_statistics.update_rates(list(found), learning_rate)
         heads: list[dict[str, Any]] = [{"step": self.step, "name": item.name, "context": item.context} for item in found]

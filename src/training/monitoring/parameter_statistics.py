@@ -1,6 +1,6 @@
 """The sums of weights, gradients, Adam's moments and updates, by parameter, however the processes share them.
 
-What a process has whole, rank 0 reads alone; of FSDP2's parts each process reads its own, and `gathered` joins the sums, not the parts;
+What a process has whole, rank 0 reads alone; of FSDP2's parts each process reads its own, and `gather_sums` joins the sums, not the parts;
 ZeRO's are put together one parameter at a time.
 """
 
@@ -20,7 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Measured:
+class TensorSums:
     """The sums of one tensor, or of this process's part of it."""
 
     name: str
@@ -30,19 +30,19 @@ class Measured:
     """(P,), see statistics.PARTS."""
 
 
-def gradients(model: nn.Module) -> list[Measured]:
+def gradients(model: nn.Module) -> list[TensorSums]:
     """`hp_grad` of every trained parameter that has a gradient, as it stands. Collective where the processes share the model."""
     return [found for name, p in _trained(model) for found in _measured(name, GRADIENT, _gradient(p))]
 
 
-def weights(model: nn.Module, optimizer: Any) -> list[Measured]:
+def weights(model: nn.Module, optimizer: Any) -> list[TensorSums]:
     """`hp`, `exp_avg`, `exp_avg_sq` and `effective_update` of every trained parameter. Collective where the processes share the model.
 
     The update is m̂ / (√v̂ + ε) with moments freed of their bias (Kingma & Ba 2015, algorithm 1): what Adam's last step subtracted,
     before the learning rate and without weight decay. With AdamWScale's scale in it, and its ε. An optimizer without Adam's moments has
     `hp` alone, Adafactor a second moment of vectors besides.
     """
-    found: list[Measured] = []
+    found: list[TensorSums] = []
     for name, parameter in _trained(model):
         found += _measured(name, WEIGHT, _weight(parameter))
         adam = _adam(optimizer, parameter)
@@ -51,21 +51,21 @@ def weights(model: nn.Module, optimizer: Any) -> list[Measured]:
             found += _measured(name, context, moment)
         if adam is not None and first is not None and second is not None:
             pieces = (adam.update(m, v) for m, v in tensor_statistics.chunks(first, second))
-            found.append(Measured(name, UPDATE, tensor_statistics.sums_of(pieces, first.device)))
+            found.append(TensorSums(name, UPDATE, tensor_statistics.sums_of(pieces, first.device)))
     return found
 
 
-def gathered(found: list[Measured], model: nn.Module) -> list[Measured]:
+def gather_sums(found: list[TensorSums], model: nn.Module) -> list[TensorSums]:
     """The sums of whole tensors, on the CPU, from those of the parts. Collective where FSDP2 shares the model; waits for the device."""
     if not found and not _cut(model):
         return []
     table = torch.stack([item.sums for item in found]).cpu() if found else torch.empty(0, len(tensor_statistics.PARTS), dtype=torch.float64)
     if _cut(model):
-        table = tensor_statistics.joined(torch.stack(distributed.gathered([table])))
-    return [Measured(item.name, item.context, sums) for item, sums in zip(found, table, strict=True)]
+        table = tensor_statistics.join_sums(torch.stack(distributed.all_gather_list([table])))
+    return [TensorSums(item.name, item.context, sums) for item, sums in zip(found, table, strict=True)]
 
 
-def update_rates(found: list[Measured], learning_rate: float) -> dict[str, float | None]:
+def update_rates(found: list[TensorSums], learning_rate: float) -> dict[str, float | None]:
     """By parameter: the length of its last update, learning rate times `effective_update`, over the length of the parameter."""
     norms: dict[str, dict[str, float | None]] = {WEIGHT: {}, UPDATE: {}}
     if found:
@@ -97,8 +97,8 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-def _measured(name: str, context: str, tensor: Tensor | None) -> list[Measured]:
-    return [] if tensor is None else [Measured(name, context, tensor_statistics.sums(tensor))]
+def _measured(name: str, context: str, tensor: Tensor | None) -> list[TensorSums]:
+    return [] if tensor is None else [TensorSums(name, context, tensor_statistics.sums(tensor))]
 
 
 def _cut(model: nn.Module) -> bool:

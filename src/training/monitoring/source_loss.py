@@ -14,7 +14,7 @@ from src import distributed
 from src.training import loss
 
 
-class PerSource:
+class SourceLoss:
     """Loss and tokens by source, since the last `row`. names: of all sources, by number."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -39,7 +39,7 @@ class PerSource:
             learned = targets_N != loss.NOT_LEARNED
             self.count(logits_NV[learned], targets_N[learned], sources_N)
 
-        with loss.watched(seen):
+        with loss.watch_cross_entropy(seen):
             yield
 
     def row(self) -> dict[str, float]:
@@ -47,7 +47,7 @@ class PerSource:
         mine = self._sums.tolist() if self._sums is not None else []
         self._sums = None
         sums: dict[int, list[float]] = {}
-        for number, (total, tokens) in distributed.gathered(list(enumerate(mine))):
+        for number, (total, tokens) in distributed.all_gather_list(list(enumerate(mine))):
             entry = sums.setdefault(number, [0.0, 0.0])
             entry[0] += total
             entry[1] += tokens

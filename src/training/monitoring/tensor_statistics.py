@@ -47,7 +47,7 @@ def sums_of(pieces: Iterable[Tensor], device: torch.device) -> Tensor:
     """As `sums`, of the tensor that the flat `pieces` on `device` make together."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         found = [_piece(piece) for piece in pieces if piece.numel()]
-        return joined(torch.stack(found)) if found else empty(device)
+        return join_sums(torch.stack(found)) if found else empty(device)
 
 
 def empty(device: torch.device) -> Tensor:
@@ -62,7 +62,7 @@ def chunks(*tensors: Tensor) -> Iterator:
     return iter(pieces[0]) if len(pieces) == 1 else zip(*pieces, strict=True)
 
 
-def joined(parts: Tensor) -> Tensor:
+def join_sums(parts: Tensor) -> Tensor:
     """(R, …, P) -> (…, P): the sums of R pieces as those of the whole.
 
     Means and squared distances by Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances"
@@ -90,7 +90,7 @@ def joined(parts: Tensor) -> Tensor:
     )
 
 
-def finished(parts: Tensor) -> Tensor:
+def to_rows(parts: Tensor) -> Tensor:
     """(K, P) -> (K, 11) in the order of NAMES. What is not defined, as the mean of no element, is NaN."""
     numel, low, high, abs_low, mean, squares, abs_sum, nonzero, _ = parts.unbind(-1)
     some = torch.where(numel > 0, numel, torch.nan)
@@ -125,7 +125,7 @@ def rows(parts: Tensor) -> list[dict[str, float | int | None]]:
     """
     parts = parts.cpu()
     described = []
-    for numbers, nonfinite in zip(finished(parts).tolist(), parts[:, -1].tolist(), strict=True):
+    for numbers, nonfinite in zip(to_rows(parts).tolist(), parts[:, -1].tolist(), strict=True):
         row: dict[str, float | int | None] = {name: _rounded(number) for name, number in zip(NAMES[:-1], numbers, strict=False)}
         row["nonzero"] = int(numbers[-1])
         described.append({**row, "nonfinite": int(nonfinite)} if nonfinite else row)

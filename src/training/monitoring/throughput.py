@@ -1,4 +1,4 @@
-"""How fast a training goes, and what it takes. Timings differ from run to run, so they stay out of scores.jsonl."""
+"""Throughput, memory, energy and MFU since the last row. Timings differ from run to run, so they stay out of scores.jsonl."""
 
 import contextlib
 import resource
@@ -18,7 +18,7 @@ from src.training.monitoring.energy import Energy
 T = TypeVar("T")
 
 
-class Meter:
+class ThroughputMeter:
     """Sums since `restart`, on this rank. With `model` and `precision` also model FLOPs and, of a known GPU, the share of its peak."""
 
     def __init__(self, model: nn.Module | None = None, precision: str = "float32") -> None:
@@ -54,7 +54,7 @@ class Meter:
         return self.tokens / max(time.perf_counter() - self.began - self.apart_seconds, 1e-9)
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Time spent inside is not training time (evaluation, checkpoints)."""
         before = time.perf_counter()
         yield
@@ -79,7 +79,7 @@ class Meter:
             _host_bytes(),
             torch.cuda.max_memory_allocated() if gpu else 0,
         )
-        tokens, sequences, operations, energies, waits, host, device = zip(*distributed.gathered([mine]), strict=True)
+        tokens, sequences, operations, energies, waits, host, device = zip(*distributed.all_gather_list([mine]), strict=True)
         total = time.perf_counter() - self.began
         seconds = max(total - self.apart_seconds, 1e-9)
         row = {

@@ -76,7 +76,7 @@ def scales(parameters: list[Tensor]) -> list[float]:
     squares = [norm**2 for norm in torch.stack(list(norms)).tolist()]
     cut = [isinstance(p, DTensor) and any(placement.is_shard() for placement in p.placements) for p in parameters]
     if any(cut):
-        sums = distributed.total(squares)
+        sums = distributed.all_reduce_sum(squares)
         squares = [total if shared else own for total, own, shared in zip(sums, squares, cut, strict=True)]
     means = torch.tensor([math.sqrt(square / p.numel()) for square, p in zip(squares, parameters, strict=True)], dtype=torch.float32)
     return means.clamp_(min=LEAST_SCALE).tolist()

@@ -13,7 +13,7 @@ from src.training.config import LoopConfig
 from src.training.optim.adamw_scale import AdamWScale
 
 
-def made(model: nn.Module, config: LoopConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: LoopConfig) -> torch.optim.Optimizer:
     """The optimizer that the experiment names, on the parameters that are trained; matrices decay, vectors do not."""
     return {"adamw": adamw, "adamw_scale": adamw_scale, "adafactor": adafactor}[config.optimizer](model, config)
 

@@ -11,13 +11,13 @@ from src.errors import ConfigError
 from src.runs.context import Options
 from src.training.config import LoopConfig
 from src.training.parallel import memory
-from src.training.parallel.engine import Engine, Replicated
+from src.training.parallel.engine import DDPEngine, Engine
 
 _INSTEAD = {"adamw_scale": "--fsdp instead of --deepspeed", "adafactor": "whole copies (neither --deepspeed nor --fsdp)"}
 """How an optimizer that ZeRO cannot have shares a model."""
 
 
-def start(config: LoopConfig, options: Options) -> Accelerator:
+def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
     """Accelerate for this process, with the precision of `config`.
 
     Raises:
@@ -39,13 +39,13 @@ def start(config: LoopConfig, options: Options) -> Accelerator:
             "Leave out --fsdp (its state is small: each process can have it all), or use 'adamw_scale' or 'adamw'."
         )
     if options.deepspeed:
-        from src.training.parallel.zero import filled
+        from src.training.parallel.zero import fill_settings
 
-        filled(options.deepspeed, config)
-    return accelerate(config.precision, "loop.precision")
+        fill_settings(options.deepspeed, config)
+    return plain_accelerator(config.precision, "loop.precision")
 
 
-def accelerate(precision: str, field: str) -> Accelerator:
+def plain_accelerator(precision: str, field: str) -> Accelerator:
     """Accelerate for this process, with `precision`, which stands in `field` of the experiment.
 
     On a CPU the process keeps freed memory from then on (`memory.keep_freed`).
@@ -69,17 +69,17 @@ def accelerate(precision: str, field: str) -> Accelerator:
     )
 
 
-def made(accelerator: Accelerator, model: nn.Module, config: LoopConfig, options: Options) -> Engine:
+def build_engine(accelerator: Accelerator, model: nn.Module, config: LoopConfig, options: Options) -> Engine:
     """How the processes share the model, as the command line says. Collective."""
     if options.deepspeed:
         from src.training.parallel.zero import ZeroEngine
 
         engine: Engine = ZeroEngine(accelerator, model, config, options.deepspeed)
     elif options.fsdp:
-        from src.training.parallel.fsdp import FullyShardedEngine
+        from src.training.parallel.fsdp import FSDPEngine
 
-        engine = FullyShardedEngine(accelerator, model, config)
+        engine = FSDPEngine(accelerator, model, config)
     else:
-        engine = Replicated(accelerator, model, config)
-    engine.alike()
+        engine = DDPEngine(accelerator, model, config)
+    engine.equalize_forward_passes()
     return engine

@@ -32,11 +32,11 @@ def layers(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def compiled(model: nn.Module) -> int:
+def compile_layers(model: nn.Module) -> int:
     """Have the layers in the lists of `model` compiled at their first pass that takes gradients; returns how many there are.
 
     `model` is changed in place, the names of its weights are not. Blocks of a cross-attention model stay as they are: contexts come in
-    many shapes. To be called before `memory.checkpointed`, so that a layer computed again is the same graph.
+    many shapes. To be called before `memory.checkpoint_layers`, so that a layer computed again is the same graph.
 
     Raises:
         ConfigError: the model has no list of layers, or the machine has no compiler.

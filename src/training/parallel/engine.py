@@ -1,4 +1,4 @@
-"""How the processes of one training share the model, its gradients and its optimizer. The loop sees only what stands in `Engine`.
+"""How the processes of one training share the model, its gradients and its optimizer. The loop uses only the methods of `Engine`.
 
 The norm of the gradients is taken here, alike in every mode: in float64, so that neither the number of processes nor the way the
 parameters are cut changes the float32 that it is rounded to, and clipping gives the same bits everywhere.
@@ -20,17 +20,37 @@ from src import distributed
 from src.training.checkpointing import folder as checkpoint
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
-from src.training.parallel.copies import Copies
 from src.weights import trained_weights
+
+
+class BufferPool:
+    """Reusable CPU buffers for copies of tensors, by name: allocating fresh pages is slower than copying.
+
+    A call of `copies` overwrites what the call before it has returned.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def copies(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies that later changes of the tensors do not reach."""
+        self._kept = {name: self._copy(name, tensor.detach()) for name, tensor in tensors}
+        return dict(self._kept)
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        kept = self._kept.get(name)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            return tensor.to("cpu", copy=True)
+        return kept.copy_(tensor)
 
 
 class Engine(ABC):
     """A model that trains. `model` is what a loss calls; `optimizer` has the parameter groups that the learning rate is set in."""
 
     name: str
-    """For people: it stands in the ledger."""
+    """For people, in the ledger."""
     sharded = False
-    """True where a forward pass is collective: every process must make as many as the others. See `alike`."""
+    """True where a forward pass is collective: every process must make as many as the others. See `equalize_forward_passes`."""
     cut = False
     """True where each process has a part of the gradients."""
     model: nn.Module
@@ -38,16 +58,16 @@ class Engine(ABC):
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
         self.accelerator, self.module, self.config = accelerator, module, config
-        self._weights, self._moments = Copies(), Copies()
+        self._weights, self._moments = BufferPool(), BufferPool()
 
-    def alike(self) -> None:
-        """Have the parts of the model whose number of passes depends on the data make as many as on the process that needs most."""
+    def equalize_forward_passes(self) -> None:
+        """Make every rank run the same number of forward passes: sharded models deadlock otherwise."""
         if self.sharded:
             for part in self.module.modules():
                 if "passes" in vars(part):
-                    vars(part)["passes"] = distributed.most
+                    vars(part)["passes"] = distributed.all_reduce_max
 
-    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+    def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around one forward and backward pass; after the `last` of a step the gradients are the mean over processes."""
         return contextlib.nullcontext()
 
@@ -71,7 +91,7 @@ class Engine(ABC):
         """L2 norm of the gradients over all parameters, rounded to float32. Collective."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self.gradients()]
         squares = [norm**2 for norm in torch.stack(norms).tolist()] if norms else [0.0]  # one wait for the device
-        (total,) = distributed.total([math.fsum(squares)]) if self.cut else [math.fsum(squares)]
+        (total,) = distributed.all_reduce_sum([math.fsum(squares)]) if self.cut else [math.fsum(squares)]
         return float(torch.tensor(math.sqrt(total), dtype=torch.float32))
 
     def clip(self, norm: float, max_norm: float) -> bool:
@@ -84,14 +104,14 @@ class Engine(ABC):
 
     def weights(self) -> dict[str, Tensor]:
         """The trained weights, whole, on the CPU: copies, which only the next call changes. Collective; empty but on rank 0."""
-        return self._weights.of(trained_weights(self.module).items()) if distributed.is_main() else {}
+        return self._weights.copies(trained_weights(self.module).items()) if distributed.is_main() else {}
 
-    def moments(self) -> dict[str, Tensor] | None:
+    def optimizer_state(self) -> dict[str, Tensor] | None:
         """The optimizer's state by parameter name, as `weights`. None where it is written with `save_shards`."""
-        return self._moments.of(checkpoint.optimizer_tensors(self.module, self.optimizer).items()) if distributed.is_main() else {}
+        return self._moments.copies(checkpoint.optimizer_tensors(self.module, self.optimizer).items()) if distributed.is_main() else {}
 
     def save_shards(self, folder: Path) -> None:  # noqa: B027  most modes have none
-        """Write what `moments` does not give into a folder that all processes see. Collective."""
+        """Write what `optimizer_state` does not give into a folder that all processes see. Collective."""
 
     @abstractmethod
     def load_optimizer(self, folder: Path) -> None:
@@ -102,14 +122,14 @@ class Engine(ABC):
         """
 
 
-class Replicated(Engine):
+class DDPEngine(Engine):
     """Every process has the whole model; DistributedDataParallel sums the gradients."""
 
     name = "replicated"
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
         super().__init__(accelerator, module, config)
-        self.model, self.optimizer = accelerator.prepare(module, optimizers.made(module, config))
+        self.model, self.optimizer = accelerator.prepare(module, optimizers.build_optimizer(module, config))
         if isinstance(self.model, DistributedDataParallel):
             self.model.forward_sync_buffers = False  # they are constants: masks and frequencies
         self.trained = [p for p in module.parameters() if p.requires_grad]
@@ -121,7 +141,7 @@ class Replicated(Engine):
         if last:
             self.accelerator.unscale_gradients()
 
-    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+    def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Only the last pass sums over processes."""
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
 

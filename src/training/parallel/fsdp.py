@@ -16,14 +16,12 @@ from src import distributed
 from src.training.checkpointing import folder as checkpoint
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
-from src.training.parallel import alone
-from src.training.parallel.copies import Copies
-from src.training.parallel.engine import Engine
+from src.training.parallel.engine import BufferPool, Engine
 from src.weights import trained_weights
 
 
-class FullyShardedEngine(Engine):
-    """Layers are gathered as the pass comes to them. The checkpoint is that of `Replicated`, whatever the number of processes."""
+class FSDPEngine(Engine):
+    """Layers are gathered as the pass comes to them. The checkpoint is that of `DDPEngine`, whatever the number of processes."""
 
     name = "fsdp"
     sharded = True
@@ -31,7 +29,7 @@ class FullyShardedEngine(Engine):
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
         super().__init__(accelerator, module, config)
-        alone.ensure_group()
+        distributed.ensure_group()
         mesh = init_device_mesh(accelerator.device.type, (distributed.world_size(),))
         for layer in _layers(module):
             fully_shard(layer, mesh=mesh)
@@ -40,9 +38,9 @@ class FullyShardedEngine(Engine):
         if hasattr(module, "generate"):  # it begins below the root, whose parameters must be whole there too
             register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
-        self.optimizer = optimizers.made(module, config)
+        self.optimizer = optimizers.build_optimizer(module, config)
 
-    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+    def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Only the last pass sums over processes."""
         self.root.set_requires_gradient_sync(last)
         return self.accelerator.autocast()
@@ -69,7 +67,7 @@ class FullyShardedEngine(Engine):
         """Gathered one by one."""
         return _whole(trained_weights(self.module), self._weights)
 
-    def moments(self) -> dict[str, Tensor] | None:
+    def optimizer_state(self) -> dict[str, Tensor] | None:
         """Gathered one by one."""
         return _whole(checkpoint.optimizer_tensors(self.module, self.optimizer), self._moments)
 
@@ -93,10 +91,10 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(tensors: dict[str, Tensor], copies: Copies) -> dict[str, Tensor]:
+def _whole(tensors: dict[str, Tensor], buffers: BufferPool) -> dict[str, Tensor]:
     whole = ((name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in tensors.items())
     if distributed.is_main():
-        return copies.of(whole)
+        return buffers.copies(whole)
     deque(whole, maxlen=0)  # gathering takes all processes
     return {}
 

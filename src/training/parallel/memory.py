@@ -49,7 +49,7 @@ def keep_freed() -> None:
         mallopt(mmap_threshold, most)
 
 
-def checkpointed(model: nn.Module) -> int:
+def checkpoint_layers(model: nn.Module) -> int:
     """Have every layer of `model` keep only its inputs, and compute the rest again in the backward pass; returns how many.
 
     Chen et al. 2016, "Training deep nets with sublinear memory cost" (arXiv 1604.06174). Dropout draws again what it drew before. `model`
@@ -80,7 +80,7 @@ class _Again:
 
 
 @contextlib.contextmanager
-def offloaded(model: nn.Module, least_bytes: int = LEAST_BYTES) -> Iterator["Offload"]:
+def offload_activations(model: nn.Module, least_bytes: int = LEAST_BYTES) -> Iterator["Offload"]:
     """Around a forward pass of `model`: what it saves for the backward pass waits in the host's memory, pinned where there is a GPU.
 
     Weights stay where they are; of weights that a pass casts or gathers, the copies that it made go as well.

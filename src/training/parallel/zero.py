@@ -20,7 +20,6 @@ from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing import zero_layout
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
-from src.training.parallel import alone
 from src.training.parallel.engine import Engine
 from src.weights import trained_weights
 
@@ -34,7 +33,7 @@ _NUMBERS = (
 """What changes numbers, and so has no place in a file that is not part of the experiment."""
 
 
-def filled(path: Path, config: LoopConfig) -> dict[str, Any]:
+def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
     """The json in `path` with all that the experiment decides. "auto" may stand for what is filled in.
 
     Raises:
@@ -116,13 +115,13 @@ class ZeroEngine(Engine):
 
         from src.training.checkpointing.zero_writer import ShardWriter
 
-        settings = filled(path, config)
+        settings = fill_settings(path, config)
         self.stage = settings["zero_optimization"]["stage"]
         self.name, self.sharded = f"zero{self.stage}", self.stage == 3
         # On CPUs it would compile an all-reduce of its own. torch's lock on that outlives a killed process and stops every later start,
         # and the all-reduce itself waits for ever for a process that is gone.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        alone.ensure_group()
+        distributed.ensure_group()
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optimizers.adamw(module, config), config=settings)
         self.model = self.engine
@@ -131,7 +130,7 @@ class ZeroEngine(Engine):
         # It would copy scripts into each checkpoint that consolidate.py makes needless, and a full disk would stop it there.
         self.engine._copy_recovery_script = lambda save_path: None
 
-    def accumulating(self, last: bool) -> Any:
+    def accumulation_context(self, last: bool) -> Any:
         """Stage 2 and 3 sum over processes after every pass, stage 1 after the last."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=last)
         return self.accelerator.autocast()
@@ -189,7 +188,7 @@ class ZeroEngine(Engine):
                     found[name] = (tensor if parameter is None else parameter.detach()).to("cpu", copy=True)
         return found
 
-    def moments(self) -> None:
+    def optimizer_state(self) -> None:
         """They are in the shards."""
 
     def save_shards(self, folder: Path) -> None:
@@ -198,16 +197,16 @@ class ZeroEngine(Engine):
         self.writer.check()
         frozen = sum(not parameter.requires_grad for parameter in self.module.parameters())
         topology = {"stage": self.stage, "world_size": distributed.world_size(), "frozen": frozen}
-        distributed.from_main(lambda: files.write_json(folder / SHARDS / zero_layout.TOPOLOGY, topology))
+        distributed.broadcast_from_rank0(lambda: files.write_json(folder / SHARDS / zero_layout.TOPOLOGY, topology))
 
     def load_optimizer(self, folder: Path) -> None:
         """From the shards of as many processes and the same stage, or from optimizer.safetensors."""
         topology = folder / SHARDS / zero_layout.TOPOLOGY
         now = {"stage": self.stage, "world_size": distributed.world_size()}
-        with distributed.together():
+        with distributed.raise_together():
             own = topology.exists() and now.items() <= read_json(topology, CheckpointError).items()
             if not own and not (folder / checkpoint.OPTIMIZER).exists():
-                raise checkpoint.cut_otherwise(folder, f"ZeRO-{self.stage} with world size {now['world_size']}")
+                raise checkpoint.reshard(folder, f"ZeRO-{self.stage} with world size {now['world_size']}")
         if own:
             self.engine.load_checkpoint(str(folder), tag=SHARDS, load_module_strict=False)  # frozen weights are not in it
         else:
@@ -217,7 +216,7 @@ class ZeroEngine(Engine):
         """Give each process its part of the moments by parameter name."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
-        with distributed.together():
+        with distributed.raise_together():
             entries = list(checkpoint.optimizer_entries(folder, self.module))
         step = max((float(value) for _, key, value in entries if key == "step"), default=0.0)
         own = self.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else self.optimizer.single_partition_of_fp32_groups

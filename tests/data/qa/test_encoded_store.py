@@ -13,7 +13,7 @@ from src.config import load
 from src.data.qa import cross_attention as qa
 from src.data.qa import encoded_store, templates
 from src.data.qa.encoded_shards import RECORD, Writer, read_index, recover, unlisted
-from src.data.qa.encoder_inputs import EncoderInputs, Rules
+from src.data.qa.encoder_inputs import EncoderInputs, EncodingOptions
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError
 from src.files import write_json
@@ -111,7 +111,7 @@ def test_damaged_stores_are_refused(tmp_path, damage, message):
     write_store(tmp_path / "e", CHUNKS)
     damage(tmp_path / "e")
     with pytest.raises(DataError, match=message):
-        encoded_store.Store(tmp_path / "e", encoded_store.check(tmp_path / "e", Rules(**RULES), "c"))
+        encoded_store.Store(tmp_path / "e", encoded_store.check(tmp_path / "e", EncodingOptions(**RULES), "c"))
 
 
 def test_another_byte_in_the_index_is_found(tmp_path):
@@ -125,18 +125,18 @@ def test_another_byte_in_the_index_is_found(tmp_path):
 
 def test_only_the_options_and_rows_that_were_encoded_pass(tmp_path):
     write_store(tmp_path / "e", CHUNKS)
-    assert encoded_store.check(tmp_path / "e", Rules(**RULES), "c")["hidden_size"] == D
+    assert encoded_store.check(tmp_path / "e", EncodingOptions(**RULES), "c")["hidden_size"] == D
     with pytest.raises(ConfigError, match=r"e: data\.context_tokens is 32, encoded with 64 \(--maximum_input_length\)\. Make them agree"):
-        encoded_store.check(tmp_path / "e", Rules(**{**RULES, "context_tokens": 32}), "c")
+        encoded_store.check(tmp_path / "e", EncodingOptions(**{**RULES, "context_tokens": 32}), "c")
     with pytest.raises(ConfigError, match=r"data\.chunked_contexts is True, encoded with False \(--chunked_contexts\)"):
-        encoded_store.check(tmp_path / "e", Rules(**{**RULES, "chunked_contexts": True}), "c")
+        encoded_store.check(tmp_path / "e", EncodingOptions(**{**RULES, "chunked_contexts": True}), "c")
     with pytest.raises(DataError, match=r"e: these rows are others than those that were encoded"):
-        encoded_store.check(tmp_path / "e", Rules(**RULES), "d")
+        encoded_store.check(tmp_path / "e", EncodingOptions(**RULES), "d")
     write_store(tmp_path / "unfinished", CHUNKS, prepared=[])
     with pytest.raises(DataError, match=r"unfinished: not finished\. Run data_prep\.preproc_nq again: what is encoded already is kept"):
-        encoded_store.check(tmp_path / "unfinished", Rules(**RULES), "c")
+        encoded_store.check(tmp_path / "unfinished", EncodingOptions(**RULES), "c")
     with pytest.raises(DataError, match=r"none: no such folder: contexts are not encoded"):
-        encoded_store.check(tmp_path / "none", Rules(**RULES), "c")
+        encoded_store.check(tmp_path / "none", EncodingOptions(**RULES), "c")
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def cross(base, **more):
 
 def test_the_base_must_be_the_one_that_encoded(tmp_path, places, base):
     mine, moved, other = base(), base("moved"), base("other", b"x")
-    made = encoded_store.identity(bind(MODELS, mine), places)
+    made = encoded_store.base_identity(bind(MODELS, mine), places)
     write_store(tmp_path / "e", CHUNKS, model=made)
     for same in (mine, moved):
         encoded_store.check_base(tmp_path / "e", cross(same), places)
@@ -178,7 +178,7 @@ def test_the_base_must_be_the_one_that_encoded(tmp_path, places, base):
 
 def test_what_a_run_trained_around_a_base_is_encoded_by_that_base(tmp_path, places, base):
     mine = base()
-    made = encoded_store.identity(bind(MODELS, mine), places)
+    made = encoded_store.base_identity(bind(MODELS, mine), places)
     write_store(tmp_path / "e", CHUNKS, model=made)
     written = cross(mine).model_dump(mode="json") | {"name": "cross_attention"}
     adapted = {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["x"], "base": written}
@@ -191,12 +191,12 @@ def test_what_a_run_trained_around_a_base_is_encoded_by_that_base(tmp_path, plac
     trained = child("1" * 32, written)  # not trained yet: its base is known all the same
     grandchild = child("2" * 32, {"name": "experiment", "exp_id": "1" * 32})
     for model in (trained, grandchild):
-        assert encoded_store.identity(model, places) == made
+        assert encoded_store.base_identity(model, places) == made
         encoded_store.check_base(tmp_path / "e", model, places)
     with pytest.raises(ConfigError, match=r"e: encoded by \S+/base \(.*\), but the base of this model is \S+/other \("):
         encoded_store.check_base(tmp_path / "e", child("3" * 32, {**written, "base": base("other", b"x")}), places)
     for exp_id, model, how in (("4" * 32, adapted, "adapters"), ("5" * 32, {**written, "train_all_params": True}, "train_all_params")):
-        assert encoded_store.identity(child(exp_id, model), places) is None
+        assert encoded_store.base_identity(child(exp_id, model), places) is None
         with pytest.raises(ConfigError, match=rf"what encodes the contexts changes in training \({how} of {exp_id}\)\. Write false"):
             encoded_store.check_base(tmp_path / "e", child(exp_id, model), places)
 
@@ -244,8 +244,8 @@ def inputs(tokenizer):
     """Encoder inputs with 6 tokens of template."""
 
     def make(**more):
-        prompter = templates.Prompter(tokenizers.Encoder(tokenizer), "assistant")
-        return EncoderInputs(prompter, Rules(**{**RULES, "context_tokens": 10, **more}))
+        prompter = templates.Prompter(tokenizers.SafeTokenizer(tokenizer), "assistant")
+        return EncoderInputs(prompter, EncodingOptions(**{**RULES, "context_tokens": 10, **more}))
 
     return make
 
@@ -289,8 +289,8 @@ def encoded_corpus(places, write_corpus, tokenizer):
 
     def make(rows, **more):
         folder = write_corpus("c", rows)
-        rules = Rules(**{**RULES, **more})
-        inputs = EncoderInputs(templates.Prompter(tokenizers.Encoder(tokenizer), "assistant"), rules)
+        rules = EncodingOptions(**{**RULES, **more})
+        inputs = EncoderInputs(templates.Prompter(tokenizers.SafeTokenizer(tokenizer), "assistant"), rules)
         chunks = [ids for row in rows for ids in inputs.chunks(row, row["question"])]
         made = {**RULES, **more, "corpus": qa.jsonl.fingerprint(folder), "tokenizer": encoded_store.tokenizer_digest(tokenizer)}
         write_store(folder / "encoded", [list(ids) for ids in dict.fromkeys(map(tuple, chunks))], "float32", prepared=[made])

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from src.data.qa.fim import FimTokens, fill_in_the_middle, fim_tokens, maybe_fill_in_the_middle
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 
 TOKENS = FimTokens(prefix=[101], middle=[102], suffix=[103])
 
@@ -60,7 +60,7 @@ def test_too_short_to_cut_comes_back(length):
 
 def test_markers_are_spelled_out_where_the_vocabulary_lacks_them(make_tokenizer):
     tokenizer = make_tokenizer(["<|endoftext|>", "<fim_prefix>"], pad=None)
-    tokens = fim_tokens(Encoder(tokenizer))
+    tokens = fim_tokens(SafeTokenizer(tokenizer))
     assert list(tokens.prefix) == [1]
     assert tokenizer.decode(tokens.middle) == "<fim_middle>"
     assert len(tokens.middle) == len("<fim_middle>")

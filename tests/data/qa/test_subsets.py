@@ -12,7 +12,7 @@ from src.data.qa import encoded_store, row_index, templates
 from src.data.qa import fid as fid_qa
 from src.data.qa import prompted as prompted_qa
 from src.data.qa.encoded_shards import Writer
-from src.data.qa.encoder_inputs import EncoderInputs, Rules
+from src.data.qa.encoder_inputs import EncoderInputs, EncodingOptions
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError
 from src.files import new_directory, write_json
@@ -159,8 +159,8 @@ def test_numbers_of_rows_are_refused_where_they_would_be_those_of_others(places,
 
 def test_encoded_contexts_are_those_of_the_chosen_rows(build, places, write_corpus, tokenizer):
     folder = write_corpus("c", ROWS)
-    rules = Rules(64, "assistant", False, False, "truncate")
-    inputs = EncoderInputs(templates.Prompter(tokenizers.Encoder(tokenizer), "assistant"), rules)
+    rules = EncodingOptions(64, "assistant", False, False, "truncate")
+    inputs = EncoderInputs(templates.Prompter(tokenizers.SafeTokenizer(tokenizer), "assistant"), rules)
     (folder / "encoded").mkdir()
     writer = Writer(folder / "encoded", "s", 1, "float32")
     tokens = 0

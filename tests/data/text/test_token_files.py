@@ -11,7 +11,7 @@ from src.config import load
 from src.data.qa.encoded_store import tokenizer_digest
 from src.data.text import dataset as text
 from src.data.text import documents, token_files
-from src.data.text.documents import joined
+from src.data.text.documents import join_documents
 from src.data.text.packing import Packed
 from src.errors import DataError
 from src.files import new_directory
@@ -87,7 +87,7 @@ def test_a_row_may_be_changed_without_changing_the_data(places, tokenizer, write
 
 
 def test_rows_of_in_memory_shards_of_any_kind():
-    shards = [joined([[1], []], 9), joined([], 9), joined([[2, 3]], 9)]
+    shards = [join_documents([[1], []], 9), join_documents([], 9), join_documents([[2, 3]], 9)]
     rows = Packed(documents.Documents(shards, 9, "f", None), 9, 3)  # pyright: ignore[reportArgumentType]
     assert [rows.row(i).tolist() for i in range(len(rows))] == [[1, 9, 9], [2, 3, 9]]
     with pytest.raises(ValueError, match="end with token 9, got 1"):

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from src.data.text import tokenizers
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
 
 
@@ -48,7 +48,7 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path, make_tokenizer):
 
 
 def test_user_text_never_becomes_a_control_token(tokenizer):
-    encoder = Encoder(tokenizer)
+    encoder = SafeTokenizer(tokenizer)
     for token in ("<|endoftext|>", "<fim_prefix>", "<|assistant|>", "<|pad|>"):
         text = f"a {token} b"
         assert len(encoder.text(text)) == len(text)
@@ -65,7 +65,7 @@ def test_text_that_spells_a_piece_of_a_unigram_model_is_no_control_token():
     pieces = [*((name, 0.0) for name in ("<pad>", "</s>", "<unk>")), *((letter, -2.0) for letter in letters)]
     tokenizer = T5Tokenizer(vocab=[*pieces, *((f"<extra_id_{n}>", 0.0) for n in reversed(range(100)))])
     assert tokenizer("a</s>").input_ids == [4, 1, 1]
-    made = Encoder(tokenizer)
+    made = SafeTokenizer(tokenizer)
     for encoder in (made, pickle.loads(pickle.dumps(made))):
         assert encoder.text("a <extra_id_0> b </s>") == [4, 10, 2, 9, 5, 10, 7, 8, 9]  # 2: a run of letters that are no pieces
         assert list(encoder.texts(["a</s>", "<pad>"])) == [[11, 7, 8, 9], [10, 2, 9]]
@@ -83,25 +83,25 @@ def test_words_that_are_control_tokens_stay_text():
     backend = Tokenizer(models.WordLevel({"</s>": 0, "?": 1, "a": 2, "b": 3}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    assert Encoder(tokenizer).text("a </s> b") == [2, 1, 1, 3]
+    assert SafeTokenizer(tokenizer).text("a </s> b") == [2, 1, 1, 3]
 
 
 def test_no_text_is_cut_where_no_spelling_becomes_a_control_token(tokenizer):
-    assert Encoder(tokenizer)._backend.pre_tokenizer.__getstate__() == tokenizer.backend_tokenizer.pre_tokenizer.__getstate__()
+    assert SafeTokenizer(tokenizer)._backend.pre_tokenizer.__getstate__() == tokenizer.backend_tokenizer.pre_tokenizer.__getstate__()
 
 
 def test_making_an_encoder_leaves_the_tokenizer_as_it_was(tokenizer):
-    Encoder(tokenizer)
+    SafeTokenizer(tokenizer)
     assert tokenizer.encode("<|user|>") == [4]
 
 
 def test_many_texts_come_in_order(tokenizer):
     texts = [str(i) * (i % 7) for i in range(600)]
-    assert list(Encoder(tokenizer).texts(texts)) == [[8 + b for b in text.encode()] for text in texts]
+    assert list(SafeTokenizer(tokenizer).texts(texts)) == [[8 + b for b in text.encode()] for text in texts]
 
 
 def test_control_tokens_by_name_or_spelled_out(make_tokenizer):
-    encoder = Encoder(make_tokenizer(["<|endoftext|>"], pad=None))
+    encoder = SafeTokenizer(make_tokenizer(["<|endoftext|>"], pad=None))
     assert encoder.token("<|endoftext|>") == [0]
     assert encoder.control("<|user|>") is None
     assert encoder.token("<|user|>") == [1 + b for b in b"<|user|>"]
@@ -109,7 +109,7 @@ def test_control_tokens_by_name_or_spelled_out(make_tokenizer):
 
 
 def test_an_encoder_reaches_other_processes(tokenizer):
-    encoder = pickle.loads(pickle.dumps(Encoder(tokenizer)))
+    encoder = pickle.loads(pickle.dumps(SafeTokenizer(tokenizer)))
     assert min(encoder.text("<|user|>")) >= 8
 
 
@@ -122,7 +122,7 @@ def test_a_start_token_is_kept_and_an_end_token_is_not(make_tokenizer):
         single="<s> $A <|endoftext|>", special_tokens=[("<s>", 1), ("<|endoftext|>", 0)]
     )
     assert tokenizer.encode("") == [1, 0]
-    assert Encoder(tokenizer).start == [1]
+    assert SafeTokenizer(tokenizer).start == [1]
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])

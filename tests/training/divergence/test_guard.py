@@ -119,7 +119,7 @@ def test_a_batch_that_is_left_out_moves_nothing_but_the_step(folder: Path, value
 def test_the_run_is_taken_back_and_passes_over_what_it_stumbled_on(folder: Path):
     given = config(on_loss_spike="rewind")
     with small.opened(folder) as run:
-        with pytest.raises(distributed.Stopped, match="taken back to step 20, as step 25: the loss is") as caught:
+        with pytest.raises(distributed.TrainingStopped, match="taken back to step 20, as step 25: the loss is") as caught:
             small.train(run, given, spoiled(100.0, 25))
         assert (caught.value.everywhere, caught.value.step, caught.value.exit_code) == (True, 20, distributed.REQUEUE)
         (branch,) = branches.read(run.path)
@@ -141,12 +141,12 @@ def test_the_run_is_taken_back_and_passes_over_what_it_stumbled_on(folder: Path)
 def test_a_second_time_it_passes_over_both_places_and_keeps_what_a_person_changed(folder: Path):
     given = config(on_loss_spike="rewind")
     with small.opened(folder) as run:
-        with pytest.raises(distributed.Stopped):
+        with pytest.raises(distributed.TrainingStopped):
             small.train(run, given, spoiled(100.0, 25))
         (first,) = branches.read(run.path)
         changed = first.model_copy(update={"learning_rate": branches.parse_rate("x0.5")})
         write_json(run.path / branches.FILE, {"branches": [changed.model_dump(mode="json")]})
-        with pytest.raises(distributed.Stopped, match="taken back to step 20, as step 23"):
+        with pytest.raises(distributed.TrainingStopped, match="taken back to step 20, as step 23"):
             small.train(run, given, spoiled(100.0, 23, first=21))
         (branch,) = branches.read(run.path)
     assert (branch.number, branch.from_step, branch.data, branch.learning_rate) == (2, 20, "skip:8", changed.learning_rate)
@@ -155,7 +155,7 @@ def test_a_second_time_it_passes_over_both_places_and_keeps_what_a_person_change
 def test_nothing_is_passed_over_where_a_person_has_changed_the_order(folder: Path, caplog: pytest.LogCaptureFixture):
     given = config(on_loss_spike="rewind")
     with small.opened(folder) as run:
-        with pytest.raises(distributed.Stopped):
+        with pytest.raises(distributed.TrainingStopped):
             small.train(run, given, spoiled(100.0, 25))
         (first,) = branches.read(run.path)
         changed = first.model_copy(update={"data": "reshuffle"})
@@ -171,7 +171,7 @@ def test_a_run_that_cannot_be_taken_back_stops(folder: Path, why: str, caplog: p
     given = config(on_loss_spike="rewind", max_rewinds=1)
     with small.opened(folder) as run:
         if why == "max_rewinds":
-            with pytest.raises(distributed.Stopped):
+            with pytest.raises(distributed.TrainingStopped):
                 small.train(run, given, spoiled(100.0, 25))
         step = 25 if why == "max_rewinds" else 8
         with pytest.raises(TrainingError, match=f"step {step}: the loss is"):

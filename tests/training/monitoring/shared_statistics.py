@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from src import distributed
 from src.training.monitoring import parameter_statistics
-from src.training.monitoring.parameter_statistics import Measured
+from src.training.monitoring.parameter_statistics import TensorSums
 
 STEPS = 3
 
@@ -26,17 +26,17 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def trained(model: nn.Module, optimizer: Any, x: Tensor) -> list[Measured]:
+def trained(model: nn.Module, optimizer: Any, x: Tensor) -> list[TensorSums]:
     found = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(x).pow(2).sum().backward()
         found = parameter_statistics.gradients(model)
         optimizer.step()
-    return parameter_statistics.gathered(found + parameter_statistics.weights(model, optimizer), model)
+    return parameter_statistics.gather_sums(found + parameter_statistics.weights(model, optimizer), model)
 
 
-def fully_sharded() -> list[Measured]:
+def fully_sharded() -> list[TensorSums]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -45,7 +45,7 @@ def fully_sharded() -> list[Measured]:
     return trained(model, adamw(model), x)
 
 
-def zero(stage: int) -> list[Measured]:
+def zero(stage: int) -> list[TensorSums]:
     import deepspeed
     from deepspeed.accelerator import set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -68,7 +68,7 @@ def zero(stage: int) -> list[Measured]:
         engine.backward(engine(x).pow(2).sum())
         found = parameter_statistics.gradients(model)
         engine.step()
-    return parameter_statistics.gathered(found + parameter_statistics.weights(model, optimizer), model)
+    return parameter_statistics.gather_sums(found + parameter_statistics.weights(model, optimizer), model)
 
 
 def main() -> None:

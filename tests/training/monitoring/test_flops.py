@@ -80,7 +80,7 @@ def test_by_hand():
     """One layer, one head, width 2, one token, vocabulary 3, inner width 8: 2·2·(2 + 4 + 2 + 16) + 4·2 + 2·2·3."""
     config = transformers.GPTBigCodeConfig(n_embd=2, n_layer=1, n_head=1, vocab_size=3)
     assert flops.forward(config, 1, 1) == 2 * 2 * 24 + 8 + 12
-    assert flops.per_token(config, 1) == 3 * 116
+    assert flops.training(flops.forward(config, 1, 1)) == 3 * 116
     assert flops.training(10, trained=False) == 10
 
 

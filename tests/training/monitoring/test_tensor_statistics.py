@@ -21,7 +21,7 @@ from src.training.loss import causal_lm_loss, cross_entropy
 from src.training.monitoring import activation_statistics, monitor, parameter_statistics, tensor_statistics
 from src.training.monitoring import statistics_file as written
 from src.training.monitoring.monitor import Monitor
-from src.training.monitoring.source_loss import PerSource
+from src.training.monitoring.source_loss import SourceLoss
 from tests import toy
 
 
@@ -51,7 +51,7 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_the_numbers_are_those_of_a_plain_reference(name: str):
     tensor = TENSORS[name]()
-    (numbers,) = tensor_statistics.finished(tensor_statistics.sums(tensor)[None]).tolist()
+    (numbers,) = tensor_statistics.to_rows(tensor_statistics.sums(tensor)[None]).tolist()
     expected = reference(tensor)
     assert dict(zip(tensor_statistics.NAMES, numbers, strict=True)) == pytest.approx(expected, rel=1e-8, abs=0)
     assert tensor_statistics.describe(tensor) == pytest.approx(expected, rel=1e-6, abs=0)
@@ -75,7 +75,7 @@ def test_what_is_not_finite_is_counted_and_not_raised():
 def test_pieces_of_any_size_make_the_same_whole():
     tensor = torch.randn(1000) + 5
     pieces = [torch.empty(0), *tensor.split([1, 700, 299]), torch.empty(0)]
-    joined = tensor_statistics.joined(torch.stack([tensor_statistics.sums(piece) for piece in pieces]))
+    joined = tensor_statistics.join_sums(torch.stack([tensor_statistics.sums(piece) for piece in pieces]))
     assert joined.tolist() == pytest.approx(tensor_statistics.sums(tensor).tolist(), rel=1e-12)
 
 
@@ -107,7 +107,7 @@ def test_the_update_is_what_the_last_step_subtracted(adam: tuple[nn.Linear, torc
     found = {item.context: item for item in parameter_statistics.weights(layer, optimizer)}
     assert list(found) == ["hp", "exp_avg", "exp_avg_sq", "effective_update"]
     moved = before["weight"].double() - layer.weight.detach().double()
-    update = dict(zip(tensor_statistics.NAMES, tensor_statistics.finished(found["effective_update"].sums[None])[0].tolist(), strict=True))
+    update = dict(zip(tensor_statistics.NAMES, tensor_statistics.to_rows(found["effective_update"].sums[None])[0].tolist(), strict=True))
     assert update == pytest.approx(reference(moved / 0.1), rel=1e-4)
     moment = optimizer.state[layer.weight]["exp_avg"]
     assert tensor_statistics.rows(found["exp_avg"].sums[None])[0] == pytest.approx(reference(moment), rel=1e-6)
@@ -145,7 +145,7 @@ class Outer(nn.Module):
 def test_inputs_and_outputs_of_every_module_once(checkpointed: bool):
     model, found = Outer(checkpointed), []
     x = torch.randn(2, 3, requires_grad=True)
-    with activation_statistics.watched(model, found):
+    with activation_statistics.watch_activations(model, found):
         model(x)["loss"].backward()  # which runs `first` once more when it is checkpointed
         model.first(x)
     names = [(item.name, item.type, item.context) for item in found]
@@ -167,7 +167,7 @@ def test_inputs_and_outputs_of_every_module_once(checkpointed: bool):
 
 def test_the_hooks_go_when_the_forward_pass_fails():
     model = Outer(False)
-    with pytest.raises(RuntimeError), activation_statistics.watched(model, []):
+    with pytest.raises(RuntimeError), activation_statistics.watch_activations(model, []):
         model(torch.randn(2, 4))
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -327,7 +327,7 @@ def test_loss_by_source_by_hand():
     logits[3] = torch.tensor([math.log(5), 0, 0, 0])  # 5 / 8 for token 0
     targets = torch.tensor([0, 0, -100, 0, -100])
     mask = torch.tensor([[False, True, True], [False, True, False]])
-    found = PerSource(["books", "code", "never seen"])
+    found = SourceLoss(["books", "code", "never seen"])
     with found.watched(mask, torch.tensor([0, 1])):
         cross_entropy(logits, targets)
     cross_entropy(logits, targets)
@@ -338,7 +338,7 @@ def test_loss_by_source_by_hand():
 
 
 def test_a_loss_that_is_no_number_is_in_no_mean_by_source():
-    found = PerSource(["a"])
+    found = SourceLoss(["a"])
     found.count(torch.tensor([[0.0, 0.0], [math.nan, 0.0]]), torch.tensor([0, 0]), torch.tensor([0, 0]))
     assert found.row() == pytest.approx({"loss/a": math.log(2), "loss_tokens/a": 1})
 

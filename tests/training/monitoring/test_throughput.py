@@ -10,7 +10,7 @@ import transformers
 from src.training.loader import Step
 from src.training.monitoring import flops
 from src.training.monitoring.energy import Energy
-from src.training.monitoring.throughput import Meter
+from src.training.monitoring.throughput import ThroughputMeter
 
 
 def model() -> transformers.GPT2LMHeadModel:
@@ -25,7 +25,7 @@ def step() -> Step:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is absent without a GPU")
 def test_a_row_without_a_gpu():
-    meter = Meter(model(), "bfloat16")
+    meter = ThroughputMeter(model(), "bfloat16")
     for _ in range(4):
         meter.count(step())
     row = meter.row()
@@ -53,7 +53,7 @@ def test_waiting_for_data_is_counted_and_forgotten():
             pass
         yield 7
 
-    meter = Meter()
+    meter = ThroughputMeter()
     assert meter.waiting(slow()) == 7
     row = meter.row()
     assert 0.05 <= row["data_wait_seconds"] <= row["seconds"]

@@ -15,7 +15,7 @@ from src import distributed
 from src.training.checkpointing import folder as checkpoint
 from src.training.monitoring import parameter_statistics
 from src.training.optim.adamw_scale import AdamWScale
-from src.training.parallel.copies import Copies
+from src.training.parallel.engine import BufferPool
 from src.training.parallel.fsdp import _cut_like, _whole
 
 STEPS = 3
@@ -30,19 +30,19 @@ def made(cut: bool) -> tuple[nn.Module, AdamWScale]:
     return model, AdamWScale(model.parameters(), 0.02, (0.9, 0.95), 1e-6, 0.1)
 
 
-def train(model: nn.Module, optimizer: AdamWScale, steps: range) -> list[parameter_statistics.Measured]:
+def train(model: nn.Module, optimizer: AdamWScale, steps: range) -> list[parameter_statistics.TensorSums]:
     """On the same input in every process, so that the mean of the gradients is that of one."""
     for step in steps:
         torch.manual_seed(step)
         optimizer.zero_grad()
         model(torch.randn(4, 7)).pow(2).sum().backward()
         optimizer.step()
-    return parameter_statistics.gathered(parameter_statistics.weights(model, optimizer), model)
+    return parameter_statistics.gather_sums(parameter_statistics.weights(model, optimizer), model)
 
 
 def tensors(model: nn.Module, optimizer: AdamWScale) -> dict[str, Tensor]:
     """Weights and the optimizer's state, whole; empty but on rank 0."""
-    return _whole({**dict(model.named_parameters()), **checkpoint.optimizer_tensors(model, optimizer)}, Copies())
+    return _whole({**dict(model.named_parameters()), **checkpoint.optimizer_tensors(model, optimizer)}, BufferPool())
 
 
 def main(folder: Path) -> None:
@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
         def write() -> None:
             save_file(checkpoint.optimizer_tensors(*whole), folder / checkpoint.OPTIMIZER)
 
-        distributed.from_main(write)
+        distributed.broadcast_from_rank0(write)
         again, optimizer = made(True)
         for parameter, value in zip(again.parameters(), whole[0].parameters(), strict=True):
             parameter.data.copy_(_cut_like(parameter, value.detach()))

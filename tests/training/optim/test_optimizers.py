@@ -20,9 +20,9 @@ from src.operations import interventions
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Options
-from src.training.checkpointing.folder import OPTIMIZER, About
+from src.training.checkpointing.folder import OPTIMIZER, CheckpointMetadata
 from src.training.config import LoopConfig
-from src.training.loop import Task, fit
+from src.training.loop import TrainSpec, fit
 from src.training.monitoring import parameter_statistics, tensor_statistics
 from src.training.optim import optimizers
 from src.training.parallel import choice as engines
@@ -59,8 +59,8 @@ def train(folder: Path, optimizer: str, options: Options | None = None) -> dict[
     """Train, or go on; hashes of what is left."""
     with small.opened(folder, options) as run, distributed.stoppable():
         torch.manual_seed(0)
-        about = About({}, tokenizers.load(run.places.data / "toy_tokenizer"))
-        task = Task(Curve(), about, small.Numbers(), {}, lambda model, batch: model(batch), lambda _: {"val_loss": 0.0})
+        about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
+        task = TrainSpec(Curve(), about, small.Numbers(), {}, lambda model, batch: model(batch), lambda _: {"val_loss": 0.0})
         fit(task, run, loop(optimizer, schedule="inverse_sqrt", warmup_rate=0.25, warmup_start=0.5), seed=0)
     paths = [place(folder), *(checkpoints.folder(place(folder), STEPS) / name for name in ("model.safetensors", OPTIMIZER, "state.json"))]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in [paths[0] / "scores.jsonl", *paths[1:]]}
@@ -116,7 +116,7 @@ def test_a_branch_has_its_rate_and_may_begin_with_no_moments(folder: Path, optim
 def test_it_learns(optimizer: str):
     torch.manual_seed(0)
     model, losses = Curve(), []
-    its = optimizers.made(model, loop(optimizer))
+    its = optimizers.build_optimizer(model, loop(optimizer))
     for _ in range(200):
         its.zero_grad()
         loss = model({"input_ids": torch.arange(32).expand(2, 32).T})
@@ -173,13 +173,13 @@ def test_an_unknown_optimizer_is_told_the_known_ones():
 )
 def test_where_tensors_are_in_parts_it_says_what_to_use(optimizer: str, options: dict[str, Any], instead: str):
     with pytest.raises(ConfigError, match=rf"^loop\.optimizer: '{optimizer}' needs .*{instead}"):
-        engines.start(loop(optimizer), Options(**options))
+        engines.build_accelerator(loop(optimizer), Options(**options))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_scale", "adafactor"])
 def test_statistics_are_of_what_there_is(optimizer: str):
     model = Curve()
-    its, before = optimizers.made(model, loop(optimizer)), dict[str, Tensor]()
+    its, before = optimizers.build_optimizer(model, loop(optimizer)), dict[str, Tensor]()
     for _ in range(3):
         its.zero_grad()
         model({"input_ids": torch.arange(32).expand(2, 32).T}).backward()

@@ -14,7 +14,7 @@ from src.config import load
 from src.errors import ConfigError
 from src.training.config import LoopConfig
 from src.training.loss import causal_lm_loss, cross_entropy
-from src.training.optim.optimizers import adamw, learning_rate, made
+from src.training.optim.optimizers import adamw, build_optimizer, learning_rate
 
 LOOP = {"steps": 100, "sequences_per_step": 2, "micro_batch": 2, "learning_rate": 0.5, "eval_every": 1}
 
@@ -74,7 +74,7 @@ def test_ends_that_are_not_given_change_no_bit(name: str):
 def test_only_trained_matrices_decay(optimizer: str):
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
     model[2].requires_grad_(False)
-    its = made(model, loop(optimizer=optimizer, weight_decay=0.1))
+    its = build_optimizer(model, loop(optimizer=optimizer, weight_decay=0.1))
     decays = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in its.param_groups}
     assert decays == {0.1: [(2, 2)], 0.0: [(2,), (2,), (2,)]}
 

@@ -45,9 +45,9 @@ def train(compiled: bool, again: bool = False, **sizes: Any) -> Trained:
     model: Any = make_base("gpt_bigcode", **sizes).train()
     names, found = list(model.state_dict()), Trained()
     if compiled:
-        assert compilation.compiled(model) == 4
+        assert compilation.compile_layers(model) == 4
     if again:
-        memory.checkpointed(model)
+        memory.checkpoint_layers(model)
     assert list(model.state_dict()) == names
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS):
@@ -119,7 +119,7 @@ def test_a_batch_of_another_shape_is_refused():
 
 def test_a_model_without_layers_is_refused():
     with pytest.raises(ConfigError, match=r"loop\.compile: Sequential has no list of layers to compile"):
-        compilation.compiled(nn.Sequential(nn.Linear(2, 2)))
+        compilation.compile_layers(nn.Sequential(nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize(("gpu", "variable", "first"), [(False, "CXX", "g++"), (True, "CC", "gcc")])

@@ -65,7 +65,7 @@ def step_on(model: Any, step: int, padded: bool) -> torch.Tensor:
 def test_each_kind_of_layer_is_one_graph_from_the_first_step_on(version: str, padded: bool, graphs: list[int]):
     """Where batches are padded there is one more set: transformers gives layers no mask where it is all True."""
     model, plain = made(version), made(version)
-    assert compilation.compiled(model) == 2 * LAYERS
+    assert compilation.compile_layers(model) == 2 * LAYERS
     found = []
     for step in range(STEPS):
         assert step_on(model, step, padded).item() == pytest.approx(step_on(plain, step, padded).item(), rel=1e-2)

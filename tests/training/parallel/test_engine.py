@@ -14,7 +14,7 @@ from src.runs.checkpoints import folder as checkpoints
 from src.training.checkpointing import consolidate
 from src.training.checkpointing.folder import OPTIMIZER
 from src.training.config import LoopConfig
-from src.training.parallel.zero import filled
+from src.training.parallel.zero import fill_settings
 from tests.conftest import ROOT
 from tests.training.parallel.modes import EXP, MODES, RESOURCES, SKIPS, Modes, scores, weights
 
@@ -183,12 +183,12 @@ def test_settings_that_say_otherwise_are_refused(tmp_path: Path, given: Any, mes
     path = tmp_path / "zero.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}, **given} if given and isinstance(given, dict) else given))
     with pytest.raises(ConfigError, match=message):
-        filled(path, LOOP)
+        fill_settings(path, LOOP)
 
 
 @pytest.mark.parametrize("name", RESOURCES)
 def test_the_files_that_are_given_fit_any_experiment(name: str):
-    found = filled(ROOT / "resources" / f"{name}.json", LOOP)
+    found = fill_settings(ROOT / "resources" / f"{name}.json", LOOP)
     assert found["zero_optimization"]["stage"] == int(name.removeprefix("ds_config_zero")[0])
     assert found["train_batch_size"] == 8
     assert "auto" not in json.dumps(found)
@@ -214,7 +214,7 @@ def test_auto_is_filled_in_and_the_rest_is_kept(tmp_path: Path):
     path.write_text(
         json.dumps({"zero_optimization": zero, "train_batch_size": "auto", "bf16": {"enabled": "auto"}, "wall_clock_breakdown": True})
     )
-    found = filled(path, LOOP)
+    found = fill_settings(path, LOOP)
     assert found["zero_optimization"] == {"stage": 3, "stage3_prefetch_bucket_size": 7}
     assert (found["train_batch_size"], found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]) == (8, 4, 2)
     assert found["wall_clock_breakdown"] is True

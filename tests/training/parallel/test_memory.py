@@ -69,7 +69,7 @@ def gradients(model: nn.Module, offload: bool = False) -> dict[str, Tensor]:
     """Of a pass in train mode with fixed draws, and the loss itself."""
     model.train()
     torch.manual_seed(5)
-    with memory.offloaded(model, least_bytes=1) if offload else contextlib.nullcontext():
+    with memory.offload_activations(model, least_bytes=1) if offload else contextlib.nullcontext():
         value = loss(model)
     value.backward()
     return {"loss": value.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
@@ -99,7 +99,7 @@ def test_gradients_have_the_same_bits(kind: str, way: str):
     model = MADE[kind]()
     names = list(model.state_dict())
     if way != "host":
-        assert memory.checkpointed(model) == (6 if kind == "cross_attention" else 4)
+        assert memory.checkpoint_layers(model) == (6 if kind == "cross_attention" else 4)
     found = gradients(model, offload=way != "again")
     assert list(model.state_dict()) == names
     assert found.keys() == expected.keys()
@@ -119,7 +119,7 @@ def test_dropout_is_at_work(kind: str):
 def test_a_layer_that_is_computed_again_keeps_little(kind: str):
     model = MADE[kind]()
     whole = saved_bytes(model)
-    memory.checkpointed(model)
+    memory.checkpoint_layers(model)
     assert saved_bytes(model) < whole / 2
 
 
@@ -127,7 +127,7 @@ def test_a_layer_is_computed_again_in_the_backward_pass_alone():
     model: Any = make_base("gpt_bigcode").train()
     calls = []
     model.transformer.h[1].mlp.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    memory.checkpointed(model)
+    memory.checkpoint_layers(model)
     value = loss(model)
     assert calls == [True]
     value.backward()
@@ -152,7 +152,7 @@ def test_lists_within_a_layer_are_part_of_it():
 
 def test_a_model_without_layers_is_refused():
     with pytest.raises(ConfigError, match=r"--gradient_checkpointing: Linear has no layers to compute again\. Leave it out\."):
-        memory.checkpointed(nn.Linear(2, 2))
+        memory.checkpoint_layers(nn.Linear(2, 2))
 
 
 def test_all_but_weights_and_small_tensors_leave_and_come_back():
@@ -169,7 +169,7 @@ def test_all_but_weights_and_small_tensors_leave_and_come_back():
         loss(model)
     assert sizes
     for least in (1, 512):
-        with memory.offloaded(model, least) as found:
+        with memory.offload_activations(model, least) as found:
             value = loss(model)
         large = [size for size in sizes if size >= least]
         assert found.num_bytes == sum(large), "none of these tensors has gaps or repeats its numbers"
@@ -219,7 +219,7 @@ def test_on_a_gpu_the_room_is_free_between_the_passes():
     used = []
     for least in (2**40, 1):
         before = torch.cuda.memory_allocated()
-        with memory.offloaded(model, least):
+        with memory.offload_activations(model, least):
             value = model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).mean()
         torch.cuda.synchronize()
         used.append(torch.cuda.memory_allocated() - before)

@@ -18,7 +18,7 @@ from src.batches import DepthBatch
 from src.config import Places
 from src.data import jsonl
 from src.data.denoising import noise, sentinels
-from src.data.denoising.dataset import Sample, draws
+from src.data.denoising.dataset import Sample, mask_rng
 from src.data.denoising.depth.sentence_groups import Groups, Room
 from src.errors import ConfigError, DataError
 from src.interfaces import DatasetConfig, require_fit
@@ -149,7 +149,7 @@ class DepthDataset:
         """drawn_for: split and seed."""
         self.fingerprint = groups.fingerprint
         self._config, self._groups, self._chosen, self._words = config, groups, chosen, words
-        self._draws = draws(*drawn_for)
+        self._draws = mask_rng(*drawn_for)
         self._sentences_alone = False
         self._weighted = drawn_for[0] == "train" and config.sentence_weight != 1
 

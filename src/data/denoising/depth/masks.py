@@ -12,7 +12,7 @@ from src.data.collate import NOT_LEARNED
 
 
 def with_masks(batch: Seq2SeqBatch, sentence_ids: Tensor) -> DepthBatch:
-    """The batch with who sees whom. Each input is [<eosen> <sent_i> words]... <eosen> </s>; each target as well.
+    """The batch with the attention masks of DEPTH. Each input is [<eosen> <sent_i> words]... <eosen> </s>; each target as well.
 
     A sentence token of the encoder sees its own sentence: itself, its words, and the <eosen> that ends it. All its other tokens see all
     tokens. A sentence token that the decoder reads sees itself, those before it, and of the encoder the sentence tokens; its other tokens

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from src.data.denoising import noise
 from src.data.denoising.depth import sentences
-from src.data.text.tokenizers import Encoder
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Groups:
         self._room, self._num_sentences = room, num_sentences
         pieces: list[np.ndarray] = []
         firsts: list[int] = []
-        for document in _tokenised(texts, Encoder(tokenizer)):
+        for document in _tokenised(texts, SafeTokenizer(tokenizer)):
             cut = [ids[place : place + room.most(1)] for ids in document for place in range(0, len(ids), room.most(1))]
             firsts += (len(pieces) + first for first in self._firsts([len(ids) for ids in cut]))
             pieces += cut
@@ -88,7 +88,7 @@ class Groups:
             tokens, held = tokens + length, held + 1
 
 
-def _tokenised(texts: Iterable[str], encoder: Encoder) -> "Iterator[list[np.ndarray]]":
+def _tokenised(texts: Iterable[str], encoder: SafeTokenizer) -> "Iterator[list[np.ndarray]]":
     """Of each document the ids of its sentences, none empty."""
     import numpy as np
 
