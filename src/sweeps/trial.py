@@ -18,6 +18,8 @@ from src.runs.metadata import read_status, state_of
 from src.runs.scores import SCORES, Scores
 
 POLL_SECONDS = 0.2
+EXP_ID = "exp_id"
+"""The attribute of a trial in its study that names its experiment."""
 GRACE_SECONDS = 60.0
 """How long a training that was told to stop may take for its checkpoint before it is killed."""
 RESTARTS = 3
@@ -26,7 +28,7 @@ _INTERRUPTED = {75, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIG
 
 
 @dataclass(frozen=True)
-class Ending:
+class TrialResult:
     """How a trial ended. `value`: the last of the metric, None where there is none."""
 
     state: Literal["done", "pruned", "failed"]
@@ -50,7 +52,7 @@ class Training:
         self._known: tuple[object, list[float]] = (None, [])
         self._lease: tuple[bytes | None, float] = (None, time.monotonic())
 
-    def follow(self, prune: Callable[[Sequence[float]], bool]) -> Ending:
+    def follow(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult:
         """Train to the end. `prune` is shown all values so far whenever there may be new ones, and says True to stop.
 
         Whatever interrupts this process stops the training first, in order.
@@ -66,39 +68,37 @@ class Training:
             raise
         return ending
 
-    def _step(self, prune: Callable[[Sequence[float]], bool]) -> Ending | None:
+    def _step(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult | None:
         code = self.child.poll() if self.child else None  # asked before the files are read: they are final where it has ended
         try:
             state, values = state_of(self.run), self._values()
         except UserError as error:
             self._stop()
-            return Ending("failed", reason=str(error))
+            return TrialResult("failed", reason=str(error))
         alone = self.child is None or code is not None
         if state == "done":
             if not alone:
                 return None
             if self.metric is not None and not values:
-                return Ending("failed", reason=f"the training ended without one value of {self.metric!r} in {SCORES}.")
+                return TrialResult("failed", reason=f"the training ended without one value of {self.metric!r} in {SCORES}.")
             prune(values)
-            return Ending("done", values[-1] if values else None)
+            return TrialResult("done", values[-1] if values else None)
         if prune(values):
             self._stop()
             ended = state_of(self.run) == "done"
-            return Ending("done", self._values()[-1]) if ended else Ending("pruned", values[-1] if values else None)
-        if not alone:
-            return None
+            return TrialResult("done", self._values()[-1]) if ended else TrialResult("pruned", values[-1] if values else None)
+        if not alone or not self._silent():
+            return None  # a training that somebody else started: wait for it
         if self.child is not None and code is not None and code >= 0 and code not in _INTERRUPTED:
             reason = str(read_status(self.run).get("reason") or f"exit code {code}") if state == "failed" else f"exit code {code}"
-            return Ending("failed", reason=f"{reason}. See {self._logs()[1]}")
-        if state == "running" and not self._silent():
-            return None  # somebody else's: wait for it
+            return TrialResult("failed", reason=f"{reason}. See {self._logs()[1]}")
         return self._start(len(values))
 
-    def _start(self, rows: int) -> Ending | None:
+    def _start(self, rows: int) -> TrialResult | None:
         self._starts_without_gain = 0 if rows > self._rows_at_start else self._starts_without_gain + 1
         self._rows_at_start = rows
         if self._starts_without_gain > RESTARTS:
-            return Ending("failed", reason=f"killed {RESTARTS + 1} times without coming further. See {self._logs()[1]}")
+            return TrialResult("failed", reason=f"killed {RESTARTS + 1} times without coming further. See {self._logs()[1]}")
         logs = self._logs()
         with writing(logs[0].parent):
             logs[0].parent.mkdir(parents=True, exist_ok=True)
@@ -128,9 +128,9 @@ class Training:
         return self._known[1]
 
     def _silent(self) -> bool:
-        """Whether whoever trains there is not known to be alive and has not moved for long: then a start finds out."""
-        if holder_is_dead(self.run) is False:
-            return False
+        """Whether nobody trains there, as far as can be seen: on another machine, whether its lease has not moved for long."""
+        if (dead := holder_is_dead(self.run)) is not None:
+            return dead
         with contextlib.suppress(OSError):
             now = (self.run / LEASE).read_bytes()
             if now != self._lease[0]:
