@@ -93,7 +93,7 @@ def latest(run: Path, attempt: int) -> Event | None:
             last = None if last and last.get("rule") == "hung" else last
         elif event.get("severity") not in ("warning", "error") or event.get("rule") in ("failed", "dead"):
             continue
-        elif last is None or last.get("rule") in log_rules.AFTERMATH or event.get("rule") not in log_rules.AFTERMATH:
+        elif last is None or log_rules.is_aftermath(last.get("rule")) or not log_rules.is_aftermath(event.get("rule")):
             last = event
     return last
 
