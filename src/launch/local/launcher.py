@@ -206,17 +206,6 @@ def kill(config: Config, job_ids: Sequence[str]) -> None:
         raise
     if left and (left := _until_ended(config, job_ids, _KILL_SECONDS, told, hard=True)):
         raise LaunchError(f"{', '.join(left)}: killed, but still there after {_KILL_SECONDS:g} s.")
-    _kill_left_behind(job_ids)
-
-
-def _kill_left_behind(job_ids: Sequence[str]) -> None:
-    """End what ended jobs have left behind, where their scheduler no longer does it."""
-    until = time.monotonic() + _KILL_SECONDS
-    while left := local_state.processes(set(job_ids)):
-        if time.monotonic() > until:
-            raise LaunchError(f"Processes {', '.join(map(str, left))}: killed, but still there after {_KILL_SECONDS:g} s.")
-        local_state.signal_all(left, signal.SIGKILL)
-        time.sleep(_POLL_SECONDS)
 
 
 def _until_ended(config: Config, job_ids: Sequence[str], seconds: float, told: set[int], hard: bool) -> list[str]:
@@ -227,13 +216,12 @@ def _until_ended(config: Config, job_ids: Sequence[str], seconds: float, told: s
     until = time.monotonic() + seconds
     while True:
         alive = [job_id for job_id, seen in states(config, job_ids).items() if seen.state in ("queued", "running")]
-        if hard:
-            local_state.signal_all(local_state.processes(set(alive)), signal.SIGKILL)
         for queue, indices in _grouped(config, alive):
             names = queue.attempts()
-            for index in indices:
-                attempt = queue.attempt(index, names)
-                if not hard and attempt.alive and attempt.pid not in told:
+            for attempt in (queue.attempt(index, names) for index in indices):
+                if attempt.alive and hard:
+                    local_state.kill_descendants(attempt.pid)
+                elif attempt.alive and attempt.pid not in told:
                     told.add(attempt.pid)
                     local_state.signal_group(attempt.pid, signal.SIGTERM)
         if not alive or time.monotonic() > until:

@@ -15,7 +15,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,10 +32,6 @@ QUEUE = "queue.json"
 STARTED = "started"
 ABANDONED = "abandoned"
 LOCK = "scheduler.lock"
-MARK = "LOCAL_JOB"
-"""Environment variable that every process of a job has: its job id."""
-_MARK = f"{MARK}=".encode()
-_EXEC_SECONDS = 0.1
 JOB_ID = re.compile(r"(?P<submission>[\w-]+)\.(?P<index>\d+)")
 
 
@@ -154,8 +151,7 @@ class Queue:
         if attempt.alive:
             return Seen("running", "RUNNING", **facts)
         if lives and attempt.number:
-            fate = "what it has left behind is ended" if attempt.code == 0 else "its scheduler decides whether it is started again"
-            return Seen("running", "ENDING", fate, **facts)
+            return Seen("running", "ENDING", "its scheduler decides whether it is started again", **facts)
         if lives:
             return Seen("queued", "PENDING", "waits for its turn", **facts)
         if attempt.number == 0:
@@ -164,25 +160,17 @@ class Queue:
         return Seen(state, state.upper(), reason, **facts)
 
 
-def processes(job_ids: Collection[str]) -> list[int]:
-    """Every process of these jobs that lives, also those that have left their group. Looks at this user's processes only."""
-    found = []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                marks = [word for word in _environ(entry.path).split(b"\0") if word.startswith(_MARK)]
-                if marks and marks[0].removeprefix(_MARK).decode() in job_ids and process_start(int(entry.name)) is not None:
-                    found.append(int(entry.name))
-    return found
-
-
-def _environ(process: str) -> bytes:
-    """The environment of a process. One that is about to become another program (execve) has none for a moment, which is waited for."""
-    end = time.monotonic() + _EXEC_SECONDS
-    while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < end:
-        os.readlink(Path(process, "exe"))  # raises FileNotFoundError for a thread of the kernel, and for what has ended
-        time.sleep(0.0005)
-    return found
+def descendants(pid: int) -> list[int]:
+    """Every process that `pid` has started, and those that they have started. torchrun starts its ranks in sessions of their own."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
+            children[int(parent)].append(int(stat.parent.name))
+    family = [pid]
+    for member in family:
+        family += children[member]  # a list may grow while it is gone through
+    return family[1:]
 
 
 def verdict(code: int | None, log: str) -> tuple[Any, str]:
@@ -209,11 +197,11 @@ def signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-def signal_all(pids: list[int], number: signal.Signals) -> None:
-    """Send a signal to single processes; those that have ended are no error."""
-    for pid in pids:
+def kill_descendants(pid: int) -> None:
+    """End a job at once. Its first process is not killed: it notes how the others ended."""
+    for process in descendants(pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
+            os.kill(process, signal.SIGKILL)
 
 
 def load(submissions: Path, job_id: str) -> tuple[Queue, int] | None:
