@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from src import registry
-from src.errors import LaunchError, UserError
+from src.config import unknown
+from src.errors import ConfigError, LaunchError, UserError
+from src.files import reading
 from src.launch import submissions
 from src.launch.job import Seen
 from src.runs import events, lease, metadata, parents, scores
@@ -21,6 +24,7 @@ STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "un
 ALIVE = ("queued", "running")
 _SILENT_SECONDS = 10 * lease.STALE_SECONDS
 """A job that its scheduler has forgotten, with a holder on another machine, counts as running as long as it has beaten since."""
+_ID = re.compile(r"[0-9a-f]{32}")
 State = Literal["never", "queued", "running", "done", "failed", "stopped", "lost", "unknown"]
 
 
@@ -55,6 +59,32 @@ class Tracked:
     launcher: registry.Part | None
     seen: Seen | None
     """None: the scheduler knows nothing of it."""
+
+
+def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
+    """The folder of save directories, and the ids that are meant: all in `path`, or `path` itself where it is a save directory.
+
+    Raises:
+        ConfigError: no such folder, no run in it, or none of `group`.
+        RunError: the folder cannot be read.
+    """
+    path = path.resolve()
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder. Expected one of save directories, or one save directory.")
+    if _ID.fullmatch(path.name):
+        runs, names = path.parent, [path.name]
+    else:
+        with reading(path):
+            runs, names = path, sorted(name for name in os.listdir(path) if _ID.fullmatch(name))
+        if not names:
+            raise ConfigError(f"{path}: no runs in it. Their save directories are named by the 32 hex digits of their ids.")
+    if group is None:
+        return runs, names
+    groups = {name: metadata.read_groups(runs / name) for name in names}
+    selected = [name for name in names if group in groups[name]]
+    if not selected:
+        raise unknown("group", group, {one for listed in groups.values() for one in listed}, "-e")
+    return runs, selected
 
 
 def table(runs: Path, exp_ids: Sequence[str]) -> list[Row]:

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from src.errors import ConfigError, RunError, UserError
+from src.errors import ConfigError, RunError
+from src.launch.command_line import make_parser, run_command
 from src.operations import hold
 from src.runs import lease, ledger
 from src.runs.checkpoints import folder as checkpoints
@@ -36,15 +37,13 @@ RUNS = Path("results/runs")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says, and print it. Returns the exit code: 1 where it was refused."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    try:
-        run = find(options.run, options.runs)
-        lines = _COMMANDS[options.command](run, options)
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return 0
+
+    def act() -> int:
+        lines = _COMMANDS[options.command](find(options.run, options.runs), options)
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        return 0
+
+    return run_command(act, logging.WARNING)
 
 
 def find(name: str, runs: Path) -> Path:
@@ -155,9 +154,7 @@ def _shown(plan: Plan) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m src.operations.interventions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("src.operations.interventions", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     made = {name: commands.add_parser(name, help=text) for name, text in _HELP.items()}
     for name, command in made.items():

@@ -25,9 +25,8 @@ from statistics import median
 from typing import Any
 
 from src.errors import ConfigError, UserError
-from src.launch import run_folders
 from src.launch import status as jobs
-from src.launch.interruption import signals_raise
+from src.launch.command_line import make_parser, run_command
 from src.runs import events, heartbeat, lease, metadata
 
 NEW, KNOWN = 3, 4
@@ -213,12 +212,7 @@ def notify(command: str, exp_id: str, event: events.Event) -> None:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m src.operations.watchdog",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("src.operations.watchdog", __doc__)
     parser.add_argument("runs", type=Path, metavar="RUNS", help="folder of save directories, or one of them")
     parser.add_argument("-e", "--group", metavar="GROUP", help="only the runs of this group")
     parser.add_argument("--once", action="store_true", help="look once, and tell by the exit code")
@@ -232,24 +226,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    args = parse(argv)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("src").setLevel(logging.INFO)
-    try:
-        if min(args.every, args.factor, args.least, args.start) <= 0:
-            raise ConfigError("--every, --factor, --least, --start: expected numbers above 0.")
-        limits = Limits(args.factor, args.least, args.start)
-        with signals_raise():
-            while True:
-                code = _round(*run_folders.chosen(args.runs, args.group), limits, args.notify)
-                if args.once:
-                    return code
-                time.sleep(args.every)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return run_command(lambda: watch(parse(argv)))
+
+
+def watch(args: argparse.Namespace) -> int:
+    """Look once, or again and again; returns the exit code."""
+    if min(args.every, args.factor, args.least, args.start) <= 0:
+        raise ConfigError("--every, --factor, --least, --start: expected numbers above 0.")
+    limits = Limits(args.factor, args.least, args.start)
+    while True:
+        code = _round(*jobs.select_runs(args.runs, args.group), limits, args.notify)
+        if args.once:
+            return code
+        time.sleep(args.every)
 
 
 def _round(runs: Path, exp_ids: Sequence[str], limits: Limits, command: str | None) -> int:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.config import Places
-from src.errors import ConfigError, UserError
-from src.launch.interruption import signals_raise
+from src.errors import ConfigError
+from src.launch.command_line import make_parser, run_command
 from src.runs import metadata
 from src.sweeps.plan import Sweep, combinations, load
 from src.sweeps.trial import EXP_ID, POLL_SECONDS, Training, TrialResult
@@ -29,9 +29,7 @@ log = logging.getLogger(__name__)
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m src.sweeps", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser("src.sweeps", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="sweep in the schema of Weights & Biases")
     parser.add_argument(
         "--trials", type=int, metavar="N", help="trials of the whole sweep, earlier calls included (default: run_cap or the grid)"
@@ -45,17 +43,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 where every trial has ended and none failed."""
-    args = parse(argv)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("src").setLevel(logging.INFO)
-    try:
-        return act(args)
-    except UserError as error:
-        for line in str(error).splitlines():
-            sys.stderr.write(f"error: {line}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return run_command(lambda: act(parse(argv)))
 
 
 def act(args: argparse.Namespace) -> int:
@@ -72,10 +60,9 @@ def act(args: argparse.Namespace) -> int:
     from src.sweeps.study import Study
 
     study = Study(sweep.places.runs, sweep.name, sweep.file, sweep.dimensions, sweep.asked())
-    with signals_raise():
-        if args.workers > 1:
-            _employ(args, total)
-        work(sweep, study, total)
+    if args.workers > 1:
+        _employ(args, total)
+    work(sweep, study, total)
     trials = study.trials()
     sys.stdout.write("\n".join(table(sweep, study)) + "\n")
     return 1 if any(trial.state.name == "FAIL" for trial in trials) else 0

@@ -20,7 +20,7 @@ from src import config as configs
 from src.errors import LaunchError
 from src.files import writing
 from src.launch.command import Environment, Processes, outside_torchrun, shell_line
-from src.launch.interruption import signals_raise
+from src.launch.command_line import signals_raise
 from src.launch.job import Job, Note, Seen
 from src.launch.local import state as local_state
 from src.launch.local.state import Queue

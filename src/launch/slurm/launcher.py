@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -12,13 +13,13 @@ from src import config as configs
 from src.errors import LaunchError, UserError
 from src.launch.command import Environment, Processes
 from src.launch.job import Job, Note, Seen
-from src.launch.slurm.commands import Refused, ask, collapse, found
+from src.launch.slurm.commands import Away, Refused, ask, collapse, explain_refusal, found, once
 from src.launch.slurm.script import read_ids, task_line, write_script, write_tasks
 from src.launch.slurm.states import named, seen
-from src.launch.slurm.submission import queue
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 _IDS_PER_CALL = 500
+_WAIT_SECONDS = 0.5
 # Options of sbatch that this file sets itself, and where to say it instead; None: it cannot be changed.
 _OURS = {
     **{option: option.replace("-", "_") for option in ("partition", "account", "time", "mem", "qos", "constraint")},
@@ -126,7 +127,7 @@ def submit(config: Config, jobs: Sequence[Job], folder: Path, note: Note) -> lis
     try:
         for array in _grouped(config, jobs, largest):
             tasks = _new_tasks(array, folder)
-            array_id = queue(_sbatch(array, script, tasks, queued), _name(tasks), patience)
+            array_id = _queue(_sbatch(array, script, tasks, queued), _name(tasks), patience)
             ids = {job.exp_id: f"{array_id}_{i}" for i, job in enumerate(array.jobs)}
             queued |= ids
             note(ids)
@@ -277,3 +278,58 @@ def _sbatch(array: _Array, script: Path, tasks: Path, queued: dict[str, str]) ->
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not None and value is not False
     ]
     return ["sbatch", "--parsable", *words, str(script.absolute()), str(tasks)]
+
+
+def _queue(argv: Sequence[str], name: str, patience_seconds: float) -> str:
+    """Run sbatch; returns the id of the array called `name`, a name that no other array has.
+
+    When Slurm does not answer, the array may have been queued all the same: it is looked for by its name before sbatch runs again.
+
+    Raises:
+        LaunchError: Slurm refused, with its message and the setting to change; or it does not answer, and what may have been queued is
+            cancelled as far as Slurm can be told to.
+    """
+    deadline = time.monotonic() + patience_seconds
+    left, doubtful = patience_seconds, False
+    while True:
+        try:
+            array_id = _array_id(once(argv, max(0.1, left / 2)))
+            break
+        except Refused as error:
+            raise explain_refusal(error) from None
+        except Away as error:
+            doubtful = True
+            time.sleep(max(0.0, min(_WAIT_SECONDS, deadline - time.monotonic())))
+            left = deadline - time.monotonic()
+            ids = _queued(name, max(0.1, left))
+            if ids:
+                array_id = ids[-1]
+                break
+            if left <= 0 or ids is None:
+                raise _away(error, name) from None
+    if doubtful and (others := [other for other in _queued(name, patience_seconds) or () if other != array_id]):
+        ask(["scancel", *others], patience_seconds)
+    return array_id
+
+
+def _queued(name: str, seconds: float) -> list[str] | None:
+    """Ids of the arrays called `name`, the newest last; None where Slurm does not tell."""
+    try:
+        return named([name], seconds, ended=False).get(name, [])
+    except LaunchError:
+        return None
+
+
+def _array_id(printed: str) -> str:
+    match = re.search(r"^(\d+)(;\S*)?$", printed.strip(), re.MULTILINE)
+    if not match:
+        raise LaunchError(f"sbatch: expected the id of a job, got {printed.strip()[:200]!r}.")
+    return match[1]
+
+
+def _away(error: Away, name: str) -> LaunchError:
+    cancel = ["scancel", f"--name={name}"]
+    with contextlib.suppress(LaunchError):
+        once(cancel, 5.0)
+        return LaunchError(f"{error} Nothing stays queued.")
+    return LaunchError(f"{error} Whether the jobs were queued is not known; once Slurm answers, `{' '.join(cancel)}` cancels them.")

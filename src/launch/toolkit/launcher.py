@@ -16,11 +16,24 @@ from src.files import write_json, writing
 from src.launch.command import Processes
 from src.launch.job import Job, Note, Seen
 from src.launch.toolkit import eai
-from src.launch.toolkit import haven as toolkit_haven
-from src.launch.toolkit.calls import PAGE, create, ended, patiently
-from src.launch.toolkit.calls import seen as as_seen
 from src.launch.toolkit.script import Times, awaited, script
-from src.launch.toolkit.service import EXPERIMENT, OWNER, SUBMISSION, SUITE, Doubtful, JobConfig, Listed, Service, Spec, Taken
+from src.launch.toolkit.service import (
+    EXPERIMENT,
+    OWNER,
+    PAGE,
+    SUBMISSION,
+    SUITE,
+    Doubtful,
+    JobConfig,
+    Listed,
+    Service,
+    Spec,
+    Taken,
+    create,
+    has_ended,
+    patiently,
+    scheduler_state,
+)
 
 LEFT = "left.json"
 """In the submission's folder: what may still be queued after a submission that failed and could not be undone."""
@@ -112,7 +125,7 @@ def states(config: Config, job_ids: Sequence[str]) -> dict[str, Seen]:
         return {}
     service = _service(config)
     found = {job.job_id: job for job in patiently(config, lambda: service.listed(max(PAGE, 2 * len(wanted)), tag=SUITE))}
-    seen = {name: as_seen(config, found[name]) for name in wanted if name in found}
+    seen = {name: scheduler_state(config, found[name]) for name in wanted if name in found}
     down = threading.Event()
 
     def ask(name: str) -> Seen | None:
@@ -123,7 +136,7 @@ def states(config: Config, job_ids: Sequence[str]) -> dict[str, Seen]:
         except LaunchError as error:
             down.set()
             return Seen("unknown", reason=str(error))
-        return job and as_seen(config, job)
+        return job and scheduler_state(config, job)
 
     absent = [name for name in wanted if name not in found]  # older than what is listed, or gone
     with ThreadPoolExecutor(config.calls_at_a_time) as pool:
@@ -155,7 +168,7 @@ def kill(config: Config, job_ids: Sequence[str]) -> None:
     while left:
         try:
             now = states(config, left)
-            left = [name for name in left if name in now and not ended(now[name])]
+            left = [name for name in left if name in now and not has_ended(now[name])]
             why = ", ".join(sorted({now[name].word or now[name].state for name in left}))
         except LaunchError as error:
             why = str(error)
@@ -178,7 +191,7 @@ def find(config: Config, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]
     service = _service(config)
     listed = patiently(config, lambda: service.listed(max(PAGE, 4 * len(exp_ids)), tag=(SUBMISSION, folder.name)))
     found: dict[str, Listed] = {}
-    for job in sorted(listed, key=lambda job: (not ended(as_seen(config, job)), len(job.name), job.name)):
+    for job in sorted(listed, key=lambda job: (not has_ended(scheduler_state(config, job)), len(job.name), job.name)):
         if job.tags.get(EXPERIMENT) in exp_ids and job.tags.get(SUBMISSION) == folder.name:
             found[job.tags[EXPERIMENT]] = job
     return {exp_id: job.job_id for exp_id, job in found.items()}
@@ -192,9 +205,9 @@ def check(config: Config) -> None:
     """
     config.account_id()
     if config.via == "eai":
-        eai.found()
+        eai.find_program()
     else:
-        toolkit_haven.packages()
+        eai.find_packages()
 
 
 def scheduler(config: Config) -> tuple[str, str, bool]:
@@ -207,7 +220,7 @@ def _settings(config: Config, job: Job) -> Config:
 
 
 def _service(config: Config) -> Service:
-    return patiently(config, lambda: eai.Eai(config) if config.via == "eai" else toolkit_haven.Haven(config))
+    return patiently(config, lambda: eai.Eai(config) if config.via == "eai" else eai.Haven(config))
 
 
 def _spec(config: Config, job: Job, jobs: Sequence[Job], folder: Path) -> Spec:

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from src.errors import ConfigError, RunError, UserError
 from src.files import defect
-from src.launch import run_folders
-from src.launch.interruption import signals_raise
+from src.launch.command_line import make_parser, run_command
+from src.launch.status import select_runs
 from src.operations.checkpoint_jobs import plan as checkpoint_plan
 from src.operations.checkpoint_jobs import stages
 from src.operations.checkpoint_jobs.pins import Pins
@@ -225,12 +225,7 @@ def _split_by_end(planned: Sequence[Sequence[CheckpointStage]], statuses: Sequen
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m src.operations.checkpoint_jobs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("src.operations.checkpoint_jobs", __doc__)
     parser.add_argument("runs", type=Path, metavar="RUNS", help="folder of save directories, or one of them")
     parser.add_argument("--plan", type=Path, required=True, metavar="FILE", help="what to do: see resources/checkpoint_jobs.yaml")
     parser.add_argument("-e", "--group", metavar="GROUP", help="only the runs of this group")
@@ -243,32 +238,27 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    args = parse(argv)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("src").setLevel(logging.INFO)
-    try:
-        if args.every <= 0:
-            raise ConfigError(f"--every: expected a number above 0, got {args.every:g}.")
-        plan = checkpoint_plan.read(args.plan)
-        runs, _ = run_folders.chosen(args.runs, args.group)
-        with signals_raise(), contextlib.nullcontext() if args.dry_run else Pins(runs, plan) as pins:
-            while True:
-                code = _round(args, plan, pins)
-                if args.once or args.dry_run:
-                    return code
-                args.retry = False
-                time.sleep(args.every)
-    except UserError as error:
-        for line in str(error).splitlines():
-            sys.stderr.write(f"error: {line}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return run_command(lambda: repeat(parse(argv)))
+
+
+def repeat(args: argparse.Namespace) -> int:
+    """Work through all runs once, or again and again; returns the exit code."""
+    if args.every <= 0:
+        raise ConfigError(f"--every: expected a number above 0, got {args.every:g}.")
+    plan = checkpoint_plan.read(args.plan)
+    runs, _ = select_runs(args.runs, args.group)
+    with contextlib.nullcontext() if args.dry_run else Pins(runs, plan) as pins:
+        while True:
+            code = _round(args, plan, pins)
+            if args.once or args.dry_run:
+                return code
+            args.retry = False
+            time.sleep(args.every)
 
 
 def _round(args: argparse.Namespace, plan: Plan, pins: Pins | None) -> int:
     """Work through all once; returns the exit code."""
-    runs, exp_ids = run_folders.chosen(args.runs, args.group)
+    runs, exp_ids = select_runs(args.runs, args.group)
     code = 0
     for unit, status in run_once(runs, exp_ids, plan, args.retry, pins):
         if args.dry_run:

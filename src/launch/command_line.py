@@ -1,0 +1,55 @@
+"""What our command lines share: how they are parsed, what they print, and that a signal ends them in order."""
+
+import argparse
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
+
+from src.errors import UserError
+
+
+def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m MODULE`, whose help begins with the module's docstring."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"python -m {module}", description=description, formatter_class=layout, allow_abbrev=False)
+
+
+def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
+    """Do what a command line says; the exit code. An error of the user is printed as lines `error: ...` and gives 1, Ctrl-C gives 130.
+
+    level: of the messages that are printed.
+    """
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("src").setLevel(level)
+    try:
+        with signals_raise():
+            return action()
+    except UserError as error:
+        sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt. A signal that is ignored (nohup) stays ignored."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    here = threading.current_thread() is threading.main_thread()
+    replaced = {number: old for number, old in before.items() if here and old is not signal.SIG_IGN}
+    for number in replaced:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, old in replaced.items():
+            signal.signal(number, old)
