@@ -71,8 +71,8 @@ def take(environment: MutableMapping[str, str], processes: int, deepspeed: Path 
         ours, theirs = "--deepspeed" if deepspeed else "--fsdp", "--use_deepspeed" if zero else "--use_fsdp"
         raise ConfigError(f"accelerate launch {theirs} and trainval.py {ours}: give one of them.")
     if processes == 1:
-        _started(environment)
-    path, told = _json(environment) if zero else None, _told(environment)
+        _check_process_count(environment)
+    path, told = _json(environment) if zero else None, _read_settings(environment)
     if _on(environment, "ACCELERATE_USE_CPU"):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     for name in list(environment):
@@ -102,7 +102,7 @@ def _json(environment: MutableMapping[str, str]) -> Path:
     return RESOURCES / _STAGES[stage, optimizer, weights]
 
 
-def _started(environment: MutableMapping[str, str]) -> None:
+def _check_process_count(environment: MutableMapping[str, str]) -> None:
     """With --cpu accelerate sets an address for several processes to meet at, and then starts one."""
     if _on(environment, "ACCELERATE_USE_CPU") and environment.get("MASTER_ADDR") == "127.0.0.1" and "MASTER_PORT" in environment:
         raise ConfigError(
@@ -111,7 +111,7 @@ def _started(environment: MutableMapping[str, str]) -> None:
         )
 
 
-def _told(environment: MutableMapping[str, str]) -> dict[str, str | float]:
+def _read_settings(environment: MutableMapping[str, str]) -> dict[str, str | float]:
     """accelerate says "no" also where nobody chose a precision."""
     told: dict[str, str | float] = {}
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()

@@ -35,7 +35,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SchedulerState:
     """What a scheduler says of one job."""
 
     state: Literal["queued", "running", "completed", "failed", "cancelled", "unknown"]

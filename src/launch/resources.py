@@ -46,7 +46,7 @@ class Resources:
             return None
         raw = self.raw
         for changes in own:
-            raw = _merged(raw, changes)
+            raw = _merge(raw, changes)
         return _bind(raw, self.where).config
 
     def check_names(self, experiments: Iterable[Mapping[str, Any]]) -> None:
@@ -78,7 +78,7 @@ def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resour
     launcher = _bind(own, where)
     fields = type(launcher.config).model_fields
     if env_path and "processes" in fields and not own.get("processes", {}).get("env_path"):
-        own = _merged(own, {"processes": {"env_path": env_path}})
+        own = _merge(own, {"processes": {"env_path": env_path}})
     if _SUBMISSIONS in fields:
         own[_SUBMISSIONS] = str(runs.resolve() / _SUBMISSIONS)
     overrides = raw.get("overrides", [])
@@ -103,7 +103,7 @@ def named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) -> Re
     return found
 
 
-def recorded(raw: Mapping[str, Any], where: str) -> registry.Part:
+def load_recorded(raw: Mapping[str, Any], where: str) -> registry.Part:
     """The launcher that a submission wrote down.
 
     Raises:
@@ -130,7 +130,7 @@ def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressi
         compiled = expressions.compile(override["where"])
     except ConfigError as error:
         raise ConfigError(f"{where}.where: {error}") from None
-    _bind(_merged(base, changes), where)
+    _bind(_merge(base, changes), where)
     return compiled, changes
 
 
@@ -141,7 +141,7 @@ def _bind(raw: dict[str, Any], where: str) -> registry.Part:
         raise ConfigError("\n".join(f"{join(where, path)}: {text}" for path, text in error.found)) from None
 
 
-def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`raw` with `changes`; a dict is changed key by key."""
-    both = {key: _merged(raw[key], value) for key, value in changes.items() if isinstance(value, dict) and isinstance(raw.get(key), dict)}
+    both = {key: _merge(raw[key], value) for key, value in changes.items() if isinstance(value, dict) and isinstance(raw.get(key), dict)}
     return {**raw, **changes, **both}

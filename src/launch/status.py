@@ -16,7 +16,7 @@ from src.config import unknown
 from src.errors import ConfigError, LaunchError, UserError
 from src.files import reading
 from src.launch import submissions
-from src.launch.job import Seen
+from src.launch.job import SchedulerState
 from src.runs import events, lease, metadata, parents, scores
 
 LOGS = "logs"
@@ -51,13 +51,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Tracked:
+class TrackedJob:
     """Where the job of one experiment is."""
 
     job_id: str
     submission: str
     launcher: registry.Part | None
-    seen: Seen | None
+    seen: SchedulerState | None
     """None: the scheduler knows nothing of it."""
 
 
@@ -100,21 +100,21 @@ def table(runs: Path, exp_ids: Sequence[str]) -> list[Row]:
 def _clear_up(runs: Path) -> dict[str, str]:
     """Reconcile; what stands in the way, by the experiments that it may concern."""
     with contextlib.suppress(UserError):
-        if not submissions.interrupted(runs):
+        if not submissions.interrupted_names(runs):
             return {}
         with submissions.locked(runs, wait_seconds=0.0):
             return {exp_id: unclear.message for unclear in submissions.reconcile(runs) for exp_id in unclear.experiments}
     return {}
 
 
-def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[str, str]]:
+def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, TrackedJob], dict[str, str]]:
     """Ask the schedulers for the jobs of these experiments, all jobs of a launcher at once: by experiment, the job, and what went wrong.
 
     A job whose save directory was removed, or no longer tells of it, counts as long as it is queued or running.
     """
-    noted, damaged = _noted(runs, exp_ids)
+    noted, damaged = _read_jobs(runs, exp_ids)
     wrong = dict(damaged)
-    elsewhere = submissions.noted(runs, [exp_id for exp_id in exp_ids if exp_id not in noted])
+    elsewhere = submissions.last_jobs(runs, [exp_id for exp_id in exp_ids if exp_id not in noted])
     noted |= {exp_id: {"job_id": job_id, "submission": name} for exp_id, (job_id, name) in elsewhere.items()}
     parts: dict[str, registry.Part | None] = {}
     refused: dict[str, str] = {}
@@ -133,7 +133,7 @@ def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[
             ask_with[_scheduler(part)] = part
         elif name:
             wrong[exp_id] = f"job {job['job_id']}: {refused[name]}"
-    seen: dict[str, Seen] = {}
+    seen: dict[str, SchedulerState] = {}
     for key, ids in asked.items():
         states = ask_with[key].function("states")
         assert states is not None, f"{ask_with[key].name}: a launcher without states"
@@ -145,14 +145,14 @@ def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[
             seen |= {exp_id: found[noted[exp_id]["job_id"]] for exp_id in ids if noted[exp_id]["job_id"] in found}
     alive = {exp_id for exp_id, what in seen.items() if what.state in ALIVE}
     tracked = {
-        exp_id: Tracked(job["job_id"], job["submission"], parts.get(job["submission"]), seen.get(exp_id))
+        exp_id: TrackedJob(job["job_id"], job["submission"], parts.get(job["submission"]), seen.get(exp_id))
         for exp_id, job in noted.items()
         if exp_id not in elsewhere or exp_id in alive
     }
     return tracked, {exp_id: text for exp_id, text in wrong.items() if exp_id not in alive}
 
 
-def _noted(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+def _read_jobs(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """What the save directories say of their jobs, and what is wrong with those that cannot be read."""
     noted, wrong = {}, {}
     for exp_id in exp_ids:
@@ -175,7 +175,7 @@ def _scheduler(part: registry.Part) -> Any:
     return part.name, key() if key else None
 
 
-def _row(runs: Path, exp_id: str, tracked: Tracked | None, trouble: str | None) -> Row:
+def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, trouble: str | None) -> Row:
     """The row of one experiment; its save directory is read after the scheduler was asked, so that an end is not missed."""
     run = runs / exp_id
     status: dict[str, Any] = {}
@@ -186,15 +186,15 @@ def _row(runs: Path, exp_id: str, tracked: Tracked | None, trouble: str | None) 
     except UserError as error:
         trouble = trouble or str(error)
     beat = lease.heartbeat_seconds(run)
-    state, reason = ("unknown", trouble) if trouble else _together(run, own, status, tracked, beat)
+    state, reason = ("unknown", trouble) if trouble else _resolve_state(run, own, status, tracked, beat)
     exp, complaint = _experiment(run)
-    last, more = _tried(lambda: scores.last_row(run / scores.SCORES) or {}, {})
+    last, more = _try_read(lambda: scores.last_row(run / scores.SCORES) or {}, {})
     seen = tracked.seen if tracked else None
     if state in ("failed", "stopped", "lost", "queued") and (parent := _parent(runs, exp)) and parent not in reason:
         reason = f"{reason}; {parent}" if reason else parent
-    starts = _tried(lambda: metadata.attempts(run), 0)[0]
-    event, damaged = _tried(lambda: events.latest(run, starts), None) if state not in ("done", "never") else (None, "")
-    notes = [text for text in (reason, events.shown(event) if event else "", complaint, more, damaged) if text]
+    starts = _try_read(lambda: metadata.attempts(run), 0)[0]
+    event, damaged = _try_read(lambda: events.latest(run, starts), None) if state not in ("done", "never") else (None, "")
+    notes = [text for text in (reason, events.describe(event) if event else "", complaint, more, damaged) if text]
     loop = exp.get("loop") if isinstance(exp.get("loop"), dict) else {}
     groups = metadata.read_groups(run)
     return Row(
@@ -214,7 +214,7 @@ def _row(runs: Path, exp_id: str, tracked: Tracked | None, trouble: str | None) 
     )
 
 
-def _together(run: Path, own: str, status: Mapping[str, Any], tracked: Tracked | None, beat: float | None) -> tuple[State, str]:
+def _resolve_state(run: Path, own: str, status: Mapping[str, Any], tracked: TrackedJob | None, beat: float | None) -> tuple[State, str]:
     """State and reason: done, if the save directory says so; else what the scheduler says; else what the directory says.
 
     own: `saved.state_of` the save directory. beat: `lease.heartbeat_seconds`.
@@ -257,7 +257,7 @@ def _experiment(run: Path) -> tuple[dict[str, Any], str]:
     return exp, ""
 
 
-def _tried(read: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
+def _try_read(read: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
     """What `read` gives, and what is wrong with it."""
     try:
         return read(), ""

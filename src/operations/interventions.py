@@ -20,7 +20,7 @@ from typing import Any
 
 from src.errors import ConfigError, RunError
 from src.launch.command_line import make_parser, run_command
-from src.operations import hold
+from src.operations import job_hold
 from src.runs import lease, ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import archive as abandoned
@@ -73,7 +73,7 @@ def change(run: Path, decide: "Decide", same: "Same", dry_run: bool) -> list[str
             raise RunError(f"{run}: a process on {lease.holder_host(run)} trains it now. Stop it first.")
         if began := journal.unfinished(run):
             return [f"{run}: was interrupted: {began}. Without --dry-run that is finished first."]
-        return [f"{run}: would go", *_shown(decide()), "Nothing was changed."]
+        return [f"{run}: would go", *_plan_lines(decide()), "Nothing was changed."]
     held = Lease.acquire(run)
     try:
         ended = journal.finish(run)
@@ -83,7 +83,7 @@ def change(run: Path, decide: "Decide", same: "Same", dry_run: bool) -> list[str
         plan = decide()
         held.confirm()
         plan.carry_out()
-        return [*said, f"{run}: went", *_shown(plan)]
+        return [*said, f"{run}: went", *_plan_lines(plan)]
     finally:
         held.release()
 
@@ -129,8 +129,8 @@ def _rollback(run: Path, options: argparse.Namespace) -> list[str]:
 
 
 def _hold(run: Path, options: argparse.Namespace) -> list[str]:
-    before = hold.held(run)
-    event = hold.change(run, options.command, options.why)
+    before = job_hold.current_hold(run)
+    event = job_hold.change(run, options.command, options.why)
     told = f", which {before['who']} held since {before['when']}{_because(before)}" if before else ""
     return [f"{run}: {'held' if options.command == 'hold' else 'released'} job {event['job']}{told}"]
 
@@ -149,7 +149,7 @@ def _because(event: dict[str, Any]) -> str:
     return f" ({event['why']})" if event.get("why") else ""
 
 
-def _shown(plan: Plan) -> list[str]:
+def _plan_lines(plan: Plan) -> list[str]:
     return [f"  {line}" for line in plan.told]
 
 

@@ -95,7 +95,7 @@ def latest(run: Path, attempt: int) -> Event | None:
     return last
 
 
-def shown(event: Mapping[str, Any]) -> str:
+def describe(event: Mapping[str, Any]) -> str:
     """An event in one short line, as the status table has it."""
     line = str(event.get("line", ""))
     return f"{event.get('rule')}: {line if len(line) <= 120 else line[:117] + '...'}"

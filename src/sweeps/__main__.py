@@ -59,7 +59,7 @@ def act(args: argparse.Namespace) -> int:
         return 0
     from src.sweeps.study import Study
 
-    study = Study(sweep.places.runs, sweep.name, sweep.file, sweep.dimensions, sweep.asked())
+    study = Study(sweep.places.runs, sweep.name, sweep.file, sweep.dimensions, sweep.identity())
     if args.workers > 1:
         _employ(args, total)
     work(sweep, study, total)

@@ -117,7 +117,7 @@ class Sweep:
         """Its name."""
         return self.file.metric.name if self.file.metric else None
 
-    def asked(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What makes it this sweep and no other, JSON values."""
         keys = {"method", "parameters", "metric"}
         return {**self.file.model_dump(mode="json", include=keys, exclude_none=True), "experiment": self.source.exp}

@@ -41,8 +41,8 @@ class ClaimedTrial:
 class Study:
     """The trials so far, and the next one."""
 
-    def __init__(self, runs: Path, name: str, sweep: SweepFile, dimensions: Sequence[SearchDimension], asked: Mapping[str, Any]) -> None:
-        """`asked`: what all workers must agree on, JSON values.
+    def __init__(self, runs: Path, name: str, sweep: SweepFile, dimensions: Sequence[SearchDimension], identity: Mapping[str, Any]) -> None:
+        """`identity`: what all workers must agree on, JSON values.
 
         Raises:
             ConfigError: a study of that name was begun for something else.
@@ -75,7 +75,7 @@ class Study:
                 )
             except DatabaseError as error:
                 raise RunError(f"{file}: cannot be used: {error.orig}. Move it away to begin the sweep anew.") from None
-            text = json.dumps(asked, sort_keys=True)
+            text = json.dumps(identity, sort_keys=True)
             if self.study.user_attrs.setdefault(ASKED, text) != text:
                 raise ConfigError(
                     f"{file}: this study was begun with another method, metric, experiment or parameters. "

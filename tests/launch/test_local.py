@@ -18,7 +18,7 @@ import pytest
 from src.config import load
 from src.errors import ConfigError, LaunchError, RunError
 from src.launch.command import STOPPED, Processes
-from src.launch.job import Job, Seen
+from src.launch.job import Job, SchedulerState
 from src.launch.local import launcher as local
 from src.launch.local.state import Queue
 
@@ -47,7 +47,7 @@ class World:
         assert noted == dict(zip([job.exp_id for job in jobs], ids, strict=True))
         return ids
 
-    def run(self, config: local.Config, jobs: list[Job], name: str = "one") -> dict[str, Seen]:
+    def run(self, config: local.Config, jobs: list[Job], name: str = "one") -> dict[str, SchedulerState]:
         """Submit, wait for the end of all, and what is known of each, by experiment."""
         ids = self.submit(config, jobs, name)
         wait_until(lambda: all(seen.state not in ("queued", "running") for seen in local.states(config, ids).values()))
@@ -96,7 +96,7 @@ def world(tmp_path: Path) -> Iterator[World]:
             local.kill(world.config(grace_seconds=0.0), [f"{folder.name}.{index}" for index in range(len(jobs))])
 
 
-def states(found: dict[str, Seen]) -> dict[str, str]:
+def states(found: dict[str, SchedulerState]) -> dict[str, str]:
     return {name: seen.state for name, seen in found.items()}
 
 

@@ -20,7 +20,7 @@ from src import registry
 from src.errors import ConfigError, LaunchError
 from src.launch import resources
 from src.launch.command import Processes
-from src.launch.job import Job, Seen
+from src.launch.job import Job, SchedulerState
 from src.launch.toolkit import eai
 from src.launch.toolkit.launcher import LEFT, Config, check, find, kill, states, submit
 from src.launch.toolkit.service import Doubtful, Gone, Taken, Unreached
@@ -83,7 +83,7 @@ def wait_until(happened: Callable[[], Any], seconds: float = 30) -> None:
         time.sleep(0.03)
 
 
-def wait_for(config: Config, job_id: str, *wanted: str) -> Seen:
+def wait_for(config: Config, job_id: str, *wanted: str) -> SchedulerState:
     wait_until(lambda: states(config, [job_id])[job_id].state in (wanted or ("completed", "failed", "cancelled")))
     return states(config, [job_id])[job_id]
 
@@ -154,7 +154,7 @@ class TestSubmit:
         item.log_dir.mkdir(parents=True)
         (item.log_dir / f"{item.exp_id}.out.log").write_text("before\n")
         config, (job_id,), noted = launched(tmp_path, [item], environment={"A": "x y$z"})
-        assert wait_for(config, job_id) == Seen("completed", "SUCCEEDED")
+        assert wait_for(config, job_id) == SchedulerState("completed", "SUCCEEDED")
         assert log(item) == f"before\n{tmp_path} 0 x y$z\n"
         assert log(item, "err").splitlines()[-1] == "w"
         assert f"job {job_id} run 0" in log(item, "err")
@@ -401,7 +401,7 @@ class TestStates:
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         config, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
         edit(service, job_id, state=word, cancelUntil=time.time() + 60)
-        assert states(config, [job_id]) == {job_id: Seen(state, word.upper())}  # type: ignore[arg-type]
+        assert states(config, [job_id]) == {job_id: SchedulerState(state, word.upper())}  # type: ignore[arg-type]
         if word in ("INTERRUPTED", "PREEMPTED"):
             assert states(configured(tmp_path, restartable=False), [job_id])[job_id].state == "failed"
 
@@ -423,8 +423,8 @@ class TestStates:
         runs = [{"state": "INTERRUPTED"}, {"state": "FAILED", "exitCode": 3, "nodeName": "node7", **times}]
         edit(service, old, createdOn=(datetime.now(UTC) - timedelta(days=2)).isoformat(), state="FAILED", runs=runs)
         assert states(config, [old, young, "0-gone"]) == {
-            old: Seen("failed", "FAILED", "exit code 3", "node7", 90.0, restarts=1),
-            young: Seen("queued", "QUEUED"),
+            old: SchedulerState("failed", "FAILED", "exit code 3", "node7", 90.0, restarts=1),
+            young: SchedulerState("queued", "QUEUED"),
         }
         assert states(config, []) == {}
 
@@ -466,7 +466,7 @@ class TestEndings:
         config, ids, _ = launched(tmp_path, [item])
         wait_until(lambda: "training" in log(item))
         kill(config, ids)
-        assert states(config, ids)[ids[0]] == Seen("cancelled", "CANCELLED")
+        assert states(config, ids)[ids[0]] == SchedulerState("cancelled", "CANCELLED")
         assert log(item) == "training\nsaved on SIGTERM\n"
         kill(config, [*ids, "0-gone"])
         kill(config, [])
@@ -487,7 +487,7 @@ class TestEndings:
         config, (job_id,), _ = launched(tmp_path, [item], restartable=False)
         wait_until(lambda: "training" in log(item))
         subprocess.run(["eai", "fake", "preempt", job_id], check=True)
-        assert wait_for(config, job_id) == Seen("failed", "INTERRUPTED")
+        assert wait_for(config, job_id) == SchedulerState("failed", "INTERRUPTED")
 
     def test_the_training_is_told_before_the_time_is_over(self, tmp_path: Path, service: Path):
         item = training(tmp_path)

@@ -13,7 +13,7 @@ import pytest
 
 from src import config as configs
 from src.errors import LaunchError
-from src.launch.job import Job, Seen
+from src.launch.job import Job, SchedulerState
 from src.launch.toolkit.launcher import Config, find, kill, states, submit
 
 FAKE = Path(__file__).parent
@@ -85,7 +85,7 @@ def test_states_kill_and_find(tmp_path: Path, client: ModuleType):
     client.jobs[0].state, client.jobs[1].state = "REBALANCING", "CANCELLING"
     client.calls.clear()
     meant = {"REBALANCING": "unknown", "CANCELLING": "running", "QUEUED": "queued"}
-    assert states(config, [*ids, "gone"]) == {made.id: Seen(meant[made.state], made.state) for made in client.jobs}  # type: ignore[arg-type]
+    assert states(config, [*ids, "gone"]) == {made.id: SchedulerState(meant[made.state], made.state) for made in client.jobs}  # type: ignore[arg-type]
     assert [method for method, _ in client.calls] == ["v1_account_job_get", "v1_cluster_job_get"]
     wanted = [item.exp_id for item in jobs]
     assert find(config, folder(tmp_path), wanted) == dict(zip(wanted, ids, strict=True))

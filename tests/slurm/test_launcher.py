@@ -7,9 +7,9 @@ import pytest
 
 from src.errors import LaunchError
 from src.launch.command import Processes
-from src.launch.job import Job, Seen
+from src.launch.job import Job, SchedulerState
 from src.launch.slurm import launcher as slurm
-from src.launch.slurm.states import named
+from src.launch.slurm.states import array_ids_by_name
 from tests.slurm.real import Cluster, command, wait_until
 
 pytestmark = pytest.mark.slurm
@@ -31,7 +31,7 @@ def submit(jobs: list[Job], folder: Path, config: slurm.Config = SETTINGS) -> li
     return slurm.submit(config, jobs, folder, lambda ids: None)
 
 
-def ends(config: slurm.Config, ids: list[str], seconds: float = 60.0) -> dict[str, Seen]:
+def ends(config: slurm.Config, ids: list[str], seconds: float = 60.0) -> dict[str, SchedulerState]:
     wait_until(
         lambda: not {seen.state for seen in slurm.states(config, ids).values()} & {"queued", "running"}, f"the end of {ids}", seconds
     )
@@ -116,7 +116,7 @@ def test_a_thousand_jobs_are_asked_for_in_one_call(cluster: Cluster, folder: Pat
     found = slurm.states(SETTINGS, ids)
     assert len(found) == 1200
     assert {seen.reason for seen in found.values()} == {"JobHeldUser"}
-    assert len(named(["batch-1.array-000", "batch-1.array-001"], 20.0)) == 2
+    assert len(array_ids_by_name(["batch-1.array-000", "batch-1.array-001"], 20.0)) == 2
     slurm.kill(SETTINGS, ids)
     wait_until(lambda: {seen.state for seen in slurm.states(SETTINGS, ids).values()} == {"cancelled"}, "all to be cancelled")
 

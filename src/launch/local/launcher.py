@@ -21,7 +21,7 @@ from src.errors import LaunchError
 from src.files import writing
 from src.launch.command import Environment, Processes, outside_torchrun, shell_line
 from src.launch.command_line import signals_raise
-from src.launch.job import Job, Note, Seen
+from src.launch.job import Job, Note, SchedulerState
 from src.launch.local import state as local_state
 from src.launch.local.state import Queue
 
@@ -81,7 +81,7 @@ def submit(config: Config, jobs: Sequence[Job], folder: Path, note: Note) -> lis
     content = {
         "host": socket.gethostname(),
         "scheduler": {"slots": config.slots, "gpus": [str(gpu) for gpu in config.gpus], "grace_seconds": config.grace_seconds},
-        "jobs": [_described(config, job, index, places) for index, job in enumerate(jobs)],
+        "jobs": [_describe_job(config, job, index, places) for index, job in enumerate(jobs)],
     }
     with writing(folder):
         local_state.dump(folder, content)
@@ -92,7 +92,7 @@ def submit(config: Config, jobs: Sequence[Job], folder: Path, note: Note) -> lis
     return ids
 
 
-def _described(config: Config, job: Job, index: int, places: dict[str, int]) -> dict[str, object]:
+def _describe_job(config: Config, job: Job, index: int, places: dict[str, int]) -> dict[str, object]:
     own = job.resources or config
     assert isinstance(own, Config)
     if changed := [name for name in _SHARED if getattr(own, name) != getattr(config, name)]:
@@ -160,22 +160,22 @@ def find(config: Config, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]
     return {job["exp_id"]: f"{folder.name}.{index}" for index, job in enumerate(jobs) if job["exp_id"] in set(exp_ids)}
 
 
-def states(config: Config, job_ids: Sequence[str]) -> dict[str, Seen]:
+def states(config: Config, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
     """What is known of each job; ids without a folder are absent.
 
     Raises:
         LaunchError: they run on another machine, or the folder of a submission is damaged.
     """
-    found: dict[str, Seen] = {}
-    for queue, indices in _grouped(config, job_ids):
+    found: dict[str, SchedulerState] = {}
+    for queue, indices in _group_by_queue(config, job_ids):
         queue.check_host()
         lives = queue.scheduler_lives()  # asked first: if it ends in between, its last words are read below
         names = queue.attempts()
-        found |= {f"{queue.folder.name}.{index}": queue.seen(index, lives, names) for index in indices}
+        found |= {f"{queue.folder.name}.{index}": queue.scheduler_state(index, lives, names) for index in indices}
     return found
 
 
-def _grouped(config: Config, job_ids: Sequence[str]) -> list[tuple[Queue, list[int]]]:
+def _group_by_queue(config: Config, job_ids: Sequence[str]) -> list[tuple[Queue, list[int]]]:
     queues: dict[str, Queue] = {}
     indices: dict[str, list[int]] = defaultdict(list)
     for job_id in job_ids:
@@ -193,7 +193,7 @@ def kill(config: Config, job_ids: Sequence[str]) -> None:
     Raises:
         LaunchError: they run on another machine, or some do not end even so.
     """
-    for queue, indices in _grouped(config, job_ids):
+    for queue, indices in _group_by_queue(config, job_ids):
         queue.check_host()
         for index in indices:
             if not queue.path(f"{index}.end").exists():
@@ -216,7 +216,7 @@ def _until_ended(config: Config, job_ids: Sequence[str], seconds: float, told: s
     until = time.monotonic() + seconds
     while True:
         alive = [job_id for job_id, seen in states(config, job_ids).items() if seen.state in ("queued", "running")]
-        for queue, indices in _grouped(config, alive):
+        for queue, indices in _group_by_queue(config, alive):
             names = queue.attempts()
             for attempt in (queue.attempt(index, names) for index in indices):
                 if attempt.alive and hard:
@@ -254,7 +254,7 @@ def wait(config: Config, job_ids: Sequence[str]) -> None:
         raise LaunchError("\n".join([f"{len(bad)} of {len(job_ids)} jobs did not end well:", *bad]))
 
 
-def _tell(config: Config, seen: dict[str, Seen], said: dict[str, str]) -> None:
+def _tell(config: Config, seen: dict[str, SchedulerState], said: dict[str, str]) -> None:
     for job_id, now in seen.items():
         if now.state != said.get(job_id, "queued"):
             log.info("%s: %s%s", _name(config, job_id), now.state, f" ({now.reason})" if now.reason else "")

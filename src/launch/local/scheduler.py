@@ -63,7 +63,7 @@ class _Scheduler:
         self.entries = [_Entry(index, job) for index, job in enumerate(self.queue.content["jobs"])]
         killed_at = None
         while self.entries:
-            cancelled = self.queue.cancelled() if not self.stopping else {entry.index for entry in self.entries}
+            cancelled = self.queue.cancelled_indices() if not self.stopping else {entry.index for entry in self.entries}
             if self.stopping:
                 killed_at = killed_at or time.monotonic() + config["grace_seconds"]
                 self._stop(hard=time.monotonic() > killed_at)
@@ -103,7 +103,7 @@ class _Scheduler:
         """State of a job of another submission, at most a second old."""
         if time.monotonic() - self.outside.get(job_id, (-1.0, ""))[0] > 1.0:
             found = local_state.load(self.queue.folder.parent, job_id)
-            state = found[0].seen(found[1], found[0].scheduler_lives(), found[0].attempts()).state if found else "unknown"
+            state = found[0].scheduler_state(found[1], found[0].scheduler_lives(), found[0].attempts()).state if found else "unknown"
             self.outside[job_id] = time.monotonic(), state
         return self.outside[job_id][1]
 

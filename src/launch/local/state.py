@@ -25,7 +25,7 @@ from typing import Any
 from src.errors import LaunchError, RunError
 from src.files import read_json, write_json
 from src.launch.command import INTERRUPTED, STOPPED
-from src.launch.job import Seen
+from src.launch.job import SchedulerState
 from src.runs.processes import process_start, this_process
 
 QUEUE = "queue.json"
@@ -121,7 +121,7 @@ class Queue:
                     found[index] = max(number, found.get(index, 0))
         return found
 
-    def cancelled(self) -> set[int]:
+    def cancelled_indices(self) -> set[int]:
         """Indices of the jobs that shall end."""
         try:
             return {int(name) for name in os.listdir(self.folder / "cancel") if name.isdecimal()}
@@ -137,7 +137,7 @@ class Queue:
         """Note that a job will not be started again."""
         write_json(self.path(f"{index}.end"), {"state": state, "reason": reason})
 
-    def seen(self, index: int, lives: bool, names: Mapping[int, int]) -> Seen:
+    def scheduler_state(self, index: int, lives: bool, names: Mapping[int, int]) -> SchedulerState:
         """What is known of one job. lives: whether the scheduler does; names: `attempts()`."""
         attempt = self.attempt(index, names)
         facts: dict[str, Any] = {
@@ -147,17 +147,17 @@ class Queue:
         }
         with contextlib.suppress(RunError):
             end = read_json(self.path(f"{index}.end"), RunError)
-            return Seen(end["state"], end["state"].upper(), end["reason"], **facts)
+            return SchedulerState(end["state"], end["state"].upper(), end["reason"], **facts)
         if attempt.alive:
-            return Seen("running", "RUNNING", **facts)
+            return SchedulerState("running", "RUNNING", **facts)
         if lives and attempt.number:
-            return Seen("running", "ENDING", "its scheduler decides whether it is started again", **facts)
+            return SchedulerState("running", "ENDING", "its scheduler decides whether it is started again", **facts)
         if lives:
-            return Seen("queued", "PENDING", "waits for its turn", **facts)
+            return SchedulerState("queued", "PENDING", "waits for its turn", **facts)
         if attempt.number == 0:
-            return Seen("cancelled", "CANCELLED", "its scheduler on this machine has ended; it was never started", **facts)
+            return SchedulerState("cancelled", "CANCELLED", "its scheduler on this machine has ended; it was never started", **facts)
         state, reason = verdict(attempt.code, self.content["jobs"][index]["err"])
-        return Seen(state, state.upper(), reason, **facts)
+        return SchedulerState(state, state.upper(), reason, **facts)
 
 
 def descendants(pid: int) -> list[int]:

@@ -61,7 +61,7 @@ def once(argv: Sequence[str], seconds: float) -> str:
         Away, Refused: as `ask`.
         LaunchError: there is no such command on this machine.
     """
-    found(argv[0])
+    check_programs(argv[0])
     try:
         done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, env=_environment(), timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ def once(argv: Sequence[str], seconds: float) -> str:
     return done.stdout.decode(errors="replace")
 
 
-def found(*commands: str) -> None:
+def check_programs(*commands: str) -> None:
     """Check that `commands` are on PATH.
 
     Raises:

@@ -12,10 +12,10 @@ from pydantic import AfterValidator, Field, StrictBool, model_validator
 from src import config as configs
 from src.errors import LaunchError, UserError
 from src.launch.command import Environment, Processes
-from src.launch.job import Job, Note, Seen
-from src.launch.slurm.commands import Away, Refused, ask, collapse, explain_refusal, found, once
+from src.launch.job import Job, Note, SchedulerState
+from src.launch.slurm.commands import Away, Refused, ask, check_programs, collapse, explain_refusal, once
 from src.launch.slurm.script import read_ids, task_line, write_script, write_tasks
-from src.launch.slurm.states import named, seen
+from src.launch.slurm.states import array_ids_by_name, scheduler_states
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 _IDS_PER_CALL = 500
@@ -125,7 +125,7 @@ def submit(config: Config, jobs: Sequence[Job], folder: Path, note: Note) -> lis
     script = write_script(folder)
     queued: dict[str, str] = {}
     try:
-        for array in _grouped(config, jobs, largest):
+        for array in _group_into_arrays(config, jobs, largest):
             tasks = _new_tasks(array, folder)
             array_id = _queue(_sbatch(array, script, tasks, queued), _name(tasks), patience)
             ids = {job.exp_id: f"{array_id}_{i}" for i, job in enumerate(array.jobs)}
@@ -138,13 +138,13 @@ def submit(config: Config, jobs: Sequence[Job], folder: Path, note: Note) -> lis
     return [queued[job.exp_id] for job in jobs]
 
 
-def states(config: Config, job_ids: Sequence[str]) -> dict[str, Seen]:
+def states(config: Config, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
     """What Slurm says of `job_ids`, in at most two calls; what it has forgotten is absent.
 
     Raises:
         LaunchError: Slurm does not answer.
     """
-    return seen(job_ids, config.patience_seconds) if job_ids else {}
+    return scheduler_states(job_ids, config.patience_seconds) if job_ids else {}
 
 
 def kill(config: Config, job_ids: Sequence[str]) -> None:
@@ -190,7 +190,7 @@ def find(config: Config, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]
     if not tasks_of:
         return {}
     known: dict[str, str] = {}
-    for name, array_ids in named(list(tasks_of), config.patience_seconds).items():
+    for name, array_ids in array_ids_by_name(list(tasks_of), config.patience_seconds).items():
         known |= {exp_id: f"{array_ids[-1]}_{i}" for i, exp_id in enumerate(read_ids(tasks_of[name]))}
     return {exp_id: known[exp_id] for exp_id in exp_ids if exp_id in known}
 
@@ -201,7 +201,7 @@ def check(config: Config) -> None:
     Raises:
         LaunchError: Slurm's commands are not on PATH, the controller does not answer, or it has no such partition.
     """
-    found("sbatch", "squeue", "scancel", "scontrol")
+    check_programs("sbatch", "squeue", "scancel", "scontrol")
     lines = ask(["scontrol", "--oneliner", "show", "partition"], config.patience_seconds).splitlines()
     partitions = re.findall(r"^PartitionName=(\S+)", "\n".join(lines), re.MULTILINE)
     for name in (config.partition or "").split(","):
@@ -215,7 +215,7 @@ def _largest_array(patience_seconds: float) -> int:
     return max(1, int(match[1])) if match else 1
 
 
-def _grouped(config: Config, jobs: Sequence[Job], largest: int) -> list[_Array]:
+def _group_into_arrays(config: Config, jobs: Sequence[Job], largest: int) -> list[_Array]:
     """Arrays of jobs with equal resources and parents, parents' arrays first: a group's first job stands behind all its parents."""
     place = {job.exp_id: i for i, job in enumerate(jobs)}
     groups: dict[object, _Array] = {}
@@ -301,21 +301,21 @@ def _queue(argv: Sequence[str], name: str, patience_seconds: float) -> str:
             doubtful = True
             time.sleep(max(0.0, min(_WAIT_SECONDS, deadline - time.monotonic())))
             left = deadline - time.monotonic()
-            ids = _queued(name, max(0.1, left))
+            ids = _find_queued(name, max(0.1, left))
             if ids:
                 array_id = ids[-1]
                 break
             if left <= 0 or ids is None:
                 raise _away(error, name) from None
-    if doubtful and (others := [other for other in _queued(name, patience_seconds) or () if other != array_id]):
+    if doubtful and (others := [other for other in _find_queued(name, patience_seconds) or () if other != array_id]):
         ask(["scancel", *others], patience_seconds)
     return array_id
 
 
-def _queued(name: str, seconds: float) -> list[str] | None:
+def _find_queued(name: str, seconds: float) -> list[str] | None:
     """Ids of the arrays called `name`, the newest last; None where Slurm does not tell."""
     try:
-        return named([name], seconds, ended=False).get(name, [])
+        return array_ids_by_name([name], seconds, ended=False).get(name, [])
     except LaunchError:
         return None
 

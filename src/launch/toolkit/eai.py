@@ -46,7 +46,7 @@ class Eai:
         options |= {"--gpu": config.gpus or None, "--replicas": spec.nodes if spec.nodes > 1 else None}
         words += [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
         words += ["--preemptable" if config.preemptable else "--non-preemptable", *(["--restartable"] if config.restartable else [])]
-        return _created(self._call([*words, "--field", "id", "--no-header", "--format", "csv", "--", *spec.command]))
+        return _parse_created_id(self._call([*words, "--field", "id", "--no-header", "--format", "csv", "--", *spec.command]))
 
     def listed(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[Listed]:
         words = ["job", "ls", "--account", self.account, "--state", "all", "--limit", str(limit), "--fields", "id,name,state,tags"]
@@ -125,7 +125,7 @@ def failure(told: str, text: str) -> LaunchError:
     return kind(f"{told}: {text[-500:]}{hint}")
 
 
-def _created(out: str) -> str:
+def _parse_created_id(out: str) -> str:
     """The id that `job new` printed: as its last line, in a table, or as JSON."""
     lines = [line for line in out.splitlines() if line.strip()]
     with contextlib.suppress(ValueError):

@@ -14,9 +14,9 @@ from pydantic import Field, model_validator
 from src.errors import LaunchError, UserError
 from src.files import write_json, writing
 from src.launch.command import Processes
-from src.launch.job import Job, Note, Seen
+from src.launch.job import Job, Note, SchedulerState
 from src.launch.toolkit import eai
-from src.launch.toolkit.script import Times, awaited, script
+from src.launch.toolkit.script import Times, parents_to_await, script
 from src.launch.toolkit.service import (
     EXPERIMENT,
     OWNER,
@@ -112,7 +112,7 @@ def submit(config: Config, jobs: Sequence[Job], folder: Path, note: Note) -> lis
     return [made[job.exp_id] for job in jobs]
 
 
-def states(config: Config, job_ids: Sequence[str]) -> dict[str, Seen]:
+def states(config: Config, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
     """What the toolkit says of each job: one call for all that it lists, and one for each that it does not. Unknown ids are absent.
 
     A job that could not be asked about, while the list could, is "unknown".
@@ -128,14 +128,14 @@ def states(config: Config, job_ids: Sequence[str]) -> dict[str, Seen]:
     seen = {name: scheduler_state(config, found[name]) for name in wanted if name in found}
     down = threading.Event()
 
-    def ask(name: str) -> Seen | None:
+    def ask(name: str) -> SchedulerState | None:
         if down.is_set():
-            return Seen("unknown", reason="the toolkit could not be asked")
+            return SchedulerState("unknown", reason="the toolkit could not be asked")
         try:
             job = patiently(config, lambda: service.get(name))
         except LaunchError as error:
             down.set()
-            return Seen("unknown", reason=str(error))
+            return SchedulerState("unknown", reason=str(error))
         return job and scheduler_state(config, job)
 
     absent = [name for name in wanted if name not in found]  # older than what is listed, or gone
@@ -230,7 +230,7 @@ def _spec(config: Config, job: Job, jobs: Sequence[Job], folder: Path) -> Spec:
     path = folder / f"{job.exp_id}.sh"
     until_stop = own.max_run_seconds - own.stop_before_seconds
     times = Times(until_stop, own.parent_poll_seconds, own.parent_patience_seconds, own.parent_wait_seconds)
-    text = script(job, awaited(job, [other.exp_id for other in jobs]), own.processes, times)
+    text = script(job, parents_to_await(job, [other.exp_id for other in jobs]), own.processes, times)
     with writing(path):
         job.log_dir.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

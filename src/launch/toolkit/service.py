@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from src import config as configs
 from src.errors import LaunchError
 from src.launch.command import Environment
-from src.launch.job import Seen
+from src.launch.job import SchedulerState
 
 SUBMISSION, EXPERIMENT, OWNER = "hv_submission", "hv_exp", "hv_owner"
 """Names of a job's tags."""
@@ -224,17 +224,17 @@ def _known(config: JobConfig, service: Service, spec: Spec, failed: LaunchError)
     return job
 
 
-def scheduler_state(config: JobConfig, job: Listed) -> Seen:
+def scheduler_state(config: JobConfig, job: Listed) -> SchedulerState:
     """The state that the toolkit's word stands for. A word that is not known is "unknown", never a failure."""
     if job.word in _WAITING or (job.word in _INTERRUPTED and config.restartable):
         state = "queued"
     else:
         state = "failed" if job.word in _INTERRUPTED else _STATES.get(job.word, "unknown")
     reason = f"exit code {job.exit_code}" if state == "failed" and job.exit_code is not None else ""
-    return Seen(state, job.word, reason, job.node, job.seconds, job.runs - 1)  # type: ignore[arg-type]
+    return SchedulerState(state, job.word, reason, job.node, job.seconds, job.runs - 1)  # type: ignore[arg-type]
 
 
-def has_ended(seen: Seen) -> bool:
+def has_ended(seen: SchedulerState) -> bool:
     return seen.state in ("completed", "failed", "cancelled")
 
 

@@ -30,7 +30,7 @@ def change(run: Path, verb: Literal["hold", "release"], why: str = "") -> dict[s
     return event
 
 
-def held(run: Path) -> dict[str, Any] | None:
+def current_hold(run: Path) -> dict[str, Any] | None:
     """The event by which the job of `run` is held; None where none is, as far as the ledger knows.
 
     Raises:
