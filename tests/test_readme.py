@@ -54,8 +54,9 @@ def test_modules_are_shown():
 @pytest.mark.parametrize("line", MODULES)
 def test_commands_of_modules_have_the_flags_shown(line: str, capsys: pytest.CaptureFixture[str]):
     module, *words = shlex.split(line)[2:]
+    place = f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
     with pytest.raises(SystemExit, match=r"^0$"):
-        import_module(module).main(["--help"])
+        import_module(place).main(["--help"])
     known = set(re.findall(r"(?<![\w-])-{1,2}[a-z][\w-]*", capsys.readouterr().out))
     assert {word for word in words if word.startswith("-")} <= known
 

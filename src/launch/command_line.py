@@ -1,16 +1,25 @@
-"""What our command lines share: how they are parsed, what they print, and that a signal ends them in order."""
+"""What our command lines share: how they are parsed, what they print, and that signals, and their own death, end what they started."""
 
 import argparse
 import contextlib
 import logging
+import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from types import FrameType
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from src.errors import UserError
+
+# Standard input is a pipe that ends when its writer dies. The shell and its watcher outlive the signals that end the command.
+_BOUND = (
+    'exec 3<&0 < /dev/null; (trap "" TERM INT HUP USR1; read -r _ <&3; kill -s "$0" 0) & exec 3<&-; trap : TERM INT HUP USR1;'
+    ' "$@"; code=$?; kill -KILL $!; exit $code'
+)
 
 
 def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -53,3 +62,18 @@ def signals_raise() -> Iterator[None]:
     finally:
         for number, old in replaced.items():
             signal.signal(number, old)
+
+
+@cache
+def _life_line() -> int:
+    """A pipe to read from that ends when this process does: nobody else has the other end, and it is never closed."""
+    return os.pipe()[0]
+
+
+def start_bound(argv: Sequence[str], ending: signal.Signals, out: BinaryIO, err: BinaryIO) -> "subprocess.Popen[bytes]":
+    """Start a command, in a session of its own, that gets the signal `ending` when this process dies, however it dies.
+
+    The exit code of a command that a signal ended is 128 + its number, as in shells.
+    """
+    command = ["/bin/sh", "-c", _BOUND, ending.name.removeprefix("SIG"), *argv]
+    return subprocess.Popen(command, stdin=_life_line(), stdout=out, stderr=err, start_new_session=True)

@@ -1,8 +1,8 @@
 """One trial of a sweep: an ordinary training in its ordinary save directory, started as a child process and followed by its scores."""
 
 import contextlib
-import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -13,6 +13,7 @@ from typing import Literal
 
 from src.errors import RunError, UserError
 from src.files import writing
+from src.launch.command_line import start_bound
 from src.runs.lease import LEASE, STALE_SECONDS, holder_is_dead
 from src.runs.metadata import read_status, state_of
 from src.runs.scores import SCORES, Scores
@@ -38,7 +39,10 @@ class TrialResult:
 
 @dataclass
 class Training:
-    """Follows the training in the save directory `run`, which `argv` starts, or which runs already: a killed worker leaves it behind."""
+    """Follows the training in the save directory `run`, which `argv` starts unless somebody else trains there already.
+
+    If this process dies, the training that it started is told to stop.
+    """
 
     run: Path
     argv: Sequence[str]
@@ -61,12 +65,12 @@ class Training:
             RunError: the log cannot be written, or the command cannot be started.
         """
         try:
-            while (ending := self._step(prune)) is None:
+            while (result := self._step(prune)) is None:
                 time.sleep(POLL_SECONDS)
         except BaseException:
             self._stop()
             raise
-        return ending
+        return result
 
     def _step(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult | None:
         code = self.child.poll() if self.child else None  # asked before the files are read: they are final where it has ended
@@ -89,7 +93,7 @@ class Training:
             return TrialResult("done", self._values()[-1]) if ended else TrialResult("pruned", values[-1] if values else None)
         if not alone or not self._silent():
             return None  # a training that somebody else started: wait for it
-        if self.child is not None and code is not None and code >= 0 and code not in _INTERRUPTED:
+        if code is not None and code >= 0 and code not in _INTERRUPTED:
             reason = str(read_status(self.run).get("reason") or f"exit code {code}") if state == "failed" else f"exit code {code}"
             return TrialResult("failed", reason=f"{reason}. See {self._logs()[1]}")
         return self._start(len(values))
@@ -102,11 +106,10 @@ class Training:
         logs = self._logs()
         with writing(logs[0].parent):
             logs[0].parent.mkdir(parents=True, exist_ok=True)
+        if shutil.which(self.argv[0]) is None:
+            raise RunError(f"{self.argv[0]}: no such program. Look at `command` of the sweep file.")
         with writing(logs[0]), open(logs[0], "ab") as out, open(logs[1], "ab") as err:
-            try:
-                self.child = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
-            except OSError as error:
-                raise RunError(f"{self.argv[0]}: cannot be started: {error.strerror}. Look at `command` of the sweep file.") from None
+            self.child = start_bound(self.argv, signal.SIGTERM, out, err)
         return None
 
     def _logs(self) -> tuple[Path, Path]:
@@ -139,26 +142,9 @@ class Training:
         return True
 
     def _stop(self) -> None:
-        """Ask the training to end with a checkpoint, and kill it where it does not."""
-        until = time.monotonic() + self.grace_seconds
-        self._signal(signal.SIGTERM)
-        while self._alive() and time.monotonic() < until:
-            time.sleep(POLL_SECONDS / 4)
-        if self._alive():
-            self._signal(signal.SIGKILL)
-        if self.child is not None:
-            self.child.wait()
-
-    def _alive(self) -> bool:
-        if self.child is not None:
-            return self.child.poll() is None
-        return holder_is_dead(self.run) is False
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self.child is not None:
-                if self.child.poll() is None:
+        """Ask our training to end with a checkpoint, and kill it where it does not."""
+        for number, seconds in ((signal.SIGTERM, self.grace_seconds), (signal.SIGKILL, None)):
+            if self.child is not None and self.child.poll() is None:
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(self.child.pid, number)
-            elif holder_is_dead(self.run) is False:  # judged on this machine, so the process id is of this machine
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    os.kill(json.loads((self.run / LEASE).read_bytes())["pid"], number)
+                    self.child.wait(seconds)

@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from src.files import writing
+from src.launch.command_line import start_bound
 
 POLL_SECONDS = 0.1
 _END_SECONDS = 10.0
-# Standard input is a pipe from us, which ends when we do.
-_SCRIPT = (
-    'exec 3<&0 < /dev/null; (trap "" TERM; read -r _ <&3; kill -KILL 0) & exec 3<&-; trap : TERM;'
-    ' /bin/sh -c "$1"; code=$?; kill -KILL $!; exit $code'
-)
 
 
 @dataclass(frozen=True)
@@ -37,20 +33,19 @@ def run_command(command: str, log: Path, timeout_seconds: float, check: Callable
     """
     until = time.monotonic() + timeout_seconds
     with writing(log), open(log, "ab") as out:
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", _SCRIPT, "stage", command], stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
-        )
-    with process:  # at its end the pipe is closed, and with it everything in the session killed
-        try:
-            while process.poll() is None:
-                check()
-                if time.monotonic() > until:
-                    _end(process)
-                    return CommandResult(process.returncode, f"ended after {timeout_seconds:g} s (timeout_seconds)")
-                time.sleep(POLL_SECONDS)
-        except BaseException:
-            _end(process)
-            raise
+        process = start_bound(["/bin/sh", "-c", command], signal.SIGKILL, out, out)
+    try:
+        while process.poll() is None:
+            check()
+            if time.monotonic() > until:
+                _end(process)
+                return CommandResult(process.returncode, f"ended after {timeout_seconds:g} s (timeout_seconds)")
+            time.sleep(POLL_SECONDS)
+    except BaseException:
+        _end(process)
+        raise
+    if process.returncode < 0:  # something else killed the shell: the command must not go on beside the next attempt
+        _end(process)
     return CommandResult(process.returncode)
 
 
