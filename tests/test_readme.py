@@ -54,8 +54,9 @@ def test_modules_are_shown():
 @pytest.mark.parametrize("line", MODULES)
 def test_commands_of_modules_have_the_flags_shown(line: str, capsys: pytest.CaptureFixture[str]):
     module, *words = shlex.split(line)[2:]
+    place = f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
     with pytest.raises(SystemExit, match=r"^0$"):
-        import_module(module).main(["--help"])
+        import_module(place).main(["--help"])
     known = set(re.findall(r"(?<![\w-])-{1,2}[a-z][\w-]*", capsys.readouterr().out))
     assert {word for word in words if word.startswith("-")} <= known
 
@@ -66,7 +67,7 @@ def test_launchers_have_the_verbs_that_contributing_shows(launcher: str):
     (row,) = re.findall(r"^\| launcher \|.*?`(submit\(.*?\))", text, re.MULTILINE)
     shown = [row, *re.findall(r"`((?:states|kill|find)\(.*?\))`", text)]
     module = import_module(f"src.launch.{launcher}.launcher")
-    found = {name: list(inspect.signature(getattr(module, name)).parameters) for name in ("submit", "states", "kill", "find")}
+    found = {name: list(inspect.signature(getattr(module.Config, name)).parameters)[1:] for name in ("submit", "states", "kill", "find")}
     assert {name: words.split(", ") for name, words in (re.findall(r"(\w+)\((.*)\)", verb)[0] for verb in shown)} == found
 
 

@@ -21,21 +21,19 @@ _ZERO = "ACCELERATE_DEEPSPEED_"
 _SHAPE = {_ZERO + "ZERO_STAGE": "2", _ZERO + "OFFLOAD_OPTIMIZER_DEVICE": "none", _ZERO + "OFFLOAD_PARAM_DEVICE": "none"}
 """Variables that choose a stage where there is no json, with accelerate's defaults."""
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
-_ONLY = {
-    "ACCELERATE_USE_MEGATRON_LM": ("--use_megatron_lm", "false", "Share the model with --use_fsdp --fsdp_version 2 or --use_deepspeed."),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", "false", "All processes share all data."),
-    "ACCELERATE_DYNAMO_BACKEND": ("--dynamo_backend", "no", "Write loop.compile in the experiment."),
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ("--deepspeed_moe_layer_cls_names", "", "Leave it out."),
+_FIXED = {
+    "ACCELERATE_USE_MEGATRON_LM": "false",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "false",
+    "ACCELERATE_DYNAMO_BACKEND": "no",
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "",
+    "FSDP_VERSION": "2",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+    "FSDP_IGNORED_MODULES": "",
 }
-_ONLY_OF_FSDP = {
-    "FSDP_VERSION": ("--fsdp_version", "2", "Write --fsdp_version 2."),
-    "FSDP_OFFLOAD_PARAMS": ("--fsdp_offload_params", "false", "To keep weights off the GPU use resources/ds_config_zero3_offload.json."),
-    "FSDP_RESHARD_AFTER_FORWARD": ("--fsdp_reshard_after_forward", "true", "Leave it out."),
-    "FSDP_ACTIVATION_CHECKPOINTING": ("--fsdp_activation_checkpointing", "false", "Write --gradient_checkpointing."),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("--fsdp_activation_checkpointing_offload", "false", "Write --offload_activations."),
-    "FSDP_IGNORED_MODULES": ("--fsdp_ignored_modules", "", "Leave it out."),
-}
-"""Variable -> the option behind it, the one value of it that says what we do, and what to write instead."""
+"""Variable -> the one value of it that says what we do. Those of FSDP count with --use_fsdp."""
 _HARMLESS = ("ACCELERATE_DEBUG_MODE", "ACCELERATE_CPU_AFFINITY")
 
 
@@ -60,14 +58,21 @@ def take(environment: MutableMapping[str, str], processes: int, deepspeed: Path 
         ConfigError: an option asks for what we do not do, or contradicts another; says which, and what to write instead.
     """
     zero, sharded = _on(environment, "ACCELERATE_USE_DEEPSPEED"), _on(environment, "ACCELERATE_USE_FSDP")
-    if mistakes := _refused(environment, _ONLY | (_ONLY_OF_FSDP if sharded else {})):
-        raise ConfigError("\n".join(mistakes))
+    refused = [
+        f"accelerate launch --{name.removeprefix('ACCELERATE_').lower()}: expected {expected or 'nothing'}, got {value}. Only the number "
+        "of processes, the precision, --use_deepspeed and --use_fsdp are taken from accelerate: write the rest in the experiment."
+        for name, expected in _FIXED.items()
+        if (sharded or not name.startswith("FSDP_")) and (value := environment.get(name, "").lower()) not in ("", expected)
+        if (name, value) != ("FSDP_RESHARD_AFTER_FORWARD", "full_shard")
+    ]
+    if refused:
+        raise ConfigError("\n".join(refused))
     if (zero or sharded) and (deepspeed or fsdp):
         ours, theirs = "--deepspeed" if deepspeed else "--fsdp", "--use_deepspeed" if zero else "--use_fsdp"
         raise ConfigError(f"accelerate launch {theirs} and trainval.py {ours}: give one of them.")
     if processes == 1:
-        _started(environment)
-    path, told = _json(environment) if zero else None, _told(environment)
+        _check_process_count(environment)
+    path, told = _json(environment) if zero else None, _read_settings(environment)
     if _on(environment, "ACCELERATE_USE_CPU"):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     for name in list(environment):
@@ -78,16 +83,6 @@ def take(environment: MutableMapping[str, str], processes: int, deepspeed: Path 
 
 def _on(environment: MutableMapping[str, str], name: str) -> bool:
     return environment.get(name, "").lower() in ("true", "1", "yes")
-
-
-def _refused(environment: MutableMapping[str, str], only: dict[str, tuple[str, str, str]]) -> list[str]:
-    found = []
-    for name, (option, possible, instead) in only.items():
-        value = environment.get(name, "").lower()
-        if value not in ("", possible) and not (name == "FSDP_RESHARD_AFTER_FORWARD" and value == "full_shard"):
-            expected = f"expected {possible}, got {value}" if possible else f"got {value}, which nothing here obeys"
-            found.append(f"accelerate launch {option}: {expected}. {instead}")
-    return found
 
 
 def _json(environment: MutableMapping[str, str]) -> Path:
@@ -107,7 +102,7 @@ def _json(environment: MutableMapping[str, str]) -> Path:
     return RESOURCES / _STAGES[stage, optimizer, weights]
 
 
-def _started(environment: MutableMapping[str, str]) -> None:
+def _check_process_count(environment: MutableMapping[str, str]) -> None:
     """With --cpu accelerate sets an address for several processes to meet at, and then starts one."""
     if _on(environment, "ACCELERATE_USE_CPU") and environment.get("MASTER_ADDR") == "127.0.0.1" and "MASTER_PORT" in environment:
         raise ConfigError(
@@ -116,7 +111,7 @@ def _started(environment: MutableMapping[str, str]) -> None:
         )
 
 
-def _told(environment: MutableMapping[str, str]) -> dict[str, str | float]:
+def _read_settings(environment: MutableMapping[str, str]) -> dict[str, str | float]:
     """accelerate says "no" also where nobody chose a precision."""
     told: dict[str, str | float] = {}
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()

@@ -7,14 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from src import files
+from src import files, registry
 from src.errors import LaunchError, RunError
-from src.launch import snapshot, submissions
-from src.launch import status as jobs
-from src.launch.job import Job, Seen
-from src.launch.part import Part, resolved_launcher
+from src.launch import snapshot, status, submissions
+from src.launch.job import Job, LauncherConfig
 from src.launch.resources import Resources
-from src.launch.status import Row, Tracked
+from src.launch.status import Row, TrackedJob
 from src.runs import metadata, run_dir
 from src.runs import parents as references
 from src.runs.plan import Planned
@@ -23,7 +21,7 @@ SNAPSHOTS = "snapshots"
 GONE_SECONDS = 120.0
 """How long to wait until jobs that were killed are gone."""
 _POLL_SECONDS = 0.5
-_SUBMITTED = {"run": ("never", "stopped", "lost"), "retry": ("failed", "lost"), "reset": jobs.STATES}
+_SUBMITTED = {"run": ("never", "stopped", "lost"), "retry": ("failed", "lost"), "reset": status.STATES}
 _HINTS = {
     "failed": "run leaves it as it is. --job_option retry starts it again, -r 1 starts it over",
     "done": "it is done",
@@ -58,7 +56,7 @@ def ahead(runs: Path, planned: Sequence[Planned]) -> set[str]:
     """Parents of `planned` that are queued or running as jobs, so that a job can wait for them."""
     here = {item.exp_id for item in planned}
     parents = [parent for item in planned for parent in references.parents(item.exp) if parent not in here]
-    tracked = jobs.track(runs, list(dict.fromkeys(parents)))[0] if parents else {}
+    tracked = status.track(runs, list(dict.fromkeys(parents)))[0] if parents else {}
     return {exp_id for exp_id, job in tracked.items() if _is_alive(job)}
 
 
@@ -75,22 +73,20 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
         submissions.refuse(submissions.reconcile(request.runs), [item.exp_id for item in request.planned])
         if option == "reset":
             _kill(request.runs, [item.exp_id for item in request.planned if item.exp_id in request.chosen])
-        rows = {row.exp_id: row for row in jobs.table(request.runs, [item.exp_id for item in request.planned])}
-        todo = [item for item in request.planned if _wanted(request, rows[item.exp_id], option)]
+        rows = {row.exp_id: row for row in status.table(request.runs, [item.exp_id for item in request.planned])}
+        todo = [item for item in request.planned if _needs_job(request, rows[item.exp_id], option)]
         if not todo:
             log.info("nothing to submit")
             return
         made = _jobs(request, given, todo, option)
         ids = _submit(request, given, made)
-    wait = given.launcher.function("wait")
-    if wait:
-        wait(ids)
+    given.launcher.wait_for(ids)
 
 
-def _wanted(request: Request, row: Row, option: str) -> bool:
+def _needs_job(request: Request, row: Row, option: str) -> bool:
     """Whether a job is to be submitted for this row; says so where not."""
     starts_over = row.exp_id in request.chosen and (request.reset or option == "reset")
-    if starts_over and row.state not in (*jobs.ALIVE, "unknown"):
+    if starts_over and row.state not in (*status.ALIVE, "unknown"):
         return option != "retry" or row.state in _SUBMITTED["retry"]
     states = _SUBMITTED["run"] if option == "reset" else _SUBMITTED[option]
     if row.state in states:
@@ -115,7 +111,7 @@ def _jobs(request: Request, given: Resources, todo: Sequence[Planned], option: s
             tuple(request.command(item.exp_id)),
             code,
             runs / item.exp_id,
-            runs / jobs.LOGS,
+            runs / status.LOGS,
             request.python_binary,
             tuple(references.parents(item.exp)),
             after_jobs[item.exp_id],
@@ -140,8 +136,8 @@ def _parents(request: Request, given: Resources, todo: Sequence[Planned]) -> dic
     """
     here = {item.exp_id for item in todo}
     outside = list(dict.fromkeys(p for item in todo for p in references.parents(item.exp) if p not in here))
-    rows = {row.exp_id: row for row in jobs.table(request.runs, outside)}
-    tracked = jobs.track(request.runs, outside)[0] if outside else {}
+    rows = {row.exp_id: row for row in status.table(request.runs, outside)}
+    tracked = status.track(request.runs, outside)[0] if outside else {}
     found, wrong = {}, []
     for item in todo:
         waits = []
@@ -150,13 +146,13 @@ def _parents(request: Request, given: Resources, todo: Sequence[Planned]) -> dic
                 continue
             row, job = rows[parent], tracked.get(parent)
             if (
-                row.state in jobs.ALIVE
+                row.state in status.ALIVE
                 and job is not None
                 and job.launcher is not None
                 and job.seen is not None
-                and job.seen.state in jobs.ALIVE
+                and job.seen.state in status.ALIVE
             ):
-                if jobs.same_scheduler(job.launcher, given.launcher):
+                if status.same_scheduler(job.launcher, given.launcher):
                     waits.append(job.job_id)
                 else:
                     wrong.append(
@@ -175,11 +171,11 @@ def _parents(request: Request, given: Resources, todo: Sequence[Planned]) -> dic
 
 def _submit(request: Request, given: Resources, made: Sequence[Job]) -> list[str]:
     """Write the intent, hand the jobs over, note their ids."""
-    resolved = resolved_launcher(given.launcher)
+    resolved = registry.resolved(given.launcher, key="launcher")
     commands = {job.exp_id: job.args for job in made}
     submission = submissions.create(request.runs, resolved, given.name, made[0].cwd.name, commands)
     try:
-        ids = given.launcher(made, submission.folder, lambda noted: submissions.note(submission, noted))
+        ids = given.launcher.submit(made, submission.folder, lambda noted: submissions.note(submission, noted))
     except (LaunchError, RunError):
         # Refused: a launcher leaves nothing queued behind. Should it have, it says so when it is asked again.
         with contextlib.suppress(LaunchError, RunError):
@@ -204,16 +200,14 @@ def kill(runs: Path, exp_ids: Sequence[str]) -> None:
 
 def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
     """End what can be ended, then raise for the rest."""
-    tracked, wrong = jobs.track(runs, exp_ids)
+    tracked, wrong = status.track(runs, exp_ids)
     alive = {exp_id: job for exp_id, job in tracked.items() if _is_alive(job)}
     for exp_id in exp_ids:
         if exp_id not in alive and exp_id not in wrong:
-            log.info("%s: %s", exp_id, _without_job(runs / exp_id, tracked.get(exp_id)))
+            log.info("%s: %s", exp_id, _why_no_job(runs / exp_id, tracked.get(exp_id)))
     launchers = _by_launcher(alive)
-    for part, ids in launchers:
-        end = part.function("kill")
-        assert end is not None, f"{part.name}: a launcher without kill"
-        end(ids)
+    for launcher, ids in launchers:
+        launcher.kill(ids)
     if alive:
         _wait_until_gone(launchers)
         log.info("killed: %d", len(alive))
@@ -221,7 +215,7 @@ def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
         raise LaunchError("\n".join(dict.fromkeys(wrong.values())))
 
 
-def _without_job(run: Path, job: Tracked | None) -> str:
+def _why_no_job(run: Path, job: TrackedJob | None) -> str:
     """Why there is nothing to kill."""
     if job is not None and job.seen is not None and job.seen.state == "unknown":
         return f"what became of job {job.job_id} is not known ({job.seen.reason}), so it is left alone"
@@ -231,15 +225,15 @@ def _without_job(run: Path, job: Tracked | None) -> str:
     return "has no job to kill"
 
 
-def _wait_until_gone(launchers: Sequence[tuple[Part, list[str]]]) -> None:
+def _wait_until_gone(launchers: Sequence[tuple[LauncherConfig, list[str]]]) -> None:
     until = time.monotonic() + GONE_SECONDS
     while True:
         left: list[str] = []
         why = ""
-        for part, ids in launchers:
+        for launcher, ids in launchers:
             try:
-                seen = _states(part, ids)
-                left += [job_id for job_id in ids if job_id in seen and seen[job_id].state in jobs.ALIVE]
+                seen = launcher.states(ids)
+                left += [job_id for job_id in ids if job_id in seen and seen[job_id].state in status.ALIVE]
             except LaunchError as error:
                 left += ids
                 why = f" {error}"
@@ -251,22 +245,16 @@ def _wait_until_gone(launchers: Sequence[tuple[Part, list[str]]]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _states(part: Part, ids: Sequence[str]) -> Mapping[str, Seen]:
-    states = part.function("states")
-    assert states is not None, f"{part.name}: a launcher without states"
-    return states(ids)
+def _is_alive(job: TrackedJob) -> bool:
+    return job.seen is not None and job.seen.state in status.ALIVE
 
 
-def _is_alive(job: Tracked) -> bool:
-    return job.seen is not None and job.seen.state in jobs.ALIVE
-
-
-def _by_launcher(alive: Mapping[str, Tracked]) -> list[tuple[Part, list[str]]]:
-    found: list[tuple[Part, list[str]]] = []
+def _by_launcher(alive: Mapping[str, TrackedJob]) -> list[tuple[LauncherConfig, list[str]]]:
+    found: list[tuple[LauncherConfig, list[str]]] = []
     for job in alive.values():
         assert job.launcher is not None
-        for part, ids in found:
-            if jobs.same_scheduler(part, job.launcher):
+        for launcher, ids in found:
+            if status.same_scheduler(launcher, job.launcher):
                 ids.append(job.job_id)
                 break
         else:

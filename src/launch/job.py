@@ -1,11 +1,13 @@
-"""What a launcher is given and what it answers: the contract between `jobs` and each launcher."""
+"""The interface of a launcher: what it is given and what it answers."""
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from src.config import Config
+from src.interfaces import Component
+from src.registry import LAUNCHERS, bind
 
 Note = Callable[[Mapping[str, str]], None]
 """Called by a launcher with {exp_id: job id} as soon as the scheduler has given ids, before anything else can fail."""
@@ -30,12 +32,12 @@ class Job:
     """Ids of experiments that must have ended well before it starts, as far as they stand before it in the same submission."""
     after_jobs: tuple[str, ...] = ()
     """Job ids of the same launcher, from earlier submissions, that must have ended well before it starts."""
-    resources: Config | None = None
+    resources: "LauncherConfig | None" = None
     """The launcher's config with what `overrides` say of this experiment; None: as for all."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class SchedulerState:
     """What a scheduler says of one job."""
 
     state: Literal["queued", "running", "completed", "failed", "cancelled", "unknown"]
@@ -47,3 +49,65 @@ class Seen:
     seconds: float | None = None
     """Run time of the present or last attempt."""
     restarts: int = 0
+
+
+class LauncherConfig(Component):
+    """Where jobs run: all that an entry of job_configs.py may say of it."""
+
+    holds_jobs: ClassVar[bool] = False
+    """Whether a queued job can be kept from starting, by `hold` and `release`."""
+
+    @abstractmethod
+    def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
+        """Queue `jobs`, with files of the launcher's own in the folder of the submission; their job ids, in order.
+
+        Calls `note` with the ids as soon as there are any, so that nothing that was queued is forgotten.
+
+        Raises:
+            LaunchError: the scheduler refuses. Nothing stays queued.
+        """
+
+    @abstractmethod
+    def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
+        """What the scheduler says of each job that it knows, with at most two calls however many.
+
+        Raises:
+            LaunchError: it cannot be asked.
+        """
+
+    @abstractmethod
+    def kill(self, job_ids: Sequence[str]) -> None:
+        """End what is alive. Jobs that have ended are left alone.
+
+        Raises:
+            LaunchError: the scheduler refuses.
+        """
+
+    @abstractmethod
+    def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
+        """{experiment id: job id} of the jobs that an interrupted submission with this folder has left.
+
+        Raises:
+            LaunchError: the scheduler cannot be asked.
+        """
+
+    def wait_for(self, job_ids: Sequence[str]) -> None:
+        """Stay until the jobs have ended, where the launcher is one that does."""
+
+    def check(self) -> None:
+        """Raises LaunchError where no job could be queued from here."""
+
+    def scheduler(self) -> object:
+        """What launchers must share for their jobs to be asked for in one call, beside their name."""
+        return None
+
+    def hold(self, job_ids: Sequence[str]) -> None:
+        """Keep queued jobs from starting; only where `holds_jobs`."""
+
+    def release(self, job_ids: Sequence[str]) -> None:
+        """Let held jobs start; only where `holds_jobs`."""
+
+
+def bind_launcher(raw: object) -> LauncherConfig:
+    """The launcher that `raw["launcher"]` names. Raises `config.Problems`: everything wrong with `raw`, by path."""
+    return bind(LAUNCHERS, raw, key="launcher")

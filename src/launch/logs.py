@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from src.launch import status as jobs
+from src.launch import status
 
 LINES = 20
 POLL_SECONDS = 0.5
@@ -25,34 +25,34 @@ def follow(runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callab
     heads = {exp_id: f"{exp_id[:_SHORT]} " if len(exp_ids) > 1 else "" for exp_id in exp_ids}
     places: dict[Path, int] = {}
     for exp_id in exp_ids:
-        for path in _printed(runs, exp_id):
+        for path in _log_files(runs, exp_id):
             places[path] = _size(path)
-            yield from (heads[exp_id] + line for line in jobs.tail(path, lines, places[path]).splitlines())
+            yield from (heads[exp_id] + line for line in status.tail(path, lines, places[path]).splitlines())
     asked = float("-inf")
-    rows: list[jobs.Row] = []
+    rows: list[status.Row] = []
     alive: set[str] = set()
     ended = False
     while True:
         if time.monotonic() - asked >= STATES_SECONDS:
-            rows = jobs.table(runs, exp_ids)
+            rows = status.table(runs, exp_ids)
             # A scheduler that does not answer has ended nothing.
-            alive = {row.exp_id for row in rows if row.state in jobs.ALIVE or (row.state == "unknown" and row.exp_id in alive)}
+            alive = {row.exp_id for row in rows if row.state in status.ALIVE or (row.state == "unknown" and row.exp_id in alive)}
             ended = not alive
             asked = time.monotonic()
         for exp_id in exp_ids:
-            for path in _printed(runs, exp_id):
+            for path in _log_files(runs, exp_id):
                 yield from (heads[exp_id] + line for line in _new_lines(path, places, ended))
         if ended:
             break
         sleep(POLL_SECONDS)
     for row in rows:
-        if not any(map(_size, _printed(runs, row.exp_id))):
+        if not any(map(_size, _log_files(runs, row.exp_id))):
             log.info("%s: has printed nothing; its state is %s%s", row.exp_id, row.state, f" ({row.reason})" if row.reason else "")
 
 
-def _printed(runs: Path, exp_id: str) -> list[Path]:
+def _log_files(runs: Path, exp_id: str) -> list[Path]:
     """What the job prints; where no job printed, what the training has logged."""
-    *printed, logged = jobs.logs_of(runs, exp_id)
+    *printed, logged = status.logs_of(runs, exp_id)
     return [path for path in printed if path.exists()] or [logged]
 
 

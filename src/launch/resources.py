@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from src import registry
-from src.config import Config, join, top_level, unknown
+from src.config import Problems, join, top_level, unknown
 from src.errors import ConfigError
 from src.experiments import expressions
-from src.launch.part import Part, bind_launcher
+from src.launch.job import LauncherConfig, bind_launcher
 from src.runs.metadata import flat
 
 ENV_PATH = "ENV_PATH"
@@ -25,7 +24,7 @@ class Resources:
 
     name: str
     """In JOB_CONFIGS."""
-    launcher: Part
+    launcher: LauncherConfig
     overrides: tuple[tuple[expressions.Query, dict[str, Any]], ...]
     """Which experiments, and what is other for them."""
     raw: dict[str, Any]
@@ -35,7 +34,7 @@ class Resources:
         """For messages."""
         return f"JOB_CONFIGS[{self.name!r}]"
 
-    def of(self, exp: Mapping[str, Any]) -> Config | None:
+    def of(self, exp: Mapping[str, Any]) -> LauncherConfig | None:
         """The launcher's config for one experiment; None: the same as for all. Later overrides win.
 
         Raises:
@@ -47,8 +46,8 @@ class Resources:
             return None
         raw = self.raw
         for changes in own:
-            raw = _merged(raw, changes)
-        return _bind(raw, self.where).config
+            raw = _merge(raw, changes)
+        return _bind(raw, self.where)
 
     def check_names(self, experiments: Iterable[Mapping[str, Any]]) -> None:
         """Every name that an override asks for must be in one of the `experiments`.
@@ -77,9 +76,9 @@ def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resour
         raise ConfigError(f"{where}.{_SUBMISSIONS}: filled in when jobs are submitted. Leave it out.")
     own = {key: value for key, value in raw.items() if key != "overrides"}
     launcher = _bind(own, where)
-    fields = type(launcher.config).model_fields
+    fields = type(launcher).model_fields
     if env_path and "processes" in fields and not own.get("processes", {}).get("env_path"):
-        own = _merged(own, {"processes": {"env_path": env_path}})
+        own = _merge(own, {"processes": {"env_path": env_path}})
     if _SUBMISSIONS in fields:
         own[_SUBMISSIONS] = str(runs.resolve() / _SUBMISSIONS)
     overrides = raw.get("overrides", [])
@@ -100,11 +99,11 @@ def named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) -> Re
         raise unknown("job config", name, entries, "-j")
     found = load(name, entries[name], runs, env_path())
     found.check_names(experiments)
-    found.launcher.ask("check")
+    found.launcher.check()
     return found
 
 
-def recorded(raw: Mapping[str, Any], where: str) -> Part:
+def load_recorded(raw: Mapping[str, Any], where: str) -> LauncherConfig:
     """The launcher that a submission wrote down.
 
     Raises:
@@ -131,18 +130,18 @@ def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressi
         compiled = expressions.compile(override["where"])
     except ConfigError as error:
         raise ConfigError(f"{where}.where: {error}") from None
-    _bind(_merged(base, changes), where)
+    _bind(_merge(base, changes), where)
     return compiled, changes
 
 
-def _bind(raw: dict[str, Any], where: str) -> Part:
+def _bind(raw: dict[str, Any], where: str) -> LauncherConfig:
     try:
         return bind_launcher(raw)
-    except registry.Problems as error:
+    except Problems as error:
         raise ConfigError("\n".join(f"{join(where, path)}: {text}" for path, text in error.found)) from None
 
 
-def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`raw` with `changes`; a dict is changed key by key."""
-    both = {key: _merged(raw[key], value) for key, value in changes.items() if isinstance(value, dict) and isinstance(raw.get(key), dict)}
+    both = {key: _merge(raw[key], value) for key, value in changes.items() if isinstance(value, dict) and isinstance(raw.get(key), dict)}
     return {**raw, **changes, **both}

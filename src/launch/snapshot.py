@@ -69,7 +69,7 @@ class _ChangedError(Exception):
 def _look(root: Path, leave_out: Sequence[Path]) -> _Found:
     """Every file of the code, with its hash."""
     apart = [path.resolve() for path in leave_out]
-    paths = dict(_tracked(root, apart) or _walk(root, "", apart, ()))
+    paths = dict(_git_files(root, apart) or _walk(root, "", apart, ()))
     secret = sorted(name for name in paths if looks_secret(Path(name).name))
     if secret:
         log.info("not copied for the jobs, as they look like keys: %s", ", ".join(secret))
@@ -112,7 +112,7 @@ def looks_secret(name: str) -> bool:
     return not SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", lower))
 
 
-def _tracked(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
+def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
     """What git tracks or would track below `root`; None where git does not know the code."""
     try:
         done = subprocess.run(

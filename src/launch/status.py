@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,10 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from src.errors import LaunchError, UserError
+from src.config import unknown
+from src.errors import ConfigError, LaunchError, UserError
+from src.files import reading
 from src.launch import submissions
-from src.launch.job import Seen
-from src.launch.part import Part
+from src.launch.job import LauncherConfig, SchedulerState
 from src.runs import events, lease, metadata, parents, scores
 
 LOGS = "logs"
@@ -21,6 +23,7 @@ STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "un
 ALIVE = ("queued", "running")
 _SILENT_SECONDS = 10 * lease.STALE_SECONDS
 """A job that its scheduler has forgotten, with a holder on another machine, counts as running as long as it has beaten since."""
+_ID = re.compile(r"[0-9a-f]{32}")
 State = Literal["never", "queued", "running", "done", "failed", "stopped", "lost", "unknown"]
 
 
@@ -47,14 +50,40 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Tracked:
+class TrackedJob:
     """Where the job of one experiment is."""
 
     job_id: str
     submission: str
-    launcher: Part | None
-    seen: Seen | None
+    launcher: LauncherConfig | None
+    seen: SchedulerState | None
     """None: the scheduler knows nothing of it."""
+
+
+def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
+    """The folder of save directories, and the ids that are meant: all in `path`, or `path` itself where it is a save directory.
+
+    Raises:
+        ConfigError: no such folder, no run in it, or none of `group`.
+        RunError: the folder cannot be read.
+    """
+    path = path.resolve()
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder. Expected one of save directories, or one save directory.")
+    if _ID.fullmatch(path.name):
+        runs, names = path.parent, [path.name]
+    else:
+        with reading(path):
+            runs, names = path, sorted(name for name in os.listdir(path) if _ID.fullmatch(name))
+        if not names:
+            raise ConfigError(f"{path}: no runs in it. Their save directories are named by the 32 hex digits of their ids.")
+    if group is None:
+        return runs, names
+    groups = {name: metadata.read_groups(runs / name) for name in names}
+    selected = [name for name in names if group in groups[name]]
+    if not selected:
+        raise unknown("group", group, {one for listed in groups.values() for one in listed}, "-e")
+    return runs, selected
 
 
 def table(runs: Path, exp_ids: Sequence[str]) -> list[Row]:
@@ -70,31 +99,31 @@ def table(runs: Path, exp_ids: Sequence[str]) -> list[Row]:
 def _clear_up(runs: Path) -> dict[str, str]:
     """Reconcile; what stands in the way, by the experiments that it may concern."""
     with contextlib.suppress(UserError):
-        if not submissions.interrupted(runs):
+        if not submissions.interrupted_names(runs):
             return {}
         with submissions.locked(runs, wait_seconds=0.0):
             return {exp_id: unclear.message for unclear in submissions.reconcile(runs) for exp_id in unclear.experiments}
     return {}
 
 
-def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[str, str]]:
+def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, TrackedJob], dict[str, str]]:
     """Ask the schedulers for the jobs of these experiments, all jobs of a launcher at once: by experiment, the job, and what went wrong.
 
     A job whose save directory was removed, or no longer tells of it, counts as long as it is queued or running.
     """
-    noted, damaged = _noted(runs, exp_ids)
+    noted, damaged = _read_jobs(runs, exp_ids)
     wrong = dict(damaged)
-    elsewhere = submissions.noted(runs, [exp_id for exp_id in exp_ids if exp_id not in noted])
+    elsewhere = submissions.last_jobs(runs, [exp_id for exp_id in exp_ids if exp_id not in noted])
     noted |= {exp_id: {"job_id": job_id, "submission": name} for exp_id, (job_id, name) in elsewhere.items()}
-    parts: dict[str, Part | None] = {}
+    parts: dict[str, LauncherConfig | None] = {}
     refused: dict[str, str] = {}
     asked: dict[Any, list[str]] = defaultdict(list)
-    ask_with: dict[Any, Part] = {}
+    ask_with: dict[Any, LauncherConfig] = {}
     for exp_id, job in noted.items():
         name = job["submission"]
         if name and name not in parts:
             try:
-                parts[name] = submissions.read(runs, name).part()
+                parts[name] = submissions.read(runs, name).load_launcher()
             except UserError as error:
                 parts[name], refused[name] = None, str(error)
         part = parts.get(name)
@@ -103,26 +132,24 @@ def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, Tracked], dict[
             ask_with[_scheduler(part)] = part
         elif name:
             wrong[exp_id] = f"job {job['job_id']}: {refused[name]}"
-    seen: dict[str, Seen] = {}
+    seen: dict[str, SchedulerState] = {}
     for key, ids in asked.items():
-        states = ask_with[key].function("states")
-        assert states is not None, f"{ask_with[key].name}: a launcher without states"
         try:
-            found = states([noted[exp_id]["job_id"] for exp_id in ids])
+            found = ask_with[key].states([noted[exp_id]["job_id"] for exp_id in ids])
         except LaunchError as error:
             wrong |= dict.fromkeys(ids, str(error))
         else:
             seen |= {exp_id: found[noted[exp_id]["job_id"]] for exp_id in ids if noted[exp_id]["job_id"] in found}
     alive = {exp_id for exp_id, what in seen.items() if what.state in ALIVE}
     tracked = {
-        exp_id: Tracked(job["job_id"], job["submission"], parts.get(job["submission"]), seen.get(exp_id))
+        exp_id: TrackedJob(job["job_id"], job["submission"], parts.get(job["submission"]), seen.get(exp_id))
         for exp_id, job in noted.items()
         if exp_id not in elsewhere or exp_id in alive
     }
     return tracked, {exp_id: text for exp_id, text in wrong.items() if exp_id not in alive}
 
 
-def _noted(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+def _read_jobs(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """What the save directories say of their jobs, and what is wrong with those that cannot be read."""
     noted, wrong = {}, {}
     for exp_id in exp_ids:
@@ -134,18 +161,17 @@ def _noted(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, dict[str, str]
     return noted, wrong
 
 
-def same_scheduler(one: Part, other: Part) -> bool:
+def same_scheduler(one: LauncherConfig, other: LauncherConfig) -> bool:
     """Whether jobs of the two launchers can be asked for, ended and waited for together."""
     return _scheduler(one) == _scheduler(other)
 
 
-def _scheduler(part: Part) -> Any:
+def _scheduler(launcher: LauncherConfig) -> Any:
     """What two submissions must share for their jobs to be asked for together."""
-    key = part.function("scheduler")
-    return part.name, key() if key else None
+    return launcher.name, launcher.scheduler()
 
 
-def _row(runs: Path, exp_id: str, tracked: Tracked | None, trouble: str | None) -> Row:
+def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, trouble: str | None) -> Row:
     """The row of one experiment; its save directory is read after the scheduler was asked, so that an end is not missed."""
     run = runs / exp_id
     status: dict[str, Any] = {}
@@ -156,15 +182,15 @@ def _row(runs: Path, exp_id: str, tracked: Tracked | None, trouble: str | None) 
     except UserError as error:
         trouble = trouble or str(error)
     beat = lease.heartbeat_seconds(run)
-    state, reason = ("unknown", trouble) if trouble else _together(run, own, status, tracked, beat)
+    state, reason = ("unknown", trouble) if trouble else _resolve_state(run, own, status, tracked, beat)
     exp, complaint = _experiment(run)
-    last, more = _tried(lambda: scores.last_row(run / scores.SCORES) or {}, {})
+    last, more = _try_read(lambda: scores.last_row(run / scores.SCORES) or {}, {})
     seen = tracked.seen if tracked else None
     if state in ("failed", "stopped", "lost", "queued") and (parent := _parent(runs, exp)) and parent not in reason:
         reason = f"{reason}; {parent}" if reason else parent
-    starts = _tried(lambda: metadata.attempts(run), 0)[0]
-    event, damaged = _tried(lambda: events.latest(run, starts), None) if state not in ("done", "never") else (None, "")
-    notes = [text for text in (reason, events.shown(event) if event else "", complaint, more, damaged) if text]
+    starts = _try_read(lambda: metadata.attempts(run), 0)[0]
+    event, damaged = _try_read(lambda: events.latest(run, starts), None) if state not in ("done", "never") else (None, "")
+    notes = [text for text in (reason, events.describe(event) if event else "", complaint, more, damaged) if text]
     loop = exp.get("loop") if isinstance(exp.get("loop"), dict) else {}
     groups = metadata.read_groups(run)
     return Row(
@@ -184,7 +210,7 @@ def _row(runs: Path, exp_id: str, tracked: Tracked | None, trouble: str | None) 
     )
 
 
-def _together(run: Path, own: str, status: Mapping[str, Any], tracked: Tracked | None, beat: float | None) -> tuple[State, str]:
+def _resolve_state(run: Path, own: str, status: Mapping[str, Any], tracked: TrackedJob | None, beat: float | None) -> tuple[State, str]:
     """State and reason: done, if the save directory says so; else what the scheduler says; else what the directory says.
 
     own: `saved.state_of` the save directory. beat: `lease.heartbeat_seconds`.
@@ -227,7 +253,7 @@ def _experiment(run: Path) -> tuple[dict[str, Any], str]:
     return exp, ""
 
 
-def _tried(read: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
+def _try_read(read: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
     """What `read` gives, and what is wrong with it."""
     try:
         return read(), ""

@@ -17,7 +17,7 @@ from typing import Any
 from src.errors import ConfigError, LaunchError, RunError
 from src.files import read_json, reading, synced_once, write_json, writing
 from src.launch import resources
-from src.launch.part import Part
+from src.launch.job import LauncherConfig
 from src.runs import metadata
 
 FOLDER = "submissions"
@@ -51,20 +51,20 @@ class Submission:
         """The id of the submission."""
         return self.folder.name
 
-    def part(self) -> Part:
+    def load_launcher(self) -> LauncherConfig:
         """Its launcher.
 
         Raises:
             LaunchError: this version does not know it, or not with this config.
         """
         try:
-            return resources.recorded(self.launcher, str(self.folder / INTENT))
+            return resources.load_recorded(self.launcher, str(self.folder / INTENT))
         except ConfigError as error:
             raise LaunchError(str(error)) from None
 
 
 @dataclass(frozen=True)
-class Unclear:
+class UnresolvedSubmission:
     """A submission that was interrupted, and whose launcher does not tell what it queued."""
 
     folder: Path
@@ -164,7 +164,7 @@ def note(submission: Submission, jobs: Mapping[str, str], complete: bool = False
     Raises:
         RunError: the disk refuses.
     """
-    before = (_noted(submission.folder) or NOTHING)[0]
+    before = (_read_noted_jobs(submission.folder) or NOTHING)[0]
     write_json(submission.folder / JOBS, {"jobs": {**before, **jobs}, "complete": complete})
     _note_in_runs(submission, {exp_id: job_id for exp_id, job_id in jobs.items() if before.get(exp_id) != job_id})
 
@@ -176,13 +176,13 @@ def _note_in_runs(submission: Submission, jobs: Mapping[str, str]) -> None:
             metadata.write_job(runs / exp_id, job_id, submission.commands.get(exp_id, ""), submission.name)
 
 
-def interrupted(runs: Path) -> list[str]:
+def interrupted_names(runs: Path) -> list[str]:
     """Names of the submissions of which it is not known what they queued.
 
     Raises:
         RunError: the folder cannot be read.
     """
-    return [name for name in _names(runs) if not (_noted(runs / FOLDER / name) or NOTHING)[1]]
+    return [name for name in _names(runs) if not (_read_noted_jobs(runs / FOLDER / name) or NOTHING)[1]]
 
 
 def _names(runs: Path) -> list[str]:
@@ -194,14 +194,14 @@ def _names(runs: Path) -> list[str]:
         return []
 
 
-def reconcile(runs: Path) -> list[Unclear]:
+def reconcile(runs: Path) -> list[UnresolvedSubmission]:
     """Ask the launchers of interrupted submissions what they have of them, and note it; gives those that stay unclear. Only under `locked`.
 
     Raises:
         RunError: the disk refuses.
     """
-    found: list[Unclear] = []
-    for name in interrupted(runs):
+    found: list[UnresolvedSubmission] = []
+    for name in interrupted_names(runs):
         folder = runs / FOLDER / name
         if not (folder / INTENT).exists():
             continue  # ended before it was written down, so nothing was queued
@@ -211,11 +211,11 @@ def reconcile(runs: Path) -> list[Unclear]:
             experiments = submission.experiments
             _clear(runs, submission)
         except LaunchError as error:
-            found.append(Unclear(folder, experiments, str(error)))
+            found.append(UnresolvedSubmission(folder, experiments, str(error)))
     return found
 
 
-def refuse(unclear: Sequence[Unclear], exp_ids: Collection[str]) -> None:
+def refuse(unclear: Sequence[UnresolvedSubmission], exp_ids: Collection[str]) -> None:
     """Raise a LaunchError for those of the `unclear` that may have queued one of `exp_ids`; only warn of the others."""
     wrong = []
     for one in unclear:
@@ -231,11 +231,9 @@ def refuse(unclear: Sequence[Unclear], exp_ids: Collection[str]) -> None:
 
 
 def _clear(runs: Path, submission: Submission) -> None:
-    find = submission.part().function("find")
-    assert find is not None, f"{submission.launcher['launcher']}: a launcher without find"
-    found = find(submission.folder, list(submission.experiments))
+    found = submission.load_launcher().find(submission.folder, list(submission.experiments))
     log.info("%s: was interrupted; %d of its %d jobs are there", submission.name, len(found), len(submission.experiments))
-    before = _noted(submission.folder)
+    before = _read_noted_jobs(submission.folder)
     if before is None:  # the note was damaged later: of an experiment that was submitted again since, the later job counts
         found = {exp_id: job_id for exp_id, job_id in found.items() if _submission_of(runs / exp_id) <= submission.name}
     _note_in_runs(submission, found)
@@ -248,7 +246,7 @@ def _submission_of(run: Path) -> str:
     return ""
 
 
-def noted(runs: Path, exp_ids: Collection[str]) -> dict[str, tuple[str, str]]:
+def last_jobs(runs: Path, exp_ids: Collection[str]) -> dict[str, tuple[str, str]]:
     """Of those of `exp_ids` that were ever submitted: the job id and the submission that were noted last.
 
     Raises:
@@ -256,12 +254,12 @@ def noted(runs: Path, exp_ids: Collection[str]) -> dict[str, tuple[str, str]]:
     """
     found: dict[str, tuple[str, str]] = {}
     for name in _names(runs):
-        jobs = (_noted(runs / FOLDER / name) or NOTHING)[0]
+        jobs = (_read_noted_jobs(runs / FOLDER / name) or NOTHING)[0]
         found |= {exp_id: (jobs[exp_id], name) for exp_id in exp_ids if isinstance(jobs.get(exp_id), str)}
     return found
 
 
-def _noted(folder: Path) -> tuple[dict[str, Any], bool] | None:
+def _read_noted_jobs(folder: Path) -> tuple[dict[str, Any], bool] | None:
     """The job ids that were noted, and whether they are all. None: the note is damaged, so that the launcher is asked again."""
     if not (folder / JOBS).exists():
         return NOTHING

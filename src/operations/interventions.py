@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from src.errors import ConfigError, RunError, UserError
-from src.operations import hold
+from src.errors import ConfigError, RunError
+from src.launch.command_line import make_parser, run_command
+from src.operations import job_hold
 from src.runs import lease, ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import archive as abandoned
@@ -36,15 +37,13 @@ RUNS = Path("results/runs")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says, and print it. Returns the exit code: 1 where it was refused."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    try:
-        run = find(options.run, options.runs)
-        lines = _COMMANDS[options.command](run, options)
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return 0
+
+    def act() -> int:
+        lines = _COMMANDS[options.command](find(options.run, options.runs), options)
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        return 0
+
+    return run_command(act, logging.WARNING)
 
 
 def find(name: str, runs: Path) -> Path:
@@ -74,7 +73,7 @@ def change(run: Path, decide: "Decide", same: "Same", dry_run: bool) -> list[str
             raise RunError(f"{run}: a process on {lease.holder_host(run)} trains it now. Stop it first.")
         if began := journal.unfinished(run):
             return [f"{run}: was interrupted: {began}. Without --dry-run that is finished first."]
-        return [f"{run}: would go", *_shown(decide()), "Nothing was changed."]
+        return [f"{run}: would go", *_plan_lines(decide()), "Nothing was changed."]
     held = Lease.acquire(run)
     try:
         ended = journal.finish(run)
@@ -84,7 +83,7 @@ def change(run: Path, decide: "Decide", same: "Same", dry_run: bool) -> list[str
         plan = decide()
         held.confirm()
         plan.carry_out()
-        return [*said, f"{run}: went", *_shown(plan)]
+        return [*said, f"{run}: went", *_plan_lines(plan)]
     finally:
         held.release()
 
@@ -130,8 +129,8 @@ def _rollback(run: Path, options: argparse.Namespace) -> list[str]:
 
 
 def _hold(run: Path, options: argparse.Namespace) -> list[str]:
-    before = hold.held(run)
-    event = hold.change(run, options.command, options.why)
+    before = job_hold.current_hold(run)
+    event = job_hold.change(run, options.command, options.why)
     told = f", which {before['who']} held since {before['when']}{_because(before)}" if before else ""
     return [f"{run}: {'held' if options.command == 'hold' else 'released'} job {event['job']}{told}"]
 
@@ -150,14 +149,12 @@ def _because(event: dict[str, Any]) -> str:
     return f" ({event['why']})" if event.get("why") else ""
 
 
-def _shown(plan: Plan) -> list[str]:
+def _plan_lines(plan: Plan) -> list[str]:
     return [f"  {line}" for line in plan.told]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m src.operations.interventions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("src.operations.interventions", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     made = {name: commands.add_parser(name, help=text) for name, text in _HELP.items()}
     for name, command in made.items():

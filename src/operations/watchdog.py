@@ -25,9 +25,9 @@ from statistics import median
 from typing import Any
 
 from src.errors import ConfigError, UserError
-from src.launch import run_folders
-from src.launch import status as jobs
-from src.launch.interruption import signals_raise
+from src.launch import status as launch_status
+from src.launch.command_line import make_parser, run_command
+from src.launch.status import Row
 from src.runs import events, heartbeat, lease, metadata
 
 NEW, KNOWN = 3, 4
@@ -84,7 +84,7 @@ class Pace:
 def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
     """What the newest rows of perf.jsonl say; lines that are none are left out."""
     steps, rows, apart = [], [], []
-    for line in jobs.tail(run / "perf.jsonl", _ROWS).splitlines():
+    for line in launch_status.tail(run / "perf.jsonl", _ROWS).splitlines():
         try:
             row = json.loads(line)
             seconds, rate, at = float(row["seconds"]), float(row["steps_per_second"]), int(row["step"])
@@ -100,7 +100,7 @@ def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
     return Pace(step, max((seconds for _, seconds in rows), default=0.0), max(apart, default=None))
 
 
-def judge(run: Path, row: jobs.Row, limits: Limits) -> Verdict:
+def judge(run: Path, row: Row, limits: Limits) -> Verdict:
     """What became of the run in the save directory `run`, whose row of the status table is `row`.
 
     Raises:
@@ -116,17 +116,17 @@ def judge(run: Path, row: jobs.Row, limits: Limits) -> Verdict:
     return Verdict(row.exp_id, state, reason, row.attempts, step)
 
 
-def _running(run: Path, row: jobs.Row, status: dict[str, Any], beat: heartbeat.Beat | None, limits: Limits) -> tuple[str, str, int | None]:
+def _running(run: Path, row: Row, status: dict[str, Any], beat: heartbeat.Beat | None, limits: Limits) -> tuple[str, str, int | None]:
     """(state, reason, last step) of a run that its scheduler, or its save directory, takes for running."""
     silent = row.heartbeat_seconds
     dead = lease.holder_is_dead(run)
     if dead is None and silent is not None and silent > SILENT_SECONDS:
-        return "dead", f"no sign of life from {lease.holder_host(run)} for {_told(silent)}", row.step
+        return "dead", f"no sign of life from {lease.holder_host(run)} for {_words(silent)}", row.step
     if status["state"] != "running" or dead:
         # A job whose process has not come yet, or not again: torchrun starts it anew, modules are loaded.
         waits = min((seconds for seconds in (row.seconds, _age(run / metadata.STATUS)) if seconds is not None), default=0.0)
         if waits > limits.start_seconds:
-            return "hung", f"its job runs, and no process of it has trained for {_told(waits)}", row.step
+            return "hung", f"its job runs, and no process of it has trained for {_words(waits)}", row.step
         return "running", "", row.step
     known = pace(run, beat)
     step, age = status.get("step"), _age(run / metadata.STATUS) or 0.0
@@ -135,16 +135,20 @@ def _running(run: Path, row: jobs.Row, status: dict[str, Any], beat: heartbeat.B
     elif status.get("updated") == status.get("started"):
         if age <= limits.start_seconds:
             return "running", "", row.step
-        return "hung", f"no step since it was started {_told(age)} ago{_stopped(silent)}", row.step
+        return "hung", f"no step since it was started {_words(age)} ago{_silence(silent)}", row.step
     at_rest = 3 * known.apart if known.apart is not None else limits.start_seconds
     allowed = max(limits.least_seconds, limits.factor * (known.step or 0.0)) + at_rest + (known.row if beat is None else 0.0)
     if age <= allowed:
         return "running", "", step
-    pace_told = f"a step takes {_told(known.step)}" if known.step else "how long a step takes is not known"
-    return "hung", f"its last step, {step}, was {_told(age)} ago; {pace_told}, and {_told(allowed)} are allowed{_stopped(silent)}", step
+    pace_told = f"a step takes {_words(known.step)}" if known.step else "how long a step takes is not known"
+    return (
+        "hung",
+        f"its last step, {step}, was {_words(age)} ago; {pace_told}, and {_words(allowed)} are allowed{_silence(silent)}",
+        step,
+    )
 
 
-def _stopped(silent: float | None) -> str:
+def _silence(silent: float | None) -> str:
     if silent is None or silent <= SILENT_SECONDS / 5:
         return ""
     return ". Its lease does not beat either: is the process stopped (SIGSTOP), or its disk full?"
@@ -158,22 +162,22 @@ def _age(path: Path) -> float | None:
         return None
 
 
-def _told(seconds: float) -> str:
+def _words(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
 
 
-def look(runs: Path, exp_ids: Sequence[str], limits: Limits) -> tuple[list[Verdict], list[tuple[str, events.Event]], list[str]]:
+def inspect_runs(runs: Path, exp_ids: Sequence[str], limits: Limits) -> tuple[list[Verdict], list[tuple[str, events.Event]], list[str]]:
     """Judge each run, read on in its logs, and note what is new: verdicts, (id, new event), and what could not be looked at."""
     verdicts, new, trouble = [], [], []
-    for row in jobs.table(runs, exp_ids):
+    for row in launch_status.table(runs, exp_ids):
         run = runs / row.exp_id
         if row.state == "unknown":
             trouble.append(f"{run}: {row.reason}")
         try:
             verdict = judge(run, row, limits)
             verdicts.append(verdict)
-            logs = jobs.logs_of(runs, row.exp_id)
-            new += [(row.exp_id, event) for event in events.scan(run, logs, row.attempts, ended=row.state not in jobs.ALIVE)]
+            logs = launch_status.logs_of(runs, row.exp_id)
+            new += [(row.exp_id, event) for event in events.scan(run, logs, row.attempts, ended=row.state not in launch_status.ALIVE)]
             if (event := _incident(run, verdict)) is not None:
                 new.append((row.exp_id, event))
         except UserError as error:
@@ -213,12 +217,7 @@ def notify(command: str, exp_id: str, event: events.Event) -> None:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m src.operations.watchdog",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("src.operations.watchdog", __doc__)
     parser.add_argument("runs", type=Path, metavar="RUNS", help="folder of save directories, or one of them")
     parser.add_argument("-e", "--group", metavar="GROUP", help="only the runs of this group")
     parser.add_argument("--once", action="store_true", help="look once, and tell by the exit code")
@@ -232,33 +231,28 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    args = parse(argv)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("src").setLevel(logging.INFO)
-    try:
-        if min(args.every, args.factor, args.least, args.start) <= 0:
-            raise ConfigError("--every, --factor, --least, --start: expected numbers above 0.")
-        limits = Limits(args.factor, args.least, args.start)
-        with signals_raise():
-            while True:
-                code = _round(*run_folders.chosen(args.runs, args.group), limits, args.notify)
-                if args.once:
-                    return code
-                time.sleep(args.every)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return run_command(lambda: watch(parse(argv)))
+
+
+def watch(args: argparse.Namespace) -> int:
+    """Look once, or again and again; returns the exit code."""
+    if min(args.every, args.factor, args.least, args.start) <= 0:
+        raise ConfigError("--every, --factor, --least, --start: expected numbers above 0.")
+    limits = Limits(args.factor, args.least, args.start)
+    while True:
+        code = _round(*launch_status.select_runs(args.runs, args.group), limits, args.notify)
+        if args.once:
+            return code
+        time.sleep(args.every)
 
 
 def _round(runs: Path, exp_ids: Sequence[str], limits: Limits, command: str | None) -> int:
     """Look once, tell what is new, and say how things stand."""
-    verdicts, new, trouble = look(runs, exp_ids, limits)
+    verdicts, new, trouble = inspect_runs(runs, exp_ids, limits)
     for text in trouble:
         log.warning("%s", text)
     for exp_id, event in new:
-        log.info("%s %s %s", exp_id, event["severity"], events.shown(event))
+        log.info("%s %s %s", exp_id, event["severity"], events.describe(event))
         if command and event["severity"] != "info":
             notify(command, exp_id, event)
     if trouble or any(event["severity"] == "error" for _, event in new):

@@ -1,11 +1,10 @@
 """What happened to a run: <run>/events.jsonl, filled from its logs by `log_rules` as they grow, and by the watchdog. Each event once.
 
-Where the reading of each log stands is in events.cursors.json beside it. A log that was truncated, or replaced by another, is read from
-its start; what was left in one that was renamed (LOG.1) is read first. A cursor that was lost, or is behind since a crash, costs time only:
-an event is told from others by log, generation of the log, offset and rule.
+events.cursors.json beside it says how far each log was read. A log that became shorter, or was replaced by another file, is read from its
+start. A cursor that was lost, or is behind since a crash, costs time only: an event with the log, offset, rule and line of another is the
+same event.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -25,8 +24,6 @@ LONGEST_LINE = 64 * 1024
 SAME_INCIDENT = 64 * 1024
 """Bytes of log within which a rule that matches again tells of the same: a hundred ranks say that one is gone."""
 _PIECE = 1 << 20
-_HEAD = 256
-"""Bytes at the start of a log by which it is recognised."""
 _SHOWN = 500
 Event = dict[str, Any]
 
@@ -93,39 +90,32 @@ def latest(run: Path, attempt: int) -> Event | None:
             last = None if last and last.get("rule") == "hung" else last
         elif event.get("severity") not in ("warning", "error") or event.get("rule") in ("failed", "dead"):
             continue
-        elif last is None or last.get("rule") in log_rules.AFTERMATH or event.get("rule") not in log_rules.AFTERMATH:
+        elif last is None or log_rules.is_aftermath(last.get("rule")) or not log_rules.is_aftermath(event.get("rule")):
             last = event
     return last
 
 
-def shown(event: Mapping[str, Any]) -> str:
+def describe(event: Mapping[str, Any]) -> str:
     """An event in one short line, as the status table has it."""
     line = str(event.get("line", ""))
     return f"{event.get('rule')}: {line if len(line) <= 120 else line[:117] + '...'}"
 
 
 def _identity(event: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(event.get(key) for key in ("log", "generation", "offset", "rule", "incident"))
+    return tuple(event.get(key) for key in ("log", "offset", "rule", "line", "incident"))
 
 
 def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note: Callable[[Event], None]) -> None:
     """Read one log from where its cursor stands, and move the cursor."""
     name = str(path.relative_to(run.parent)) if path.is_relative_to(run.parent) else str(path)
-    cursor = cursors.get(name)
+    before = json.dumps(cursors.get(name))
     try:
         with open(path, "rb") as file:
             facts = os.fstat(file.fileno())
-            if cursor is None or not _same(file, facts, cursor):
-                if cursor is not None:
-                    _finish_renamed(path, name, cursor, note)
-                generation = cursor["generation"] + 1 if cursor else _next_generation(run, name)
-                cursor = {"generation": generation, "offset": 0, "inode": facts.st_ino, "last": {}}
-                cursors[name] = cursor
-                write_json(run / CURSORS, cursors)  # before any event of this generation: a crash must not use its number twice
-            before = json.dumps(cursor)
+            cursor = cursors.get(name)
+            if cursor is None or facts.st_ino != cursor["inode"] or facts.st_size < cursor["offset"]:
+                cursor = cursors[name] = {"offset": 0, "inode": facts.st_ino, "last": {}}
             _read_on(file, name, cursor, ended, note)
-            head = os.pread(file.fileno(), min(_HEAD, cursor["offset"]), 0)
-            cursor["head_bytes"], cursor["head"] = len(head), hashlib.sha256(head).hexdigest()
     except FileNotFoundError:
         return
     except OSError as error:
@@ -133,27 +123,6 @@ def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note:
         return
     if json.dumps(cursor) != before:
         write_json(run / CURSORS, cursors)
-
-
-def _same(file: Any, facts: os.stat_result, cursor: Mapping[str, Any]) -> bool:
-    """Whether an open log is the one that was read up to the cursor, and only grew."""
-    if facts.st_ino != cursor["inode"] or facts.st_size < cursor["offset"]:
-        return False
-    head = os.pread(file.fileno(), cursor.get("head_bytes", 0), 0)
-    return hashlib.sha256(head).hexdigest() == cursor.get("head", hashlib.sha256(b"").hexdigest())
-
-
-def _finish_renamed(path: Path, name: str, cursor: dict[str, Any], note: Callable[[Event], None]) -> None:
-    """Read the rest of a log that was renamed to NAME.something, and so replaced."""
-    for other in sorted(path.parent.glob(f"{path.name}.*")):
-        try:
-            if other.stat().st_ino != cursor["inode"]:
-                continue
-            with open(other, "rb") as file:
-                if _same(file, os.fstat(file.fileno()), cursor):
-                    _read_on(file, name, cursor, True, note)
-        except OSError:
-            continue
 
 
 def _read_on(file: Any, name: str, cursor: dict[str, Any], ended: bool, note: Callable[[Event], None]) -> None:
@@ -166,17 +135,8 @@ def _read_on(file: Any, name: str, cursor: dict[str, Any], ended: bool, note: Ca
             last[rule.name] = offset
             if previous is not None and offset - previous < SAME_INCIDENT:
                 continue
-            note(
-                {
-                    "rule": rule.name,
-                    "severity": rule.severity,
-                    "line": _line(text[begin:end]),
-                    "offset": offset,
-                    "log": name,
-                    "generation": cursor["generation"],
-                    "advice": rule.advice,
-                }
-            )
+            event = {"rule": rule.name, "severity": rule.severity, "line": _line(text[begin:end]), "offset": offset}
+            note({**event, "log": name, "advice": rule.advice})
         cursor["offset"] = start + len(text)
 
 
@@ -212,7 +172,7 @@ def _read_cursors(run: Path) -> dict[str, Any]:
     except RunError as error:
         log.warning("%s The logs are read from their start.", error)
         return {}
-    keys = {"generation": int, "offset": int, "inode": int, "last": dict}
+    keys = {"offset": int, "inode": int, "last": dict}
     if not isinstance(found, dict):
         return {}
     return {
@@ -220,8 +180,3 @@ def _read_cursors(run: Path) -> dict[str, Any]:
         for name, cursor in found.items()
         if isinstance(cursor, dict) and all(isinstance(cursor.get(key), kind) for key, kind in keys.items())
     }
-
-
-def _next_generation(run: Path, name: str) -> int:
-    """For a log without cursor: that of its last event, which may be of these same bytes."""
-    return max((event.get("generation", 1) for event in jsonl_records.rows(run / EVENTS) if event.get("log") == name), default=1)

@@ -1,7 +1,7 @@
 """Sweeps without a server: the file that `wandb agent` runs, run here. Any number of these commands may work on one sweep at once.
 
-python -m src.sweeps.__main__ resources/sweeps/base_tiny_bayes.yaml --trials 20 --workers 2
-python -m src.sweeps.__main__ resources/sweeps/base_tiny_bayes.yaml --dry-run
+python -m src.sweeps resources/sweeps/base_tiny_bayes.yaml --trials 20 --workers 2
+python -m src.sweeps resources/sweeps/base_tiny_bayes.yaml --dry-run
 """
 
 import argparse
@@ -15,23 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.config import Places
-from src.errors import ConfigError, UserError
-from src.launch.interruption import signals_raise
+from src.errors import ConfigError
+from src.launch.command_line import make_parser, run_command
 from src.runs import metadata
 from src.sweeps.plan import Sweep, combinations, load
-from src.sweeps.trial import POLL_SECONDS, Ending, Training
+from src.sweeps.trial import EXP_ID, POLL_SECONDS, Training, TrialResult
 
 if TYPE_CHECKING:
-    from src.sweeps.study import Claimed, Study
+    from src.sweeps.study import ClaimedTrial, Study
 
 log = logging.getLogger(__name__)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m src.sweeps.__main__", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser("src.sweeps", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="sweep in the schema of Weights & Biases")
     parser.add_argument(
         "--trials", type=int, metavar="N", help="trials of the whole sweep, earlier calls included (default: run_cap or the grid)"
@@ -45,17 +43,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 where every trial has ended and none failed."""
-    args = parse(argv)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("src").setLevel(logging.INFO)
-    try:
-        return act(args)
-    except UserError as error:
-        for line in str(error).splitlines():
-            sys.stderr.write(f"error: {line}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return run_command(lambda: act(parse(argv)))
 
 
 def act(args: argparse.Namespace) -> int:
@@ -65,67 +53,66 @@ def act(args: argparse.Namespace) -> int:
     sweep = load(args.file, Places(args.data_path, args.savedir_base))
     total = _total(args.trials, sweep)
     if args.dry_run:
-        sys.stdout.write("\n".join(sweep.shown(total)) + "\n")
+        sys.stdout.write("\n".join(sweep.describe(total)) + "\n")
     sweep.check_place()
     if args.dry_run:
         return 0
     from src.sweeps.study import Study
 
-    study = Study(sweep.places.runs, sweep.name, sweep.file, sweep.axes, sweep.asked())
-    with signals_raise():
-        if args.workers > 1:
-            _employ(args, total)
-        work(sweep, study, total)
+    study = Study(sweep.places.runs, sweep.name, sweep.file, sweep.dimensions, sweep.identity())
+    if args.workers > 1:
+        _employ(args, total)
+    work(sweep, study, total)
     trials = study.trials()
     sys.stdout.write("\n".join(table(sweep, study)) + "\n")
     return 1 if any(trial.state.name == "FAIL" for trial in trials) else 0
 
 
 def work(sweep: Sweep, study: "Study", total: int) -> None:
-    """Carry out one trial after another, until all have ended; those of workers that die meanwhile, too."""
+    """Run one trial after another until all have ended, those of dead workers included."""
     while True:
         claimed = study.claim(total)
         if claimed is not None:
-            try:
-                carry_out(sweep, study, claimed)
-            finally:
-                claimed.lease.release()
-        elif not any(trial.state.name == "RUNNING" for trial in study.trials()):
+            with claimed.heartbeat:
+                try:
+                    run_trial(sweep, study, claimed)
+                except (KeyboardInterrupt, SystemExit):
+                    study.hand_back(claimed)
+                    raise
+        elif study.is_finished():
             return
         else:
             time.sleep(POLL_SECONDS)
 
 
-def carry_out(sweep: Sweep, study: "Study", claimed: "Claimed") -> None:
-    """Train one trial, unless another trial or an earlier training has done so."""
+def run_trial(sweep: Sweep, study: "Study", claimed: "ClaimedTrial") -> None:
+    """Train one trial, from where an earlier training of the same experiment ended."""
     number = claimed.trial.number
     try:
         item = sweep.source.trial(claimed.values, "parameters")
     except ConfigError as error:
-        study.end(claimed, Ending("failed", reason=str(error).splitlines()[0]))
+        study.end(claimed, TrialResult("failed", reason=str(error).splitlines()[0]))
         return
-    if not study.note(claimed, item.exp_id):
-        log.info("trial %d: %s, as an earlier trial", number, item.exp_id)
-        return
+    claimed.trial.set_user_attr(EXP_ID, item.exp_id)
     log.info("trial %d: %s %s", number, item.exp_id, " ".join(f"{path}={value}" for path, value in claimed.values.items()))
     run = sweep.places.runs / item.exp_id
     metadata.prepare(run, item.exp, [sweep.group])  # the training finds its experiment there
     training = Training(run, sweep.command.argv(item.exp_id, sweep.places), sweep.metric)
-    ending = training.follow(lambda values: study.report(claimed, values))
-    study.end(claimed, ending)
-    log.info("trial %d: %s %s%s", number, ending.state, "" if ending.value is None else f"{ending.value:g} ", ending.reason)
+    result = training.follow(lambda values: study.report(claimed, values))
+    study.end(claimed, result)
+    log.info("trial %d: %s %s%s", number, result.state, "" if result.value is None else f"{result.value:g} ", result.reason)
 
 
 def table(sweep: Sweep, study: "Study") -> list[str]:
     """The trials in their order, and the best."""
     trials = study.trials()
-    rows = [["trial", "state", sweep.metric or "", *(axis.path for axis in sweep.axes), "id"]]
+    rows = [["trial", "state", sweep.metric or "", *(dimension.path for dimension in sweep.dimensions), "id"]]
     for trial in trials:
         values = study.values_of(trial)
         last = trial.value if trial.value is not None else trial.intermediate_values.get(max(trial.intermediate_values, default=0))
         shown = "" if last is None or sweep.metric is None else f"{last:.6g}"
-        cells = [_short(values.get(axis.path, "")) for axis in sweep.axes]
-        rows.append([str(trial.number), trial.state.name.lower(), shown, *cells, str(trial.user_attrs.get("exp_id", ""))])
+        cells = [_short(values.get(dimension.path, "")) for dimension in sweep.dimensions]
+        rows.append([str(trial.number), trial.state.name.lower(), shown, *cells, str(trial.user_attrs.get(EXP_ID, ""))])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     reasons = [f"trial {t.number} failed: {t.user_attrs['reason']}" for t in trials if t.state.name == "FAIL" and "reason" in t.user_attrs]
@@ -133,7 +120,7 @@ def table(sweep: Sweep, study: "Study") -> list[str]:
     if not sweep.metric or not ended:
         return [*lines, *reasons]
     best = study.study.best_trial
-    return [*lines, *reasons, f"best: trial {best.number}, {sweep.metric} {best.value:.6g}, {best.user_attrs.get('exp_id')}"]
+    return [*lines, *reasons, f"best: trial {best.number}, {sweep.metric} {best.value:.6g}, {best.user_attrs.get(EXP_ID)}"]
 
 
 def _short(value: Any) -> str:
@@ -153,7 +140,7 @@ def _total(trials: int | None, sweep: Sweep) -> int:
 
 def _employ(args: argparse.Namespace, total: int) -> None:
     """Run `args.workers` processes of this command, and wait for them. What a worker that dies leaves is done by the others."""
-    command = [sys.executable, "-m", "src.sweeps.__main__", str(args.file), "--trials", str(total)]
+    command = [sys.executable, "-m", "src.sweeps", str(args.file), "--trials", str(total)]
     command += ["-sb", str(args.savedir_base), "--data_path", str(args.data_path)]
     devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     children: list[subprocess.Popen[bytes]] = []

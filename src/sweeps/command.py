@@ -13,7 +13,7 @@ from src.config import Places
 from src.errors import ConfigError, UserError
 from src.experiments.grid import parse_assignment, set_path
 from src.runs import plan
-from src.sweeps.space import word
+from src.sweeps.space import agent_argument
 from src.tables.rows import DIAGNOSTICS
 
 PARAMETERS = "${args_no_hyphens}"
@@ -105,7 +105,7 @@ class Source:
         """
         exp = self.exp
         for path, value in values.items():
-            exp = set_path(exp, path, parse_assignment(word(path, value, where))[1], must_exist=False)
+            exp = set_path(exp, path, parse_assignment(agent_argument(path, value, where))[1], must_exist=False)
         return plan.load(exp, "", where)
 
 

@@ -1,23 +1,97 @@
-"""A sweep whose every part has been checked, and the experiments that it would try."""
+"""A sweep file in the schema of Weights & Biases, checked with every part of it, and the experiments that it would try."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, model_validator
+
+from src import config as configs
+from src import yaml_file
 from src.config import Places, top_level
 from src.errors import ConfigError
 from src.runs import plan
 from src.sweeps import command as sweep_command
 from src.sweeps import space as sweep_space
-from src.sweeps.file import SweepFile, read
-from src.sweeps.space import Axis
+from src.sweeps.space import SearchDimension
 
 TRIES = 50
 """Combinations with a value that are looked at before it is called one that no experiment takes."""
-MOST_CHECKED = 2000
+MAX_CHECKED = 2000
 """Combinations of a grid that are checked before its first trial; one after these would fail as a trial."""
+
+
+class Metric(configs.Config):
+    """What the sweep looks for: a score of scores.jsonl. The value of a trial is the last one it reports, as for wandb."""
+
+    name: str = Field(min_length=1)
+    goal: Literal["minimize", "maximize"] = "minimize"
+    target: float | None = None
+    """No trial is begun once one has reached it."""
+
+
+class EarlyTerminate(configs.Config):
+    """When a trial that does badly is stopped. An iteration is one row of scores that has the metric, as for wandb."""
+
+    type: Literal["hyperband", "median"]
+    """"median" is known here alone: worse than the median of the others at the same iteration."""
+    min_iter: int | None = Field(default=None, ge=1)
+    """The first iteration at which a trial may be stopped."""
+    max_iter: int | None = Field(default=None, ge=2)
+    """Iterations of a whole training; None: those of the first trial that ends."""
+    eta: int = Field(default=3, ge=2)
+    """One in `eta` goes on at each bracket."""
+    s: int | None = Field(default=None, ge=1)
+    """Brackets, counted back from `max_iter`."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> "EarlyTerminate":
+        if self.type == "median":
+            if {"max_iter", "eta", "s"} & self.model_fields_set:
+                raise ValueError("type 'median' has min_iter alone.")
+        elif (self.min_iter is None) == (self.max_iter is None or self.s is None):
+            raise ValueError("hyperband needs min_iter, or max_iter and s.")
+        elif self.s is not None and self.max_iter is None:
+            raise ValueError("s counts brackets back from max_iter: give both, or min_iter alone.")
+        elif self.max_iter is not None and self.first >= self.max_iter:
+            raise ValueError(f"the first bracket would be at iteration {self.first}, and max_iter is {self.max_iter}.")
+        return self
+
+    @property
+    def first(self) -> int:
+        """The first iteration at which a trial may be stopped."""
+        if self.max_iter is not None and self.s is not None and self.min_iter is None:
+            return max(1, self.max_iter // self.eta**self.s)
+        return self.min_iter or 1
+
+
+class SweepFile(configs.Config):
+    """The keys of a sweep file. `entity` and `project` tell a server where to keep it, and mean nothing here."""
+
+    program: str = Field(min_length=1)
+    method: Literal["grid", "random", "bayes"]
+    parameters: dict[str, Any] = Field(min_length=1)
+    """Checked by `sweep_space.parse_dimensions`."""
+    command: list[str | int | float] = Field(min_length=1)
+    """Checked by `sweep_command`."""
+    metric: Metric | None = None
+    early_terminate: EarlyTerminate | None = None
+    run_cap: Annotated[int, Field(ge=1)] | None = None
+    """Most trials."""
+    name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
+    """Names the study and the group of its trials; None: the file's name."""
+    description: str | None = None
+    entity: str | None = None
+    project: str | None = None
+
+    @model_validator(mode="after")
+    def _has_metric(self) -> "SweepFile":
+        if self.metric is None and (self.method == "bayes" or self.early_terminate):
+            what = "early_terminate" if self.early_terminate else "method 'bayes'"
+            raise ValueError(f"metric: missing. {what} needs one: metric: {{name: val_loss, goal: minimize}}.")
+        return self
 
 
 @dataclass(frozen=True)
@@ -26,7 +100,7 @@ class Sweep:
 
     name: str
     file: SweepFile
-    axes: list[Axis]
+    dimensions: list[SearchDimension]
     command: sweep_command.Command
     source: sweep_command.Source
     places: Places
@@ -43,7 +117,7 @@ class Sweep:
         """Its name."""
         return self.file.metric.name if self.file.metric else None
 
-    def asked(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What makes it this sweep and no other, JSON values."""
         keys = {"method", "parameters", "metric"}
         return {**self.file.model_dump(mode="json", include=keys, exclude_none=True), "experiment": self.source.exp}
@@ -58,10 +132,10 @@ class Sweep:
         if lacks:
             raise ConfigError("\n".join(message for messages in lacks.values() for message in messages))
 
-    def shown(self, total: int) -> list[str]:
+    def describe(self, total: int) -> list[str]:
         """What would be tried: the parameters, and the first trials of a grid, or an example of the others."""
         is_grid = self.file.method == "grid"
-        made = combinations(self)[:total] if is_grid else [drawn(self.axes, random.Random(0))]
+        made = combinations(self)[:total] if is_grid else [random_values(self.dimensions, random.Random(0))]
         goal = f"{self.file.metric.goal} {self.metric}" if self.file.metric else "no metric"
         lines = [self.file.description] if self.file.description else []
         lines += [f"{self.group}: {self.file.method}, {total} trials that start from {self.source.where}, {goal}; such as"]
@@ -69,6 +143,16 @@ class Sweep:
             item = self.source.trial(values, "parameters")
             lines.append(f"{item.exp_id}  {' '.join(f'{path}={value}' for path, value in values.items())}")
         return [*lines, " ".join(self.command.argv("ID", self.places))]
+
+
+def read(path: Path) -> SweepFile:
+    """The sweep file `path`.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML, or has a mistake; names the file, and the line or the key.
+    """
+    raw = yaml_file.read(path, "the keys of a sweep (program, method, parameters, command)")
+    return configs.load(SweepFile, raw, str(path))
 
 
 def load(path: Path, places: Places) -> Sweep:
@@ -79,13 +163,13 @@ def load(path: Path, places: Places) -> Sweep:
     """
     file = read(path)
     where = str(path)
-    axes = sweep_space.axes(file.parameters, f"{where}: parameters")
+    dimensions = sweep_space.parse_dimensions(file.parameters, f"{where}: parameters")
     if file.method == "grid":
-        axes = sweep_space.listed(axes, f"{where}: parameters")
+        dimensions = sweep_space.grid_dimensions(dimensions, f"{where}: parameters")
     command = sweep_command.parse(file.command, file.program, f"{where}: command")
     source = sweep_command.source(command, top_level("exp_configs", "EXP_GROUPS"), places.runs)
     places = Places(places.data, places.runs, {exp_id: item.exp for exp_id, item in source.known.items()})
-    sweep = Sweep(file.name or path.stem, file, axes, command, source, places)
+    sweep = Sweep(file.name or path.stem, file, dimensions, command, source, places)
     item = check_values(sweep, f"{where}: parameters")
     if sweep.metric is not None:
         sweep_command.check_metric(item, sweep.metric, places, f"{where}: metric.name")
@@ -99,42 +183,43 @@ def check_values(sweep: Sweep, where: str) -> plan.Planned:
         ConfigError: names the parameter and what the experiment says of it.
     """
     draws = random.Random(0)
+    if sweep.file.method == "grid":
+        attempts = [[values] for values in combinations(sweep)[:MAX_CHECKED]]
+    else:
+        attempts = [
+            [random_values(sweep.dimensions, draws) | {dimension.path: dimension.value(end)} for _ in range(TRIES)]
+            for dimension in sweep.dimensions
+            for end in (range(len(dimension.choices))[:TRIES] if dimension.kind == "choice" else (dimension.low, dimension.high))
+        ]
     mistakes: list[str] = []
     example: plan.Planned | None = None
-    made = combinations(sweep) if sweep.file.method == "grid" else []
-    for values in made[:MOST_CHECKED]:
-        try:
-            example = sweep.source.trial(values, where)
-        except ConfigError as error:
-            mistakes.append(str(error))
-    for axis in [] if made else sweep.axes:
-        ends = range(int(axis.high) + 1) if axis.kind == "choice" else (axis.low, axis.high)
-        for end in list(ends)[:TRIES]:
-            refusal = None
-            for _ in range(TRIES):
-                values = drawn(sweep.axes, draws) | {axis.path: axis.value(end)}
-                try:
-                    example = sweep.source.trial(values, where)
-                    break
-                except ConfigError as error:
-                    refusal = refusal or str(error)
-            else:
-                mistakes.append(refusal or "")
+    for alternatives in attempts:
+        refusals = []
+        for values in alternatives:
+            try:
+                example = sweep.source.trial(values, where)
+                break
+            except ConfigError as error:
+                refusals.append(str(error))
+        else:
+            mistakes += refusals[0].splitlines()
     if mistakes or example is None:
-        raise ConfigError("\n".join(dict.fromkeys(line for text in mistakes for line in text.splitlines())))
+        raise ConfigError("\n".join(dict.fromkeys(mistakes)))
     return example
 
 
-def drawn(axes: Sequence[Axis], draws: random.Random) -> dict[str, Any]:
+def random_values(dimensions: Sequence[SearchDimension], draws: random.Random) -> dict[str, Any]:
     """One random combination: dotted path -> value."""
-    return {
-        axis.path: axis.value(
-            draws.randint(int(axis.low), int(axis.high)) if axis.kind in ("choice", "int") else draws.uniform(axis.low, axis.high)
-        )
-        for axis in axes
-    }
+
+    def draw(dimension: SearchDimension) -> float:
+        if dimension.kind in ("choice", "int"):
+            return draws.randint(int(dimension.low), int(dimension.high))
+        return draws.uniform(dimension.low, dimension.high)
+
+    return {dimension.path: dimension.value(draw(dimension)) for dimension in dimensions}
 
 
 def combinations(sweep: Sweep) -> list[dict[str, Any]]:
     """Every combination of a grid: dotted path -> value."""
-    return [{axis.path: axis.value(chosen[axis.path]) for axis in sweep.axes} for chosen in sweep_space.combinations(sweep.axes)]
+    dimensions = sweep.dimensions
+    return [{each.path: each.value(indices[each.path]) for each in dimensions} for indices in sweep_space.grid_indices(dimensions)]

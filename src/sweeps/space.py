@@ -1,92 +1,82 @@
-"""The parameters of a sweep: what each of its distributions draws. Names and meaning are those of Weights & Biases."""
+"""The search space of a sweep. Distribution names and their meaning are those of Weights & Biases."""
 
 import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any, Literal
 
 from src.config import join, unknown_text
 from src.errors import ConfigError, check_all
 from src.experiments.grid import parse_assignment
 
-MOST = 100_000
-"""Combinations of a grid."""
-_NEEDS: dict[str, tuple[str, ...]] = {
-    "constant": ("value",),
-    "categorical": ("values",),
-    "categorical_w_probabilities": ("values", "probabilities"),
-    "int_uniform": ("min", "max"),
-    "uniform": ("min", "max"),
-    "q_uniform": ("min", "max"),
-    "log_uniform": ("min", "max"),
-    "log_uniform_values": ("min", "max"),
-    "inv_log_uniform": ("min", "max"),
-    "inv_log_uniform_values": ("min", "max"),
-    "q_log_uniform": ("min", "max"),
-    "q_log_uniform_values": ("min", "max"),
-    "normal": (),
-    "q_normal": (),
-    "log_normal": (),
-    "q_log_normal": (),
-}
+MAX_COMBINATIONS = 100_000
+_BOUNDS = ("min", "max")
+_KEYS = {"constant": ("value",), "categorical": ("values",), "int_uniform": _BOUNDS, "uniform": _BOUNDS, "log_uniform_values": _BOUNDS}
+_UNSUPPORTED = re.compile(r"(q_)?((inv_)?log_)?(uniform|normal|beta)(_values)?|categorical_w_probabilities")
+"""The other distributions of Weights & Biases."""
 
 
 @dataclass(frozen=True)
-class Axis:
-    """One parameter. The sampler draws a number, or a choice, and `value` makes a value of the experiment of it."""
+class SearchDimension:
+    """One parameter. The sampler draws a number between `low` and `high`, both included."""
 
     path: str
     """Dotted path in the experiment."""
     kind: Literal["choice", "int", "float", "log"]
     low: float
     high: float
-    """Bounds of the number drawn, both within; for a choice 0 and the number of choices - 1."""
-    value: Callable[[Any], Any]
-    listed: Sequence[Any] | None
-    """What a grid goes through, in order; None: too many."""
+    choices: Sequence[Any] = ()
+    """For kind choice: the drawn number is an index of these."""
+
+    def value(self, drawn: Any) -> Any:
+        """The experiment's value for a drawn number."""
+        return self.choices[drawn] if self.kind == "choice" else drawn
 
 
-def axes(parameters: Mapping[str, Any], where: str) -> list[Axis]:
+def parse_dimensions(parameters: Mapping[str, Any], where: str) -> list[SearchDimension]:
     """The parameters of a sweep file; nested ones by their dotted path.
 
     Raises:
         ConfigError: one line for each mistake, with its path below `where`.
     """
-    found = list(_flat(parameters, "", where))
-    made: list[Axis] = []
-    check_all(*(lambda path=path, spec=spec: made.append(_axis(path, spec, join(where, path))) for path, spec in found))
-    for first, second in itertools.permutations((axis.path for axis in made), 2):
+    flat = list(_flatten(parameters, "", where))
+    parsed: list[SearchDimension] = []
+    check_all(*(lambda path=path, spec=spec: parsed.append(_parse_dimension(path, spec, join(where, path))) for path, spec in flat))
+    for first, second in itertools.permutations((dimension.path for dimension in parsed), 2):
         if first == second or first.startswith(second + "."):
             raise ConfigError(f"{join(where, first)}: set twice, here and by {second}.")
-    return made
+    return parsed
 
 
-def listed(axes: Sequence[Axis], where: str) -> list[Axis]:
-    """The same parameters for a grid, each a choice among all that it can be.
+def grid_dimensions(dimensions: Sequence[SearchDimension], where: str) -> list[SearchDimension]:
+    """The same parameters for a grid, each a choice among all its values.
 
     Raises:
-        ConfigError: an axis that cannot be listed, or too many combinations.
+        ConfigError: a continuous parameter, or too many combinations.
     """
-    for axis in axes:
-        if axis.listed is None:
-            raise ConfigError(f"{join(where, axis.path)}: method 'grid' needs values, a value, or int_uniform. Use 'random' or 'bayes'.")
-    if (count := math.prod(len(axis.listed or ()) for axis in axes)) > MOST:
-        raise ConfigError(f"{where}: {count} combinations; a grid may have {MOST}. Use method 'random' or 'bayes'.")
-    return [_choice(axis.path, list(axis.listed or ())) for axis in axes]
+    for dimension in dimensions:
+        if dimension.kind in ("float", "log"):
+            raise ConfigError(
+                f"{join(where, dimension.path)}: method 'grid' needs values, a value, or int_uniform. Use 'random' or 'bayes'."
+            )
+    listed = [_choice(dimension.path, dimension.choices or range(int(dimension.low), int(dimension.high) + 1)) for dimension in dimensions]
+    if (count := math.prod(len(dimension.choices) for dimension in listed)) > MAX_COMBINATIONS:
+        raise ConfigError(f"{where}: {count} combinations; a grid may have {MAX_COMBINATIONS}. Use method 'random' or 'bayes'.")
+    return listed
 
 
-def combinations(axes: Sequence[Axis]) -> list[dict[str, int]]:
-    """Every combination of the choices of `axes`, the last changing fastest: path -> place among the choices."""
-    places = [range(int(axis.high) + 1) for axis in axes]
-    return [dict(zip((axis.path for axis in axes), chosen, strict=True)) for chosen in itertools.product(*places)]
+def grid_indices(dimensions: Sequence[SearchDimension]) -> list[dict[str, int]]:
+    """Every combination of a grid, the last parameter changing fastest: path -> index among the choices."""
+    indices = itertools.product(*(range(len(dimension.choices)) for dimension in dimensions))
+    return [dict(zip((dimension.path for dimension in dimensions), combination, strict=True)) for combination in indices]
 
 
-def word(path: str, value: Any, where: str) -> str:
-    """The word that `wandb agent` passes for a value: path=value, as Python spells it.
+def agent_argument(path: str, value: Any, where: str) -> str:
+    """The argument that `wandb agent` passes for a value: path=value, as Python spells it.
 
     Raises:
         ConfigError: --set would read another value in it, as in True and None, which JSON does not have.
@@ -101,7 +91,7 @@ def word(path: str, value: Any, where: str) -> str:
     )
 
 
-def _flat(parameters: Any, above: str, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _flatten(parameters: Any, above: str, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, spec in parameters.items():
         path = f"{above}.{name}" if above else str(name)
         if not isinstance(name, str) or not all(name.split(".")):
@@ -109,30 +99,49 @@ def _flat(parameters: Any, above: str, where: str) -> Iterator[tuple[str, Mappin
         if not isinstance(spec, dict):
             raise ConfigError(f"{join(where, path)}: expected a dict with value, values, or min and max, got {spec!r} ({_type(spec)}).")
         if set(spec) == {"parameters"} and isinstance(spec["parameters"], dict):
-            yield from _flat(spec["parameters"], path, where)
+            yield from _flatten(spec["parameters"], path, where)
         else:
             yield path, spec
 
 
-def _axis(path: str, spec: Mapping[str, Any], where: str) -> Axis:
-    name = spec.get("distribution") or _implied(spec, where)
-    if not isinstance(name, str) or name not in _NEEDS:
-        raise ConfigError(f"{where}.distribution: {unknown_text('distribution', str(name), _NEEDS)}")
-    needs = _NEEDS[name]
-    may = {"distribution", *needs, *(("q",) if name.startswith("q_") else ()), *(("mu", "sigma") if name.endswith("normal") else ())}
+def _parse_dimension(path: str, spec: Mapping[str, Any], where: str) -> SearchDimension:
+    name = spec.get("distribution") or _implied_distribution(spec, where)
+    if isinstance(name, str) and name not in _KEYS and _UNSUPPORTED.fullmatch(name):
+        raise ConfigError(
+            f"{where}: the distribution {name} is not supported. Use one of {', '.join(_KEYS)}, or list what it may be as values."
+        )
+    if not isinstance(name, str) or name not in _KEYS:
+        raise ConfigError(f"{where}.distribution: {unknown_text('distribution', str(name), _KEYS)}")
     for key in spec:
-        if key not in may:
-            raise ConfigError(f"{where}: {unknown_text(f'key of {name}', str(key), may)}")
-    for key in needs:
+        if key not in ("distribution", *_KEYS[name]):
+            raise ConfigError(f"{where}: {unknown_text(f'key of {name}', str(key), ('distribution', *_KEYS[name]))}")
+    for key in _KEYS[name]:
         if key not in spec:
             raise ConfigError(f"{where}.{key}: missing. {name} needs it.")
-    if name in ("constant", "categorical", "categorical_w_probabilities"):
-        return _listed(path, name, spec, where)
-    axis = _spread(path, name, spec, where) if name.endswith("normal") else _between(path, name, spec, where)
-    return _quantized(axis, spec, where) if name.startswith("q_") else axis
+    if name in ("constant", "categorical"):
+        values = [spec["value"]] if name == "constant" else spec["values"]
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{where}.values: expected a list that is not empty, got {values!r} ({_type(values)}).")
+        if len({json.dumps(value, default=str, sort_keys=True) for value in values}) < len(values):
+            raise ConfigError(f"{where}.values: a value stands twice.")
+        return _choice(path, values)
+    low, high = (_number(spec[key], f"{where}.{key}") for key in _BOUNDS)
+    if low > high or (low == high and name != "int_uniform"):
+        raise ConfigError(f"{where}: expected min below max, got {low} and {high}.")
+    if name == "int_uniform":
+        if not (type(low) is type(high) is int):
+            raise ConfigError(f"{where}: int_uniform needs whole numbers, got {low} and {high}.")
+        return SearchDimension(path, "int", low, high)
+    if name == "log_uniform_values" and low <= 0:
+        raise ConfigError(f"{where}.min: expected a number > 0 for {name}, got {low}.")
+    return SearchDimension(path, "float" if name == "uniform" else "log", float(low), float(high))
 
 
-def _implied(spec: Mapping[str, Any], where: str) -> str:
+def _choice(path: str, values: Sequence[Any]) -> SearchDimension:
+    return SearchDimension(path, "choice", 0, len(values) - 1, values)
+
+
+def _implied_distribution(spec: Mapping[str, Any], where: str) -> str:
     """As wandb: bounds that are both whole mean int_uniform."""
     if "value" in spec:
         return "constant"
@@ -143,82 +152,6 @@ def _implied(spec: Mapping[str, Any], where: str) -> str:
     raise ConfigError(f"{where}: expected value, values, or min and max, got {', '.join(map(str, spec)) or 'nothing'}.")
 
 
-def _listed(path: str, name: str, spec: Mapping[str, Any], where: str) -> Axis:
-    values = [spec["value"]] if name == "constant" else spec["values"]
-    if not isinstance(values, list) or not values:
-        raise ConfigError(f"{where}.values: expected a list that is not empty, got {values!r} ({_type(values)}).")
-    if len({json.dumps(value, default=str, sort_keys=True) for value in values}) < len(values):
-        raise ConfigError(f"{where}.values: a value stands twice.")
-    if name != "categorical_w_probabilities":
-        return _choice(path, values)
-    shares = spec["probabilities"]
-    if not isinstance(shares, list) or len(shares) != len(values):
-        raise ConfigError(f"{where}.probabilities: expected a list of {len(values)} numbers, one for each value, got {shares!r}.")
-    shares = [_number(share, f"{where}.probabilities[{i}]") for i, share in enumerate(shares)]
-    if min(shares) < 0 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
-        raise ConfigError(f"{where}.probabilities: expected numbers of at least 0 that sum to 1, got {shares}.")
-    upto = list(itertools.accumulate(shares))
-    last = max(i for i, share in enumerate(shares) if share)
-
-    def chosen(drawn: float) -> Any:
-        return values[next((i for i, bound in enumerate(upto) if drawn < bound), last)]
-
-    return Axis(path, "float", 0.0, 1.0, chosen, [value for value, share in zip(values, shares, strict=True) if share])
-
-
-def _choice(path: str, values: Sequence[Any]) -> Axis:
-    return Axis(path, "choice", 0, len(values) - 1, lambda drawn: values[drawn], values)
-
-
-def _between(path: str, name: str, spec: Mapping[str, Any], where: str) -> Axis:
-    low, high = (_number(spec[key], f"{where}.{key}") for key in ("min", "max"))
-    if low > high or (low == high and name != "int_uniform"):
-        raise ConfigError(f"{where}: expected min below max, got {spec['min']} and {spec['max']}.")
-    if name == "int_uniform":
-        if not (type(low) is type(high) is int):
-            raise ConfigError(f"{where}: int_uniform needs whole numbers, got {low} and {high}.")
-        return Axis(path, "int", low, high, int, range(low, high + 1) if high - low < MOST else None)
-    if name.endswith("_values"):
-        if low <= 0:
-            raise ConfigError(f"{where}.min: expected a number > 0 for {name}, got {low}.")
-        return Axis(path, "log", low, high, float, None)
-    if "log_uniform" in name:  # bounds are natural logarithms, of 1/value for the inverse
-        sign = -1 if name.startswith("inv_") else 1
-        _finite_power(low, high, where)
-        return Axis(path, "float", low, high, lambda drawn: math.exp(sign * drawn), None)
-    return Axis(path, "float", low, high, float, None)
-
-
-def _spread(path: str, name: str, spec: Mapping[str, Any], where: str) -> Axis:
-    """Normal: the sampler draws the share of the distribution that lies below the value."""
-    mu, sigma = (_number(spec.get(key, default), f"{where}.{key}") for key, default in (("mu", 0.0), ("sigma", 1.0)))
-    if sigma <= 0:
-        raise ConfigError(f"{where}.sigma: expected a number > 0, got {sigma}.")
-    normal = NormalDist(mu, sigma)
-    if "log_normal" not in name:
-        return Axis(path, "float", 1e-9, 1 - 1e-9, normal.inv_cdf, None)
-    _finite_power(mu - 6 * sigma, mu + 6 * sigma, where)
-    return Axis(path, "float", 1e-9, 1 - 1e-9, lambda drawn: math.exp(normal.inv_cdf(drawn)), None)
-
-
-def _quantized(axis: Axis, spec: Mapping[str, Any], where: str) -> Axis:
-    """Multiples of q. They are ints where q is one."""
-    q = _number(spec.get("q", 1), f"{where}.q")
-    if q <= 0:
-        raise ConfigError(f"{where}.q: expected a number > 0, got {q}.")
-
-    def rounded(drawn: float) -> float:
-        times = round(axis.value(drawn) / q)
-        return times * q if isinstance(q, int) else float(f"{times * q:.12g}")  # 3 * 0.1 is 0.3
-
-    if axis.kind == "float" and spec["distribution"] == "q_uniform" and (axis.high - axis.low) / q < MOST:
-        steps = range(round(axis.low / q), round(axis.high / q) + 1)
-        listed = [step * q if isinstance(q, int) else float(f"{step * q:.12g}") for step in steps]
-    else:
-        listed = None
-    return Axis(axis.path, axis.kind, axis.low, axis.high, rounded, listed)
-
-
 def _number(value: Any, where: str) -> Any:
     if type(value) in (int, float) and math.isfinite(value) and abs(value) < 1e300:
         return value
@@ -227,14 +160,6 @@ def _number(value: Any, where: str) -> Any:
         with contextlib.suppress(ValueError):
             hint = f" YAML takes a number for text where it has an exponent but no dot: write {float(value):.1e}."
     raise ConfigError(f"{where}: expected a finite number, got {value!r} ({_type(value)}).{hint}")
-
-
-def _finite_power(low: float, high: float, where: str) -> None:
-    if max(abs(low), abs(high)) > 690:
-        raise ConfigError(
-            f"{where}: the values would be e to the power of {low:g} to {high:g}. The bounds are natural logarithms here; "
-            "log_uniform_values takes the values themselves."
-        )
 
 
 def _type(value: Any) -> str:

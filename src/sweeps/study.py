@@ -1,6 +1,8 @@
-"""The study of a sweep: Optuna's record of its trials in SQLite, shared by any number of workers."""
+"""The Optuna study of a sweep, in SQLite: any number of workers share it. Optuna's heartbeats tell the trials of dead workers."""
 
+import contextlib
 import json
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,183 +11,166 @@ from typing import TYPE_CHECKING, Any
 
 from src.errors import ConfigError, RunError
 from src.files import writing
-from src.runs.lease import Lease, guarded, holder_is_dead
-from src.sweeps import space as sweep_space
-from src.sweeps.file import EarlyTerminate, SweepFile
-from src.sweeps.space import Axis
-from src.sweeps.trial import Ending
+from src.runs.lease import guarded
+from src.sweeps.plan import EarlyTerminate, SweepFile
+from src.sweeps.space import SearchDimension, grid_indices
+from src.sweeps.trial import TrialResult
 
 if TYPE_CHECKING:
     import optuna
+    from optuna.storages._heartbeat import BaseHeartbeatThread
 
 LOCK_SECONDS = 120
 """How long a worker waits for another that writes to the database."""
-EXP_ID, REASON, SAME_AS, ASKED = "exp_id", "reason", "same_as", "asked"
+HEARTBEAT_SECONDS = 10
+STALE_SECONDS = 60
+"""A trial whose worker was silent for longer is begun again, as a new trial of the same parameters."""
+REASON, ASKED, HEARTBEAT = "reason", "asked", "heartbeat"
 
 
 @dataclass
-class Claimed:
-    """A trial that this worker holds, until it has ended or the worker has."""
+class ClaimedTrial:
+    """A trial of this worker, while its heartbeat goes on."""
 
     trial: "optuna.Trial"
     values: dict[str, Any]
     """Dotted path -> value of the experiment."""
-    lease: Lease
-
-
-def place(runs: Path, name: str) -> tuple[Path, Path]:
-    """The folder of a study, with what its workers hold, and its database."""
-    return runs / "sweeps" / name, runs / "sweeps" / f"{name}.sqlite"
+    heartbeat: "BaseHeartbeatThread"
 
 
 class Study:
-    """The trials so far, and the next one. Each is held by one worker at a time; that of a dead worker is taken over."""
+    """The trials so far, and the next one."""
 
-    def __init__(self, runs: Path, name: str, sweep: SweepFile, axes: Sequence[Axis], asked: Mapping[str, Any]) -> None:
-        """`asked`: what all workers must agree on, JSON values.
+    def __init__(self, runs: Path, name: str, sweep: SweepFile, dimensions: Sequence[SearchDimension], identity: Mapping[str, Any]) -> None:
+        """`identity`: what all workers must agree on, JSON values.
 
         Raises:
             ConfigError: a study of that name was begun for something else.
             RunError: the disk refuses.
         """
         import optuna
+        from sqlalchemy.exc import DatabaseError
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.name, self.sweep, self.axes = name, sweep, axes
-        self.folder, self.file = place(runs, name)
-        self.grid = sweep_space.combinations(axes) if sweep.method == "grid" else None
-        with guarded(self.folder), writing(self.file):
-            self.study = self._open()
-            text = json.dumps(asked, sort_keys=True)
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of heartbeats
+        warnings.filterwarnings("ignore", message="Heartbeat of storage is supposed to be used with Study.optimize")
+        self.name, self.sweep, self.dimensions = name, sweep, dimensions
+        self.folder, file = runs / "sweeps" / name, runs / "sweeps" / f"{name}.sqlite"
+        self.grid = grid_indices(dimensions) if sweep.method == "grid" else None
+        with guarded(self.folder), writing(file):
+            try:
+                self.storage = optuna.storages.RDBStorage(
+                    f"sqlite:///{file.resolve()}",
+                    engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}},
+                    heartbeat_interval=HEARTBEAT_SECONDS,
+                    grace_period=STALE_SECONDS,
+                    heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(),
+                )
+                self.study = optuna.create_study(
+                    storage=self.storage,
+                    study_name=name,
+                    load_if_exists=True,
+                    direction=sweep.metric.goal if sweep.metric else "minimize",
+                    pruner=_pruner(sweep.early_terminate),
+                )
+            except DatabaseError as error:
+                raise RunError(f"{file}: cannot be used: {error.orig}. Move it away to begin the sweep anew.") from None
+            text = json.dumps(identity, sort_keys=True)
             if self.study.user_attrs.setdefault(ASKED, text) != text:
                 raise ConfigError(
-                    f"{self.file}: this study was begun with another method, metric, experiment or parameters. "
+                    f"{file}: this study was begun with another method, metric, experiment or parameters. "
                     "Give the sweep another name, or move that file away."
                 )
             self.study.set_user_attr(ASKED, text)
 
-    def _open(self) -> "optuna.Study":
-        import optuna
-        from sqlalchemy.exc import DatabaseError
-
-        try:
-            storage = optuna.storages.RDBStorage(
-                f"sqlite:///{self.file.resolve()}", engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}}
-            )
-            return optuna.create_study(
-                storage=storage,
-                study_name=self.name,
-                load_if_exists=True,
-                direction=self.sweep.metric.goal if self.sweep.metric else "minimize",
-                pruner=_pruner(self.sweep.early_terminate),
-            )
-        except DatabaseError as error:
-            raise RunError(f"{self.file}: cannot be used: {error.orig}. Move it away to begin the sweep anew.") from None
-
     def trials(self) -> list["optuna.trial.FrozenTrial"]:
-        """All trials, in their order."""
-        return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.name != "WAITING"]
+        """All trials in their order, without those that were begun again under another number."""
+        trials = self.study.get_trials(deepcopy=False)
+        replaced = {number for trial in trials for number in trial.system_attrs.get("retry_history", [])}
+        return [trial for trial in trials if trial.number not in replaced]
 
-    def claim(self, total: int) -> Claimed | None:
-        """A trial that a dead worker left behind, else a new one while there are fewer than `total`. None: nothing to do now."""
+    def is_finished(self) -> bool:
+        """Whether no trial waits or runs."""
+        return all(trial.state.is_finished() for trial in self.trials())
+
+    def claim(self, total: int) -> ClaimedTrial | None:
+        """A trial of a dead worker, else a new one while there are fewer than `total`. None: nothing to do now."""
+        import optuna
+        from optuna.storages._heartbeat import get_heartbeat_thread
+
         with guarded(self.folder):
+            for trial in self.trials():
+                if trial.state.name == "RUNNING" and trial.user_attrs.get(HEARTBEAT) != trial.number:
+                    self._begin_heartbeat(trial._trial_id, trial.number)  # its worker died just before; Optuna would wait for ever
+            optuna.storages.fail_stale_trials(self.study)
             trials = self.trials()
-            running = [trial for trial in trials if trial.state.name == "RUNNING"]
-            for trial in running:
-                if not self._copied(trial, trials) and holder_is_dead(self._place(trial.number)):
-                    return self._take(trial.number, trial._trial_id)
-            if len(trials) < min(total, len(self.grid) if self.grid is not None else total) and not self._reached(trials):
-                return self._new(len(trials))
-        for trial in running:  # of another machine: watched outside the guard, as it takes a while
-            if SAME_AS not in trial.user_attrs and holder_is_dead(self._place(trial.number)) is None:
-                try:
-                    return self._take(trial.number, trial._trial_id)
-                except RunError:
-                    continue
-        return None
+            if not any(trial.state.name == "WAITING" for trial in trials):
+                if len(trials) >= min(total, len(self.grid or range(total))) or self._is_target_reached(trials):
+                    return None
+                if self.grid is not None:
+                    self.study.enqueue_trial(self.grid[len(trials)])
+            trial = self.study.ask()
+            self._begin_heartbeat(trial._trial_id, trial.number)
+            self.study.sampler = self._sampler(trial.number)
+            values = {dimension.path: dimension.value(_draw(trial, dimension)) for dimension in self.dimensions}
+        return ClaimedTrial(trial, values, get_heartbeat_thread(trial._trial_id, self.storage))
 
-    def note(self, claimed: Claimed, exp_id: str) -> bool:
-        """Write down the experiment of a trial. False: another trial has it, so it need not be trained; it is let go of."""
-        with guarded(self.folder):
-            claimed.trial.set_user_attr(EXP_ID, exp_id)
-            for other in self.trials():
-                if other.number != claimed.trial.number and other.user_attrs.get(EXP_ID) == exp_id and SAME_AS not in other.user_attrs:
-                    claimed.trial.set_user_attr(SAME_AS, other.number)
-                    claimed.lease.release()
-                    return False
-        return True
+    def report(self, claimed: ClaimedTrial, values: Sequence[float]) -> bool:
+        """Tell Optuna the values so far, the first as iteration 1; True where it wants the trial stopped.
 
-    def report(self, claimed: Claimed, values: Sequence[float]) -> bool:
-        """Tell Optuna the values so far, the first as iteration 1; True where it wants the trial stopped."""
+        Raises:
+            RunError: another worker has taken the trial over.
+        """
+        from optuna.exceptions import UpdateFinishedTrialError
+
         trial = claimed.trial
-        told = len(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
-        for iteration in range(told + 1, len(values) + 1):
-            trial.report(values[iteration - 1], step=iteration)
+        num_reported = len(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
+        for iteration in range(num_reported + 1, len(values) + 1):
+            try:
+                trial.report(values[iteration - 1], step=iteration)
+            except UpdateFinishedTrialError:
+                raise RunError(f"trial {trial.number}: silent for {STALE_SECONDS} seconds, so another worker has taken it over.") from None
             if self.sweep.early_terminate and iteration < len(values) and trial.should_prune():
                 return True
         return bool(self.sweep.early_terminate and values and trial.should_prune())
 
-    def end(self, claimed: Claimed, ending: Ending) -> None:
-        """Close a trial, once.
-
-        Raises:
-            RunError: another worker has taken it over.
-        """
+    def end(self, claimed: ClaimedTrial, result: TrialResult) -> None:
+        """Close a trial, once; what another worker has taken over stays as it is."""
+        from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
-        claimed.lease.confirm()
-        if ending.reason:
-            claimed.trial.set_user_attr(REASON, ending.reason)
-        state = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}[ending.state]
-        value = ending.value if ending.value is not None else 0.0  # a grid without a metric is only gone through
-        self.study.tell(claimed.trial.number, value if ending.state == "done" else None, state=state, skip_if_finished=True)
-        claimed.lease.release()
+        if result.reason:
+            with contextlib.suppress(UpdateFinishedTrialError):
+                claimed.trial.set_user_attr(REASON, result.reason)
+        state = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}[result.state]
+        value = result.value if result.value is not None else 0.0  # a grid without a metric is only gone through
+        self.study.tell(claimed.trial.number, value if result.state == "done" else None, state=state, skip_if_finished=True)
+
+    def hand_back(self, claimed: ClaimedTrial) -> None:
+        """Let any worker begin the trial again at once: this one was interrupted."""
+        import optuna
+
+        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+            self.storage.set_trial_state_values(claimed.trial._trial_id, state=optuna.trial.TrialState.FAIL)
+            failed = self.storage.get_trial(claimed.trial._trial_id)
+            optuna.storages.RetryHeartbeatStaleTrialCallback()(self.study, failed)
 
     def values_of(self, trial: "optuna.trial.FrozenTrial") -> dict[str, Any]:
         """Dotted path -> value of the experiment, of what the trial has drawn."""
-        return {axis.path: axis.value(trial.params[axis.path]) for axis in self.axes if axis.path in trial.params}
+        return {
+            dimension.path: dimension.value(trial.params[dimension.path]) for dimension in self.dimensions if dimension.path in trial.params
+        }
 
-    def _new(self, number: int) -> Claimed | None:
-        self.study.sampler = self._sampler(number)
-        if self.grid is not None and not any(t.state.name == "WAITING" for t in self.study.get_trials(deepcopy=False)):
-            self.study.enqueue_trial(self.grid[number])
-        trial = self.study.ask()
-        return self._take(trial.number, trial._trial_id, trial)
+    def _begin_heartbeat(self, trial_id: int, number: int) -> None:
+        self.storage.record_heartbeat(trial_id)
+        self.storage.set_trial_user_attr(trial_id, HEARTBEAT, number)
 
-    def _take(self, number: int, trial_id: int, trial: "optuna.Trial | None" = None) -> Claimed | None:
-        """Hold a trial, and draw what it has not drawn yet: its worker may have died in between."""
-        import optuna
-
-        lease = Lease.acquire(self._place(number))
-        try:
-            if self.study.get_trials(deepcopy=False)[number].state.name != "RUNNING":
-                lease.release()  # it ended in the meantime
-                return None
-            if trial is None:
-                self.study.sampler = self._sampler(number)
-                trial = optuna.trial.Trial(self.study, trial_id)
-            values = {axis.path: axis.value(_draw(trial, axis)) for axis in self.axes}
-        except BaseException:
-            lease.release()
-            raise
-        return Claimed(trial, values, lease)
-
-    def _copied(self, trial: "optuna.trial.FrozenTrial", trials: Sequence["optuna.trial.FrozenTrial"]) -> bool:
-        """Whether another trial has the same experiment; once that has ended, this one has ended alike."""
-        if SAME_AS not in trial.user_attrs:
-            return False
-        other = trials[trial.user_attrs[SAME_AS]]
-        if other.state.is_finished():
-            value = other.value if other.state.name == "COMPLETE" else None
-            self.study.tell(trial.number, value, state=other.state, skip_if_finished=True)
-        return True
-
-    def _reached(self, trials: Sequence["optuna.trial.FrozenTrial"]) -> bool:
+    def _is_target_reached(self, trials: Sequence["optuna.trial.FrozenTrial"]) -> bool:
         metric = self.sweep.metric
         if metric is None or metric.target is None:
             return False
-        found = [trial.value for trial in trials if trial.state.name == "COMPLETE" and trial.value is not None]
-        return any(value <= metric.target if metric.goal == "minimize" else value >= metric.target for value in found)
+        values = [trial.value for trial in trials if trial.state.name == "COMPLETE" and trial.value is not None]
+        return any(value <= metric.target if metric.goal == "minimize" else value >= metric.target for value in values)
 
     def _sampler(self, number: int) -> "optuna.samplers.BaseSampler":
         """Seeded by the trial, so that one worker alone draws the same trials each time."""
@@ -196,16 +181,13 @@ class Study:
             return optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         return optuna.samplers.RandomSampler(seed=seed)
 
-    def _place(self, number: int) -> Path:
-        return self.folder / f"trial-{number:05d}"
 
-
-def _draw(trial: "optuna.Trial", axis: Axis) -> Any:
-    if axis.kind == "choice":
-        return trial.suggest_categorical(axis.path, list(range(int(axis.high) + 1)))
-    if axis.kind == "int":
-        return trial.suggest_int(axis.path, int(axis.low), int(axis.high))
-    return trial.suggest_float(axis.path, float(axis.low), float(axis.high), log=axis.kind == "log")
+def _draw(trial: "optuna.Trial", dimension: SearchDimension) -> Any:
+    if dimension.kind == "choice":
+        return trial.suggest_categorical(dimension.path, list(range(len(dimension.choices))))
+    if dimension.kind == "int":
+        return trial.suggest_int(dimension.path, int(dimension.low), int(dimension.high))
+    return trial.suggest_float(dimension.path, dimension.low, dimension.high, log=dimension.kind == "log")
 
 
 def _pruner(early: EarlyTerminate | None) -> "optuna.pruners.BasePruner":

@@ -1,8 +1,8 @@
 """One trial of a sweep: an ordinary training in its ordinary save directory, started as a child process and followed by its scores."""
 
 import contextlib
-import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -13,11 +13,14 @@ from typing import Literal
 
 from src.errors import RunError, UserError
 from src.files import writing
+from src.launch.command_line import start_bound
 from src.runs.lease import LEASE, STALE_SECONDS, holder_is_dead
 from src.runs.metadata import read_status, state_of
 from src.runs.scores import SCORES, Scores
 
 POLL_SECONDS = 0.2
+EXP_ID = "exp_id"
+"""The attribute of a trial in its study that names its experiment."""
 GRACE_SECONDS = 60.0
 """How long a training that was told to stop may take for its checkpoint before it is killed."""
 RESTARTS = 3
@@ -26,7 +29,7 @@ _INTERRUPTED = {75, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIG
 
 
 @dataclass(frozen=True)
-class Ending:
+class TrialResult:
     """How a trial ended. `value`: the last of the metric, None where there is none."""
 
     state: Literal["done", "pruned", "failed"]
@@ -36,7 +39,10 @@ class Ending:
 
 @dataclass
 class Training:
-    """Follows the training in the save directory `run`, which `argv` starts, or which runs already: a killed worker leaves it behind."""
+    """Follows the training in the save directory `run`, which `argv` starts unless somebody else trains there already.
+
+    If this process dies, the training that it started is told to stop.
+    """
 
     run: Path
     argv: Sequence[str]
@@ -50,7 +56,7 @@ class Training:
         self._known: tuple[object, list[float]] = (None, [])
         self._lease: tuple[bytes | None, float] = (None, time.monotonic())
 
-    def follow(self, prune: Callable[[Sequence[float]], bool]) -> Ending:
+    def follow(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult:
         """Train to the end. `prune` is shown all values so far whenever there may be new ones, and says True to stop.
 
         Whatever interrupts this process stops the training first, in order.
@@ -59,54 +65,51 @@ class Training:
             RunError: the log cannot be written, or the command cannot be started.
         """
         try:
-            while (ending := self._step(prune)) is None:
+            while (result := self._step(prune)) is None:
                 time.sleep(POLL_SECONDS)
         except BaseException:
             self._stop()
             raise
-        return ending
+        return result
 
-    def _step(self, prune: Callable[[Sequence[float]], bool]) -> Ending | None:
+    def _step(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult | None:
         code = self.child.poll() if self.child else None  # asked before the files are read: they are final where it has ended
         try:
             state, values = state_of(self.run), self._values()
         except UserError as error:
             self._stop()
-            return Ending("failed", reason=str(error))
+            return TrialResult("failed", reason=str(error))
         alone = self.child is None or code is not None
         if state == "done":
             if not alone:
                 return None
             if self.metric is not None and not values:
-                return Ending("failed", reason=f"the training ended without one value of {self.metric!r} in {SCORES}.")
+                return TrialResult("failed", reason=f"the training ended without one value of {self.metric!r} in {SCORES}.")
             prune(values)
-            return Ending("done", values[-1] if values else None)
+            return TrialResult("done", values[-1] if values else None)
         if prune(values):
             self._stop()
             ended = state_of(self.run) == "done"
-            return Ending("done", self._values()[-1]) if ended else Ending("pruned", values[-1] if values else None)
-        if not alone:
-            return None
-        if self.child is not None and code is not None and code >= 0 and code not in _INTERRUPTED:
+            return TrialResult("done", self._values()[-1]) if ended else TrialResult("pruned", values[-1] if values else None)
+        if not alone or not self._silent():
+            return None  # a training that somebody else started: wait for it
+        if code is not None and code >= 0 and code not in _INTERRUPTED:
             reason = str(read_status(self.run).get("reason") or f"exit code {code}") if state == "failed" else f"exit code {code}"
-            return Ending("failed", reason=f"{reason}. See {self._logs()[1]}")
-        if state == "running" and not self._silent():
-            return None  # somebody else's: wait for it
+            return TrialResult("failed", reason=f"{reason}. See {self._logs()[1]}")
         return self._start(len(values))
 
-    def _start(self, rows: int) -> Ending | None:
+    def _start(self, rows: int) -> TrialResult | None:
         self._starts_without_gain = 0 if rows > self._rows_at_start else self._starts_without_gain + 1
         self._rows_at_start = rows
         if self._starts_without_gain > RESTARTS:
-            return Ending("failed", reason=f"killed {RESTARTS + 1} times without coming further. See {self._logs()[1]}")
+            return TrialResult("failed", reason=f"killed {RESTARTS + 1} times without coming further. See {self._logs()[1]}")
         logs = self._logs()
         with writing(logs[0].parent):
             logs[0].parent.mkdir(parents=True, exist_ok=True)
+        if shutil.which(self.argv[0]) is None:
+            raise RunError(f"{self.argv[0]}: no such program. Look at `command` of the sweep file.")
         with writing(logs[0]), open(logs[0], "ab") as out, open(logs[1], "ab") as err:
-            try:
-                self.child = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
-            except OSError as error:
-                raise RunError(f"{self.argv[0]}: cannot be started: {error.strerror}. Look at `command` of the sweep file.") from None
+            self.child = start_bound(self.argv, signal.SIGTERM, out, err)
         return None
 
     def _logs(self) -> tuple[Path, Path]:
@@ -128,9 +131,9 @@ class Training:
         return self._known[1]
 
     def _silent(self) -> bool:
-        """Whether whoever trains there is not known to be alive and has not moved for long: then a start finds out."""
-        if holder_is_dead(self.run) is False:
-            return False
+        """Whether nobody trains there, as far as can be seen: on another machine, whether its lease has not moved for long."""
+        if (dead := holder_is_dead(self.run)) is not None:
+            return dead
         with contextlib.suppress(OSError):
             now = (self.run / LEASE).read_bytes()
             if now != self._lease[0]:
@@ -139,26 +142,9 @@ class Training:
         return True
 
     def _stop(self) -> None:
-        """Ask the training to end with a checkpoint, and kill it where it does not."""
-        until = time.monotonic() + self.grace_seconds
-        self._signal(signal.SIGTERM)
-        while self._alive() and time.monotonic() < until:
-            time.sleep(POLL_SECONDS / 4)
-        if self._alive():
-            self._signal(signal.SIGKILL)
-        if self.child is not None:
-            self.child.wait()
-
-    def _alive(self) -> bool:
-        if self.child is not None:
-            return self.child.poll() is None
-        return holder_is_dead(self.run) is False
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self.child is not None:
-                if self.child.poll() is None:
+        """Ask our training to end with a checkpoint, and kill it where it does not."""
+        for number, seconds in ((signal.SIGTERM, self.grace_seconds), (signal.SIGKILL, None)):
+            if self.child is not None and self.child.poll() is None:
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(self.child.pid, number)
-            elif holder_is_dead(self.run) is False:  # judged on this machine, so the process id is of this machine
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    os.kill(json.loads((self.run / LEASE).read_bytes())["pid"], number)
+                    self.child.wait(seconds)

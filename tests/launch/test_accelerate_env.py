@@ -80,10 +80,10 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({**FSDP, "FSDP_VERSION": "1"}, r"--fsdp_version: expected 2, got 1\. Write --fsdp_version 2\."),
+        ({**FSDP, "FSDP_VERSION": "1"}, r"--fsdp_version: expected 2, got 1\. Only the number of processes, the precision"),
         ({**FSDP, "FSDP_OFFLOAD_PARAMS": "true"}, "--fsdp_offload_params: expected false, got true"),
         ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "True"}, "--fsdp_activation_checkpointing: expected false, got true"),
-        ({**FSDP, "FSDP_IGNORED_MODULES": "head"}, "--fsdp_ignored_modules: got head, which nothing here obeys"),
+        ({**FSDP, "FSDP_IGNORED_MODULES": "head"}, "--fsdp_ignored_modules: expected nothing, got head"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "--dynamo_backend: expected no, got inductor"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "--use_megatron_lm: expected false, got true"),
         ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "--zero_stage 0 .*known are 1 none none, 2 none none, .*give a json"),

@@ -39,8 +39,8 @@ def test_a_grid_is_one_array(cluster: Cluster, folder: Path):
 
 def test_nothing_to_submit_asks_nothing(cluster: Cluster, folder: Path):
     assert submit([], folder)[0] == []
-    assert slurm.states(SOON, []) == {}
-    slurm.kill(SOON, [])
+    assert SOON.states([]) == {}
+    SOON.kill([])
     assert not cluster.calls()
 
 
@@ -135,16 +135,16 @@ def test_thousands_of_jobs_take_few_arrays_and_little_time(cluster: Cluster, fol
     assert ids[1000:1002] == ["1_1000", "2_0"]
     assert len(set(ids)) == 2500
     cluster.forget_calls()
-    assert len(slurm.states(SOON, ids[:1000])) == 1000
+    assert len(SOON.states(ids[:1000])) == 1000
     assert len(cluster.calls()) == 1
     for array in "123":
         for i in range(0, 400, 7):
             cluster.set(f"{array}_{i}", forgotten="controller", state="COMPLETED")
     cluster.forget_calls()
-    assert len(slurm.states(SOON, ids)) == 2500
+    assert len(SOON.states(ids)) == 2500
     assert [call[0] for call in cluster.calls()] == ["squeue", "sacct"]
     cluster.forget_calls()
-    slurm.kill(SOON, ids)
+    SOON.kill(ids)
     assert len(cluster.calls()) == 1
     assert not cluster.alive()
 
@@ -188,7 +188,7 @@ def test_a_failing_parent_keeps_its_children_from_running(cluster: Cluster, fold
     cluster.configure(run=True)
     fails = Job("fails", ("-c", "raise SystemExit(3)"), folder, folder / "r", folder / "logs")
     ids, _ = submit([fails, job(folder, "child", after=("fails",)), job(folder, "grandchild", after=("child",))], folder)
-    found = slurm.states(SOON, ids)
+    found = SOON.states(ids)
     assert (found[ids[0]].state, found[ids[0]].word, found[ids[0]].reason) == ("failed", "FAILED", "exit code 3")
     assert (found[ids[1]].state, found[ids[1]].reason) == ("cancelled", "DependencyNeverSatisfied")
     assert found[ids[2]].state == "cancelled"
@@ -216,7 +216,7 @@ def test_a_disk_that_refuses_cancels_what_was_queued(cluster: Cluster, folder: P
         raise RunError("disk full")
 
     with pytest.raises(RunError, match="disk full"):
-        slurm.submit(SOON, [job(folder, "a")], folder, note)
+        SOON.submit([job(folder, "a")], folder, note)
     assert not cluster.alive()
 
 

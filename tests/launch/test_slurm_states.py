@@ -55,7 +55,7 @@ def test_states(cluster: Cluster, folder: Path, task: dict[str, Any], seen: tupl
     """The controller and, for what it has forgotten, accounting say the same; but what accounting thinks alive then is not known."""
     submit([job(folder, "a")], folder)
     cluster.set("1_0", **{"reason": "None", **task, "forgotten": forgotten})
-    found = slurm.states(SOON, ["1_0"])["1_0"]
+    found = SOON.states(["1_0"])["1_0"]
     if forgotten and seen[0] in ("queued", "running"):
         assert found.state == "unknown"
         assert f"accounting says {seen[1]}, but the controller does not know" in found.reason
@@ -66,7 +66,7 @@ def test_states(cluster: Cluster, folder: Path, task: dict[str, Any], seen: tupl
 def test_the_last_record_of_a_requeued_job_counts(cluster: Cluster, folder: Path):
     submit([job(folder, "a")], folder)
     cluster.set("1_0", state="COMPLETED", restarts=3, forgotten="controller")
-    found = slurm.states(SOON, ["1_0"])["1_0"]
+    found = SOON.states(["1_0"])["1_0"]
     assert (found.state, found.restarts) == ("completed", 3)
 
 
@@ -75,24 +75,24 @@ def test_a_forgotten_array_is_absent(cluster: Cluster, folder: Path):
     (other,), _ = submit([job(folder, "b")], folder)
     cluster.set("1_0", forgotten="everywhere")
     cluster.forget_calls()
-    assert list(slurm.states(SOON, ["1_0", other, "4711_0"])) == [other]
+    assert list(SOON.states(["1_0", other, "4711_0"])) == [other]
     assert len(cluster.calls()) == 2
-    assert slurm.states(SOON, ["4711_0"]) == {}
+    assert SOON.states(["4711_0"]) == {}
 
 
 def test_without_accounting_the_controller_decides(cluster: Cluster, folder: Path):
     ids, _ = submit([job(folder, "a"), job(folder, "b")], folder)
     cluster.configure(accounting=False)
     cluster.set("1_0", forgotten="controller")
-    assert list(slurm.states(SOON, ids)) == ["1_1"]
-    assert slurm.find(SOON, folder, ["a", "b"]) == {"a": "1_0", "b": "1_1"}
+    assert list(SOON.states(ids)) == ["1_1"]
+    assert SOON.find(folder, ["a", "b"]) == {"a": "1_0", "b": "1_1"}
 
 
 def test_accounting_that_is_down_makes_no_job_gone(cluster: Cluster, folder: Path):
     ids, _ = submit([job(folder, "a"), job(folder, "b")], folder)
     cluster.set("1_0", forgotten="controller")
     cluster.fail("sacct", "say", "sacct: error: Problem talking to the database: Connection refused", times=99)
-    found = slurm.states(IMPATIENT, ids)
+    found = IMPATIENT.states(ids)
     assert (found["1_0"].state, found["1_1"].state) == ("unknown", "queued")
     assert "Connection refused" in found["1_0"].reason
 
@@ -101,13 +101,13 @@ def test_a_controller_that_does_not_answer_is_an_error_not_a_state(cluster: Clus
     ids, _ = submit([job(folder, "a")], folder)
     cluster.fail("squeue", "say", DOWN, times=99)
     with pytest.raises(LaunchError, match=r"does not answer: .*Unable to contact slurm controller"):
-        slurm.states(IMPATIENT, ids)
+        IMPATIENT.states(ids)
 
 
 def test_one_lost_answer_is_asked_for_again(cluster: Cluster, folder: Path):
     ids, _ = submit([job(folder, "a")], folder)
     cluster.fail("squeue", "say", AWAY)
-    assert slurm.states(SOON, ids)["1_0"].state == "queued"
+    assert SOON.states(ids)["1_0"].state == "queued"
 
 
 def test_settings_of_the_shell_do_not_change_the_question(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -119,7 +119,7 @@ def test_settings_of_the_shell_do_not_change_the_question(cluster: Cluster, fold
         monkeypatch.setenv(name, "RUNNING")
     monkeypatch.setenv("SLURM_CONF", "/kept")
     ids, _ = submit([job(folder, "a")], folder)
-    slurm.states(SOON, ids)
+    SOON.states(ids)
     names = {line.partition("=")[0] for line in (folder / "seen").read_text().splitlines()}
     assert not foreign & names
     assert {"SLURM_CONF", "PATH", "HOME"} <= names
@@ -127,49 +127,49 @@ def test_settings_of_the_shell_do_not_change_the_question(cluster: Cluster, fold
 
 def test_kill_is_idempotent(cluster: Cluster, folder: Path):
     ids, _ = submit([job(folder, f"e{i}") for i in range(3)], folder)
-    slurm.kill(SOON, ids[1:])
-    slurm.kill(SOON, [*ids[1:], "4711_0"])
+    SOON.kill(ids[1:])
+    SOON.kill([*ids[1:], "4711_0"])
     assert cluster.alive() == ["1_0"]
     cluster.fail("scancel", "say", "scancel: error: Kill job error on job id 1_0: Job/step already completing or completed")
-    slurm.kill(SOON, ["1_0"])
+    SOON.kill(["1_0"])
     cluster.fail("scancel", "say", "scancel: error: Kill job error on job id 1_0: Access/permission denied")
     with pytest.raises(LaunchError, match="permission denied"):
-        slurm.kill(SOON, ["1_0"])
+        SOON.kill(["1_0"])
 
 
 def test_what_was_cancelled_before_it_started_is_no_longer_listed_and_not_lost(cluster: Cluster, folder: Path):
     ids, _ = submit([job(folder, f"e{i}") for i in range(4)], folder)
     cluster.set("1_0", state="RUNNING")
-    slurm.kill(SOON, ids[:3])
-    found = slurm.states(SOON, ids)
+    SOON.kill(ids[:3])
+    found = SOON.states(ids)
     assert [found[i].state for i in ids] == ["cancelled"] * 3 + ["queued"]
     assert found["1_1"].reason == "cancelled before it started"
-    slurm.kill(SOON, ids[3:])
-    assert [slurm.states(SOON, [i])[i].state for i in ids] == ["cancelled"] * 4
+    SOON.kill(ids[3:])
+    assert [SOON.states([i])[i].state for i in ids] == ["cancelled"] * 4
     cluster.configure(accounting=False)
-    assert list(slurm.states(SOON, ids)) == ["1_0"]
+    assert list(SOON.states(ids)) == ["1_0"]
 
 
 def test_find_asks_slurm_for_what_was_not_noted(cluster: Cluster, folder: Path):
     jobs = [job(folder, "a"), job(folder, "b"), job(folder, "c", after=("a",))]
     submit(jobs, folder)
     cluster.set("2_0", forgotten="controller")
-    assert slurm.find(SOON, folder, ["a", "b", "c", "d"]) == {"a": "1_0", "b": "1_1", "c": "2_0"}
-    assert slurm.find(SOON, folder / "empty", ["a"]) == {}
+    assert SOON.find(folder, ["a", "b", "c", "d"]) == {"a": "1_0", "b": "1_1", "c": "2_0"}
+    assert SOON.find(folder / "empty", ["a"]) == {}
     (folder / "array-002.tasks").write_bytes(b"d\0")  # written, and never queued
-    assert slurm.find(SOON, folder, ["b", "d"]) == {"b": "1_1"}
+    assert SOON.find(folder, ["b", "d"]) == {"b": "1_1"}
 
 
 def test_check(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
-    slurm.check(slurm.Config())
-    slurm.check(slurm.Config(partition="low,high"))
+    slurm.Config().check()
+    slurm.Config(partition="low,high").check()
     assert [call[0] for call in cluster.calls()] == ["scontrol", "scontrol"]
     with pytest.raises(LaunchError, match=r"unknown partition 'hihg'. Did you mean 'high'"):
-        slurm.check(slurm.Config(partition="hihg"))
+        slurm.Config(partition="hihg").check()
     (cluster.bin / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(cluster.bin))
     with pytest.raises(LaunchError, match="sbatch: no such command on PATH"):
-        slurm.check(slurm.Config())
+        slurm.Config().check()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from src.files import write_json
 from src.interfaces import RecipeConfig
 from src.launch import actions, logs, resources, submissions
 from src.launch import status as jobs
-from src.launch.job import Seen
+from src.launch.job import SchedulerState
 from src.runs import lease, metadata
 from src.runs.plan import Planned
 
@@ -317,7 +317,7 @@ def test_a_submission_that_queued_nothing_is_made_again(world: World):
     (world.runs / "submissions" / "20260101-000000-00000000").mkdir()
     world.run([item])
     assert world.ended([item]) == ["done"]
-    assert submissions.interrupted(world.runs) == ["20260101-000000-00000000"]
+    assert submissions.interrupted_names(world.runs) == ["20260101-000000-00000000"]
 
 
 SUBMIT = """
@@ -422,8 +422,8 @@ def test_a_run_directory_removed_under_a_living_job(world: World):
     assert world.ended([item]) == ["done"]
 
 
-def seen(state: str, word: str = "", reason: str = "") -> Seen:
-    return Seen(state, word, reason)  # type: ignore[arg-type]
+def seen(state: str, word: str = "", reason: str = "") -> SchedulerState:
+    return SchedulerState(state, word, reason)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -448,15 +448,15 @@ def seen(state: str, word: str = "", reason: str = "") -> Seen:
         ("failed", None, ("failed", "it broke")),
     ],
 )
-def test_scheduler_and_directory_together(tmp_path: Path, own: str, said: Seen | None, expected: tuple[str, str]):
+def test_scheduler_and_directory_together(tmp_path: Path, own: str, said: SchedulerState | None, expected: tuple[str, str]):
     status = {"state": own, **({"reason": "it broke"} if own == "failed" else {})}
-    assert jobs._together(tmp_path, own, status, jobs.Tracked("7", "s", None, said), None) == expected
+    assert jobs._resolve_state(tmp_path, own, status, jobs.TrackedJob("7", "s", None, said), None) == expected
 
 
 def test_without_a_job_the_directory_speaks(tmp_path: Path):
-    assert jobs._together(tmp_path, "new", {}, None, None) == ("never", "")
-    assert jobs._together(tmp_path, "lost", {}, None, None) == ("lost", "")
-    assert jobs._together(tmp_path, "failed", {"reason": "r"}, None, None) == ("failed", "r")
+    assert jobs._resolve_state(tmp_path, "new", {}, None, None) == ("never", "")
+    assert jobs._resolve_state(tmp_path, "lost", {}, None, None) == ("lost", "")
+    assert jobs._resolve_state(tmp_path, "failed", {"reason": "r"}, None, None) == ("failed", "r")
 
 
 @pytest.mark.parametrize(("age", "state"), [(5.0, "running"), (-3600.0, "running"), (900.0, "lost")])
@@ -468,13 +468,13 @@ def test_a_forgotten_job_on_another_machine_counts_as_running_while_it_beats(tmp
     beat = lease.heartbeat_seconds(tmp_path)
     assert beat is not None
     assert max(0.0, age) <= beat < max(0.0, age) + 5
-    assert jobs._together(tmp_path, "running", {"state": "running"}, jobs.Tracked("7", "s", None, None), beat)[0] == state
+    assert jobs._resolve_state(tmp_path, "running", {"state": "running"}, jobs.TrackedJob("7", "s", None, None), beat)[0] == state
 
 
 def test_a_training_by_hand_is_seen_though_its_old_job_failed(tmp_path: Path):
     write_json(tmp_path / "lease", {**lease.this_process(), "beat": 3})
-    job = jobs.Tracked("7", "s", None, seen("failed", "FAILED"))
-    assert jobs._together(tmp_path, "running", {"state": "running"}, job, 1.0) == ("running", "")
+    job = jobs.TrackedJob("7", "s", None, seen("failed", "FAILED"))
+    assert jobs._resolve_state(tmp_path, "running", {"state": "running"}, job, 1.0) == ("running", "")
 
 
 def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFixture):
@@ -589,10 +589,10 @@ def test_an_override_that_asks_for_a_name_that_no_experiment_has(world: World, m
 
 def test_the_environment_of_the_jobs_comes_from_env_path(world: World, tmp_path: Path):
     raw = {"launcher": "local", "processes": {"stop_seconds": 9}}
-    config = resources.load("x", raw, tmp_path, "/envs/p2").launcher.config
+    config = resources.load("x", raw, tmp_path, "/envs/p2").launcher
     assert (config.processes.env_path, config.processes.stop_seconds) == ("/envs/p2", 9)  # type: ignore[attr-defined]
     own = {"launcher": "local", "processes": {"env_path": "/own"}}
-    assert resources.load("x", own, tmp_path, "/envs/p2").launcher.config.processes.env_path == "/own"  # type: ignore[attr-defined]
+    assert resources.load("x", own, tmp_path, "/envs/p2").launcher.processes.env_path == "/own"  # type: ignore[attr-defined]
 
 
 def test_the_job_is_noted_for_haven_too(world: World):

@@ -19,11 +19,11 @@ from src import config as configs
 from src.errors import ConfigError, LaunchError
 from src.launch import resources
 from src.launch.command import Processes
-from src.launch.job import Job, Seen
-from src.launch.part import bind_launcher, resolved_launcher
+from src.launch.job import Job, SchedulerState, bind_launcher
 from src.launch.toolkit import eai
-from src.launch.toolkit.launcher import LEFT, Config, check, find, kill, states, submit
+from src.launch.toolkit.launcher import LEFT, Config
 from src.launch.toolkit.service import Doubtful, Gone, Taken, Unreached
+from src.registry import resolved
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).parent / "fake_eai"
@@ -62,7 +62,7 @@ def folder(tmp_path: Path, name: str = "20261121-1f") -> Path:
 
 def launched(tmp_path: Path, jobs: Sequence[Job], **values: Any) -> tuple[Config, list[str], dict[str, str]]:
     config, noted = configured(tmp_path, **values), {}
-    ids = submit(config, jobs, folder(tmp_path), noted.update)
+    ids = config.submit(jobs, folder(tmp_path), noted.update)
     return config, ids, noted
 
 
@@ -83,9 +83,9 @@ def wait_until(happened: Callable[[], Any], seconds: float = 300) -> None:
         time.sleep(0.03)
 
 
-def wait_for(config: Config, job_id: str, *wanted: str) -> Seen:
-    wait_until(lambda: states(config, [job_id])[job_id].state in (wanted or ("completed", "failed", "cancelled")))
-    return states(config, [job_id])[job_id]
+def wait_for(config: Config, job_id: str, *wanted: str) -> SchedulerState:
+    wait_until(lambda: config.states([job_id])[job_id].state in (wanted or ("completed", "failed", "cancelled")))
+    return config.states([job_id])[job_id]
 
 
 def log(item: Job, stream: str = "out") -> str:
@@ -141,9 +141,8 @@ class TestConfig:
             "processes": {"starter": "torchrun", "nodes": 2},
         }
         part = bind_launcher(raw)
-        assert all(part.function(name) for name in ("submit", "states", "kill", "find"))
-        assert part.function("scheduler")() == ("eai", "a", True)
-        assert bind_launcher(resolved_launcher(part)) == part
+        assert part.scheduler() == ("eai", "a", True)
+        assert bind_launcher(resolved(part, "launcher")) == part
 
 
 class TestSubmit:
@@ -154,7 +153,7 @@ class TestSubmit:
         item.log_dir.mkdir(parents=True)
         (item.log_dir / f"{item.exp_id}.out.log").write_text("before\n")
         config, (job_id,), noted = launched(tmp_path, [item], environment={"A": "x y$z"})
-        assert wait_for(config, job_id) == Seen("completed", "SUCCEEDED")
+        assert wait_for(config, job_id) == SchedulerState("completed", "SUCCEEDED")
         assert log(item) == f"before\n{tmp_path} 0 x y$z\n"
         assert log(item, "err").splitlines()[-1] == "w"
         assert f"job {job_id} run 0" in log(item, "err")
@@ -217,19 +216,19 @@ class TestSubmit:
         with pytest.raises(LaunchError, match=r"account is '\$EAI_ACCOUNT_ID', but EAI_ACCOUNT_ID is not set"):
             launched(tmp_path, [job(tmp_path, "a")])
         with pytest.raises(LaunchError, match="EAI_ACCOUNT_ID is not set"):
-            check(configured(tmp_path))
+            configured(tmp_path).check()
 
     def test_the_program_is_not_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("PATH", "/usr/bin:/bin")
         with pytest.raises(LaunchError, match="eai: no such program on PATH"):
             launched(tmp_path, [job(tmp_path, "a")])
         with pytest.raises(LaunchError, match="eai: no such program on PATH"):
-            check(configured(tmp_path))
+            configured(tmp_path).check()
         with pytest.raises(LaunchError, match="needs the client eai_toolkit_client, which is not installed"):
-            check(configured(tmp_path, via="haven"))
+            configured(tmp_path, via="haven").check()
 
     def test_nothing_is_asked_before_it_is_submitted(self, tmp_path: Path, service: Path):
-        check(configured(tmp_path))
+        configured(tmp_path).check()
         assert not list(service.iterdir())
 
     def test_a_refusal_leaves_nothing_queued(self, tmp_path: Path, service: Path):
@@ -246,12 +245,12 @@ class TestSubmit:
         config, first, _ = launched(tmp_path, jobs)
         assert launched(tmp_path, jobs)[1] == first
         assert len(records(service)) == 3
-        kill(config, first[:1])
+        config.kill(first[:1])
         again = launched(tmp_path, jobs)[1]
         assert again[1:] == first[1:]
         assert again[0] != first[0]
         assert f"hv_{jobs[0].exp_id}_20261121_1f_2" in {record["name"] for record in records(service)}
-        assert find(config, folder(tmp_path), [item.exp_id for item in jobs]) == dict(zip([j.exp_id for j in jobs], again, strict=True))
+        assert config.find(folder(tmp_path), [item.exp_id for item in jobs]) == dict(zip([j.exp_id for j in jobs], again, strict=True))
 
     def test_a_name_that_another_has_is_not_taken_for_ours(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
@@ -319,7 +318,7 @@ class TestFaults:
         (record,) = records(service)
         assert json.loads((folder(tmp_path) / LEFT).read_text())["names"] == {item.exp_id: record["name"]}
         monkeypatch.delenv("FAKE_EAI_FAULT")
-        assert find(configured(tmp_path), folder(tmp_path), [item.exp_id]) == {item.exp_id: record["id"]}
+        assert configured(tmp_path).find(folder(tmp_path), [item.exp_id]) == {item.exp_id: record["id"]}
         assert launched(tmp_path, [item])[1] == [record["id"]]
 
     @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", pytest.param("hang", marks=pytest.mark.slow), "garbage"])
@@ -327,21 +326,21 @@ class TestFaults:
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], retries=1, timeout_seconds=patience(fault))
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@ls:1")
-        assert {seen.state for seen in states(config, ids).values()} == {"queued"}
+        assert {seen.state for seen in config.states(ids).values()} == {"queued"}
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@ls")
         with pytest.raises(LaunchError):
-            states(config, ids)
+            config.states(ids)
         with pytest.raises(LaunchError):
-            find(config, folder(tmp_path), ["a" * 32])
+            config.find(folder(tmp_path), ["a" * 32])
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@get")
         edit(service, ids[1], createdOn=(datetime.now(UTC) - timedelta(days=2)).isoformat())
-        seen = states(config, ids)
+        seen = config.states(ids)
         assert (seen[ids[0]].state, seen[ids[1]].state) == ("queued", "unknown")
 
     def test_an_outage_is_not_asked_about_for_each_of_many_jobs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path):
         monkeypatch.setenv("FAKE_EAI_FAULT", "dial@get")
         config = configured(tmp_path, retries=1, calls_at_a_time=2)
-        assert {seen.state for seen in states(config, [f"old-{i}" for i in range(50)]).values()} == {"unknown"}
+        assert {seen.state for seen in config.states([f"old-{i}" for i in range(50)]).values()} == {"unknown"}
         assert len(calls(service, "get")) <= 6
 
     @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", pytest.param("hang", marks=pytest.mark.slow), "garbage"])
@@ -349,7 +348,7 @@ class TestFaults:
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], timeout_seconds=patience(fault))
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@kill:1,{fault}@ls:1")
-        kill(config, ids)
+        config.kill(ids)
         assert {record["state"] for record in records(service)} == {"CANCELLED"}
 
     def test_a_kill_that_is_not_confirmed_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -357,10 +356,10 @@ class TestFaults:
         config, ids, _ = launched(tmp_path, [job(tmp_path, "a")], retries=0, kill_seconds=0.2)
         monkeypatch.setenv("FAKE_EAI_FAULT", "500@kill")
         with pytest.raises(LaunchError, match=f"1 of 1 jobs are not known to have ended: {ids[0]}. .*Internal Server Error"):
-            kill(config, ids)
+            config.kill(ids)
         monkeypatch.setenv("FAKE_EAI_FAULT", "dial@ls")
         with pytest.raises(LaunchError, match=r"not known to have ended: .*connection refused"):
-            kill(config, ids)
+            config.kill(ids)
 
     @pytest.mark.parametrize(
         ("text", "kind"),
@@ -401,9 +400,9 @@ class TestStates:
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         config, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
         edit(service, job_id, state=word, cancelUntil=time.time() + 60)
-        assert states(config, [job_id]) == {job_id: Seen(state, word.upper())}  # type: ignore[arg-type]
+        assert config.states([job_id]) == {job_id: SchedulerState(state, word.upper())}  # type: ignore[arg-type]
         if word in ("INTERRUPTED", "PREEMPTED"):
-            assert states(configured(tmp_path, restartable=False), [job_id])[job_id].state == "failed"
+            assert configured(tmp_path, restartable=False).states([job_id])[job_id].state == "failed"
 
     def test_a_thousand_jobs_in_one_call(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
@@ -413,7 +412,7 @@ class TestStates:
         for i, name in enumerate(ids):
             (service / "jobs" / f"{name}.json").write_text(json.dumps(record | {"id": name, "name": f"n{i}", "state": "RUNNING"}))
         before = len(calls(service))
-        assert {seen.state for seen in states(config, ids).values()} == {"running"}
+        assert {seen.state for seen in config.states(ids).values()} == {"running"}
         assert len(calls(service)) == before + 1
 
     def test_what_is_not_listed_is_asked_for_and_may_be_gone(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
@@ -422,11 +421,11 @@ class TestStates:
         times = {"startedOn": "2026-01-01T00:00:00+00:00", "endedOn": "2026-01-01T00:01:30+00:00"}
         runs = [{"state": "INTERRUPTED"}, {"state": "FAILED", "exitCode": 3, "nodeName": "node7", **times}]
         edit(service, old, createdOn=(datetime.now(UTC) - timedelta(days=2)).isoformat(), state="FAILED", runs=runs)
-        assert states(config, [old, young, "0-gone"]) == {
-            old: Seen("failed", "FAILED", "exit code 3", "node7", 90.0, restarts=1),
-            young: Seen("queued", "QUEUED"),
+        assert config.states([old, young, "0-gone"]) == {
+            old: SchedulerState("failed", "FAILED", "exit code 3", "node7", 90.0, restarts=1),
+            young: SchedulerState("queued", "QUEUED"),
         }
-        assert states(config, []) == {}
+        assert config.states([]) == {}
 
     def test_a_failing_job(self, tmp_path: Path):
         config, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a", "raise SystemExit(3)")])
@@ -465,11 +464,11 @@ class TestEndings:
         item = training(tmp_path)
         config, ids, _ = launched(tmp_path, [item])
         wait_until(lambda: "training" in log(item))
-        kill(config, ids)
-        assert states(config, ids)[ids[0]] == Seen("cancelled", "CANCELLED")
+        config.kill(ids)
+        assert config.states(ids)[ids[0]] == SchedulerState("cancelled", "CANCELLED")
         assert log(item) == "training\nsaved on SIGTERM\n"
-        kill(config, [*ids, "0-gone"])
-        kill(config, [])
+        config.kill([*ids, "0-gone"])
+        config.kill([])
 
     def test_a_preempted_job_saves_and_goes_on_by_itself(self, tmp_path: Path, service: Path):
         item = training(tmp_path)
@@ -487,7 +486,7 @@ class TestEndings:
         config, (job_id,), _ = launched(tmp_path, [item], restartable=False)
         wait_until(lambda: "training" in log(item))
         subprocess.run(["eai", "fake", "preempt", job_id], check=True)
-        assert wait_for(config, job_id) == Seen("failed", "INTERRUPTED")
+        assert wait_for(config, job_id) == SchedulerState("failed", "INTERRUPTED")
 
     def test_the_training_is_told_before_the_time_is_over(self, tmp_path: Path, service: Path):
         item = training(tmp_path)
@@ -508,7 +507,7 @@ class TestEndings:
         names = ("NODE_RANK", "NNODES", "MASTER_PORT", "RANK", "WORLD_SIZE")
         item = job(tmp_path, "a", f"import os; print([os.environ.get(n) for n in {names}])", python_binary=sys.executable)
         processes = Processes(starter="torchrun", nodes=3)
-        submit(configured(tmp_path, processes=processes.model_dump()), [item], folder(tmp_path), lambda _: None)
+        configured(tmp_path, processes=processes.model_dump()).submit([item], folder(tmp_path), lambda _: None)
         path = item.log_dir / f"{item.exp_id}.out.log"
         wait_until(lambda: log(item))
         env = os.environ | {"RANK": "2", "WORLD_SIZE": "3"}
@@ -558,7 +557,7 @@ class TestParents:
         child = job(tmp_path, "child", after=(parent.exp_id,))
         config, ids, _ = launched(tmp_path, [parent, child], parent_poll_seconds=300)
         wait_until(lambda: "job" in log(child, "err"))
-        kill(config, ids)
+        config.kill(ids)
         record = next(record for record in records(service) if record["id"] == ids[1])
         assert (record["state"], record["runs"][-1]["exitCode"]) == ("CANCELLED", 75)
 
@@ -586,10 +585,10 @@ def test_the_real_toolkit(monkeypatch: pytest.MonkeyPatch):
     config = configs.load(Config, raw, "toolkit")
     item = job(home, "live", python_binary="sleep 600; true")
     sent = folder(home, f"smoke{int(time.time())}")
-    (job_id,) = submit(config, [item], sent, lambda _: None)
+    (job_id,) = config.submit([item], sent, lambda _: None)
     try:
-        assert find(config, sent, [item.exp_id]) == {item.exp_id: job_id}
-        wait_until(lambda: states(config, [job_id])[job_id].state == "running", seconds=600)
+        assert config.find(sent, [item.exp_id]) == {item.exp_id: job_id}
+        wait_until(lambda: config.states([job_id])[job_id].state == "running", seconds=600)
     finally:
-        kill(config, [job_id])
-    assert states(config, [job_id])[job_id].state == "cancelled"
+        config.kill([job_id])
+    assert config.states([job_id])[job_id].state == "cancelled"

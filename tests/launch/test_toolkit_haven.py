@@ -13,8 +13,8 @@ import pytest
 
 from src import config as configs
 from src.errors import LaunchError
-from src.launch.job import Job, Seen
-from src.launch.toolkit.launcher import Config, find, kill, states, submit
+from src.launch.job import Job, SchedulerState
+from src.launch.toolkit.launcher import Config
 
 FAKE = Path(__file__).parent
 
@@ -56,7 +56,7 @@ def test_what_haven_submits_runs(tmp_path: Path, client: ModuleType):
     noted: dict[str, str] = {}
     item = job(tmp_path, "it's")
     values = {"gpus": 1, "gpu_mem_gb": 40, "gpu_model": "A100", "bid": 3, "environment": {"A": "b"}}
-    (job_id,) = submit(configured(tmp_path, **values), [item], folder(tmp_path), noted.update)
+    (job_id,) = configured(tmp_path, **values).submit([item], folder(tmp_path), noted.update)
     assert noted == {item.exp_id: job_id}
     (made,) = client.jobs
     facts = dict(made.spec.facts)
@@ -81,49 +81,49 @@ def test_what_haven_submits_runs(tmp_path: Path, client: ModuleType):
 def test_states_kill_and_find(tmp_path: Path, client: ModuleType):
     config = configured(tmp_path)
     jobs = [job(tmp_path, name) for name in "abc"]
-    ids = submit(config, jobs, folder(tmp_path), lambda _: None)
+    ids = config.submit(jobs, folder(tmp_path), lambda _: None)
     client.jobs[0].state, client.jobs[1].state = "REBALANCING", "CANCELLING"
     client.calls.clear()
     meant = {"REBALANCING": "unknown", "CANCELLING": "running", "QUEUED": "queued"}
-    assert states(config, [*ids, "gone"]) == {made.id: Seen(meant[made.state], made.state) for made in client.jobs}  # type: ignore[arg-type]
+    assert config.states([*ids, "gone"]) == {made.id: SchedulerState(meant[made.state], made.state) for made in client.jobs}  # type: ignore[arg-type]
     assert [method for method, _ in client.calls] == ["v1_account_job_get", "v1_cluster_job_get"]
     wanted = [item.exp_id for item in jobs]
-    assert find(config, folder(tmp_path), wanted) == dict(zip(wanted, ids, strict=True))
-    assert find(config, tmp_path / "other", wanted) == {}
-    kill(config, [*ids, "gone"])
+    assert config.find(folder(tmp_path), wanted) == dict(zip(wanted, ids, strict=True))
+    assert config.find(tmp_path / "other", wanted) == {}
+    config.kill([*ids, "gone"])
     assert {made.state for made in client.jobs} == {"CANCELLED"}
-    kill(config, ids)
+    config.kill(ids)
 
 
 @pytest.mark.parametrize(("status", "after"), [(None, False), (401, False), (500, False), (500, True), (502, True)])
 def test_one_job_through_faults(tmp_path: Path, client: ModuleType, status: int | None, after: bool):
     error = client.rest.ApiException(status, "no", after) if status else ConnectionError("dial tcp: connection refused")
     client.faults += [("v1_account_job_post", error), ("v1_account_job_get", client.rest.ApiException(503))]
-    ids = submit(configured(tmp_path), [job(tmp_path, "a")], folder(tmp_path), lambda _: None)
+    ids = configured(tmp_path).submit([job(tmp_path, "a")], folder(tmp_path), lambda _: None)
     assert ids == [made.id for made in client.jobs]
 
 
 def test_an_outage_is_no_state(tmp_path: Path, client: ModuleType):
     config = configured(tmp_path)
-    ids = submit(config, [job(tmp_path, "a")], folder(tmp_path), lambda _: None)
+    ids = config.submit([job(tmp_path, "a")], folder(tmp_path), lambda _: None)
     client.faults += [("v1_account_job_get", SystemExit("haven gives up"))] * 3
     with pytest.raises(LaunchError, match="toolkit, list through haven: haven gives up"):
-        states(config, ids)
+        config.states(ids)
     client.faults += [("v1_account_job_post", client.rest.ApiException(403, "Forbidden"))]
     with pytest.raises(LaunchError, match=r"\(403\) Reason: Forbidden Nothing was queued"):
-        submit(config, [job(tmp_path, "b")], folder(tmp_path), lambda _: None)
+        config.submit([job(tmp_path, "b")], folder(tmp_path), lambda _: None)
 
 
 def test_the_token_of_the_login(tmp_path: Path, client: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("EAI_TOKEN")
     monkeypatch.setenv("FAKE_EAI_STATE", str(tmp_path / "service"))
-    states(configured(tmp_path), ["x"])
+    configured(tmp_path).states(["x"])
     assert client.ApiClient.headers == {"Authorization": "Bearer fake-token"}
 
 
 def test_without_the_client(tmp_path: Path):
     code = """if True:
-        from src.launch.toolkit.launcher import Config, states
+        from src.launch.toolkit.launcher import Config
         config = Config(via="haven", account="a", image="b:1", max_run_seconds=3600)
         try:
             states(config, ["x"])

@@ -1,6 +1,6 @@
 """Convert, evaluate, upload, clean up: each stage once, whoever is killed when; nothing deleted that was not read back."""
 
-import fcntl
+import contextlib
 import json
 import os
 import random
@@ -23,7 +23,6 @@ from src.experiments.identity import exp_id
 from src.files import defect, new_directory, write_json
 from src.operations.checkpoint_jobs import __main__ as checkpoint_jobs
 from src.operations.checkpoint_jobs import plan as checkpoint_plan
-from src.operations.checkpoint_jobs import process as stage_process
 from src.operations.checkpoint_jobs import uploads
 from src.operations.checkpoint_jobs.stages import EVALUATIONS, JOBS
 from src.runs import jsonl_records, metadata
@@ -75,7 +74,7 @@ class World:
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         self.write()
-        command = [sys.executable, "-m", "src.operations.checkpoint_jobs.__main__", str(self.runs), "--plan", str(self.file), *words]
+        command = [sys.executable, "-m", "src.operations.checkpoint_jobs", str(self.runs), "--plan", str(self.file), *words]
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def done(self) -> Counter[str]:
@@ -145,7 +144,7 @@ def test_rules_choose_checkpoints(world: World):
     def chosen(**rules: Any) -> list[int]:
         world.raw["checkpoints"] = rules
         world.write()
-        return [every[0].step for every in checkpoint_jobs.units(world.run, checkpoint_plan.read(world.file))]
+        return [every[0].step for every in checkpoint_jobs.plan_stages(world.run, checkpoint_plan.read(world.file))]
 
     checkpoints.mark_best(world.run, 30)
     assert chosen(every=20) == [20, 40]
@@ -232,7 +231,7 @@ def test_the_end_of_a_readback_command(world: World):
     source = checkpoints.folder(world.run, 10) / "model.safetensors"
     command = f"cd {ROOT} && {sys.executable} -m src.operations.checkpoint_jobs.uploads < {shlex.quote(str(source))}"
     there = uploads.Commands(lambda file, name: "true", lambda name: command, 60, world.folder / "log")
-    assert there.read_back("x") == uploads.listed(checkpoints.folder(world.run, 10))["model.safetensors"]
+    assert there.read_back("x") == uploads.file_digests(checkpoints.folder(world.run, 10))["model.safetensors"]
 
 
 def test_a_destination_that_is_not_there_is_told_and_tried_again(world: World):
@@ -319,16 +318,16 @@ def test_evaluations_that_were_rolled_back_are_made_again(world: World):
     assert [row["step"] for row in jsonl_records.rows(world.run / EVALUATIONS)] == [10, 20, 30, 40]
 
 
-def test_what_was_done_and_not_written_down_is_taken_over(world: World):
-    """As if every scheduler had been killed between the end of a stage and its line."""
+def test_what_was_done_and_not_written_down_is_done_again_with_the_same_result(world: World):
+    """As if every worker had been killed between the end of a stage and its line."""
     world.raw = {key: world.raw[key] for key in ("checkpoints", "convert", "evaluate", "upload")}
     assert world.once() == 0
-    before, sent = world.done(), world.uploaded(10, "converted", "weights").stat().st_mtime_ns
+    rows, sent = jsonl_records.rows(world.run / EVALUATIONS), world.uploaded(10, "converted", "weights").stat().st_mtime_ns
     (world.run / JOBS).unlink()
     assert world.once() == 0
-    assert world.done() == before
+    assert set(world.done().values()) == {2}
     assert world.uploaded(10, "converted", "weights").stat().st_mtime_ns == sent  # it was there already
-    assert len(jsonl_records.rows(world.run / EVALUATIONS)) == 4
+    assert jsonl_records.rows(world.run / EVALUATIONS) == rows
     assert [line["result"] for line in world.lines("convert")] == ["ok"] * 4
 
 
@@ -339,7 +338,7 @@ def test_a_clean_up_that_was_cut_short_goes_on_where_it_was(world: World):
     before = world.done()
     place = world.run / "checkpoint_jobs" / "branch-0-step-00000010" / "clean_up"
     place.mkdir()
-    (place / "attempt-1.lock").touch()
+    (place / "attempt-1.log").touch()
     shutil.rmtree(world.run / "converted" / "branch-0-step-00000010")
     world.raw["clean_up"] = kept
     assert world.once() == 0
@@ -379,60 +378,70 @@ def test_a_living_holder_is_never_disturbed_and_a_stopped_one_lives(world: World
     assert [line["result"] for line in world.lines()] == ["ok"]
 
 
-def test_what_a_killed_scheduler_left_running_is_waited_for(world: World):
-    gate = world.folder / "gate"
-    task = {"command": world.says("t", f"while [ ! -e {gate} ]; do sleep 0.05; done; echo '{{{{\"a\": 1}}}}' > {{scores}}")}
+def session(world: World) -> int:
+    """The process that leads the command of the evaluation, once it has begun."""
+    poll((world.folder / "pid").exists)
+    poll(lambda: (world.folder / "pid").read_text().strip())
+    return os.getsid(int((world.folder / "pid").read_text()))
+
+
+def is_empty(group: int) -> bool:
+    return not any(f") {state} " in text and f" {group} " in text for state in "RSD" for text in stats())
+
+
+def stats() -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize("command", ["sleep 100", "trap '' TERM HUP; sleep 100 & sleep 100"], ids=["obeys", "deaf"])
+def test_the_command_of_a_killed_worker_is_killed_and_the_stage_repeated(world: World, command: str):
+    task = {"command": f"echo $$ > {world.folder}/pid; {command}; touch {{scores}}"}
     world.raw = {"checkpoints": {"last": True}, "evaluate": {"tasks": {"t": task}}}
     first = world.start("--once")
-    folder = world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t"
-    poll((folder / "attempt-1.pid").exists)
+    group = session(world)
     first.kill()
     first.wait()
-    second = world.start("--once")
-    poll(lambda: json.loads((folder / "lease").read_text())["pid"] == second.pid)
-    gate.touch()
-    assert second.wait(300) == 0
-    assert world.done() == {"t 40": 1}
-    (line,) = world.lines()
-    assert (line["attempt"], line["exit_code"], line["result"]) == (1, 0, "ok")
-    assert line["by"].endswith(f":{second.pid}")
-
-
-def test_a_command_that_died_with_its_scheduler_is_started_again(world: World):
-    world.raw = {"checkpoints": {"last": True}, "evaluate": {"tasks": {"t": {"command": "sleep 100; touch {scores}"}}}}
-    first = world.start("--once")
-    pid = world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t" / "attempt-1.pid"
-    poll(lambda: pid.exists() and pid.read_text().strip())
-    first.kill()
-    first.wait()
-    os.killpg(int(pid.read_text()), signal.SIGKILL)
+    poll(lambda: is_empty(group))
     world.raw["evaluate"]["tasks"]["t"]["command"] = "echo '{{\"a\": 1}}' > {scores}"
     assert world.once() == 0
-    assert [(line["attempt"], line["result"]) for line in world.lines()] == [(1, "interrupted"), (2, "ok")]
+    assert [(line["attempt"], line["result"]) for line in world.lines()] == [(1, "ok")]
+    assert [path.name for path in (world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t").glob("*work*")] == []
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.001, 0.002, 0.005, 0.2])
-def test_an_interrupted_scheduler_ends_its_command(world: World, seconds: float):
+def test_an_interrupted_worker_ends_its_command(world: World, seconds: float):
     """Also where the signal comes while the command is being started."""
-    world.raw = {"checkpoints": {"last": True}, "evaluate": {"tasks": {"t": {"command": "sleep 100; touch {scores}"}}}}
+    task = {"command": f"echo $$ > {world.folder}/pid; sleep 100; touch {{scores}}"}
+    world.raw = {"checkpoints": {"last": True}, "evaluate": {"tasks": {"t": task}}}
     first = world.start("--once")
-    lock = world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t" / "attempt-1.lock"
-    while not lock.exists():
+    begun = world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t" / "attempt-1.log"
+    while not begun.exists():
         assert first.poll() is None
     time.sleep(seconds)
+    group = session(world) if seconds == 0.2 else None
     first.send_signal(signal.SIGTERM)
     assert first.wait(300) == 128 + signal.SIGTERM
-    with open(lock, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it
+    if group:
+        poll(lambda: is_empty(group))
     assert [line["result"] for line in world.lines()] == ["interrupted"]
+    time.sleep(0.1)
+    assert not any(str(world.folder) in path.read_text(errors="replace") for path in commands())
+
+
+def commands() -> list[Path]:
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
 
 
 @pytest.mark.slow
 def test_two_at_once_killed_at_any_moment_do_each_stage_once(world: World):
-    """Kills without end of two schedulers: no command runs twice, nothing is lost, nothing unverified deleted."""
+    """Kills without end of two workers: each stage is done once, nothing is lost, nothing unverified deleted."""
     rng = random.Random(0)
     world.raw["clean_up"]["retry_seconds"] = 0
-    expected = Counter([f"{stage} {step}" for stage in ("convert", "evaluate") for step in (10, 20, 30, 40)])
+    expected = {f"{stage} {step}" for stage in ("convert", "evaluate") for step in (10, 20, 30, 40)}
     schedulers = [world.start("--every", "0.05") for _ in range(2)]
     kills = 0
 
@@ -455,7 +464,7 @@ def test_two_at_once_killed_at_any_moment_do_each_stage_once(world: World):
             scheduler.wait()
     assert kills >= 5
     assert world.once() == 0
-    assert world.done() == expected
+    assert set(world.done()) == expected
     assert len(jsonl_records.rows(world.run / EVALUATIONS)) == 4
     assert Counter((line["stage"], line["step"]) for line in world.lines(result="ok")) == {
         **{(stage, step): 1 for stage in ("convert", "evaluate", "upload") for step in (10, 20, 30, 40)},
@@ -464,17 +473,6 @@ def test_two_at_once_killed_at_any_moment_do_each_stage_once(world: World):
     for step in (10, 20, 30, 40):
         assert defect(world.there / ID / f"branch-0-step-{step:08d}" / "checkpoint") is None
         assert defect(world.there / ID / f"branch-0-step-{step:08d}" / "converted") is None
-
-
-def test_an_attempt_is_adopted_however_far_it_came(tmp_path: Path):
-    """Each state that a kill can leave behind."""
-    attempt = stage_process.Attempt(tmp_path, 1)
-    assert stage_process.adopt(attempt, 10, lambda: None).exit_code is None  # nothing was begun
-    attempt.file("lock").touch()
-    assert stage_process.adopt(attempt, 10, lambda: None).exit_code is None  # the lock was made, the command not started
-    attempt.file("exit").write_text("3\n")
-    assert stage_process.adopt(attempt, 10, lambda: None).exit_code == 3  # it has ended, which was not written down
-    assert stage_process.last_begun(tmp_path) == 1
 
 
 def mistake(world: World, change: Callable[[Raw], object]) -> str:

@@ -81,7 +81,7 @@ def test_a_refusal_is_told_and_not_noted_as_done(run: Path, capsys: pytest.Captu
 
 def test_without_a_job_there_is_nothing_to_hold(run: Path, calls: Path, capsys: pytest.CaptureFixture[str]):
     assert interventions.main(["hold", str(run)]) == 1
-    assert capsys.readouterr().err == f"{run}: no job was submitted for it, and it was not started within one.\n"
+    assert capsys.readouterr().err == f"error: {run}: no job was submitted for it, and it was not started within one.\n"
     assert not calls.exists()
 
 

@@ -326,7 +326,7 @@ lease.release()
 
 
 def test_nothing_to_undo_is_said(run: Path, capsys: pytest.CaptureFixture[str]):
-    assert refused(run, capsys, "undo") == f"{run}: there is nothing to undo.\n"
+    assert refused(run, capsys, "undo") == f"error: {run}: there is nothing to undo.\n"
 
 
 def test_undo_without_what_it_needs_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -348,7 +348,7 @@ def test_a_run_is_found_by_the_beginning_of_its_id(run: Path, capsys: pytest.Cap
     assert steps(run / "checkpoints") == [10, 20, 30]
     capsys.readouterr()
     assert interventions.main(["rewind", "zzz", "--runs", runs, "--to", "30"]) == 1
-    assert capsys.readouterr().err == f"zzz: no experiments in {runs} are called that, and it is no save directory.\n"
+    assert capsys.readouterr().err == f"error: zzz: no experiments in {runs} are called that, and it is no save directory.\n"
 
 
 def test_the_ledger_is_shown(run: Path, capsys: pytest.CaptureFixture[str]):

@@ -7,9 +7,9 @@ import pytest
 
 from src.errors import LaunchError
 from src.launch.command import Processes
-from src.launch.job import Job, Seen
+from src.launch.job import Job, SchedulerState
 from src.launch.slurm import launcher as slurm
-from src.launch.slurm.states import named
+from src.launch.slurm.states import array_ids_by_name
 from tests.slurm.real import Cluster, command, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -28,14 +28,12 @@ def bash(folder: Path, exp_id: str, line: str) -> Job:
 
 
 def submit(jobs: list[Job], folder: Path, config: slurm.Config = SETTINGS) -> list[str]:
-    return slurm.submit(config, jobs, folder, lambda ids: None)
+    return config.submit(jobs, folder, lambda ids: None)
 
 
-def ends(config: slurm.Config, ids: list[str], seconds: float = 300.0) -> dict[str, Seen]:
-    wait_until(
-        lambda: not {seen.state for seen in slurm.states(config, ids).values()} & {"queued", "running"}, f"the end of {ids}", seconds
-    )
-    return slurm.states(config, ids)
+def ends(config: slurm.Config, ids: list[str], seconds: float = 300.0) -> dict[str, SchedulerState]:
+    wait_until(lambda: not {seen.state for seen in config.states(ids).values()} & {"queued", "running"}, f"the end of {ids}", seconds)
+    return config.states(ids)
 
 
 def log(folder: Path, exp_id: str, stream: str = "out") -> str:
@@ -53,14 +51,14 @@ def test_jobs_run_in_arrays_after_their_parents(cluster: Cluster, folder: Path):
     ]
     ids = submit(jobs, folder)
     assert {i.partition("_")[0] for i in ids[:2]} == {ids[0].partition("_")[0]}
-    assert slurm.find(SETTINGS, folder, ["a", "after_b"]) == {"a": ids[0], "after_b": ids[3]}
+    assert SETTINGS.find(folder, ["a", "after_b"]) == {"a": ids[0], "after_b": ids[3]}
     found = ends(SETTINGS, ids)
     assert [found[i].state for i in ids] == ["completed", "failed", "completed", "cancelled"]
     assert (found[ids[1]].reason, found[ids[3]].reason) == ("exit code 3", "DependencyNeverSatisfied")
     assert found[ids[0]].node.startswith("n")
     assert log(folder, "a") == hostile + "\n"
     assert log(folder, "after_b") == ""
-    slurm.kill(SETTINGS, ids)  # what has ended is no error
+    SETTINGS.kill(ids)  # what has ended is no error
 
 
 def test_accounting_says_the_same(cluster: Cluster, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -73,14 +71,14 @@ def test_accounting_says_the_same(cluster: Cluster, folder: Path, tmp_path: Path
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
     def recorded() -> bool:
-        found = slurm.states(SETTINGS, ids)
+        found = SETTINGS.states(ids)
         return {i: seen.state for i, seen in found.items()} == {i: seen.state for i, seen in told.items()}
 
     wait_until(recorded, "accounting to say what the controller said", 300)
-    found = slurm.states(SETTINGS, ids)
+    found = SETTINGS.states(ids)
     assert (found[ids[1]].reason, found[ids[1]].word) == ("exit code 3", "FAILED")
-    assert slurm.states(SETTINGS, ["999999_0"]) == {}
-    assert slurm.find(SETTINGS, folder, ["a"]) == {"a": ids[0]}
+    assert SETTINGS.states(["999999_0"]) == {}
+    assert SETTINGS.find(folder, ["a"]) == {"a": ids[0]}
 
 
 @pytest.mark.parametrize(
@@ -101,9 +99,9 @@ def test_a_refusal_leaves_nothing_queued(cluster: Cluster, folder: Path, change:
 
 
 def test_check(cluster: Cluster):
-    slurm.check(slurm.Config(partition="low"))
+    slurm.Config(partition="low").check()
     with pytest.raises(LaunchError, match=r"unknown partition 'lowe'. Did you mean 'low'\? Known: high, low"):
-        slurm.check(slurm.Config(partition="lowe"))
+        slurm.Config(partition="lowe").check()
 
 
 def test_a_thousand_jobs_are_asked_for_in_one_call(cluster: Cluster, folder: Path):
@@ -113,12 +111,12 @@ def test_a_thousand_jobs_are_asked_for_in_one_call(cluster: Cluster, folder: Pat
     ids = submit([job(folder, f"{i:032x}", "pass") for i in range(1200)], folder, held)
     assert time.process_time() - begin < 3, "seconds of our own"
     assert len({i.partition("_")[0] for i in ids}) == 2
-    found = slurm.states(SETTINGS, ids)
+    found = SETTINGS.states(ids)
     assert len(found) == 1200
     assert {seen.reason for seen in found.values()} == {"JobHeldUser"}
-    assert len(named(["batch-1.array-000", "batch-1.array-001"], 20.0)) == 2
-    slurm.kill(SETTINGS, ids)
-    wait_until(lambda: {seen.state for seen in slurm.states(SETTINGS, ids).values()} == {"cancelled"}, "all to be cancelled")
+    assert len(array_ids_by_name(["batch-1.array-000", "batch-1.array-001"], 20.0)) == 2
+    SETTINGS.kill(ids)
+    wait_until(lambda: {seen.state for seen in SETTINGS.states(ids).values()} == {"cancelled"}, "all to be cancelled")
 
 
 RANK = 'echo "$NODE_RANK of $NNODES at $MASTER_ADDR:$MASTER_PORT, start ${SLURM_RESTART_COUNT:-0}";'
@@ -176,14 +174,14 @@ def test_a_preempted_job_of_two_nodes_stops_in_order_and_starts_again(cluster: C
     wait_until(lambda: log(folder, "e").count("up") == 2, "both nodes")
     cluster.preempt(one)
     wait_until(lambda: both_stopped(folder), "both nodes to stop")
-    wait_until(lambda: slurm.states(two_nodes, [one])[one].state == "queued", "the job to be queued again")
+    wait_until(lambda: two_nodes.states([one])[one].state == "queued", "the job to be queued again")
     wait_until(lambda: cluster.hurry() or log(folder, "e").count("up") == 4, "the second start")
-    assert slurm.states(two_nodes, [one])[one].restarts == 1
-    slurm.kill(two_nodes, [one])
-    wait_until(lambda: slurm.states(two_nodes, [one])[one].state == "cancelled", "scancel")
+    assert two_nodes.states([one])[one].restarts == 1
+    two_nodes.kill([one])
+    wait_until(lambda: two_nodes.states([one])[one].state == "cancelled", "scancel")
     wait_until(lambda: not cluster.alive(), "the end")
     time.sleep(1.5)  # it would be queued again by now
-    assert slurm.states(two_nodes, [one])[one].state == "cancelled"
+    assert two_nodes.states([one])[one].state == "cancelled"
     assert log(folder, "e").count("up") == 4
 
 
@@ -192,9 +190,9 @@ def test_the_time_limit_queues_a_job_of_two_nodes_again(cluster: Cluster, folder
     config = two_nodes.model_copy(update={"time": 1, "signal_seconds": 50})
     (one,) = submit([stoppable(folder)], folder, config)
     wait_until(lambda: both_stopped(folder), "both nodes to stop", 300)
-    wait_until(lambda: slurm.states(config, [one])[one].state == "queued", "the job to be queued again")
+    wait_until(lambda: config.states([one])[one].state == "queued", "the job to be queued again")
     wait_until(lambda: cluster.hurry() or log(folder, "e").count("up") == 4, "the second start")
-    seen = slurm.states(config, [one])[one]
+    seen = config.states([one])[one]
     assert (seen.state, seen.restarts) == ("running", 1)
     assert "could not" not in log(folder, "e", "err")
 
@@ -205,9 +203,9 @@ def test_a_lost_node_queues_the_job_again(cluster: Cluster, folder: Path, two_no
     lost = cluster.nodes(one)[-1]
     cluster.lose(lost)
     try:
-        wait_until(lambda: slurm.states(two_nodes, [one])[one].state == "queued", "the job to be queued again")
+        wait_until(lambda: two_nodes.states([one])[one].state == "queued", "the job to be queued again")
         wait_until(lambda: cluster.hurry() or log(folder, "e").count("up") == 4, "the second start")
-        assert slurm.states(two_nodes, [one])[one].restarts == 1
+        assert two_nodes.states([one])[one].restarts == 1
     finally:
         cluster.regain(lost)
 
@@ -222,7 +220,7 @@ def test_a_controller_that_is_gone_is_told(cluster: Cluster, folder: Path, monke
     with pytest.raises(LaunchError, match=r"Is the controller up\?"):
         submit([job(folder, "a", "pass")], folder, impatient)
     with pytest.raises(LaunchError, match=r"Is the controller up\?"):
-        slurm.states(impatient, ["1_0"])
+        impatient.states(["1_0"])
 
 
 def test_no_jobs_are_left(cluster: Cluster):

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ from typing import Any
 import pytest
 
 from src import config
+from src.errors import RunError
 from src.runs.lease import LEASE
 from src.runs.run_dir import RunDir
 from src.sweeps import space as sweep_space
+from src.sweeps import study as sweep_study
 from src.sweeps import trial as sweep_trial
-from src.sweeps.file import SweepFile
-from src.sweeps.study import Claimed, Study
-from src.sweeps.trial import Ending, Training
+from src.sweeps.plan import SweepFile
+from src.sweeps.study import ClaimedTrial, Study
+from src.sweeps.trial import Training, TrialResult
 from tests import toy
 
 FILE: dict[str, Any] = {
@@ -32,11 +35,11 @@ STEPS = 8
 def study(runs: Path, **changes: Any) -> Study:
     """As one worker opens it."""
     file = config.load(SweepFile, {**FILE, **changes}, "lr.yaml")
-    axes = sweep_space.axes(file.parameters, "")
-    return Study(runs, "lr", file, sweep_space.listed(axes, "") if file.method == "grid" else axes, {})
+    dimensions = sweep_space.parse_dimensions(file.parameters, "")
+    return Study(runs, "lr", file, sweep_space.grid_dimensions(dimensions, "") if file.method == "grid" else dimensions, {})
 
 
-def claimed(worker: Study, total: int = 100) -> Claimed:
+def claimed(worker: Study, total: int = 100) -> ClaimedTrial:
     found = worker.claim(total)
     assert found is not None
     return found
@@ -47,44 +50,55 @@ def states(worker: Study) -> list[str]:
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> tuple[Study, Study]:
-    """Two workers whose every trial has the same parameters."""
-    same = {"parameters": {"lr": {"value": 0.1}}}
-    return study(tmp_path, **same), study(tmp_path, **same)
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Study, Study]:
+    """Two workers of a grid that take each other for dead after a second."""
+    monkeypatch.setattr(sweep_study, "HEARTBEAT_SECONDS", 1)
+    monkeypatch.setattr(sweep_study, "STALE_SECONDS", 2)
+    grid: dict[str, Any] = {"method": "grid", "parameters": {"lr": {"values": [0.1, 0.2]}}}
+    return study(tmp_path, **grid), study(tmp_path, **grid)
 
 
-def test_an_experiment_that_another_worker_trains_is_not_trained_beside_it(two: tuple[Study, Study]):
+def wait_for_claim(worker: Study, seconds: float = 10) -> ClaimedTrial:
+    end = time.monotonic() + seconds
+    while (found := worker.claim(2)) is None:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return found
+
+
+def test_the_trial_of_a_dead_worker_is_begun_again_under_a_new_number(two: tuple[Study, Study]):
     first, second = two
-    held, other = claimed(first), claimed(second)
-    assert first.note(held, "a")
-    assert not second.note(other, "a")
-    assert second.claim(2) is None, "it waits for the first"
-    assert states(second) == ["RUNNING", "RUNNING"]
-    first.end(held, Ending("done", 0.5))
-    assert second.claim(2) is None
-    assert [(trial.state.name, trial.value) for trial in first.trials()] == [("COMPLETE", 0.5)] * 2
+    dead, held = claimed(first), claimed(second)
+    with held.heartbeat:
+        again = wait_for_claim(second)
+        with again.heartbeat:
+            assert (again.trial.number, again.values) == (2, dead.values)
+            assert [trial.number for trial in second.trials()] == [1, 2]
+            assert second.claim(2) is None, "the living one keeps its trial"
+            with pytest.raises(RunError, match="trial 0: silent for 2 seconds, so another worker has taken it over"):
+                first.report(dead, [1.0])
+            first.end(dead, TrialResult("done", 5.0, "late"))
+            second.end(again, TrialResult("done", 1.0))
+        second.end(held, TrialResult("done", 2.0))
+    assert [trial.value for trial in second.trials()] == [2.0, 1.0]
+    assert second.is_finished()
 
 
-def test_the_first_to_say_so_trains_whatever_its_number(two: tuple[Study, Study]):
+def test_a_worker_that_died_before_its_first_heartbeat_holds_up_nobody(two: tuple[Study, Study]):
     first, second = two
-    early, late = claimed(first), claimed(second)
-    assert second.note(late, "a")
-    assert not first.note(early, "a"), "both would train it"
-    second.end(late, Ending("failed", reason="as it is"))
-    assert first.claim(2) is None
-    assert states(first) == ["FAIL", "FAIL"]
+    first.study.enqueue_trial(first.grid[0])  # type: ignore[index]
+    first.study.ask()
+    with claimed(second).heartbeat:
+        assert wait_for_claim(second).values == {"lr": 0.1}
 
 
-def test_a_trial_that_is_taken_over_keeps_its_experiment(two: tuple[Study, Study]):
+def test_a_trial_that_is_handed_back_is_begun_again_at_once_and_once(two: tuple[Study, Study]):
     first, second = two
-    held, other = claimed(first), claimed(second)
-    assert first.note(held, "a")
-    assert not second.note(other, "a")
-    held.lease.release()  # its worker dies
-    again = claimed(second, 2)
-    assert again.trial.number == held.trial.number
-    assert second.note(again, "a")
-    second.end(again, Ending("done", 1.0))
+    held = claimed(first)
+    first.hand_back(held)
+    first.hand_back(held)
+    assert claimed(second).values == held.values
+    assert [trial.number for trial in second.trials()] == [1]
 
 
 def test_bayes_looks_where_it_was_good(tmp_path: Path):
@@ -94,7 +108,7 @@ def test_bayes_looks_where_it_was_good(tmp_path: Path):
     for _ in range(30):
         held = claimed(worker)
         distances.append(abs(math.log10(held.values["lr"]) + 2))
-        worker.end(held, Ending("done", loss(held.values["lr"], STEPS)))
+        worker.end(held, TrialResult("done", loss(held.values["lr"], STEPS)))
     assert sum(distances[10:]) / 20 < 0.75
 
 
@@ -116,7 +130,7 @@ def test_what_does_badly_is_stopped_early(tmp_path: Path, early: dict[str, Any],
         held = claimed(worker)
         values = [loss(rate, step) for step in range(1, STEPS + 1)]
         asked = any(worker.report(held, values[:seen]) for seen in range(together, STEPS + 1, together))
-        worker.end(held, Ending("pruned" if asked else "done", values[-1]))
+        worker.end(held, TrialResult("pruned" if asked else "done", values[-1]))
     ended = states(worker)
     assert ended[0] == "COMPLETE"
     assert "PRUNED" in ended[5:]
@@ -128,7 +142,7 @@ def test_what_did_badly_before_it_was_looked_at_is_stopped(tmp_path: Path):
     for _ in range(5):
         held = claimed(worker)
         worker.report(held, [1.0, 0.9, 0.8])
-        worker.end(held, Ending("done", 0.8))
+        worker.end(held, TrialResult("done", 0.8))
     assert worker.report(claimed(worker), [9.0, 8.0, 0.1])
 
 
@@ -169,7 +183,7 @@ def looks(run: RunDir, number: int) -> Any:
 def test_a_training_that_runs_already_is_followed_and_never_doubled(run: RunDir):
     """A killed worker leaves it behind."""
     followed, mark = training(run)
-    assert followed.follow(looks(run, 5)) == Ending("done", 0.5)
+    assert followed.follow(looks(run, 5)) == TrialResult("done", 0.5)
     assert followed.child is None
     assert not mark.exists()
 

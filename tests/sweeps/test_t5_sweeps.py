@@ -12,7 +12,7 @@ import exp_configs
 from data_prep import prepare_task
 from src.config import Places
 from src.errors import ConfigError
-from src.sweeps.plan import drawn, load
+from src.sweeps.plan import load, random_values
 from tests.conftest import ROOT
 
 TASKS = ["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"]
@@ -32,7 +32,7 @@ def test_each_looks_for_the_best_by_the_score_of_its_task(task: str, tmp_path: P
     assert sweep.file.metric
     assert (sweep.file.metric.name, sweep.file.metric.goal) == (exp["loop"]["best_metric"], "maximize")
     draws = random.Random(0)
-    seen = [sweep.source.trial(drawn(sweep.axes, draws), "parameters").exp["loop"] for _ in range(60)]
+    seen = [sweep.source.trial(random_values(sweep.dimensions, draws), "parameters").exp["loop"] for _ in range(60)]
     assert all(1e-5 <= loop["learning_rate"] <= 1e-3 for loop in seen)
     assert 4e-4 < mean(loop["learning_rate"] for loop in seen) < 6e-4, "uniform"
     assert {(loop["schedule"], loop["warmup_rate"] > 0) for loop in seen} >= {

@@ -16,12 +16,11 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from src import config as configs
 from src.errors import LaunchError
 from src.files import writing
 from src.launch.command import Environment, Processes, outside_torchrun, shell_line
-from src.launch.interruption import signals_raise
-from src.launch.job import Job, Note, Seen
+from src.launch.command_line import signals_raise
+from src.launch.job import Job, LauncherConfig, Note, SchedulerState
 from src.launch.local import state as local_state
 from src.launch.local.state import Queue
 
@@ -35,7 +34,7 @@ _SHARED = ("slots", "gpus", "wait", "submissions")
 log = logging.getLogger(__name__)
 
 
-class Config(configs.Config):
+class Config(LauncherConfig):
     """Resources of this machine. Submissions to one runs folder share its slots and GPUs."""
 
     slots: int = Field(default=1, ge=1)
@@ -65,50 +64,156 @@ class Config(configs.Config):
             raise ValueError("processes.nodes: this machine is one node. Choose a launcher with several.")
         return self
 
+    def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
+        """Queue `jobs`, start their scheduler, and return the job ids "<submission>.<index>", in the same order.
 
-def submit(config: Config, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-    """Queue `jobs`, start their scheduler, and return the job ids "<submission>.<index>", in the same order.
+        What a job prints is appended to <log_dir>/<exp_id>.out.log and .err.log. A failing job does not stop the others,
+        except those that come after it. A job inherits the environment, without what torchrun put there.
 
-    What a job prints is appended to <log_dir>/<exp_id>.out.log and .err.log. A failing job does not stop the others,
-    except those that come after it. A job inherits the environment, without what torchrun put there.
+        Raises:
+            LaunchError: the scheduler did not start, or `overrides` that one scheduler cannot follow; nothing stays queued.
+            RunError: the disk refuses; nothing was started.
+        """
+        ids = [f"{folder.name}.{index}" for index in range(len(jobs))]
+        places = {job.exp_id: index for index, job in enumerate(jobs)}
+        content = {
+            "host": socket.gethostname(),
+            "scheduler": {"slots": self.slots, "gpus": [str(gpu) for gpu in self.gpus], "grace_seconds": self.grace_seconds},
+            "jobs": [self._describe_job(job, index, places) for index, job in enumerate(jobs)],
+        }
+        with writing(folder):
+            local_state.dump(folder, content)
+            for log_dir in {job.log_dir for job in jobs}:
+                log_dir.mkdir(parents=True, exist_ok=True)
+        _start_scheduler(folder)
+        note(dict(zip(places, ids, strict=True)))
+        return ids
 
-    Raises:
-        LaunchError: the scheduler did not start, or `overrides` that one scheduler cannot follow; nothing stays queued.
-        RunError: the disk refuses; nothing was started.
-    """
-    ids = [f"{folder.name}.{index}" for index in range(len(jobs))]
-    places = {job.exp_id: index for index, job in enumerate(jobs)}
-    content = {
-        "host": socket.gethostname(),
-        "scheduler": {"slots": config.slots, "gpus": [str(gpu) for gpu in config.gpus], "grace_seconds": config.grace_seconds},
-        "jobs": [_described(config, job, index, places) for index, job in enumerate(jobs)],
-    }
-    with writing(folder):
-        local_state.dump(folder, content)
-        for log_dir in {job.log_dir for job in jobs}:
-            log_dir.mkdir(parents=True, exist_ok=True)
-    _start_scheduler(folder)
-    note(dict(zip(places, ids, strict=True)))
-    return ids
+    def _describe_job(self, job: Job, index: int, places: dict[str, int]) -> dict[str, object]:
+        own = job.resources or self
+        assert isinstance(own, Config)
+        if changed := [name for name in _SHARED if getattr(own, name) != getattr(self, name)]:
+            raise LaunchError(
+                f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher local: all jobs of a submission share it."
+            )
+        return {
+            "exp_id": job.exp_id,
+            "line": shell_line(job, own.processes, own.environment),
+            "cwd": str(job.cwd),
+            "out": str(job.log_dir / f"{job.exp_id}.out.log"),
+            "err": str(job.log_dir / f"{job.exp_id}.err.log"),
+            # Only what stands before a job is waited for, so that nothing waits in a circle.
+            "after": [places[parent] for parent in job.after if places.get(parent, index) < index],
+            "after_jobs": list(job.after_jobs),
+            "gpus": own.gpus_per_job if own.gpus else 0,
+            "retries": own.retries,
+        }
 
+    def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
+        """exp_id -> job id of what was queued from `folder`: all, or nothing where the scheduler never started (and now never will)."""
+        if not (folder / local_state.QUEUE).exists() or _abandon(folder):
+            return {}
+        jobs = Queue(folder).content["jobs"]
+        return {job["exp_id"]: f"{folder.name}.{index}" for index, job in enumerate(jobs) if job["exp_id"] in set(exp_ids)}
 
-def _described(config: Config, job: Job, index: int, places: dict[str, int]) -> dict[str, object]:
-    own = job.resources or config
-    assert isinstance(own, Config)
-    if changed := [name for name in _SHARED if getattr(own, name) != getattr(config, name)]:
-        raise LaunchError(f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher local: all jobs of a submission share it.")
-    return {
-        "exp_id": job.exp_id,
-        "line": shell_line(job, own.processes, own.environment),
-        "cwd": str(job.cwd),
-        "out": str(job.log_dir / f"{job.exp_id}.out.log"),
-        "err": str(job.log_dir / f"{job.exp_id}.err.log"),
-        # Only what stands before a job is waited for, so that nothing waits in a circle.
-        "after": [places[parent] for parent in job.after if places.get(parent, index) < index],
-        "after_jobs": list(job.after_jobs),
-        "gpus": own.gpus_per_job if own.gpus else 0,
-        "retries": own.retries,
-    }
+    def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
+        """What is known of each job; ids without a folder are absent.
+
+        Raises:
+            LaunchError: they run on another machine, or the folder of a submission is damaged.
+        """
+        found: dict[str, SchedulerState] = {}
+        for queue, indices in self._group_by_queue(job_ids):
+            queue.check_host()
+            lives = queue.scheduler_lives()  # asked first: if it ends in between, its last words are read below
+            names = queue.attempts()
+            found |= {f"{queue.folder.name}.{index}": queue.scheduler_state(index, lives, names) for index in indices}
+        return found
+
+    def _group_by_queue(self, job_ids: Sequence[str]) -> list[tuple[Queue, list[int]]]:
+        queues: dict[str, Queue] = {}
+        indices: dict[str, list[int]] = defaultdict(list)
+        for job_id in job_ids:
+            match = local_state.JOB_ID.fullmatch(job_id)
+            if match and match["submission"] not in queues and (Path(self.submissions) / match["submission"] / local_state.QUEUE).exists():
+                queues[match["submission"]] = Queue(Path(self.submissions) / match["submission"])
+            if match and match["submission"] in queues and int(match["index"]) < len(queues[match["submission"]].content["jobs"]):
+                indices[match["submission"]].append(int(match["index"]))
+        return [(queues[name], found) for name, found in indices.items()]
+
+    def kill(self, job_ids: Sequence[str]) -> None:
+        """Ask the jobs to stop, and return when they have ended: at the latest after the grace, when they are killed.
+
+        Raises:
+            LaunchError: they run on another machine, or some do not end even so.
+        """
+        for queue, indices in self._group_by_queue(job_ids):
+            queue.check_host()
+            for index in indices:
+                if not queue.path(f"{index}.end").exists():
+                    queue.cancel(index)
+        told: set[int] = set()
+        try:
+            left = self._until_ended(job_ids, self.grace_seconds, told, hard=False)
+        except BaseException:
+            self._until_ended(job_ids, 0.0, told, hard=True)
+            raise
+        if left and (left := self._until_ended(job_ids, _KILL_SECONDS, told, hard=True)):
+            raise LaunchError(f"{', '.join(left)}: killed, but still there after {_KILL_SECONDS:g} s.")
+
+    def _until_ended(self, job_ids: Sequence[str], seconds: float, told: set[int], hard: bool) -> list[str]:
+        """Signal what runs, and look until all have ended or the time is up; the ids of those that have not.
+
+        told: the processes that have heard, so that each hears it once.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            alive = [job_id for job_id, seen in self.states(job_ids).items() if seen.state in ("queued", "running")]
+            for queue, indices in self._group_by_queue(alive):
+                names = queue.attempts()
+                for attempt in (queue.attempt(index, names) for index in indices):
+                    if attempt.alive and hard:
+                        local_state.kill_descendants(attempt.pid)
+                    elif attempt.alive and attempt.pid not in told:
+                        told.add(attempt.pid)
+                        local_state.signal_group(attempt.pid, signal.SIGTERM)
+            if not alive or time.monotonic() > until:
+                return alive
+            time.sleep(_POLL_SECONDS)
+
+    def wait_for(self, job_ids: Sequence[str]) -> None:
+        """Where `config.wait` says so, stay until the jobs have ended. SIGINT, SIGTERM and SIGHUP stop all of them.
+
+        Raises:
+            LaunchError: at the end, naming each job that did not end well, how it ended and its log.
+        """
+        if not self.wait:
+            return
+        said: dict[str, str] = {}
+        with signals_raise():
+            try:
+                while True:
+                    seen = self.states(job_ids)
+                    self._tell(seen, said)
+                    if all(now.state not in ("queued", "running") for now in seen.values()):
+                        break
+                    time.sleep(_POLL_SECONDS)
+            except BaseException:
+                self.kill(job_ids)
+                raise
+        bad = [f"{self._name(job_id)}: {now.reason}." for job_id, now in seen.items() if now.state != "completed"]
+        if bad:
+            raise LaunchError("\n".join([f"{len(bad)} of {len(job_ids)} jobs did not end well:", *bad]))
+
+    def _tell(self, seen: dict[str, SchedulerState], said: dict[str, str]) -> None:
+        for job_id, now in seen.items():
+            if now.state != said.get(job_id, "queued"):
+                log.info("%s: %s%s", self._name(job_id), now.state, f" ({now.reason})" if now.reason else "")
+                said[job_id] = now.state
+
+    def _name(self, job_id: str) -> str:
+        found = local_state.load(Path(self.submissions), job_id)
+        return found[0].content["jobs"][found[1]]["exp_id"] if found else job_id
 
 
 def _start_scheduler(folder: Path) -> None:
@@ -150,129 +255,3 @@ def _abandon(folder: Path) -> bool:
             return False
         (folder / local_state.ABANDONED).touch()
     return True
-
-
-def find(config: Config, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-    """exp_id -> job id of what was queued from `folder`: all, or nothing where the scheduler never started (and now never will)."""
-    if not (folder / local_state.QUEUE).exists() or _abandon(folder):
-        return {}
-    jobs = Queue(folder).content["jobs"]
-    return {job["exp_id"]: f"{folder.name}.{index}" for index, job in enumerate(jobs) if job["exp_id"] in set(exp_ids)}
-
-
-def states(config: Config, job_ids: Sequence[str]) -> dict[str, Seen]:
-    """What is known of each job; ids without a folder are absent.
-
-    Raises:
-        LaunchError: they run on another machine, or the folder of a submission is damaged.
-    """
-    found: dict[str, Seen] = {}
-    for queue, indices in _grouped(config, job_ids):
-        queue.check_host()
-        lives = queue.scheduler_lives()  # asked first: if it ends in between, its last words are read below
-        names = queue.attempts()
-        found |= {f"{queue.folder.name}.{index}": queue.seen(index, lives, names) for index in indices}
-    return found
-
-
-def _grouped(config: Config, job_ids: Sequence[str]) -> list[tuple[Queue, list[int]]]:
-    queues: dict[str, Queue] = {}
-    indices: dict[str, list[int]] = defaultdict(list)
-    for job_id in job_ids:
-        match = local_state.JOB_ID.fullmatch(job_id)
-        if match and match["submission"] not in queues and (Path(config.submissions) / match["submission"] / local_state.QUEUE).exists():
-            queues[match["submission"]] = Queue(Path(config.submissions) / match["submission"])
-        if match and match["submission"] in queues and int(match["index"]) < len(queues[match["submission"]].content["jobs"]):
-            indices[match["submission"]].append(int(match["index"]))
-    return [(queues[name], found) for name, found in indices.items()]
-
-
-def kill(config: Config, job_ids: Sequence[str]) -> None:
-    """Ask the jobs to stop, and return when they have ended: at the latest after the grace, when they are killed.
-
-    Raises:
-        LaunchError: they run on another machine, or some do not end even so.
-    """
-    for queue, indices in _grouped(config, job_ids):
-        queue.check_host()
-        for index in indices:
-            if not queue.path(f"{index}.end").exists():
-                queue.cancel(index)
-    told: set[int] = set()
-    try:
-        left = _until_ended(config, job_ids, config.grace_seconds, told, hard=False)
-    except BaseException:
-        _until_ended(config, job_ids, 0.0, told, hard=True)
-        raise
-    if left and (left := _until_ended(config, job_ids, _KILL_SECONDS, told, hard=True)):
-        raise LaunchError(f"{', '.join(left)}: killed, but still there after {_KILL_SECONDS:g} s.")
-    _kill_left_behind(job_ids)
-
-
-def _kill_left_behind(job_ids: Sequence[str]) -> None:
-    """End what ended jobs have left behind, where their scheduler no longer does it."""
-    until = time.monotonic() + _KILL_SECONDS
-    while left := local_state.processes(set(job_ids)):
-        if time.monotonic() > until:
-            raise LaunchError(f"Processes {', '.join(map(str, left))}: killed, but still there after {_KILL_SECONDS:g} s.")
-        local_state.signal_all(left, signal.SIGKILL)
-        time.sleep(_POLL_SECONDS)
-
-
-def _until_ended(config: Config, job_ids: Sequence[str], seconds: float, told: set[int], hard: bool) -> list[str]:
-    """Signal what runs, and look until all have ended or the time is up; the ids of those that have not.
-
-    told: the processes that have heard, so that each hears it once.
-    """
-    until = time.monotonic() + seconds
-    while True:
-        alive = [job_id for job_id, seen in states(config, job_ids).items() if seen.state in ("queued", "running")]
-        if hard:
-            local_state.signal_all(local_state.processes(set(alive)), signal.SIGKILL)
-        for queue, indices in _grouped(config, alive):
-            names = queue.attempts()
-            for index in indices:
-                attempt = queue.attempt(index, names)
-                if not hard and attempt.alive and attempt.pid not in told:
-                    told.add(attempt.pid)
-                    local_state.signal_group(attempt.pid, signal.SIGTERM)
-        if not alive or time.monotonic() > until:
-            return alive
-        time.sleep(_POLL_SECONDS)
-
-
-def wait(config: Config, job_ids: Sequence[str]) -> None:
-    """Where `config.wait` says so, stay until the jobs have ended. SIGINT, SIGTERM and SIGHUP stop all of them.
-
-    Raises:
-        LaunchError: at the end, naming each job that did not end well, how it ended and its log.
-    """
-    if not config.wait:
-        return
-    said: dict[str, str] = {}
-    with signals_raise():
-        try:
-            while True:
-                seen = states(config, job_ids)
-                _tell(config, seen, said)
-                if all(now.state not in ("queued", "running") for now in seen.values()):
-                    break
-                time.sleep(_POLL_SECONDS)
-        except BaseException:
-            kill(config, job_ids)
-            raise
-    bad = [f"{_name(config, job_id)}: {now.reason}." for job_id, now in seen.items() if now.state != "completed"]
-    if bad:
-        raise LaunchError("\n".join([f"{len(bad)} of {len(job_ids)} jobs did not end well:", *bad]))
-
-
-def _tell(config: Config, seen: dict[str, Seen], said: dict[str, str]) -> None:
-    for job_id, now in seen.items():
-        if now.state != said.get(job_id, "queued"):
-            log.info("%s: %s%s", _name(config, job_id), now.state, f" ({now.reason})" if now.reason else "")
-            said[job_id] = now.state
-
-
-def _name(config: Config, job_id: str) -> str:
-    found = local_state.load(Path(config.submissions), job_id)
-    return found[0].content["jobs"][found[1]]["exp_id"] if found else job_id

@@ -17,8 +17,6 @@ from src.launch.local import state as local_state
 from src.launch.local.state import Queue, verdict
 
 _POLL_SECONDS = 0.05
-_LEFT_SECONDS = 10.0
-"""How long processes that a job has left behind may live on."""
 _CONTINUES = 100
 """How often a job that was stopped in order is started again: one that stops at once must not be started for ever."""
 # $1 file for the process, $2 file for the exit code, $3 the job, $4 descriptors whose locks are this shell's and not the job's.
@@ -46,8 +44,6 @@ class _Entry:
     continues: int = 0
     attempt: int = 0
     child: subprocess.Popen[bytes] | None = None
-    left_until: float | None = None
-    """Until when processes that it left behind may end by themselves."""
     told: bool = False
 
 
@@ -67,7 +63,7 @@ class _Scheduler:
         self.entries = [_Entry(index, job) for index, job in enumerate(self.queue.content["jobs"])]
         killed_at = None
         while self.entries:
-            cancelled = self.queue.cancelled() if not self.stopping else {entry.index for entry in self.entries}
+            cancelled = self.queue.cancelled_indices() if not self.stopping else {entry.index for entry in self.entries}
             if self.stopping:
                 killed_at = killed_at or time.monotonic() + config["grace_seconds"]
                 self._stop(hard=time.monotonic() > killed_at)
@@ -82,11 +78,10 @@ class _Scheduler:
             time.sleep(_POLL_SECONDS)
 
     def _stop(self, hard: bool) -> None:
-        running = {self.queue.job_id(entry.index) for entry in self.entries if entry.child is not None}
-        if hard and running:
-            local_state.signal_all(local_state.processes(running), signal.SIGKILL)
         for entry in self.entries:
-            if entry.child is not None and not entry.told:
+            if entry.child is not None and hard:
+                local_state.kill_descendants(entry.child.pid)
+            elif entry.child is not None and not entry.told:
                 entry.told = True
                 local_state.signal_group(entry.child.pid, signal.SIGTERM)
 
@@ -108,7 +103,7 @@ class _Scheduler:
         """State of a job of another submission, at most a second old."""
         if time.monotonic() - self.outside.get(job_id, (-1.0, ""))[0] > 1.0:
             found = local_state.load(self.queue.folder.parent, job_id)
-            state = found[0].seen(found[1], found[0].scheduler_lives(), found[0].attempts()).state if found else "unknown"
+            state = found[0].scheduler_state(found[1], found[0].scheduler_lives(), found[0].attempts()).state if found else "unknown"
             self.outside[job_id] = time.monotonic(), state
         return self.outside[job_id][1]
 
@@ -130,7 +125,7 @@ class _Scheduler:
     def _start(self, entry: _Entry, locks: dict[str, int]) -> None:
         job = entry.job
         entry.attempt += 1
-        environment = {**os.environ, local_state.MARK: self.queue.job_id(entry.index)}
+        environment = dict(os.environ)
         if devices := [name.removeprefix("gpu-") for name in locks if name.startswith("gpu-")]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         files = [str(self.queue.path(f"{entry.index}.{entry.attempt}.{what}")) for what in ("pid", "code")]
@@ -152,19 +147,13 @@ class _Scheduler:
             self._end(entry, "failed", f"could not be started: {error}")
 
     def _reap(self, entry: _Entry, cancelled: bool) -> None:
-        """See whether a job has ended, with all that it started, and what comes of it."""
+        """See whether a job has ended, and what comes of it."""
         assert entry.child is not None
         code = entry.child.poll()
         if code is None:
             return
-        if left := local_state.processes({self.queue.job_id(entry.index)}):
-            if entry.left_until is None:
-                entry.left_until = time.monotonic() + _LEFT_SECONDS
-                local_state.signal_all(left, signal.SIGTERM)
-            elif time.monotonic() > entry.left_until:
-                local_state.signal_all(left, signal.SIGKILL)
-            return
-        entry.child, entry.left_until = None, None
+        local_state.signal_group(entry.child.pid, signal.SIGKILL)  # what it has left behind
+        entry.child = None
         state, reason = verdict(code, entry.job["err"])
         if code == 0:
             self._end(entry, state, reason)

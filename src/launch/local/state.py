@@ -15,7 +15,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,17 +25,13 @@ from typing import Any
 from src.errors import LaunchError, RunError
 from src.files import read_json, write_json
 from src.launch.command import INTERRUPTED, STOPPED
-from src.launch.job import Seen
+from src.launch.job import SchedulerState
 from src.runs.processes import process_start, this_process
 
 QUEUE = "queue.json"
 STARTED = "started"
 ABANDONED = "abandoned"
 LOCK = "scheduler.lock"
-MARK = "LOCAL_JOB"
-"""Environment variable that every process of a job has: its job id."""
-_MARK = f"{MARK}=".encode()
-_EXEC_SECONDS = 0.1
 JOB_ID = re.compile(r"(?P<submission>[\w-]+)\.(?P<index>\d+)")
 
 
@@ -124,7 +121,7 @@ class Queue:
                     found[index] = max(number, found.get(index, 0))
         return found
 
-    def cancelled(self) -> set[int]:
+    def cancelled_indices(self) -> set[int]:
         """Indices of the jobs that shall end."""
         try:
             return {int(name) for name in os.listdir(self.folder / "cancel") if name.isdecimal()}
@@ -140,7 +137,7 @@ class Queue:
         """Note that a job will not be started again."""
         write_json(self.path(f"{index}.end"), {"state": state, "reason": reason})
 
-    def seen(self, index: int, lives: bool, names: Mapping[int, int]) -> Seen:
+    def scheduler_state(self, index: int, lives: bool, names: Mapping[int, int]) -> SchedulerState:
         """What is known of one job. lives: whether the scheduler does; names: `attempts()`."""
         attempt = self.attempt(index, names)
         facts: dict[str, Any] = {
@@ -150,39 +147,30 @@ class Queue:
         }
         with contextlib.suppress(RunError):
             end = read_json(self.path(f"{index}.end"), RunError)
-            return Seen(end["state"], end["state"].upper(), end["reason"], **facts)
+            return SchedulerState(end["state"], end["state"].upper(), end["reason"], **facts)
         if attempt.alive:
-            return Seen("running", "RUNNING", **facts)
+            return SchedulerState("running", "RUNNING", **facts)
         if lives and attempt.number:
-            fate = "what it has left behind is ended" if attempt.code == 0 else "its scheduler decides whether it is started again"
-            return Seen("running", "ENDING", fate, **facts)
+            return SchedulerState("running", "ENDING", "its scheduler decides whether it is started again", **facts)
         if lives:
-            return Seen("queued", "PENDING", "waits for its turn", **facts)
+            return SchedulerState("queued", "PENDING", "waits for its turn", **facts)
         if attempt.number == 0:
-            return Seen("cancelled", "CANCELLED", "its scheduler on this machine has ended; it was never started", **facts)
+            return SchedulerState("cancelled", "CANCELLED", "its scheduler on this machine has ended; it was never started", **facts)
         state, reason = verdict(attempt.code, self.content["jobs"][index]["err"])
-        return Seen(state, state.upper(), reason, **facts)
+        return SchedulerState(state, state.upper(), reason, **facts)
 
 
-def processes(job_ids: Collection[str]) -> list[int]:
-    """Every process of these jobs that lives, also those that have left their group. Looks at this user's processes only."""
-    found = []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                marks = [word for word in _environ(entry.path).split(b"\0") if word.startswith(_MARK)]
-                if marks and marks[0].removeprefix(_MARK).decode() in job_ids and process_start(int(entry.name)) is not None:
-                    found.append(int(entry.name))
-    return found
-
-
-def _environ(process: str) -> bytes:
-    """The environment of a process. One that is about to become another program (execve) has none for a moment, which is waited for."""
-    end = time.monotonic() + _EXEC_SECONDS
-    while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < end:
-        os.readlink(Path(process, "exe"))  # raises FileNotFoundError for a thread of the kernel, and for what has ended
-        time.sleep(0.0005)
-    return found
+def descendants(pid: int) -> list[int]:
+    """Every process that `pid` has started, and those that they have started. torchrun starts its ranks in sessions of their own."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
+            children[int(parent)].append(int(stat.parent.name))
+    family = [pid]
+    for member in family:
+        family += children[member]  # a list may grow while it is gone through
+    return family[1:]
 
 
 def verdict(code: int | None, log: str) -> tuple[Any, str]:
@@ -209,11 +197,11 @@ def signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-def signal_all(pids: list[int], number: signal.Signals) -> None:
-    """Send a signal to single processes; those that have ended are no error."""
-    for pid in pids:
+def kill_descendants(pid: int) -> None:
+    """End a job at once. Its first process is not killed: it notes how the others ended."""
+    for process in descendants(pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
+            os.kill(process, signal.SIGKILL)
 
 
 def load(submissions: Path, job_id: str) -> tuple[Queue, int] | None:

@@ -61,7 +61,7 @@ def once(argv: Sequence[str], seconds: float) -> str:
         Away, Refused: as `ask`.
         LaunchError: there is no such command on this machine.
     """
-    found(argv[0])
+    check_programs(argv[0])
     try:
         done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, env=_environment(), timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ def once(argv: Sequence[str], seconds: float) -> str:
     return done.stdout.decode(errors="replace")
 
 
-def found(*commands: str) -> None:
+def check_programs(*commands: str) -> None:
     """Check that `commands` are on PATH.
 
     Raises:
@@ -127,3 +127,25 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+# What sbatch says, and the setting that it means.
+_MEANT = {
+    "account/qos|accounting/qos": "'account', 'qos' or 'time', or queue fewer jobs: a limit of the cluster is exceeded",
+    "partition specified|partition name": "'partition'",
+    "account": "'account'",
+    "qos": "'qos'",
+    "feature": "'constraint'",
+    "time limit|--time": "'time'",
+    "memory": "'mem'",
+    "generic resource|gres": "'gpus_per_node'",
+    "node configuration|node count|cpu count|processors": "'processes.nodes', 'cpus_per_task', 'mem', 'gpus_per_node' or 'constraint'",
+    "option": "'options'",
+}
+
+
+def explain_refusal(error: Refused) -> LaunchError:
+    """What sbatch said, with the setting to change."""
+    setting = next((setting for words, setting in _MEANT.items() if re.search(words, error.said, re.IGNORECASE)), None)
+    said = error.said if error.said.endswith(".") else f"{error.said}."
+    return LaunchError(f"sbatch refused the jobs: {said}{f' Change {setting} of the job config.' if setting else ''}")

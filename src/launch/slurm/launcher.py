@@ -2,23 +2,24 @@
 
 import contextlib
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, Field, StrictBool, model_validator
 
-from src import config as configs
+from src.config import unknown_text
 from src.errors import LaunchError, UserError
 from src.launch.command import Environment, Processes
-from src.launch.job import Job, Note, Seen
-from src.launch.slurm.commands import Refused, ask, collapse, found
+from src.launch.job import Job, LauncherConfig, Note, SchedulerState
+from src.launch.slurm.commands import Away, Refused, ask, check_programs, collapse, explain_refusal, once
 from src.launch.slurm.script import read_ids, task_line, write_script, write_tasks
-from src.launch.slurm.states import named, seen
-from src.launch.slurm.submission import queue
+from src.launch.slurm.states import array_ids_by_name, scheduler_states
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 _IDS_PER_CALL = 500
+_WAIT_SECONDS = 0.5
 # Options of sbatch that this file sets itself, and where to say it instead; None: it cannot be changed.
 _OURS = {
     **{option: option.replace("-", "_") for option in ("partition", "account", "time", "mem", "qos", "constraint")},
@@ -61,8 +62,10 @@ def _check_options(options: dict[str, str | int | bool]) -> dict[str, str | int 
 Word = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f]+$")]
 
 
-class Config(configs.Config):
+class Config(LauncherConfig):
     """Resources of one job, and how Slurm is to treat it. None: as the cluster says."""
+
+    holds_jobs: ClassVar[bool] = True
 
     partition: Word | None = None
     account: Word | None = None
@@ -101,131 +104,123 @@ class Config(configs.Config):
             )
         return self
 
+    def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
+        """Queue `jobs`, parents before children; returns "ARRAY_TASK" for each, in the same order.
+
+        One array holds all jobs with the same resources and the same parents, up to the cluster's MaxArraySize. The commands go into
+        `folder`, what each job prints into its log_dir. Job names begin with the name of `folder`, by which `find` finds them again.
+
+        Raises:
+            LaunchError: Slurm refused, or does not answer. What was queued of this submission was cancelled.
+            RunError: the disk refuses; likewise.
+        """
+        if not jobs:
+            return []
+        patience = self.patience_seconds
+        largest = _largest_array(patience)
+        script = write_script(folder)
+        queued: dict[str, str] = {}
+        try:
+            for array in self._group_into_arrays(jobs, largest):
+                tasks = _new_tasks(array, folder)
+                array_id = _queue(_sbatch(array, script, tasks, queued), _name(tasks), patience)
+                ids = {job.exp_id: f"{array_id}_{i}" for i, job in enumerate(array.jobs)}
+                queued |= ids
+                note(ids)
+        except UserError:
+            with contextlib.suppress(LaunchError):  # the refusal is what the user needs to read
+                self.kill(list(queued.values()))
+            raise
+        return [queued[job.exp_id] for job in jobs]
+
+    def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
+        """What Slurm says of `job_ids`, in at most two calls; what it has forgotten is absent.
+
+        Raises:
+            LaunchError: Slurm does not answer.
+        """
+        return scheduler_states(job_ids, self.patience_seconds) if job_ids else {}
+
+    def kill(self, job_ids: Sequence[str]) -> None:
+        """Cancel `job_ids` for good: they are not queued again. Jobs that have ended are no error.
+
+        Raises:
+            LaunchError: Slurm does not answer, or refuses, as with jobs of others.
+        """
+        words = collapse(job_ids)
+        for i in range(0, len(words), _IDS_PER_CALL):
+            try:
+                ask(["scancel", *words[i : i + _IDS_PER_CALL]], self.patience_seconds)
+            except Refused as error:
+                if not re.search("invalid job id|already completing or completed", error.said, re.IGNORECASE):
+                    raise
+
+    def hold(self, job_ids: Sequence[str]) -> None:
+        """Let `job_ids` not start, or not start again, until `release`. What runs of them goes on.
+
+        Raises:
+            LaunchError: Slurm does not answer, or refuses, as with jobs that have ended.
+        """
+        ask(["scontrol", "hold", ",".join(job_ids)], self.patience_seconds)
+
+    def release(self, job_ids: Sequence[str]) -> None:
+        """End what `hold` began.
+
+        Raises:
+            LaunchError: as for `hold`.
+        """
+        ask(["scontrol", "release", ",".join(job_ids)], self.patience_seconds)
+
+    def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
+        """Job ids of those of `exp_ids` that Slurm was given from the submission in `folder`, whether or not that was noted.
+
+        Raises:
+            LaunchError: Slurm does not answer.
+        """
+        tasks_of = {_name(tasks): tasks for tasks in _all_tasks(folder)}
+        if not tasks_of:
+            return {}
+        known: dict[str, str] = {}
+        for name, array_ids in array_ids_by_name(list(tasks_of), self.patience_seconds).items():
+            known |= {exp_id: f"{array_ids[-1]}_{i}" for i, exp_id in enumerate(read_ids(tasks_of[name]))}
+        return {exp_id: known[exp_id] for exp_id in exp_ids if exp_id in known}
+
+    def check(self) -> None:
+        """Look whether jobs could be queued from here, with one question to the scheduler.
+
+        Raises:
+            LaunchError: Slurm's commands are not on PATH, the controller does not answer, or it has no such partition.
+        """
+        check_programs("sbatch", "squeue", "scancel", "scontrol")
+        lines = ask(["scontrol", "--oneliner", "show", "partition"], self.patience_seconds).splitlines()
+        partitions = re.findall(r"^PartitionName=(\S+)", "\n".join(lines), re.MULTILINE)
+        for name in (self.partition or "").split(","):
+            if name and name not in partitions:
+                raise LaunchError(f"partition: {unknown_text('partition', name, partitions)}")
+
+    def _group_into_arrays(self, jobs: Sequence[Job], largest: int) -> "list[_Array]":
+        """Arrays of jobs with equal resources and parents, parents' arrays first: a group's first job stands behind all its parents."""
+        place = {job.exp_id: i for i, job in enumerate(jobs)}
+        groups: dict[object, _Array] = {}
+        own = self.model_dump_json()
+        for i, job in enumerate(jobs):
+            parents = frozenset(exp_id for exp_id in job.after if place.get(exp_id, i) < i)
+            resources = job.resources if isinstance(job.resources, Config) else self
+            # A config that holds a dict has no hash; its JSON does as well.
+            key = (own if resources is self else resources.model_dump_json(), parents, frozenset(job.after_jobs))
+            groups.setdefault(key, _Array(resources, [])).jobs.append(job)
+        return [_Array(group.config, group.jobs[i : i + largest]) for group in groups.values() for i in range(0, len(group.jobs), largest)]
+
 
 class _Array(NamedTuple):
     config: Config
     jobs: list[Job]
 
 
-def submit(config: Config, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-    """Queue `jobs`, parents before children; returns "ARRAY_TASK" for each, in the same order.
-
-    One array holds all jobs with the same resources and the same parents, up to the cluster's MaxArraySize. The commands go into
-    `folder`, what each job prints into its log_dir. Job names begin with the name of `folder`, by which `find` finds them again.
-
-    Raises:
-        LaunchError: Slurm refused, or does not answer. What was queued of this submission was cancelled.
-        RunError: the disk refuses; likewise.
-    """
-    if not jobs:
-        return []
-    patience = config.patience_seconds
-    largest = _largest_array(patience)
-    script = write_script(folder)
-    queued: dict[str, str] = {}
-    try:
-        for array in _grouped(config, jobs, largest):
-            tasks = _new_tasks(array, folder)
-            array_id = queue(_sbatch(array, script, tasks, queued), _name(tasks), patience)
-            ids = {job.exp_id: f"{array_id}_{i}" for i, job in enumerate(array.jobs)}
-            queued |= ids
-            note(ids)
-    except UserError:
-        with contextlib.suppress(LaunchError):  # the refusal is what the user needs to read
-            kill(config, list(queued.values()))
-        raise
-    return [queued[job.exp_id] for job in jobs]
-
-
-def states(config: Config, job_ids: Sequence[str]) -> dict[str, Seen]:
-    """What Slurm says of `job_ids`, in at most two calls; what it has forgotten is absent.
-
-    Raises:
-        LaunchError: Slurm does not answer.
-    """
-    return seen(job_ids, config.patience_seconds) if job_ids else {}
-
-
-def kill(config: Config, job_ids: Sequence[str]) -> None:
-    """Cancel `job_ids` for good: they are not queued again. Jobs that have ended are no error.
-
-    Raises:
-        LaunchError: Slurm does not answer, or refuses, as with jobs of others.
-    """
-    words = collapse(job_ids)
-    for i in range(0, len(words), _IDS_PER_CALL):
-        try:
-            ask(["scancel", *words[i : i + _IDS_PER_CALL]], config.patience_seconds)
-        except Refused as error:
-            if not re.search("invalid job id|already completing or completed", error.said, re.IGNORECASE):
-                raise
-
-
-def hold(config: Config, job_ids: Sequence[str]) -> None:
-    """Let `job_ids` not start, or not start again, until `release`. What runs of them goes on.
-
-    Raises:
-        LaunchError: Slurm does not answer, or refuses, as with jobs that have ended.
-    """
-    ask(["scontrol", "hold", ",".join(job_ids)], config.patience_seconds)
-
-
-def release(config: Config, job_ids: Sequence[str]) -> None:
-    """End what `hold` began.
-
-    Raises:
-        LaunchError: as for `hold`.
-    """
-    ask(["scontrol", "release", ",".join(job_ids)], config.patience_seconds)
-
-
-def find(config: Config, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-    """Job ids of those of `exp_ids` that Slurm was given from the submission in `folder`, whether or not that was noted.
-
-    Raises:
-        LaunchError: Slurm does not answer.
-    """
-    tasks_of = {_name(tasks): tasks for tasks in _all_tasks(folder)}
-    if not tasks_of:
-        return {}
-    known: dict[str, str] = {}
-    for name, array_ids in named(list(tasks_of), config.patience_seconds).items():
-        known |= {exp_id: f"{array_ids[-1]}_{i}" for i, exp_id in enumerate(read_ids(tasks_of[name]))}
-    return {exp_id: known[exp_id] for exp_id in exp_ids if exp_id in known}
-
-
-def check(config: Config) -> None:
-    """Look whether jobs could be queued from here, with one question to the scheduler.
-
-    Raises:
-        LaunchError: Slurm's commands are not on PATH, the controller does not answer, or it has no such partition.
-    """
-    found("sbatch", "squeue", "scancel", "scontrol")
-    lines = ask(["scontrol", "--oneliner", "show", "partition"], config.patience_seconds).splitlines()
-    partitions = re.findall(r"^PartitionName=(\S+)", "\n".join(lines), re.MULTILINE)
-    for name in (config.partition or "").split(","):
-        if name and name not in partitions:
-            raise LaunchError(f"partition: {configs.unknown_text('partition', name, partitions)}")
-
-
 def _largest_array(patience_seconds: float) -> int:
     said = ask(["scontrol", "show", "config"], patience_seconds)
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", said, re.MULTILINE)
     return max(1, int(match[1])) if match else 1
-
-
-def _grouped(config: Config, jobs: Sequence[Job], largest: int) -> list[_Array]:
-    """Arrays of jobs with equal resources and parents, parents' arrays first: a group's first job stands behind all its parents."""
-    place = {job.exp_id: i for i, job in enumerate(jobs)}
-    groups: dict[object, _Array] = {}
-    own = config.model_dump_json()
-    for i, job in enumerate(jobs):
-        parents = frozenset(exp_id for exp_id in job.after if place.get(exp_id, i) < i)
-        resources = job.resources if isinstance(job.resources, Config) else config
-        # A config that holds a dict has no hash; its JSON does as well.
-        key = (own if resources is config else resources.model_dump_json(), parents, frozenset(job.after_jobs))
-        groups.setdefault(key, _Array(resources, [])).jobs.append(job)
-    return [_Array(group.config, group.jobs[i : i + largest]) for group in groups.values() for i in range(0, len(group.jobs), largest)]
 
 
 def _all_tasks(folder: Path) -> list[Path]:
@@ -277,3 +272,58 @@ def _sbatch(array: _Array, script: Path, tasks: Path, queued: dict[str, str]) ->
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not None and value is not False
     ]
     return ["sbatch", "--parsable", *words, str(script.absolute()), str(tasks)]
+
+
+def _queue(argv: Sequence[str], name: str, patience_seconds: float) -> str:
+    """Run sbatch; returns the id of the array called `name`, a name that no other array has.
+
+    When Slurm does not answer, the array may have been queued all the same: it is looked for by its name before sbatch runs again.
+
+    Raises:
+        LaunchError: Slurm refused, with its message and the setting to change; or it does not answer, and what may have been queued is
+            cancelled as far as Slurm can be told to.
+    """
+    deadline = time.monotonic() + patience_seconds
+    left, doubtful = patience_seconds, False
+    while True:
+        try:
+            array_id = _array_id(once(argv, max(0.1, left / 2)))
+            break
+        except Refused as error:
+            raise explain_refusal(error) from None
+        except Away as error:
+            doubtful = True
+            time.sleep(max(0.0, min(_WAIT_SECONDS, deadline - time.monotonic())))
+            left = deadline - time.monotonic()
+            ids = _find_queued(name, max(0.1, left))
+            if ids:
+                array_id = ids[-1]
+                break
+            if left <= 0 or ids is None:
+                raise _away(error, name) from None
+    if doubtful and (others := [other for other in _find_queued(name, patience_seconds) or () if other != array_id]):
+        ask(["scancel", *others], patience_seconds)
+    return array_id
+
+
+def _find_queued(name: str, seconds: float) -> list[str] | None:
+    """Ids of the arrays called `name`, the newest last; None where Slurm does not tell."""
+    try:
+        return array_ids_by_name([name], seconds, ended=False).get(name, [])
+    except LaunchError:
+        return None
+
+
+def _array_id(printed: str) -> str:
+    match = re.search(r"^(\d+)(;\S*)?$", printed.strip(), re.MULTILINE)
+    if not match:
+        raise LaunchError(f"sbatch: expected the id of a job, got {printed.strip()[:200]!r}.")
+    return match[1]
+
+
+def _away(error: Away, name: str) -> LaunchError:
+    cancel = ["scancel", f"--name={name}"]
+    with contextlib.suppress(LaunchError):
+        once(cancel, 5.0)
+        return LaunchError(f"{error} Nothing stays queued.")
+    return LaunchError(f"{error} Whether the jobs were queued is not known; once Slurm answers, `{' '.join(cancel)}` cancels them.")

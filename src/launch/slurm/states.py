@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, get_args
 
 from src.errors import LaunchError
-from src.launch.job import Seen
+from src.launch.job import SchedulerState
 from src.launch.slurm.commands import Refused, ask, expand
 
 State = Literal["queued", "running", "completed", "failed", "cancelled", "unknown"]
@@ -33,7 +33,7 @@ _LONGEST_ARGUMENT = 100_000  # bytes; Linux takes 128 KiB
 _OLD = "1970-01-01"
 
 
-def seen(job_ids: Sequence[str], patience_seconds: float) -> dict[str, Seen]:
+def scheduler_states(job_ids: Sequence[str], patience_seconds: float) -> dict[str, SchedulerState]:
     """What Slurm says of `job_ids`, in at most two calls.
 
     - The controller knows an id (it does until some minutes after its end): that counts.
@@ -56,13 +56,13 @@ def seen(job_ids: Sequence[str], patience_seconds: float) -> dict[str, Seen]:
     except LaunchError as error:
         if isinstance(error, Refused) and _NO_ACCOUNTING.search(error.said):
             return known
-        return known | {job_id: Seen("unknown", reason=str(error)) for job_id in rest}
+        return known | {job_id: SchedulerState("unknown", reason=str(error)) for job_id in rest}
     arrays = {job_id.partition("_")[0] for job_id in (*queue, *records)}
-    never = Seen("cancelled", "CANCELLED", "cancelled before it started")
+    never = SchedulerState("cancelled", "CANCELLED", "cancelled before it started")
     return known | {i: records.get(i, never) for i in rest if i in records or i.partition("_")[0] in arrays}
 
 
-def named(names: Sequence[str], patience_seconds: float, ended: bool = True) -> dict[str, list[str]]:
+def array_ids_by_name(names: Sequence[str], patience_seconds: float, ended: bool = True) -> dict[str, list[str]]:
     """{name of an array: its ids, newest last} of those arrays that Slurm has heard of.
 
     ended: whether to ask accounting too, for those that ended so long ago that the controller has forgotten them.
@@ -92,7 +92,7 @@ def _arrays(job_ids: Iterable[str]) -> str:
     return listed if len(listed) < _LONGEST_ARGUMENT else ""
 
 
-def _queue(arrays: str, patience_seconds: float) -> Iterator[tuple[str, Seen]]:
+def _queue(arrays: str, patience_seconds: float) -> Iterator[tuple[str, SchedulerState]]:
     columns = ",".join(f"{name}:{width}|" for name, width in _QUEUE_FIELDS.items())
     which = f"--jobs={arrays}" if arrays else "--me"
     try:
@@ -107,11 +107,11 @@ def _queue(arrays: str, patience_seconds: float) -> Iterator[tuple[str, Seen]]:
             continue
         job_id, word, reason, node, used, restarts, status = cells[: len(_QUEUE_FIELDS)]
         exit_code = f"{int(status) >> 8}:{int(status) & 127}" if status.isdigit() else ""
-        what = _seen(word, reason, node, exit_code, _seconds(used), int(restarts) if restarts.isdigit() else 0)
+        what = _scheduler_state(word, reason, node, exit_code, _seconds(used), int(restarts) if restarts.isdigit() else 0)
         yield from ((one, what) for one in expand(job_id))
 
 
-def _accounting(arrays: str, patience_seconds: float) -> dict[str, Seen]:
+def _accounting(arrays: str, patience_seconds: float) -> dict[str, SchedulerState]:
     which = [f"--jobs={arrays}"] if arrays else [f"--starttime={_OLD}"]
     fields = "--format=JobID,State,Reason,NodeList,ElapsedRaw,ExitCode,Submit"
     text = ask(["sacct", "-n", "-X", "-D", "--parsable2", *which, fields], patience_seconds)
@@ -126,15 +126,15 @@ def _accounting(arrays: str, patience_seconds: float) -> dict[str, Seen]:
         # Each start of a job that was queued again is a record of its own.
         records.sort(key=lambda cells: cells[6])
         _, word, reason, node, elapsed, exit_code, _ = records[-1]
-        what = _seen(word, reason, node, exit_code, float(elapsed) if elapsed.isdigit() else None, len(records) - 1)
+        what = _scheduler_state(word, reason, node, exit_code, float(elapsed) if elapsed.isdigit() else None, len(records) - 1)
         if what.state in ("queued", "running"):
             reason = f"accounting says {what.word}, but the controller does not know the job"
-            what = Seen("unknown", what.word, reason, what.node, what.seconds, what.restarts)
+            what = SchedulerState("unknown", what.word, reason, what.node, what.seconds, what.restarts)
         found[job_id] = what
     return found
 
 
-def _seen(word: str, reason: str, node: str, exit_code: str, seconds: float | None, restarts: int) -> Seen:
+def _scheduler_state(word: str, reason: str, node: str, exit_code: str, seconds: float | None, restarts: int) -> SchedulerState:
     """`word` is "RUNNING", "CANCELLED by 0", "CANCELLED+"…; `exit_code` is "1:0", code and signal."""
     word = word.split(maxsplit=1)[0].rstrip("+") if word.strip() else ""
     state = STATES.get(word, "unknown")
@@ -146,7 +146,7 @@ def _seen(word: str, reason: str, node: str, exit_code: str, seconds: float | No
     elif state == "cancelled" and said != "DependencyNeverSatisfied":
         said = ""
     node = "" if node in ("None assigned", "(null)", "N/A", "n/a") else node
-    return Seen(state, word, said, node, None if state == "queued" else seconds, restarts)
+    return SchedulerState(state, word, said, node, None if state == "queued" else seconds, restarts)
 
 
 def _ending(exit_code: str) -> str:

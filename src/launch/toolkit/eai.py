@@ -1,24 +1,28 @@
-"""The toolkit as the program `eai` speaks to it: everything that is asked of the program and read from its answers."""
+"""The two ways to the toolkit: the program `eai`, and haven's code with the closed client that it needs, `eai_toolkit_client`."""
 
 import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from src.errors import LaunchError
-from src.launch.toolkit.service import Doubtful, Gone, JobConfig, Listed, Spec, Taken, Unreached
+from src.launch.toolkit.service import EXPERIMENT, SUBMISSION, SUITE, Doubtful, Gone, JobConfig, Listed, Spec, Taken, Unreached
 
 PROGRAM = "eai"
+_HOST = "https://console.elementai.com"
+_SCRIPT = re.compile(r"(?P<submission>[^/\s']+)/(?P<exp_id>[0-9a-f]{32})\.sh'?\s*$")
+T = TypeVar("T")
 _UUID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", re.IGNORECASE)
 
 
-def found() -> None:
+def find_program() -> None:
     """Raises a LaunchError where the program is not on PATH."""
     if shutil.which(PROGRAM) is None:
         raise LaunchError(f"{PROGRAM}: no such program on PATH. Install the toolkit's command line, or choose via: 'haven'.")
@@ -42,13 +46,13 @@ class Eai:
         options |= {"--gpu": config.gpus or None, "--replicas": spec.nodes if spec.nodes > 1 else None}
         words += [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
         words += ["--preemptable" if config.preemptable else "--non-preemptable", *(["--restartable"] if config.restartable else [])]
-        return _created(self._call([*words, "--field", "id", "--no-header", "--format", "csv", "--", *spec.command]))
+        return _parse_created_id(self._call([*words, "--field", "id", "--no-header", "--format", "csv", "--", *spec.command]))
 
     def listed(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[Listed]:
         words = ["job", "ls", "--account", self.account, "--state", "all", "--limit", str(limit), "--fields", "id,name,state,tags"]
         words += ["--tag", "=".join(tag)] if tag else []
         words += ["--name", name] if name else []
-        return [_listed(item) for item in _items(self._call([*words, "--no-header", "--format", "json"]))]
+        return [_read_job(item) for item in _items(self._call([*words, "--no-header", "--format", "json"]))]
 
     def get(self, job_id: str) -> Listed | None:
         try:
@@ -57,7 +61,7 @@ class Eai:
             return None
         if len(items) != 1:
             raise Doubtful(f"eai job get {job_id}: expected one job, got {len(items)}.")
-        return _listed(items[0])
+        return _read_job(items[0])
 
     def cancel(self, job_id: str) -> None:
         self._call(["job", "kill", job_id])
@@ -71,7 +75,7 @@ class Eai:
 
     def _call(self, words: Sequence[str]) -> str:
         """Standard output of `eai WORDS`."""
-        found()
+        find_program()
         told = " ".join([PROGRAM, *words[:2]])
         try:
             process = subprocess.Popen(
@@ -121,7 +125,7 @@ def failure(told: str, text: str) -> LaunchError:
     return kind(f"{told}: {text[-500:]}{hint}")
 
 
-def _created(out: str) -> str:
+def _parse_created_id(out: str) -> str:
     """The id that `job new` printed: as its last line, in a table, or as JSON."""
     lines = [line for line in out.splitlines() if line.strip()]
     with contextlib.suppress(ValueError):
@@ -150,7 +154,7 @@ def _items(out: str) -> list[dict[str, Any]]:
     return items
 
 
-def _listed(item: dict[str, Any]) -> Listed:
+def _read_job(item: dict[str, Any]) -> Listed:
     runs = [run for run in item.get("runs") or [] if isinstance(run, dict)]
     last = runs[-1] if runs else {}
     code, name, node = last.get("exitCode"), item.get("name"), last.get("nodeName")
@@ -183,3 +187,123 @@ def _seconds(run: Mapping[str, Any]) -> float | None:
         begin, end = (datetime.fromisoformat(run[key]) for key in ("startedOn", "endedOn"))
         return (end - begin).total_seconds()
     return None
+
+
+class Haven:
+    """A way to the toolkit as `eai` is one. The client knows no tags: jobs are told apart by the script that they run.
+
+    Raises:
+        LaunchError: haven or the client is not installed, or nobody is logged in.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self.account = config.account_id()
+        client, self.toolkit = find_packages()
+        token = os.environ.get("EAI_TOKEN") or Eai(config).token()
+        self.api = _translate_errors("log in", lambda: _connect(client, token))
+
+    def create(self, spec: Spec) -> str:
+        config = spec.config
+        resources = {"cpu": config.cpu, "mem": config.mem_gb, "gpu": config.gpus}
+        resources |= {"gpu_mem": config.gpu_mem_gb} if config.gpu_mem_gb else {}
+        resources |= {"gpu_model": config.gpu_model} if config.gpu_model else {}
+        resources |= {"replicas": spec.nodes} if spec.nodes > 1 else {}
+        job_config = {
+            "name": spec.name,
+            "image": config.image,
+            "data": list(config.data),
+            "environment_vars": [f"{name}={value}" for name, value in config.environment.items()],
+            "preemptable": config.preemptable,
+            "restartable": config.restartable,
+            "max_run_time": config.max_run_seconds,
+            "resources": resources,
+        }
+        job_config |= {"bid": config.bid} if config.bid is not None else {}
+        line = shlex.join(spec.command)
+        return str(
+            _translate_errors("submit", lambda: self.toolkit.submit_job(self.api, self.account, line, job_config, str(spec.workdir)))
+        )
+
+    def listed(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[Listed]:
+        """What ran of late, of all kinds: haven's own listing leaves out the names and commands, by which ours are known."""
+
+        def ask() -> Any:
+            return self.api.v1_account_job_get(account_id=self.account, limit=limit, order="-created", q="alive_recently=True").items
+
+        jobs = [_read_haven_job(job) for job in _translate_errors("list", ask)]
+        return [job for job in jobs if (tag is None or job.tags.get(tag[0]) == tag[1]) and name in (None, job.name)]
+
+    def get(self, job_id: str) -> Listed | None:
+        found = _translate_errors("status", lambda: self.toolkit.get_jobs_dict(self.api, [job_id]))
+        return _read_haven_job(found[job_id]) if job_id in found else None
+
+    def cancel(self, job_id: str) -> None:
+        """haven's own kill_job waits without end where a job stays CANCELLING, so only the request is made here."""
+        _translate_errors("kill", lambda: self.api.v1_job_delete_by_id(job_id))
+
+
+def find_packages() -> tuple[Any, Any]:
+    """The client, and haven's module that uses it.
+
+    Raises:
+        LaunchError: one of them is not installed.
+    """
+    try:
+        import eai_toolkit_client  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise LaunchError("toolkit: via 'haven' needs the client eai_toolkit_client, which is not installed. Or use via: 'eai'.") from None
+    try:
+        from haven.haven_jobs import toolkit_manager
+    except ImportError as error:
+        raise LaunchError(f"toolkit: via is 'haven', which cannot be imported: {error}. Install haven-ai, or use via: 'eai'.") from None
+    return eai_toolkit_client, toolkit_manager
+
+
+def _connect(client: Any, token: str) -> Any:
+    """As haven's get_api, which fails when it is given a token, and without one ends the process where its own server is not there."""
+    configuration = client.Configuration()
+    configuration.host = _HOST
+    connection = client.ApiClient(configuration)
+    connection.set_default_header("Authorization", f"Bearer {token}")
+    return client.JobApi(connection)
+
+
+def _translate_errors(what: str, call: Callable[[], T]) -> T:
+    """`call()`, with what the client or haven raise turned into our errors."""
+    try:
+        return call()
+    except LaunchError:
+        raise
+    except (Exception, SystemExit) as error:
+        status = getattr(error, "status", None)
+        told = f"toolkit, {what} through haven: {error or type(error).__name__}"
+        if status == 401:
+            raise Unreached(f"{told} Log in with `eai login`, and unset EAI_TOKEN if it is old.") from error
+        kind = {404: Gone, 409: Taken}.get(status) if isinstance(status, int) else None
+        if kind is None and isinstance(status, int) and 400 <= status < 500:
+            raise LaunchError(told) from error
+        if kind is None and isinstance(failure("", str(error)), Unreached):
+            kind = Unreached
+        raise (kind or Doubtful)(told) from error
+
+
+def _read_haven_job(job: Any) -> Listed:
+    """haven's dict of a job, or the client's own object."""
+
+    def fact(name: str) -> Any:
+        return job.get(name) if isinstance(job, dict) else getattr(job, name, None)
+
+    command, runs = fact("command"), fact("runs") or []
+    match = _SCRIPT.search(command[2]) if isinstance(command, list) and len(command) > 2 else None
+    tags = {}
+    if match:
+        tags = {SUITE[0]: SUITE[1], SUBMISSION: match["submission"], EXPERIMENT: match["exp_id"]}
+    name, code = fact("name"), getattr(runs[-1], "exit_code", None) if runs else None
+    return Listed(
+        job_id=str(fact("id")),
+        word=str(fact("state")).upper(),
+        name=name if isinstance(name, str) else "",
+        tags=tags,
+        exit_code=code if type(code) is int else None,
+        runs=max(len(runs), 1),
+    )

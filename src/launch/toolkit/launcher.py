@@ -14,13 +14,26 @@ from pydantic import Field, model_validator
 from src.errors import LaunchError, UserError
 from src.files import write_json, writing
 from src.launch.command import Processes
-from src.launch.job import Job, Note, Seen
+from src.launch.job import Job, Note, SchedulerState
 from src.launch.toolkit import eai
-from src.launch.toolkit import haven as toolkit_haven
-from src.launch.toolkit.calls import PAGE, create, ended, patiently
-from src.launch.toolkit.calls import seen as as_seen
-from src.launch.toolkit.script import Times, awaited, script
-from src.launch.toolkit.service import EXPERIMENT, OWNER, SUBMISSION, SUITE, Doubtful, JobConfig, Listed, Service, Spec, Taken
+from src.launch.toolkit.script import Times, parents_to_await, script
+from src.launch.toolkit.service import (
+    EXPERIMENT,
+    OWNER,
+    PAGE,
+    SUBMISSION,
+    SUITE,
+    Doubtful,
+    JobConfig,
+    Listed,
+    Service,
+    Spec,
+    Taken,
+    create,
+    has_ended,
+    patiently,
+    scheduler_state,
+)
 
 LEFT = "left.json"
 """In the submission's folder: what may still be queued after a submission that failed and could not be undone."""
@@ -52,188 +65,191 @@ class Config(JobConfig):
             )
         return self
 
+    def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
+        """Queue `jobs`, parents before children, each under the name hv_<exp id>_<submission>; returns their ids in the same order.
 
-def submit(config: Config, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-    """Queue `jobs`, parents before children, each under the name hv_<exp id>_<submission>; returns their ids in the same order.
+        Called again with the same folder, it queues nothing twice: a job that is alive under its name is taken for the one wanted.
+        A child is queued at once and waits inside its job (`toolkit_script`), as the toolkit knows no dependencies.
 
-    Called again with the same folder, it queues nothing twice: a job that is alive under its name is taken for the one wanted.
-    A child is queued at once and waits inside its job (`toolkit_script`), as the toolkit knows no dependencies.
+        Raises:
+            LaunchError: the toolkit refused a job, or could not be reached. Those queued before are cancelled; where that could not
+                be confirmed, the message and <folder>/left.json name them.
+            RunError: a script could not be written; nothing was queued.
+        """
+        folder = folder.absolute()
+        accounts = {own.account: own for own in (self._settings(job) for job in jobs)}
+        services = {account: own._service() for account, own in accounts.items()}
+        specs = [self._spec(job, jobs, folder) for job in jobs]
+        made: dict[str, str] = {}
+        stop, lock = threading.Event(), threading.Lock()
 
-    Raises:
-        LaunchError: the toolkit refused a job, or could not be reached. Those queued before are cancelled; where that could not
-            be confirmed, the message and <folder>/left.json name them.
-        RunError: a script could not be written; nothing was queued.
-    """
-    folder = folder.absolute()
-    accounts = {own.account: own for own in (_settings(config, job) for job in jobs)}
-    services = {account: _service(own) for account, own in accounts.items()}
-    specs = [_spec(config, job, jobs, folder) for job in jobs]
-    made: dict[str, str] = {}
-    stop, lock = threading.Event(), threading.Lock()
-
-    def queue(job: Job, spec: Spec) -> None:
-        if stop.is_set():
-            return
-        try:
-            job_id = create(own := _settings(config, job), services[own.account], spec)
-            with lock:
-                made[job.exp_id] = job_id
-                note({job.exp_id: job_id})
-        except BaseException:
-            stop.set()
-            raise
-
-    with ThreadPoolExecutor(config.calls_at_a_time) as pool:
-        futures = [pool.submit(queue, job, spec) for job, spec in zip(jobs, specs, strict=True)]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException as error:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            if not isinstance(error, UserError):
+        def queue(job: Job, spec: Spec) -> None:
+            if stop.is_set():
+                return
+            try:
+                job_id = create(own := self._settings(job), services[own.account], spec)
+                with lock:
+                    made[job.exp_id] = job_id
+                    note({job.exp_id: job_id})
+            except BaseException:
+                stop.set()
                 raise
-            ends = [future.exception() for future in futures if not future.cancelled()]
-            in_doubt = bool(made) or any(isinstance(end, Doubtful | Taken) for end in ends)
-            raise type(error)(f"{error}{_undo(config, specs, folder, made) if in_doubt else ' Nothing was queued.'}") from error
-    return [made[job.exp_id] for job in jobs]
 
+        with ThreadPoolExecutor(self.calls_at_a_time) as pool:
+            futures = [pool.submit(queue, job, spec) for job, spec in zip(jobs, specs, strict=True)]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException as error:
+                stop.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+                if not isinstance(error, UserError):
+                    raise
+                ends = [future.exception() for future in futures if not future.cancelled()]
+                in_doubt = bool(made) or any(isinstance(end, Doubtful | Taken) for end in ends)
+                raise type(error)(f"{error}{self._undo(specs, folder, made) if in_doubt else ' Nothing was queued.'}") from error
+        return [made[job.exp_id] for job in jobs]
 
-def states(config: Config, job_ids: Sequence[str]) -> dict[str, Seen]:
-    """What the toolkit says of each job: one call for all that it lists, and one for each that it does not. Unknown ids are absent.
+    def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
+        """What the toolkit says of each job: one call for all that it lists, and one for each that it does not. Unknown ids are absent.
 
-    A job that could not be asked about, while the list could, is "unknown".
+        A job that could not be asked about, while the list could, is "unknown".
 
-    Raises:
-        LaunchError: the toolkit could not be asked, and nothing follows from that for any job.
-    """
-    wanted = list(dict.fromkeys(job_ids))
-    if not wanted:
-        return {}
-    service = _service(config)
-    found = {job.job_id: job for job in patiently(config, lambda: service.listed(max(PAGE, 2 * len(wanted)), tag=SUITE))}
-    seen = {name: as_seen(config, found[name]) for name in wanted if name in found}
-    down = threading.Event()
+        Raises:
+            LaunchError: the toolkit could not be asked, and nothing follows from that for any job.
+        """
+        wanted = list(dict.fromkeys(job_ids))
+        if not wanted:
+            return {}
+        service = self._service()
+        found = {job.job_id: job for job in patiently(self, lambda: service.listed(max(PAGE, 2 * len(wanted)), tag=SUITE))}
+        seen = {name: scheduler_state(self, found[name]) for name in wanted if name in found}
+        down = threading.Event()
 
-    def ask(name: str) -> Seen | None:
-        if down.is_set():
-            return Seen("unknown", reason="the toolkit could not be asked")
+        def ask(name: str) -> SchedulerState | None:
+            if down.is_set():
+                return SchedulerState("unknown", reason="the toolkit could not be asked")
+            try:
+                job = patiently(self, lambda: service.get(name))
+            except LaunchError as error:
+                down.set()
+                return SchedulerState("unknown", reason=str(error))
+            return job and scheduler_state(self, job)
+
+        absent = [name for name in wanted if name not in found]  # older than what is listed, or gone
+        with ThreadPoolExecutor(self.calls_at_a_time) as pool:
+            answers = dict(zip(absent, pool.map(ask, absent), strict=True))
+        return seen | {name: answer for name, answer in answers.items() if answer}
+
+    def kill(self, job_ids: Sequence[str]) -> None:
+        """End the jobs and wait until they have ended. Those that had ended, or are not known, are no error.
+
+        Raises:
+            LaunchError: names the jobs that are not known to have ended.
+        """
+        wanted = list(dict.fromkeys(job_ids))
+        if not wanted:
+            return
+        service, refusals = self._service(), {}
+
+        def end(name: str) -> None:
+            try:
+                patiently(self, lambda: service.cancel(name))
+            except LaunchError as error:  # what it means shows in the states
+                refusals[name] = str(error)
+
+        with ThreadPoolExecutor(self.calls_at_a_time) as pool:
+            list(pool.map(end, wanted))
+        deadline = time.monotonic() + self.kill_seconds
+        left, why = wanted, ""
+        while left:
+            try:
+                now = self.states(left)
+                left = [name for name in left if name in now and not has_ended(now[name])]
+                why = ", ".join(sorted({now[name].word or now[name].state for name in left}))
+            except LaunchError as error:
+                why = str(error)
+            if left and time.monotonic() >= deadline:
+                reasons = dict.fromkeys([refusals[name] for name in left if name in refusals] or [why])
+                told = f"{len(left)} of {len(wanted)} jobs are not known to have ended: {', '.join(left)}."
+                raise LaunchError(f"toolkit: {told} {' '.join(reasons)}")
+            if left:
+                time.sleep(min(2.0, self.kill_seconds / 20))
+
+    def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
+        """Ids of the jobs that were queued from the submission `folder`, by experiment; of several, the one that is alive, else the last.
+
+        The toolkit lists what is a day old: an older job may be missing here.
+
+        Raises:
+            LaunchError: the toolkit could not be asked.
+        """
+        service = self._service()
+        listed = patiently(self, lambda: service.listed(max(PAGE, 4 * len(exp_ids)), tag=(SUBMISSION, folder.name)))
+        found: dict[str, Listed] = {}
+        for job in sorted(listed, key=lambda job: (not has_ended(scheduler_state(self, job)), len(job.name), job.name)):
+            if job.tags.get(EXPERIMENT) in exp_ids and job.tags.get(SUBMISSION) == folder.name:
+                found[job.tags[EXPERIMENT]] = job
+        return {exp_id: job.job_id for exp_id, job in found.items()}
+
+    def check(self) -> None:
+        """Look whether jobs could be queued from here, without asking the toolkit.
+
+        Raises:
+            LaunchError: the program `eai`, or haven's client, is not there, or the variable that names the account is not set.
+        """
+        self.account_id()
+        if self.via == "eai":
+            eai.find_program()
+        else:
+            eai.find_packages()
+
+    def scheduler(self) -> tuple[str, str, bool]:
+        """What two configs must share for their jobs to be asked for together."""
+        return self.via, self.account, self.restartable
+
+    def _settings(self, job: Job) -> "Config":
+        return job.resources if isinstance(job.resources, Config) else self
+
+    def _service(self) -> Service:
+        return patiently(self, lambda: eai.Eai(self) if self.via == "eai" else eai.Haven(self))
+
+    def _spec(self, job: Job, jobs: Sequence[Job], folder: Path) -> Spec:
+        """What is queued for `job`: its script, which is written here."""
+        own = self._settings(job)
+        own._check_mounts(job, folder)
+        path = folder / f"{job.exp_id}.sh"
+        until_stop = own.max_run_seconds - own.stop_before_seconds
+        times = Times(until_stop, own.parent_poll_seconds, own.parent_patience_seconds, own.parent_wait_seconds)
+        text = script(job, parents_to_await(job, [other.exp_id for other in jobs]), own.processes, times)
+        with writing(path):
+            job.log_dir.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        name = re.sub(r"[^a-z0-9_]", "_", f"hv_{job.exp_id}_{folder.name}".lower())
+        tags = {SUITE[0]: SUITE[1], SUBMISSION: folder.name, EXPERIMENT: job.exp_id, OWNER: _owner()}
+        return Spec(name, ("/bin/bash", str(path)), job.cwd, tags, own.processes.nodes, own)
+
+    def _check_mounts(self, job: Job, folder: Path) -> None:
+        """What a job writes outside its mounts is lost with it, and what it reads there it does not find."""
+        mounts = self.mounts()
+        for path, written in ((job.run, True), (job.log_dir, True), (job.cwd, False), (folder, False)):
+            if not any(path.is_relative_to(mount) and (writable or not written) for mount, writable in mounts.items()):
+                shown = ", ".join(self.data) or "none"
+                what = "writes to" if written else "reads"
+                raise LaunchError(
+                    f"toolkit: a job {what} {path}, which is below no {'writable ' * written}mount of `data` ({shown}). Add one."
+                )
+
+    def _undo(self, specs: Sequence[Spec], folder: Path, made: dict[str, str]) -> str:
+        """Cancel what was queued; what to say where that could not be confirmed."""
+        names = {spec.tags[EXPERIMENT]: spec.name for spec in specs}
         try:
-            job = patiently(config, lambda: service.get(name))
+            made |= self.find(folder, list(names))
+            self.kill(list(made.values()))
         except LaunchError as error:
-            down.set()
-            return Seen("unknown", reason=str(error))
-        return job and as_seen(config, job)
-
-    absent = [name for name in wanted if name not in found]  # older than what is listed, or gone
-    with ThreadPoolExecutor(config.calls_at_a_time) as pool:
-        answers = dict(zip(absent, pool.map(ask, absent), strict=True))
-    return seen | {name: answer for name, answer in answers.items() if answer}
-
-
-def kill(config: Config, job_ids: Sequence[str]) -> None:
-    """End the jobs and wait until they have ended. Those that had ended, or are not known, are no error.
-
-    Raises:
-        LaunchError: names the jobs that are not known to have ended.
-    """
-    wanted = list(dict.fromkeys(job_ids))
-    if not wanted:
-        return
-    service, refusals = _service(config), {}
-
-    def end(name: str) -> None:
-        try:
-            patiently(config, lambda: service.cancel(name))
-        except LaunchError as error:  # what it means shows in the states
-            refusals[name] = str(error)
-
-    with ThreadPoolExecutor(config.calls_at_a_time) as pool:
-        list(pool.map(end, wanted))
-    deadline = time.monotonic() + config.kill_seconds
-    left, why = wanted, ""
-    while left:
-        try:
-            now = states(config, left)
-            left = [name for name in left if name in now and not ended(now[name])]
-            why = ", ".join(sorted({now[name].word or now[name].state for name in left}))
-        except LaunchError as error:
-            why = str(error)
-        if left and time.monotonic() >= deadline:
-            reasons = dict.fromkeys([refusals[name] for name in left if name in refusals] or [why])
-            told = f"{len(left)} of {len(wanted)} jobs are not known to have ended: {', '.join(left)}."
-            raise LaunchError(f"toolkit: {told} {' '.join(reasons)}")
-        if left:
-            time.sleep(min(2.0, config.kill_seconds / 20))
-
-
-def find(config: Config, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-    """Ids of the jobs that were queued from the submission `folder`, by experiment; of several, the one that is alive, else the last.
-
-    The toolkit lists what is a day old: an older job may be missing here.
-
-    Raises:
-        LaunchError: the toolkit could not be asked.
-    """
-    service = _service(config)
-    listed = patiently(config, lambda: service.listed(max(PAGE, 4 * len(exp_ids)), tag=(SUBMISSION, folder.name)))
-    found: dict[str, Listed] = {}
-    for job in sorted(listed, key=lambda job: (not ended(as_seen(config, job)), len(job.name), job.name)):
-        if job.tags.get(EXPERIMENT) in exp_ids and job.tags.get(SUBMISSION) == folder.name:
-            found[job.tags[EXPERIMENT]] = job
-    return {exp_id: job.job_id for exp_id, job in found.items()}
-
-
-def check(config: Config) -> None:
-    """Look whether jobs could be queued from here, without asking the toolkit.
-
-    Raises:
-        LaunchError: the program `eai`, or haven's client, is not there, or the variable that names the account is not set.
-    """
-    config.account_id()
-    if config.via == "eai":
-        eai.found()
-    else:
-        toolkit_haven.packages()
-
-
-def scheduler(config: Config) -> tuple[str, str, bool]:
-    """What two configs must share for their jobs to be asked for together."""
-    return config.via, config.account, config.restartable
-
-
-def _settings(config: Config, job: Job) -> Config:
-    return job.resources if isinstance(job.resources, Config) else config
-
-
-def _service(config: Config) -> Service:
-    return patiently(config, lambda: eai.Eai(config) if config.via == "eai" else toolkit_haven.Haven(config))
-
-
-def _spec(config: Config, job: Job, jobs: Sequence[Job], folder: Path) -> Spec:
-    """What is queued for `job`: its script, which is written here."""
-    own = _settings(config, job)
-    _check_mounts(own, job, folder)
-    path = folder / f"{job.exp_id}.sh"
-    until_stop = own.max_run_seconds - own.stop_before_seconds
-    times = Times(until_stop, own.parent_poll_seconds, own.parent_patience_seconds, own.parent_wait_seconds)
-    text = script(job, awaited(job, [other.exp_id for other in jobs]), own.processes, times)
-    with writing(path):
-        job.log_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    name = re.sub(r"[^a-z0-9_]", "_", f"hv_{job.exp_id}_{folder.name}".lower())
-    tags = {SUITE[0]: SUITE[1], SUBMISSION: folder.name, EXPERIMENT: job.exp_id, OWNER: _owner()}
-    return Spec(name, ("/bin/bash", str(path)), job.cwd, tags, own.processes.nodes, own)
-
-
-def _check_mounts(config: Config, job: Job, folder: Path) -> None:
-    """What a job writes outside its mounts is lost with it, and what it reads there it does not find."""
-    mounts = config.mounts()
-    for path, written in ((job.run, True), (job.log_dir, True), (job.cwd, False), (folder, False)):
-        if not any(path.is_relative_to(mount) and (writable or not written) for mount, writable in mounts.items()):
-            shown = ", ".join(config.data) or "none"
-            what = "writes to" if written else "reads"
-            raise LaunchError(f"toolkit: a job {what} {path}, which is below no {'writable ' * written}mount of `data` ({shown}). Add one.")
+            write_json(folder / LEFT, {"names": names, "job_ids": made})
+            return f"\nWhat was queued before could not be cancelled with certainty; {folder / LEFT} names it: {error}"
+        return f" The {len(made)} jobs queued before were cancelled." if made else " Nothing was queued."
 
 
 def _owner() -> str:
@@ -241,15 +257,3 @@ def _owner() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a user without a name, as in many containers
         return "unnamed"
-
-
-def _undo(config: Config, specs: Sequence[Spec], folder: Path, made: dict[str, str]) -> str:
-    """Cancel what was queued; what to say where that could not be confirmed."""
-    names = {spec.tags[EXPERIMENT]: spec.name for spec in specs}
-    try:
-        made |= find(config, folder, list(names))
-        kill(config, list(made.values()))
-    except LaunchError as error:
-        write_json(folder / LEFT, {"names": names, "job_ids": made})
-        return f"\nWhat was queued before could not be cancelled with certainty; {folder / LEFT} names it: {error}"
-    return f" The {len(made)} jobs queued before were cancelled." if made else " Nothing was queued."

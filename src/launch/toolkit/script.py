@@ -96,7 +96,7 @@ def script(job: Job, parents: Mapping[str, Path], processes: Processes, times: T
     return "\n".join(lines) + "\n"
 
 
-def awaited(job: Job, submitted: Sequence[str]) -> dict[str, Path]:
+def parents_to_await(job: Job, submitted: Sequence[str]) -> dict[str, Path]:
     """Save directories of the parents for which `job` waits: those of its own submission, all where some are queued from an earlier one.
 
     submitted: ids of its submission, in order.

@@ -1,25 +1,37 @@
-"""What the toolkit is told of a job and says of it, whichever way leads there."""
+"""What the toolkit is told of a job and says of it, whichever way leads there; and calls of a service that fails now and then.
 
+Nothing is done twice, and a failed call is never taken for a failed job.
+"""
+
+import logging
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, TypeVar
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from src import config as configs
 from src.errors import LaunchError
 from src.launch.command import Environment
+from src.launch.job import LauncherConfig, SchedulerState
 
 SUBMISSION, EXPERIMENT, OWNER = "hv_submission", "hv_exp", "hv_owner"
 """Names of a job's tags."""
 SUITE = ("hv_suite", "trainval")
 """The tag of every job of ours."""
+PAGE = 1000
+"""Jobs of one listing, at least."""
+_WAITING = {"QUEUING", "QUEUED", "PENDING"}
+_INTERRUPTED = {"INTERRUPTED", "PREEMPTED"}
+_STATES = {"RUNNING": "running", "CANCELLING": "running", "SUCCEEDED": "completed", "FAILED": "failed", "CANCELLED": "cancelled"}
 _SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(?:_ID)?(?:$|_)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|AKIA|xox[bp]-)\w{8,}|://[^/\s:@]+:[^/\s@]+@")
 _MOUNT = re.compile(r"[^\s:]+:(/[^:]*)(?::(ro|rw))?")
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class Unreached(LaunchError):
@@ -51,7 +63,7 @@ def _check_mount(mount: str) -> str:
     return mount
 
 
-class JobConfig(configs.Config):
+class JobConfig(LauncherConfig):
     """What the toolkit is told of every job."""
 
     account: str = Field(min_length=1)
@@ -163,3 +175,85 @@ class Service(Protocol):
         ...
 
     def cancel(self, job_id: str) -> None: ...
+
+
+def create(config: JobConfig, service: Service, spec: Spec) -> str:
+    """Queue one job, once: whatever a call may have done is looked up by its name before anything is tried again.
+
+    The service takes no name twice, so that even a request that arrives late cannot queue a second job.
+    """
+    pauses, name, doubt = _pauses(config), spec.name, False
+    while True:
+        try:
+            return service.create(spec)
+        except Unreached as error:
+            failed: LaunchError = error
+        except LaunchError as error:
+            failed, known = error, _known(config, service, spec, error)
+            over = known is not None and has_ended(scheduler_state(config, known))
+            if known and (doubt or isinstance(error, Doubtful) or not over):
+                return known.job_id
+            if known and isinstance(error, Taken):  # of an earlier call for this submission; its name can never be used again
+                number = int(spec.name.removeprefix(name).strip("_") or 1) + 1
+                spec = replace(spec, name=f"{name}_{number}")
+                continue
+            if not isinstance(error, Doubtful | Taken):
+                raise
+            doubt = True
+        pause = next(pauses, None)
+        if pause is None:
+            raise Doubtful(str(failed)) if doubt else failed
+        log.warning("%s Trying again in %g seconds.", failed, pause)
+        time.sleep(pause)
+
+
+def _known(config: JobConfig, service: Service, spec: Spec, failed: LaunchError) -> Listed | None:
+    """The job called `spec.name`, if there is one.
+
+    Raises:
+        LaunchError: it could not be looked up, or belongs to something else.
+    """
+    try:
+        listed = patiently(config, lambda: service.listed(PAGE, name=spec.name))
+    except LaunchError as error:
+        raise Doubtful(f"{failed} Whether it is queued as {spec.name} could not be asked: {error}") from None
+    job = next((job for job in listed if job.name == spec.name), None)
+    if job and any(job.tags.get(tag) != spec.tags[tag] for tag in (SUBMISSION, EXPERIMENT)):
+        raise LaunchError(f"toolkit: the name {spec.name} belongs to job {job.job_id}, which this submission has not queued.")
+    return job
+
+
+def scheduler_state(config: JobConfig, job: Listed) -> SchedulerState:
+    """The state that the toolkit's word stands for. A word that is not known is "unknown", never a failure."""
+    if job.word in _WAITING or (job.word in _INTERRUPTED and config.restartable):
+        state = "queued"
+    else:
+        state = "failed" if job.word in _INTERRUPTED else _STATES.get(job.word, "unknown")
+    reason = f"exit code {job.exit_code}" if state == "failed" and job.exit_code is not None else ""
+    return SchedulerState(state, job.word, reason, job.node, job.seconds, job.runs - 1)  # type: ignore[arg-type]
+
+
+def has_ended(seen: SchedulerState) -> bool:
+    return seen.state in ("completed", "failed", "cancelled")
+
+
+def _pauses(config: JobConfig) -> Iterator[float]:
+    return (min(60.0, config.backoff_seconds * 2**i) for i in range(config.retries))
+
+
+def patiently(config: JobConfig, call: Callable[[], T]) -> T:
+    """A call that may be made twice, made until it is answered.
+
+    Raises:
+        LaunchError: refused, or still not answered after the last try.
+    """
+    pauses = _pauses(config)
+    while True:
+        try:
+            return call()
+        except (Unreached, Doubtful) as error:
+            pause = next(pauses, None)
+            if pause is None:
+                raise
+            log.warning("%s Trying again in %g seconds.", error, pause)
+        time.sleep(pause)

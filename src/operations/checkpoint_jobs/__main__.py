@@ -1,12 +1,12 @@
-"""Does with the checkpoints of runs what a plan says: convert, evaluate, upload, clean up. Several of these may work at once, anywhere.
+"""Runs the convert, evaluate, upload and clean-up stages of a plan over checkpoints. Any number of workers may run concurrently, anywhere.
 
-python -m src.operations.checkpoint_jobs.__main__ results/runs --plan resources/checkpoint_jobs.yaml --dry-run
-python -m src.operations.checkpoint_jobs.__main__ results/runs --plan resources/checkpoint_jobs.yaml --every 300
+python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoint_jobs.yaml --dry-run
+python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoint_jobs.yaml --every 300
 
-Each stage of each checkpoint is held with a lease while it runs, and done once: what a killed one of these left running is waited for by
-the next. What came of each attempt is a line of <run>/checkpoint_jobs.jsonl, scores are one of <run>/evaluations.jsonl.
-While one of these is alive, the trainings delete no checkpoint that it is not done with.
-With --once the exit code is 0 where all is done or waits for its time, 3 where something failed, 1 where the plan is wrong.
+A worker holds a stage of a checkpoint with a lease while it runs it. If the worker dies, its command is ended and the next worker repeats
+the stage. Each attempt ends with a line in <run>/checkpoint_jobs.jsonl; scores are appended to <run>/evaluations.jsonl.
+While a worker is alive, trainings delete no checkpoint that its plan is not done with.
+With --once the exit code is 0 if all is done or waits for its time, 3 if something failed, 1 if the plan is wrong.
 """
 
 import argparse
@@ -15,22 +15,21 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from src.errors import ConfigError, RunError, UserError
 from src.files import defect
-from src.launch import run_folders
-from src.launch.interruption import signals_raise
+from src.launch.command_line import make_parser, run_command
+from src.launch.status import select_runs
 from src.operations.checkpoint_jobs import plan as checkpoint_plan
-from src.operations.checkpoint_jobs import process as stage_process
 from src.operations.checkpoint_jobs import stages
 from src.operations.checkpoint_jobs.pins import Pins
-from src.operations.checkpoint_jobs.plan import Plan
-from src.operations.checkpoint_jobs.process import Attempt, End
-from src.operations.checkpoint_jobs.stages import JOBS, Unit
+from src.operations.checkpoint_jobs.plan import Plan, Stage
+from src.operations.checkpoint_jobs.process import CommandResult
+from src.operations.checkpoint_jobs.stages import JOBS, CheckpointStage
 from src.runs import events, jsonl_records
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
@@ -45,86 +44,84 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How things stand with one stage."""
+class StageStatus:
+    """Whether a stage is done, and if not, what it waits for."""
 
     state: State
     reason: str = ""
 
 
-def units(run: Path, plan: Plan) -> list[list[Unit]]:
-    """For each checkpoint of the run that the plan means, by step, its stages in their order. A damaged one is no checkpoint.
+def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
+    """For each checkpoint of the run that the plan selects, by step, its stages in their order. Damaged checkpoints are left out.
 
     Raises:
         RunError: best.json, branch.json or status.json is damaged.
     """
-    chosen = []
     rules, best, status = plan.checkpoints, stages.best_step(run), read_status(run)
     last = status.get("step") if status["state"] == "done" else None
+    tasks = list(plan.evaluate.tasks) if plan.evaluate else []
+    planned = []
     for checkpoint in checkpoints.every(run):
         step = checkpoints.step_of(checkpoint)
-        meant = (rules.every and step % rules.every == 0) or (rules.best and step == best) or (rules.last and step == last)
-        if meant and defect(checkpoint, hashes=False) is None:
-            chosen.append((checkpoint, _branch(run, step)))
-    tasks = {stage: [None] if stage != "evaluate" or plan.evaluate is None else list(plan.evaluate.tasks) for stage in plan.stages}
-    return [
-        [Unit(run, checkpoint, branch, stage, task, plan) for stage in plan.stages for task in tasks[stage]]
-        for checkpoint, branch in chosen
-    ]
+        selected = (rules.every and step % rules.every == 0) or (rules.best and step == best) or (rules.last and step == last)
+        if selected and defect(checkpoint, hashes=False) is None:
+            branch = max(branches.passed(branches.read(run), step), default=0)
+            names: list[tuple[Stage, str | None]] = [
+                (stage, task) for stage in plan.stages for task in (tasks if stage == "evaluate" else [None])
+            ]
+            planned.append([CheckpointStage(run, checkpoint, branch, stage, task, plan) for stage, task in names])
+    return planned
 
 
-def _branch(run: Path, step: int) -> int:
-    """Number of the last branch that step `step` was made under; 0 where there is none."""
-    return max(branches.passed(branches.read(run), step), default=0)
-
-
-def standing(unit: Unit, siblings: Sequence[Unit], retry: bool = False, ours: bool = False) -> Standing:
-    """How things stand with `unit`. siblings: all stages of its checkpoint. retry: what was given up may be tried again. ours: we hold it.
+def stage_status(unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool = False, ours: bool = False) -> StageStatus:
+    """The status of `unit`. siblings: all stages of its checkpoint. retry: what was given up may be tried again. ours: we hold its lease.
 
     Raises:
         DataError, RunError: a file of the run is damaged.
     """
     lines = jsonl_records.rows(unit.run / JOBS)
-    if _done(unit, lines):
-        return Standing("done")
+    if _is_done(unit, lines):
+        return StageStatus("done")
     if not unit.checkpoint.is_dir():
-        return Standing("waits", "the checkpoint is gone")
+        return StageStatus("waits", "the checkpoint is gone")
     before = unit.plan.before(unit.stage)
-    missing = [other.name for other in siblings if other.stage in before and not _done(other, lines)]
+    missing = [other.name for other in siblings if other.stage in before and not _is_done(other, lines)]
     if missing:
-        return Standing("waits", f"for {', '.join(missing)}")
+        return StageStatus("waits", f"for {', '.join(missing)}")
     if not ours and holder_is_dead(unit.folder) is False:
-        return Standing("held", "by a process of this machine")
-    failed = _failures(unit, lines)
+        return StageStatus("held", "by a process of this machine")
+    failed = _recent_failures(unit, lines)
     trials = unit.trials
     if len(failed) >= trials.attempts and not retry:
-        return Standing("given up", f"after {len(failed)} attempts: {failed[-1].get('reason', '')}")
+        return StageStatus("given up", f"after {len(failed)} attempts: {failed[-1].get('reason', '')}")
     if failed and not retry:
         pause = trials.retry_seconds * 2 ** (len(failed) - 1)
         left = datetime.fromisoformat(failed[-1]["time"]).timestamp() + pause - time.time()
         if left > 0:
-            return Standing("later", f"in {left:.0f} s, after: {failed[-1].get('reason', '')}")
+            return StageStatus("later", f"in {left:.0f} s, after: {failed[-1].get('reason', '')}")
     if unit.stage == "clean_up" and (reason := stages.must_stay(unit)):
-        return Standing("waits", f"it is {reason}")
-    return Standing("ready")
+        return StageStatus("waits", f"it is {reason}")
+    return StageStatus("ready")
 
 
-def _done(unit: Unit, lines: Sequence[dict[str, Any]]) -> bool:
+def _is_done(unit: CheckpointStage, lines: Sequence[dict[str, Any]]) -> bool:
     last = next((line for line in reversed(lines) if unit.is_named_by(line)), None)
-    return last is not None and last.get("result") == "ok" and stages.result_holds(unit)
+    return last is not None and last.get("result") == "ok" and stages.is_result_present(unit)
 
 
-def _failures(unit: Unit, lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Attempts that failed since the last that did not. What was interrupted together with us is nobody's failure."""
-    found: list[dict[str, Any]] = []
+def _recent_failures(unit: CheckpointStage, lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Failed attempts since the last success. Interruptions of the worker do not count."""
+    failures: list[dict[str, Any]] = []
     for line in lines:
         if unit.is_named_by(line) and line.get("result") != "interrupted":
-            found = [] if line.get("result") == "ok" else [*found, line]
-    return found
+            failures = [] if line.get("result") == "ok" else [*failures, line]
+    return failures
 
 
-def work(unit: Unit, siblings: Sequence[Unit], retry: bool = False, stale_seconds: float = STALE_SECONDS) -> Standing:
-    """Make one attempt at what is ready, unless another process is at it; says how things stand then.
+def work(
+    unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool = False, stale_seconds: float = STALE_SECONDS
+) -> StageStatus:
+    """Make one attempt if the stage is ready and no other worker holds it; the status afterwards.
 
     Raises:
         DataError, RunError: a file of the run is damaged, or its disk refuses.
@@ -133,105 +130,94 @@ def work(unit: Unit, siblings: Sequence[Unit], retry: bool = False, stale_second
         lease = Lease.acquire(unit.folder, stale_seconds, min(BEAT_SECONDS, stale_seconds / 6))
     except RunError as error:
         if unit.folder.is_dir() and holder_is_dead(unit.folder) is not True:
-            return Standing("held", str(error))
+            return StageStatus("held", str(error))
         raise
     try:
-        begun = stage_process.last_begun(unit.folder)
-        if begun > _last_recorded(unit):
-            _record(unit, lease, Attempt(unit.folder, begun), adopted=True)
-        now = standing(unit, siblings, retry, ours=True)
-        if now.state != "ready":
-            return now
-        _record(unit, lease, Attempt(unit.folder, begun + 1), adopted=False)
-        now = standing(unit, siblings, ours=True)
-        return Standing("later", "at the next look") if now.state == "ready" else now  # it failed, and may be tried again at once
+        status = stage_status(unit, siblings, retry, ours=True)
+        if status.state != "ready":
+            return status
+        _attempt(unit, lease)
+        status = stage_status(unit, siblings, ours=True)
+        return StageStatus("later", "at the next look") if status.state == "ready" else status  # it failed, and may be tried again at once
     finally:
         lease.release()
 
 
-def _last_recorded(unit: Unit) -> int:
-    return max((line.get("attempt", 0) for line in jsonl_records.rows(unit.run / JOBS) if unit.is_named_by(line)), default=0)
+def _attempt(unit: CheckpointStage, lease: Lease) -> None:
+    """Run the stage once, and append how it ended to the run's file."""
+    number = 1 + max((line.get("attempt", 0) for line in jsonl_records.rows(unit.run / JOBS) if unit.is_named_by(line)), default=0)
+    logged = unit.folder / f"attempt-{number}.log"
+    holder, began = this_process(), time.monotonic()
 
+    def record(result: CommandResult, outcome: str) -> str:
+        why = result.reason or ("" if outcome == "ok" else f"exit code {result.exit_code}")
+        line = {"time": events.now(), "run": unit.run.name, **unit.identity(), "attempt": number, "result": outcome}
+        line |= {"exit_code": result.exit_code, "seconds": round(time.monotonic() - began, 3), "reason": why}
+        line |= {"log": str(logged.relative_to(unit.run)), "by": f"{holder['host']}:{holder['pid']}"}
+        with jsonl_records.opened(unit.run / JOBS) as rows:
+            rows.append(line)
+        return why
 
-def _record(unit: Unit, lease: Lease, attempt: Attempt, adopted: bool) -> None:
-    """Make the attempt, or wait for the end of one that another process began, and write down what came of it."""
-    began = time.monotonic()
-    log.info("%s step %d: %s%s", unit.run.name, unit.step, unit.name, f" goes on (attempt {attempt.number})" if adopted else "")
+    log.info("%s step %d: %s", unit.run.name, unit.step, unit.name)
     try:
-        if adopted:
-            end = stage_process.adopt(attempt, unit.trials.timeout_seconds, lease.confirm)
-            end = stages.conclude(unit, end) if end.exit_code == 0 else end
-        else:
-            end = replace(stages.act(unit, attempt, lease.confirm), seconds=time.monotonic() - began)
-        result = "ok" if end.exit_code == 0 else "interrupted" if end.exit_code is None and adopted else "failed"
+        result = stages.run_stage(unit, logged, lease.confirm)
     except UserError as error:
         lease.confirm()
-        end, result = End(None, time.monotonic() - began, str(error)), "failed"
+        result = CommandResult(None, str(error))
     except (KeyboardInterrupt, SystemExit):
-        _append(unit, attempt, End(None, time.monotonic() - began, "interrupted"), "interrupted")
+        record(CommandResult(None, "interrupted"), "interrupted")
         raise
-    _append(unit, attempt, end, result)
-    if result != "ok":
-        log.warning("%s step %d: %s %s: %s; see %s", unit.run.name, unit.step, unit.name, result, _why(end), attempt.file("log"))
+    why = record(result, "ok" if result.exit_code == 0 else "failed")
+    if result.exit_code != 0:
+        log.warning("%s step %d: %s failed: %s; see %s", unit.run.name, unit.step, unit.name, why, logged)
 
 
-def _append(unit: Unit, attempt: Attempt, end: End, result: str) -> None:
-    holder = this_process()
-    line = {"time": events.now(), "run": unit.run.name, **unit.facts(), "attempt": attempt.number, "result": result}
-    line |= {"exit_code": end.exit_code, "seconds": round(end.seconds, 3), "reason": _why(end) if result != "ok" else end.reason}
-    line |= {"log": str(attempt.file("log").relative_to(unit.run)), "by": f"{holder['host']}:{holder['pid']}"}
-    with jsonl_records.opened(unit.run / JOBS) as rows:
-        rows.append(line)
-
-
-def _why(end: End) -> str:
-    return end.reason or (f"exit code {end.exit_code}" if end.exit_code is not None else "killed")
-
-
-def look(runs: Path, exp_ids: Sequence[str], plan: Plan, retry: bool, pins: Pins | None) -> Iterator[tuple[Unit, Standing]]:
-    """Work through all runs once: each stage with how it then stands. A run that cannot be read is named, and the others go on.
+def run_once(
+    runs: Path, exp_ids: Sequence[str], plan: Plan, retry: bool, pins: Pins | None
+) -> Iterator[tuple[CheckpointStage, StageStatus]]:
+    """Work through all runs once: each stage with its status afterwards. A run that cannot be read is named, and the others go on.
 
     pins: None: only look.
     """
     for exp_id in exp_ids:
         run = runs / exp_id
         try:
-            every = units(run, plan)
-            found = [[_looked(unit, siblings, retry) for unit in siblings] for siblings in every]
+            planned = plan_stages(run, plan)
+            statuses = [[_checked(stage_status, unit, siblings, retry) for unit in siblings] for siblings in planned]
             if pins:
-                pins.renew(run, *_by_end(every, found))
+                pins.renew(run, *_split_by_end(planned, statuses))
         except UserError as error:
             log.warning("%s", error)
             continue
-        for siblings, standings in zip(every, found, strict=True):
+        for siblings, known in zip(planned, statuses, strict=True):
             worked = False
             for i, unit in enumerate(siblings):
                 if worked:
-                    standings[i] = _looked(unit, siblings, retry)
-                if standings[i].state == "ready" and pins:
-                    standings[i], worked = _looked(unit, siblings, retry, work), True
-                yield unit, standings[i]
+                    known[i] = _checked(stage_status, unit, siblings, retry)
+                if known[i].state == "ready" and pins:
+                    known[i], worked = _checked(work, unit, siblings, retry), True
+                yield unit, known[i]
         try:
             if pins:
-                pins.renew(run, *_by_end(every, found))
+                pins.renew(run, *_split_by_end(planned, statuses))
         except UserError as error:
             log.warning("%s", error)
 
 
-def _looked(unit: Unit, siblings: Sequence[Unit], retry: bool, what: Callable[..., Standing] = standing) -> Standing:
-    """`what` of the unit, `standing` or `work`; where that cannot be told, it is told why."""
+def _checked(action: Callable[..., StageStatus], unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool) -> StageStatus:
+    """`stage_status` or `work` of the unit; an error becomes a status."""
     try:
-        return what(unit, siblings, retry)
+        return action(unit, siblings, retry)
     except UserError as error:
         log.warning("%s step %d: %s: %s", unit.run.name, unit.step, unit.name, error)
-        return Standing("later", str(error))
+        return StageStatus("later", str(error))
 
 
-def _by_end(every: Sequence[Sequence[Unit]], found: Sequence[Sequence[Standing]]) -> tuple[list[Path], list[Path]]:
-    """The checkpoints that the plan is done with, and the others: those, too, whose upload was given up, as they lie nowhere else."""
+def _split_by_end(planned: Sequence[Sequence[CheckpointStage]], statuses: Sequence[Sequence[StageStatus]]) -> tuple[list[Path], list[Path]]:
+    """The checkpoints that the plan is done with, and the others. If an upload was given up it is not done: there is no other copy."""
     ended, others = [], []
-    for siblings, standings in zip(every, found, strict=True):
-        pairs = zip(siblings, standings, strict=True)
+    for siblings, known in zip(planned, statuses, strict=True):
+        pairs = zip(siblings, known, strict=True)
         done = all(one.state == "done" or (one.state == "given up" and unit.stage != "upload") for unit, one in pairs)
         (ended if done else others).append(siblings[0].checkpoint)
     return ended, others
@@ -239,12 +225,7 @@ def _by_end(every: Sequence[Sequence[Unit]], found: Sequence[Sequence[Standing]]
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m src.operations.checkpoint_jobs.__main__",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("src.operations.checkpoint_jobs", __doc__)
     parser.add_argument("runs", type=Path, metavar="RUNS", help="folder of save directories, or one of them")
     parser.add_argument("--plan", type=Path, required=True, metavar="FILE", help="what to do: see resources/checkpoint_jobs.yaml")
     parser.add_argument("-e", "--group", metavar="GROUP", help="only the runs of this group")
@@ -257,38 +238,33 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    args = parse(argv)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("src").setLevel(logging.INFO)
-    try:
-        if args.every <= 0:
-            raise ConfigError(f"--every: expected a number above 0, got {args.every:g}.")
-        plan = checkpoint_plan.read(args.plan)
-        runs, _ = run_folders.chosen(args.runs, args.group)
-        with signals_raise(), contextlib.nullcontext() if args.dry_run else Pins(runs, plan) as pins:
-            while True:
-                code = _round(args, plan, pins)
-                if args.once or args.dry_run:
-                    return code
-                args.retry = False
-                time.sleep(args.every)
-    except UserError as error:
-        for line in str(error).splitlines():
-            sys.stderr.write(f"error: {line}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return run_command(lambda: repeat(parse(argv)))
+
+
+def repeat(args: argparse.Namespace) -> int:
+    """Work through all runs once, or again and again; returns the exit code."""
+    if args.every <= 0:
+        raise ConfigError(f"--every: expected a number above 0, got {args.every:g}.")
+    plan = checkpoint_plan.read(args.plan)
+    runs, _ = select_runs(args.runs, args.group)
+    with contextlib.nullcontext() if args.dry_run else Pins(runs, plan) as pins:
+        while True:
+            code = _round(args, plan, pins)
+            if args.once or args.dry_run:
+                return code
+            args.retry = False
+            time.sleep(args.every)
 
 
 def _round(args: argparse.Namespace, plan: Plan, pins: Pins | None) -> int:
     """Work through all once; returns the exit code."""
-    runs, exp_ids = run_folders.chosen(args.runs, args.group)
+    runs, exp_ids = select_runs(args.runs, args.group)
     code = 0
-    for unit, found in look(runs, exp_ids, plan, args.retry, pins):
+    for unit, status in run_once(runs, exp_ids, plan, args.retry, pins):
         if args.dry_run:
-            told = f"{unit.run.name}  {unit.key}  {unit.name:20}  {found.state:8}  {found.reason}".rstrip()
-            sys.stdout.write(f"{told}\n" + (f"    {stages.command(unit)}\n" if found.state != "done" else ""))
-        elif found.state in ("given up", "later"):
+            line = f"{unit.run.name}  {unit.key}  {unit.name:20}  {status.state:8}  {status.reason}".rstrip()
+            sys.stdout.write(f"{line}\n" + (f"    {stages.describe_command(unit, unit.folder)}\n" if status.state != "done" else ""))
+        elif status.state in ("given up", "later"):
             code = FAILED
     return code
 

@@ -43,7 +43,7 @@ class Pins:
             RunError: the disk refuses, or status.json is damaged.
         """
         every = self._every if read_status(run)["state"] != "done" else None
-        pin = Pin(os.path.relpath(self._lease.path, run), every, _named(ended) if every else {}, _named(others))
+        pin = Pin(os.path.relpath(self._lease.path, run), every, _manifest_hashes(ended) if every else {}, _manifest_hashes(others))
         if not every and not pin.steps:
             self._take_away(run)
         elif pin != self._placed.get(run):
@@ -72,5 +72,5 @@ class Pins:
                 pins.take_away(run, path.stem)
 
 
-def _named(checkpoints: Sequence[Path]) -> dict[str, str]:
+def _manifest_hashes(checkpoints: Sequence[Path]) -> dict[str, str]:
     return {path.name: digest for path in checkpoints if (digest := manifest_hash(path)) is not None}

@@ -10,6 +10,7 @@ import math
 import os
 import shlex
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +19,9 @@ from typing import Any
 
 from src.errors import RunError
 from src.files import defect, new_directory, read_json, sha256, write_json, writing
-from src.operations.checkpoint_jobs import process as stage_process
 from src.operations.checkpoint_jobs import uploads
 from src.operations.checkpoint_jobs.plan import Plan, Stage, Trials
-from src.operations.checkpoint_jobs.process import Attempt, End
+from src.operations.checkpoint_jobs.process import CommandResult, run_command
 from src.runs import events, jsonl_records
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.lease import guarded
@@ -36,7 +36,7 @@ Check = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Unit:
+class CheckpointStage:
     """A stage, or one evaluation, of one checkpoint."""
 
     run: Path
@@ -83,9 +83,9 @@ class Unit:
 
     def is_named_by(self, row: dict[str, Any]) -> bool:
         """Whether a line of one of the files is of this unit."""
-        return all(row.get(key) == value for key, value in self.facts().items())
+        return all(row.get(key) == value for key, value in self.identity().items())
 
-    def facts(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What tells it from others, in lines."""
         return {"branch": self.branch, "step": self.step, "stage": self.stage, "task": self.task}
 
@@ -96,17 +96,17 @@ class Unit:
         return template.format(**{name: shlex.quote(str(value)) for name, value in values.items()})
 
 
-def command(unit: Unit) -> str:
-    """What the stage runs, for people to read."""
+def describe_command(unit: CheckpointStage, work: Path) -> str:
+    """The command of the stage, for /bin/sh or for people to read. work: folder of what it writes."""
     if unit.stage == "upload" and unit.plan.upload is not None and unit.plan.upload.to is not None:
         return f"copy {', '.join(unit.plan.upload.folders)} to {unit.plan.upload.to}"
     if unit.stage == "clean_up" and unit.plan.clean_up is not None:
         return f"delete {', '.join(unit.plan.clean_up.delete)}"
-    where = {"output": unit.folder / "output", "scores": unit.folder / "scores.json", "task": unit.task, "file": "FILE", "name": "NAME"}
+    where = {"output": work / "output", "scores": work / "scores.json", "task": unit.task, "file": "FILE", "name": "NAME"}
     return unit.fill(str(getattr(unit.trials, "command", "")), **where)
 
 
-def scores_of(unit: Unit) -> dict[str, Any] | None:
+def read_scores(unit: CheckpointStage) -> dict[str, Any] | None:
     """The row of evaluations.jsonl of this evaluation; None where there is none.
 
     Raises:
@@ -117,62 +117,45 @@ def scores_of(unit: Unit) -> dict[str, Any] | None:
     return next((row for row in rows if all(row.get(name) == value for name, value in key.items())), None)
 
 
-def result_holds(unit: Unit) -> bool:
-    """Whether what the stage made is still there, as far as the later ones need it."""
+def is_result_present(unit: CheckpointStage) -> bool:
+    """Whether the result of a stage is still there, as far as the later ones need it."""
     if unit.stage == "convert":
-        # A clean-up that was cut short has deleted it first, and verified that it lies elsewhere.
-        return defect(unit.converted, hashes=False) is None or stage_process.last_begun(unit.folder.parent / "clean_up") > 0
-    return unit.task is None or scores_of(unit) is not None
+        # A clean-up that was cut short has deleted it first, and verified that it is stored elsewhere.
+        return defect(unit.converted, hashes=False) is None or any((unit.folder.parent / "clean_up").glob("attempt-*"))
+    return unit.task is None or read_scores(unit) is not None
 
 
-def act(unit: Unit, attempt: Attempt, check: Check) -> End:
-    """Make one attempt. check: raises where the lease is lost.
+def run_stage(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
+    """Make one attempt, which may repeat one that was cut short. check: raises where the lease is lost.
 
     Raises:
         RunError: it failed, or must not be done.
     """
-    if unit.stage in ("upload", "clean_up"):
-        with writing(attempt.folder):
-            attempt.file("lock").touch()
-        return _upload(unit, attempt, check) if unit.stage == "upload" else _clean_up(unit, attempt, check)
-    fresh = unit.folder / ("output" if unit.stage == "convert" else "scores.json")
-    with writing(fresh):
-        shutil.rmtree(fresh) if fresh.is_dir() else fresh.unlink(missing_ok=True)
-        if unit.stage == "convert":
-            fresh.mkdir()
-    return conclude(unit, stage_process.run(attempt, command(unit), unit.trials.timeout_seconds, check))
+    with writing(unit.folder):
+        log.touch()  # says that it began
+        if unit.stage == "upload":
+            return _upload(unit, log, check)
+        if unit.stage == "clean_up":
+            return _clean_up(unit, log, check)
+        for left in (*unit.folder.glob(".work-*"), unit.folder / "output"):
+            shutil.rmtree(left, ignore_errors=True)
+        work = Path(tempfile.mkdtemp(dir=unit.folder, prefix=".work-"))
+        try:
+            (work / "output").mkdir()
+            result = run_command(describe_command(unit, work), log, unit.trials.timeout_seconds, check)
+            if result.exit_code == 0:
+                check()
+                _keep_converted(unit, work / "output") if unit.stage == "convert" else _record_scores(unit, work / "scores.json")
+            return result
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
 
-def conclude(unit: Unit, end: End) -> End:
-    """Take over what a command has made, if it ended well.
-
-    Raises:
-        RunError: it says that it ended well, and has not made what it should; or the disk refuses.
-    """
-    if end.exit_code != 0:
-        return end
-    if unit.stage == "convert":
-        _take_converted(unit)
-    elif unit.stage == "evaluate":
-        _take_scores(unit)
-    return end
-
-
-def _take_converted(unit: Unit) -> None:
-    made = unit.folder / "output"
-    if not made.is_dir():
-        if defect(unit.converted, hashes=False) is None:
-            return  # taken by somebody who was killed before he could say so
-        raise RunError(f"{made}: the command has removed its output folder.")
-    if not any(path.is_file() for path in made.rglob("*")):
-        raise RunError(f"{made}: the command ended well, but wrote no file to {{output}}.")
+def _keep_converted(unit: CheckpointStage, output: Path) -> None:
+    if not any(path.is_file() for path in output.rglob("*")):
+        raise RunError(f"{output}: the command ended well, but wrote no file to {{output}}.")
     with new_directory(unit.converted, {"made_from": sha256(unit.checkpoint / "manifest.json")}) as folder:
-        for path in sorted(made.iterdir()):
-            shutil.copytree(path, folder / path.name, copy_function=_link) if path.is_dir() else _link(str(path), str(folder / path.name))
-    taken = made.with_name(".output")  # renamed first: half of it must not be taken again
-    shutil.rmtree(taken, ignore_errors=True)
-    made.rename(taken)
-    shutil.rmtree(taken, ignore_errors=True)
+        shutil.copytree(output, folder, copy_function=_link, dirs_exist_ok=True)
 
 
 def _link(source: str, target: str) -> None:
@@ -188,47 +171,44 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _take_scores(unit: Unit) -> None:
-    file = unit.folder / "scores.json"
+def _record_scores(unit: CheckpointStage, file: Path) -> None:
     found = read_json(file, RunError)
     if not isinstance(found, dict) or not found or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in found.values()):
         raise RunError(f"{file}: expected a JSON object of numbers by name, got {json.dumps(found)[:100]}.")
     values = {name: value if math.isfinite(value) else None for name, value in found.items()}
     row = {"run": unit.run.name, "branch": unit.branch, "step": unit.step, "task": unit.task, "scores": values, "time": events.now()}
     with jsonl_records.opened(unit.run / EVALUATIONS) as rows:
-        if scores_of(unit) is None:
+        if read_scores(unit) is None:
             rows.append(row)
 
 
-def _destination(unit: Unit, log: Path) -> uploads.Destination:
+def _destination(unit: CheckpointStage, log: Path) -> uploads.Destination:
     there = unit.plan.upload
     assert there is not None
     if there.to is not None:
         return uploads.Local(Path(there.to.removeprefix("file://")))
-    send, read = there.command, there.readback
-    assert send is not None
-    assert read is not None
+    send, read = str(there.command), str(there.readback)
     return uploads.Commands(
         lambda file, name: unit.fill(send, file=file, name=name), lambda name: unit.fill(read, name=name), there.timeout_seconds, log
     )
 
 
-def _folder(unit: Unit, which: str) -> Path:
+def _folder(unit: CheckpointStage, which: str) -> Path:
     return unit.checkpoint if which == "checkpoint" else unit.converted
 
 
-def _upload(unit: Unit, attempt: Attempt, check: Check) -> End:
+def _upload(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
     assert unit.plan.upload is not None
-    there = _destination(unit, attempt.file("log"))
-    sent: dict[str, uploads.Fact] = {}
+    there = _destination(unit, log)
+    sent: dict[str, uploads.FileDigest] = {}
     for which in unit.plan.upload.folders:
         sent |= uploads.upload(_folder(unit, which), f"{unit.run.name}/{unit.key}/{which}", there, check)
     check()
     write_json(unit.folder / _UPLOAD, {name: list(fact) for name, fact in sent.items()})
-    return End(0, 0.0, f"{len(sent)} files, {sum(fact[0] for fact in sent.values())} bytes read back")
+    return CommandResult(0, f"{len(sent)} files, {sum(fact[0] for fact in sent.values())} bytes read back")
 
 
-def must_stay(unit: Unit) -> str:
+def must_stay(unit: CheckpointStage) -> str:
     """Why the checkpoint may not be deleted now; "" where it may. Judged on what lies there at this moment.
 
     Other experiments start from the last or the best checkpoint of a run (`references.named`): these stay, whoever names them.
@@ -260,14 +240,14 @@ def best_step(run: Path) -> int | None:
     return named["step"]
 
 
-def _clean_up(unit: Unit, attempt: Attempt, check: Check) -> End:
+def _clean_up(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
     assert unit.plan.clean_up is not None
     record = read_json(unit.folder.parent / "upload" / _UPLOAD, RunError)
     try:
         sent = {str(name): (int(size), str(digest)) for name, (size, digest) in record.items()}
     except (AttributeError, TypeError, ValueError):
         raise RunError(f"{unit.folder.parent / 'upload' / _UPLOAD}: damaged, so nothing is deleted.") from None
-    there = _destination(unit, attempt.file("log"))
+    there = _destination(unit, log)
     # The checkpoint last: it is what a clean-up that was cut short is found by.
     doomed = sorted(unit.plan.clean_up.delete, reverse=True)
     for which in doomed:
@@ -275,17 +255,17 @@ def _clean_up(unit: Unit, attempt: Attempt, check: Check) -> End:
         if which == "converted" and not folder.exists():
             continue
         recorded = {name: fact for name, fact in sent.items() if name.startswith(prefix)}
-        if recorded != {prefix + name: fact for name, fact in uploads.listed(folder).items()}:
+        if recorded != {prefix + name: fact for name, fact in uploads.file_digests(folder).items()}:
             raise RunError(f"{folder}: is not what was uploaded, so nothing of it is deleted.")
-        if problem := uploads.differing(recorded, there, check):
+        if problem := uploads.find_difference(recorded, there, check):
             raise RunError(f"{problem}. Nothing of {folder} is deleted.")
     check()
     for which in doomed:
         _delete(unit, _folder(unit, which), check)
-    return End(0, 0.0, f"deleted {', '.join(doomed)}")
+    return CommandResult(0, f"deleted {', '.join(doomed)}")
 
 
-def _delete(unit: Unit, folder: Path, check: Check) -> None:
+def _delete(unit: CheckpointStage, folder: Path, check: Check) -> None:
     """Rename, so that it is gone at once, then delete. Nobody can start the run, or take its lease, in between."""
     with guarded(unit.run, create=False), writing(folder):
         check()

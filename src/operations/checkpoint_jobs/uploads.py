@@ -20,7 +20,7 @@ from src.files import MANIFEST, read_manifest, sha256, sync_directory
 
 _PIECE = 1 << 20
 _SUM = re.compile(r"\b([0-9a-fA-F]{64})\b")
-Fact = tuple[int, str]
+FileDigest = tuple[int, str]
 """Size in bytes and sha256 in lower-case hex."""
 Check = Callable[[], object]
 """Called between files; what it raises ends the upload."""
@@ -55,7 +55,7 @@ class Local:
         except OSError as error:
             raise RunError(f"{target}: cannot copy {file} there: {error.strerror or error}.") from error
 
-    def read_back(self, name: str) -> Fact | None:
+    def read_back(self, name: str) -> FileDigest | None:
         """Size and sha256 of what lies there as `name`, read from the disk where the system lets us ask for that; None for nothing.
 
         Raises:
@@ -98,7 +98,7 @@ class Commands:
         if code:
             raise RunError(f"{file}: the upload command ended with {code}; see {self.log}.")
 
-    def read_back(self, name: str) -> Fact | None:
+    def read_back(self, name: str) -> FileDigest | None:
         """What the command prints of `name`; None where it fails, as it does for nothing.
 
         Raises:
@@ -131,7 +131,7 @@ class Commands:
 Destination = Local | Commands
 
 
-def listed(folder: Path) -> dict[str, Fact]:
+def file_digests(folder: Path) -> dict[str, FileDigest]:
     """The files of a folder made by `files.new_directory`, its manifest among them, as they were written.
 
     Raises:
@@ -142,7 +142,7 @@ def listed(folder: Path) -> dict[str, Fact]:
     return {**found, MANIFEST: ((folder / MANIFEST).stat().st_size, sha256(folder / MANIFEST))}
 
 
-def upload(folder: Path, prefix: str, there: Destination, check: Check) -> dict[str, Fact]:
+def upload(folder: Path, prefix: str, there: Destination, check: Check) -> dict[str, FileDigest]:
     """Copy the files of a folder with a manifest to <prefix>/<name>; the manifest goes last. Returns what was read back, by name there.
 
     What is there already, as it should be, is not sent again.
@@ -150,7 +150,7 @@ def upload(folder: Path, prefix: str, there: Destination, check: Check) -> dict[
     Raises:
         RunError: the source is damaged, the destination refuses, or what is read back from it differs.
     """
-    wanted = listed(folder)
+    wanted = file_digests(folder)
     for name, fact in wanted.items():
         check()
         target = f"{prefix}/{name}"
@@ -160,11 +160,11 @@ def upload(folder: Path, prefix: str, there: Destination, check: Check) -> dict[
             raise RunError(f"{folder / name}: not as it was written (see {MANIFEST}), so it is not uploaded.")
         there.send(folder / name, target)
         if (found := there.read_back(target)) != fact:
-            raise RunError(f"{target}: read back from the destination as {told(found)}, sent were {told(fact)}.")
+            raise RunError(f"{target}: read back from the destination as {describe_digest(found)}, sent were {describe_digest(fact)}.")
     return {f"{prefix}/{name}": fact for name, fact in wanted.items()}
 
 
-def differing(recorded: Mapping[str, Fact], there: Destination, check: Check) -> str | None:
+def find_difference(recorded: Mapping[str, FileDigest], there: Destination, check: Check) -> str | None:
     """The first file that cannot be read back as recorded, and what is found; None: all can.
 
     Raises:
@@ -173,11 +173,11 @@ def differing(recorded: Mapping[str, Fact], there: Destination, check: Check) ->
     for name, fact in recorded.items():
         check()
         if (found := there.read_back(name)) != fact:
-            return f"{name}: read back from the destination as {told(found)}, uploaded were {told(fact)}"
+            return f"{name}: read back from the destination as {describe_digest(found)}, uploaded were {describe_digest(fact)}"
     return None
 
 
-def told(fact: Fact | None) -> str:
+def describe_digest(fact: FileDigest | None) -> str:
     """A size and a hash in words."""
     return "nothing" if fact is None else f"{fact[0]} bytes of sha256 {fact[1][:12]}…"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from src.launch.job import Job
-from src.launch.slurm import commands, submission
+from src.launch.slurm import commands
 from src.launch.slurm import launcher as slurm
 from tests.launch.fake_slurm.program import CALLS_NAME, EMPTY, FAULTS_NAME, STATE_NAME
 
@@ -43,7 +43,7 @@ class Cluster:
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.home = home
         self.clock = Clock()
-        for module in (commands, submission):
+        for module in (commands, slurm):
             monkeypatch.setattr(module, "time", self.clock)
         self.bin = home / "bin"
         self.bin.mkdir(parents=True)
@@ -115,4 +115,4 @@ class Notes(dict[str, str]):
 
 def submit(jobs: Sequence[Job], folder: Path, config: slurm.Config = SOON) -> tuple[list[str], Notes]:
     notes = Notes()
-    return slurm.submit(config, jobs, folder, notes), notes
+    return config.submit(jobs, folder, notes), notes

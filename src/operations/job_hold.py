@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from src import registry
+from src.config import Problems
 from src.errors import LaunchError, RunError
 from src.files import read_json
-from src.launch.part import Part, bind_launcher
+from src.launch.job import LauncherConfig, bind_launcher
 from src.runs import environment, ledger
 from src.runs.metadata import ENV, read_job
 
@@ -22,16 +22,15 @@ def change(run: Path, verb: Literal["hold", "release"], why: str = "") -> dict[s
         RunError: a file of the run is damaged.
     """
     job_id, launcher = _job(run)
-    act = launcher.function(verb)
-    if act is None:
+    if not launcher.holds_jobs:
         raise LaunchError(f"{run}: the launcher {launcher.name!r} of job {job_id} has no {verb}: only Slurm's jobs can wait in a queue.")
-    act([job_id])
+    (launcher.hold if verb == "hold" else launcher.release)([job_id])
     event = ledger.event(verb, job=job_id, why=why, commit=ledger.commit())
     ledger.append(run, event)
     return event
 
 
-def held(run: Path) -> dict[str, Any] | None:
+def current_hold(run: Path) -> dict[str, Any] | None:
     """The event by which the job of `run` is held; None where none is, as far as the ledger knows.
 
     Raises:
@@ -41,7 +40,7 @@ def held(run: Path) -> dict[str, Any] | None:
     return last[0] if last and last[0]["event"] == "hold" else None
 
 
-def _job(run: Path) -> tuple[str, Part]:
+def _job(run: Path) -> tuple[str, LauncherConfig]:
     """The job that was last submitted for `run`, or else the one that last ran it, and the launcher that has it."""
     job = read_job(run)
     if job is None:
@@ -53,7 +52,7 @@ def _job(run: Path) -> tuple[str, Part]:
     found = read_json(path, LaunchError)
     try:
         return job["job_id"], bind_launcher(found.get("launcher"))
-    except (registry.Problems, AttributeError) as error:
+    except (Problems, AttributeError) as error:
         raise LaunchError(f"{path}: names no launcher that this version knows: {error}") from None
 
 
@@ -65,5 +64,5 @@ def _running_in(run: Path, variables: Mapping[str, str] | None) -> str:
     return job_id
 
 
-def _slurm() -> Part:
+def _slurm() -> LauncherConfig:
     return bind_launcher({"launcher": "slurm"})

@@ -1,0 +1,79 @@
+"""What our command lines share: how they are parsed, what they print, and that signals, and their own death, end what they started."""
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from types import FrameType
+from typing import BinaryIO, NoReturn
+
+from src.errors import UserError
+
+# Standard input is a pipe that ends when its writer dies. The shell and its watcher outlive the signals that end the command.
+_BOUND = (
+    'exec 3<&0 < /dev/null; (trap "" TERM INT HUP USR1; read -r _ <&3; kill -s "$0" 0) & exec 3<&-; trap : TERM INT HUP USR1;'
+    ' "$@"; code=$?; kill -KILL $!; exit $code'
+)
+
+
+def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m MODULE`, whose help begins with the module's docstring."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"python -m {module}", description=description, formatter_class=layout, allow_abbrev=False)
+
+
+def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
+    """Do what a command line says; the exit code. An error of the user is printed as lines `error: ...` and gives 1, Ctrl-C gives 130.
+
+    level: of the messages that are printed.
+    """
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("src").setLevel(level)
+    try:
+        with signals_raise():
+            return action()
+    except UserError as error:
+        sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt. A signal that is ignored (nohup) stays ignored."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    here = threading.current_thread() is threading.main_thread()
+    replaced = {number: old for number, old in before.items() if here and old is not signal.SIG_IGN}
+    for number in replaced:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, old in replaced.items():
+            signal.signal(number, old)
+
+
+@cache
+def _life_line() -> int:
+    """A pipe to read from that ends when this process does: nobody else has the other end, and it is never closed."""
+    return os.pipe()[0]
+
+
+def start_bound(argv: Sequence[str], ending: signal.Signals, out: BinaryIO, err: BinaryIO) -> "subprocess.Popen[bytes]":
+    """Start a command, in a session of its own, that gets the signal `ending` when this process dies, however it dies.
+
+    The exit code of a command that a signal ended is 128 + its number, as in shells.
+    """
+    command = ["/bin/sh", "-c", _BOUND, ending.name.removeprefix("SIG"), *argv]
+    return subprocess.Popen(command, stdin=_life_line(), stdout=out, stderr=err, start_new_session=True)
