@@ -36,7 +36,7 @@ from src.runs.metadata import (
     read_status,
 )
 from src.runs.scores import SCORES, Scores
-from src.runs.summary import SUMMARY, summarized
+from src.runs.summary import SUMMARY, parsed, summarized
 
 DELETED = "deleted"
 _BEFORE_A_START = (leases.LEASE, leases.GUARD, EXP_DICT, GROUPS, JOB)
@@ -134,7 +134,7 @@ class RunDir:
     def set_status(self, state: State, **facts: Any) -> None:
         """Replace status.json: the state, this attempt's number, the time, and `facts` such as step and reason.
 
-        What was said before in this attempt stays, but for a reason. An end also says what the scores came to: see `summary`.
+        What was said before in this attempt stays, but for a reason. The last value of each score is added: see `summary`.
 
         Raises:
             RunError: attached only, the lease was lost, or the disk refuses.
@@ -147,9 +147,8 @@ class RunDir:
             kept = {key: value for key, value in before.items() if key not in ("reason", SUMMARY)}
         else:
             kept = {"started": now} | {key: value for key, value in before.items() if key == "step"}
-        if state != "running":
-            with contextlib.suppress(UserError):  # scores that cannot be read are named by whoever reads them
-                facts[SUMMARY] = summarized(self.path / SCORES).as_json()
+        with contextlib.suppress(UserError):  # scores that cannot be read are named by whoever reads them
+            facts[SUMMARY] = summarized(self.path / SCORES, parsed(before.get(SUMMARY))).as_json()
         write_json(self.path / STATUS, {**kept, **facts, "state": state, "attempt": self.attempt, "updated": now})
 
     def status(self) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from src.runs.lease import holder_is_dead
 from src.runs.metadata import state_of
 from src.runs.scores import SCORE_LIST, SCORES, Scores, read_score_list
 from src.runs.summary import is_finite
-from src.tables.intervals import ci95
-from src.tables.scan import Found, Scan
+from src.tables.curves import ci95
+from src.tables.scan import RunIndex, RunRecord
 
 if TYPE_CHECKING:
     import pandas
@@ -50,21 +50,22 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[lis
     """
     if not runs.is_dir():
         raise DataError(f"{runs}: no such folder of runs. Train something first, or name the folder given as --savedir_base.")
-    wanted = [group] if group is None or isinstance(group, str) else group
+    wanted = [group] if isinstance(group, str) else group or []
     rows, warnings, known = [], [], set()
-    with reading(runs), Scan(runs) as scan:
-        for name in scan.names:
+    with reading(runs):
+        index = RunIndex(runs)
+        for name in index.names:
             try:
-                for each in wanted:
-                    groups, found = scan.read(name, each)
-                    known.update(groups)
-                    if found is not None:
-                        rows.append(_row(runs / name, found, each or (groups or [""])[0]))
-                        break
+                groups, record = index.read(name, None if group is None else wanted)
             except UserError as error:
                 warnings.append(f"skipped: {error}")
+                continue
+            known.update(groups)
+            if record is not None:
+                rows.append(_row(runs / name, record, next((each for each in wanted if each in groups), (groups or [""])[0])))
+        index.save()
     for each in wanted:
-        if each is not None and each not in known:
+        if each not in known:
             raise unknown("group", each, known, str(runs))
     if not rows and not warnings:
         raise DataError(f"{runs}: no runs in this folder. Train something first, or name the folder given as --savedir_base.")
@@ -263,13 +264,13 @@ def frame(rows: Sequence[Row]) -> "pandas.DataFrame":
     return pandas.DataFrame([[row.get(column) for column in columns] for row in rows], columns=list(columns))
 
 
-def _row(path: Path, found: Found, group: str) -> Row:
-    state = found.state
+def _row(path: Path, record: RunRecord, group: str) -> Row:
+    state = record.state
     if state == "running" and holder_is_dead(path):
         state = state_of(path)  # read anew: it may have ended since
-    row = Row({"exp_id": path.name, "state": state, "group": group, "step": found.summary.step})
-    row.update({f"config.{key}" if key in FACTS else key: value for key, value in found.config.items()})
-    named = {f"score.{name}" if name in row else name: value for name, value in found.summary.last.items()}
+    row = Row({"exp_id": path.name, "state": state, "group": group, "step": record.summary.step})
+    row.update({f"config.{key}" if key in FACTS else key: value for key, value in record.config.items()})
+    named = {f"score.{name}" if name in row else name: value for name, value in record.summary.last.items()}
     row.scores = tuple(named)
     row.update(named)
     return row
