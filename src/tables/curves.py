@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from src.errors import DataError, UserError
 from src.files import reading
+from src.runs.jsonl_records import read_on
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
-from src.runs.summary import is_finite, read_on, rows_of
+from src.runs.summary import is_finite, rows_of
 from src.tables import cache as stored
 
 if TYPE_CHECKING:
