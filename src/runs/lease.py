@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
@@ -22,7 +23,6 @@ from typing import Any
 
 from src.errors import RunError
 from src.files import reading, write_atomic, writing
-from src.runs.processes import process_start, this_process
 
 STALE_SECONDS = 30.0
 """How long a holder elsewhere may stand still before it counts as dead."""
@@ -186,6 +186,26 @@ def holder_host(path: Path) -> str:
         return ""
 
 
+def this_process() -> dict[str, Any]:
+    """Identifies this process: host, boot, pid namespace, pid, and when it started (clock ticks since boot), as pids are used again."""
+    return {
+        "host": socket.gethostname(),
+        "boot_id": _boot_id(),
+        "pid_namespace": _pid_namespace(),
+        "pid": os.getpid(),
+        "started": process_start(os.getpid()),
+    }
+
+
+def process_start(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; None when it is gone, or dead and not yet waited for."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
 @contextlib.contextmanager
 def guarded(path: Path, create: bool = True) -> Iterator[None]:
     """Hold the guard of the save directory `path`; makes both where they are missing, if `create`. Not twice in one process: it waits.
@@ -284,3 +304,15 @@ def _holder(content: bytes) -> str:
 
 def _held(path: Path, content: bytes) -> RunError:
     return RunError(f"{path}: held by {_holder(content)}; it trains this experiment now. Wait for it, or stop it.")
+
+
+def _boot_id() -> str | None:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return None
+
+
+def _pid_namespace() -> str | None:
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return None

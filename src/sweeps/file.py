@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from src import config as configs
-from src import yaml_file
+from src.files import read_yaml
 
 
 class Metric(configs.Config):
@@ -86,5 +86,5 @@ def read(path: Path) -> SweepFile:
     Raises:
         ConfigError: it cannot be read, is no YAML, or has a mistake; names the file, and the line or the key.
     """
-    raw = yaml_file.read(path, "the keys of a sweep (program, method, parameters, command)")
+    raw = read_yaml(path, "the keys of a sweep (program, method, parameters, command)")
     return configs.load(SweepFile, raw, str(path))
