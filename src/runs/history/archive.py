@@ -49,7 +49,7 @@ class Plan:
 
 
 @dataclass
-class Draft:
+class PlanBuilder:
     """The steps of a plan while it is made."""
 
     run: Path
