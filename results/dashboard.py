@@ -10,7 +10,7 @@ from typing import Any
 
 import panel as pn
 
-from results import chart, markup, overview, panes
+from results import chart, markup, overview, panes, run_arguments
 from results.lineage import tree
 from results.run_arguments import RUNS
 from src.errors import ConfigError, UserError
@@ -252,6 +252,7 @@ def _offer(widget: Any, options: list[str] | dict[str, str]) -> None:
         widget.param.update(options=options, value=chosen if chosen in values else next(iter(values), None))
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the page until interrupted; prints its address when it can be opened. Returns the exit code."""
     options = _parser().parse_args(arguments)
@@ -268,11 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             verbose=False,
         )
     except OSError as error:
-        print(
-            f"--port {options.port}: cannot listen on {options.address}: {error.strerror}. Choose another port, or 0 for a free one.",
-            file=sys.stderr,
-        )
-        return 1
+        raise ConfigError(
+            f"--port {options.port}: cannot listen on {options.address}: {error.strerror}. Choose another port, or 0 for a free one."
+        ) from None
     print(f"http://{options.address}:{server.port}/", flush=True)
     server.run_until_shutdown()
     return 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from results import run_arguments
 from results.table import INTERVALS, default_metric
 from src.config import unknown
-from src.errors import ConfigError, DataError, UserError
+from src.errors import ConfigError, DataError
 from src.files import write_atomic, writing
 from src.runs.summary import is_finite
 from src.tables import curves
@@ -28,26 +28,22 @@ LABEL_CHARACTERS = 48
 """In a line of the legend."""
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the plot and print its path. Returns the exit code."""
     options = run_arguments.parsed(_parser(), arguments)
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.png"
-    try:
-        rows, warnings = results.select(options.runs, options.groups, options.where)
-        if options.y is None:
-            if options.log_x:
-                raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
-            figure, unread = drawn(options.runs, rows, options.metric, options.x, options.interval, options.by)
-        else:
-            if options.metric:
-                raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
-            figure, unread = points(options.runs, rows, options.x, options.y, options.log_x, options.by)
-        save(figure, output)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
-    for warning in [*warnings, *unread]:
-        print(warning, file=sys.stderr)
+    rows, warnings = results.select(options.runs, options.groups, options.where)
+    if options.y is None:
+        if options.log_x:
+            raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
+        figure, unread = drawn(options.runs, rows, options.metric, options.x, options.interval, options.by)
+    else:
+        if options.metric:
+            raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
+        figure, unread = points(options.runs, rows, options.x, options.y, options.log_x, options.by)
+    save(figure, output)
+    run_arguments.warn([*warnings, *unread])
     print(output)
     return 0
 

@@ -15,7 +15,6 @@ from results.lineage import tree
 from results.plot import PLOTS, draw_line, write_plainly
 from src.config import unknown
 from src.errors import DataError, UserError
-from src.files import write_atomic, writing
 from src.tables import lineage
 from src.tables import rows as results
 
@@ -28,19 +27,13 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """What a browser may load for the page: nothing but what is in it."""
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report and print its path. Returns the exit code."""
     options = run_arguments.parsed(_parser(), arguments)
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.html"
-    try:
-        page = render(overview.load(options.runs, options.groups), options.groups, options.metric)
-        with writing(output):
-            output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(output, page)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(output)
+    page = render(overview.load(options.runs, options.groups), options.groups, options.metric)
+    run_arguments.write_page(output, page)
     return 0
 
 

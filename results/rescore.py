@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from results import run_arguments
 from results.table import draw_rich, markdown
 from src.config import Problems, join, unknown_text
-from src.errors import ConfigError, DataError, UserError
+from src.errors import ConfigError, DataError
 from src.files import reading
 from src.metrics import answers as answered
 from src.metrics.answers import PREDICTION, Answered
@@ -24,19 +25,16 @@ _LISTS = ("answers", "contexts_list")
 Row = dict[str, Any]
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the scores of each file. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    try:
-        metrics = [_metric(text) for text in options.metrics]
-        listed = answered.listed(options.index_file) if options.index_file else None
-        tables = {}
-        for file in [file for path in options.files for file in _files(path)]:
-            answers = chosen(read(file), file, options.datasets, listed)
-            tables[str(file)] = scored(metrics, answers, options.best_answer)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
+    metrics = [_metric(text) for text in options.metrics]
+    listed = answered.listed(options.index_file) if options.index_file else None
+    tables = {}
+    for file in [file for path in options.files for file in _files(path)]:
+        answers = chosen(read(file), file, options.datasets, listed)
+        tables[str(file)] = scored(metrics, answers, options.best_answer)
     if options.json:
         print(json.dumps(tables, indent=4, ensure_ascii=False))
         return 0

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from results import run_arguments
-from src.errors import ConfigError, UserError
+from src.errors import ConfigError
 from src.tables import rows as results
 
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
@@ -26,27 +26,23 @@ _LATEX = {
 Table = list[dict[str, Any]]
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; warnings about runs that cannot be read or are not done go to stderr. Returns the exit code."""
     options = run_arguments.parsed(_parser(), arguments)
-    try:
-        rows, warnings = results.select(options.runs, options.groups, options.where)
-        output: Callable[[], None]
-        if options.pivot:
-            if options.by or options.scores or options.best:
-                raise ConfigError("--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores and --best.")
-            keys = options.pivot
-            cross, metric = pivoted(rows, keys[0], keys[1], options.metric)
-            output = partial(print_pivot, cross, keys, metric, options.format, options.interval)
-        else:
-            wanted = options.scores or (["all"] if options.format in ("csv", "json") else None)
-            table, keys, scores = tabulate(rows, options.by, wanted, options.metric, options.best)
-            output = partial(print_table, table, keys, scores, options.format, options.interval)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
-    for warning in [*warnings, *remarks(rows, keys)]:
-        print(warning, file=sys.stderr)
+    rows, warnings = results.select(options.runs, options.groups, options.where)
+    output: Callable[[], None]
+    if options.pivot:
+        if options.by or options.scores or options.best:
+            raise ConfigError("--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores and --best.")
+        keys = options.pivot
+        cross, metric = pivoted(rows, keys[0], keys[1], options.metric)
+        output = partial(print_pivot, cross, keys, metric, options.format, options.interval)
+    else:
+        wanted = options.scores or (["all"] if options.format in ("csv", "json") else None)
+        table, keys, scores = tabulate(rows, options.by, wanted, options.metric, options.best)
+        output = partial(print_table, table, keys, scores, options.format, options.interval)
+    run_arguments.warn([*warnings, *remarks(rows, keys)])
     output()
     return 0
 
