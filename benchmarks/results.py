@@ -36,22 +36,22 @@ manager = ResultManager(savedir_base=runs, verbose=False)
 """
 _TABLE = """
 from pathlib import Path
-from results.table import rendered, tabulate
+from results.table import render, tabulate
 from src.tables.rows import load_rows
 began, used = time.perf_counter(), time.process_time()
 rows, warned = load_rows(Path(runs))
 assert not warned, warned
-rendered(*tabulate(rows, ["exp_id"], ["all"]), "markdown")
+render(*tabulate(rows, ["exp_id"], ["all"]), "markdown")
 """
 _BANDS = """
 from pathlib import Path
 from src.tables.curves import bands
-from src.tables.rows import grouped, load_rows
+from src.tables.rows import group_rows, load_rows
 import numpy
 began, used = time.perf_counter(), time.process_time()
 rows, _ = load_rows(Path(runs))
 rows = [row for row in rows if row["model.stride"] < {count} // 10]
-found, _ = bands(Path(runs), grouped(rows, ["model.stride"]), ["val_loss"])
+found, _ = bands(Path(runs), group_rows(rows, ["model.stride"]), ["val_loss"])
 for band in found[0]:
     band.half("ci95")
 """

@@ -132,7 +132,7 @@ class Dashboard:
 
     def show_results(self) -> None:
         """The table of results, best first by the chosen metric."""
-        self.results.fill(*overview.tabulated(self.shown, self.by.value, self.scores.value, self.metric.value, self.spread.value))
+        self.results.fill(*overview.tabulate(self.shown, self.by.value, self.scores.value, self.metric.value, self.spread.value))
 
     def show_curves(self) -> None:
         """The learning curves, where a row or a choice has changed."""
@@ -241,7 +241,7 @@ def _offer(widget: Any, options: list[str] | dict[str, str]) -> None:
     """Give a widget its choices; what was chosen stays where it is still there."""
     several = isinstance(widget, pn.widgets.MultiChoice)
     if several:
-        options = {markup.escaped(value): value for value in options}  # this widget takes its labels for HTML
+        options = {markup.escape(value): value for value in options}  # this widget takes its labels for HTML
     if widget.options == options:
         return
     values = list(options.values()) if isinstance(options, dict) else options

@@ -16,7 +16,7 @@ from src.files import read_json, reading
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.metadata import CONFIG, DIFF, ENV, attempts, flat, read_exp_dict, read_status, state_of
 from src.runs.scores import SCORES
-from src.runs.summary import summarized
+from src.runs.summary import summarize
 
 MOST_LINES = 40
 """Lines of the difference between two patches that are shown as text."""
@@ -69,7 +69,7 @@ def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str
         "environment": _environment,
         "data": _data,
         "status": lambda run: {"state": state_of(run), "step": read_status(run).get("step"), "attempts": attempts(run)},
-        "scores": lambda run: summarized(run / SCORES).last,
+        "scores": lambda run: summarize(run / SCORES).last,
     }
     found, warnings = {}, []
     for name, values in sections.items():

@@ -85,7 +85,7 @@ _KINDS = (
 )
 
 
-def drawn(layers: Layers) -> "Figure":
+def draw(layers: Layers) -> "Figure":
     """A heat map: a row for each layer, a column for each step, colours by magnitude; zero is grey, what is not finite is red."""
     import numpy as np
     from matplotlib import colormaps

@@ -20,7 +20,7 @@ _BAD_COLOUR = "#ffcdd2"
 @run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the ancestry; skipped directories and parents that cannot be started from are told on stderr. Returns the exit code."""
-    options = run_arguments.parsed(_parser(), arguments)
+    options = run_arguments.parse(_parser(), arguments)
     found = lineage.build(options.runs)
     if options.groups:
         found = found.family(name for group in options.groups for name in lineage.of_group(options.runs, found, group).nodes)

@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     listed = answered.listed(options.index_file) if options.index_file else None
     tables = {}
     for file in [file for path in options.files for file in _files(path)]:
-        answers = chosen(read(file), file, options.datasets, listed)
-        tables[str(file)] = scored(metrics, answers, options.best_answer)
+        answers = select_answers(read(file), file, options.datasets, listed)
+        tables[str(file)] = score_answers(metrics, answers, options.best_answer)
     if options.json:
         print(json.dumps(tables, indent=4, ensure_ascii=False))
         return 0
@@ -63,7 +63,7 @@ def read(file: Path) -> list[Answered]:
     return [answered.of_row(row, row[PREDICTION]) for row in rows]
 
 
-def chosen(answers: Sequence[Answered], file: Path, datasets: Sequence[str] | None, listed: Sequence[int] | None) -> list[Answered]:
+def select_answers(answers: Sequence[Answered], file: Path, datasets: Sequence[str] | None, listed: Sequence[int] | None) -> list[Answered]:
     """Those at the places `listed`, and of these the ones whose source is one of `datasets`. None: all.
 
     Raises:
@@ -81,7 +81,7 @@ def chosen(answers: Sequence[Answered], file: Path, datasets: Sequence[str] | No
     return found
 
 
-def scored(metrics: Sequence[Part], answers: Sequence[Answered], best_answer: bool) -> dict[str, dict[str, float]]:
+def score_answers(metrics: Sequence[Part], answers: Sequence[Answered], best_answer: bool) -> dict[str, dict[str, float]]:
     """{"all": {"rows": …, "em": …}, "nq": …}; sources only where there are several."""
     tables: dict[str, dict[str, float]] = {"all": {"rows": len(answers)}}
     for name, value in answered.scores(metrics, answers, best_answer).items():

@@ -46,12 +46,12 @@ def write_page(output: Path, page: str) -> None:
 
 
 def add(parser: argparse.ArgumentParser, about: str) -> None:
-    """Add the arguments that `parsed` understands. about: of the groups."""
+    """Add the arguments that `parse` understands. about: of the groups."""
     parser.add_argument("runs", nargs="?", type=Path, help=f"folder of save directories (default: {RUNS})")
     parser.add_argument("-e", "--group", dest="groups", nargs="+", action="extend", metavar="GROUP", help=about)
 
 
-def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """`runs` is a folder and `groups` a list of names, or None for all.
 
     The last word after -e is the folder of the runs, if none stands before it, there are several words and it is a folder.

@@ -129,7 +129,7 @@ def _panels(panels: Mapping[str, Mapping[str, Line]], size: tuple[float, float])
 
 def _figure(title: str, picture: str) -> str:
     return (
-        f'<figure><figcaption>{markup.escaped(title)}</figcaption><img alt="{markup.escaped(title)} over steps" '
+        f'<figure><figcaption>{markup.escape(title)}</figcaption><img alt="{markup.escape(title)} over steps" '
         f'src="data:image/svg+xml;base64,{picture}"></figure>'
     )
 
@@ -146,13 +146,13 @@ def _curves(title: str, lines: Mapping[str, Line], size: tuple[float, float]) ->
         axes.plot(steps, values, label=f" {name}", linewidth=1.3, marker="o" if len(steps) < 20 else None, markersize=3)
     if len(lines) > 1:
         figure.legend(loc="outside right upper", fontsize="small", frameon=False)
-    return report.encoded(figure, title)
+    return report.encode_svg(figure, title)
 
 
 def _layers(kinds: Sequence[layers.Layers]) -> str:
     if not kinds:
         return ""
-    pictures = [_figure(kind.title, report.encoded(layers.drawn(kind), kind.title)) for kind in kinds]
+    pictures = [_figure(kind.title, report.encode_svg(layers.draw(kind), kind.title)) for kind in kinds]
     note = markup.note("Largest first; grey is zero, red is not finite.")
     return note + markup.plain_table(("what", "layer", "number"), layers.notable(kinds)) + "".join(pictures)
 
@@ -175,9 +175,9 @@ def _header(run: Path, status: Mapping[str, Any], rows: Sequence[Mapping[str, An
     place = f"step {step} of {steps}" if step is not None and steps is not None else f"step {step}" if step is not None else "no steps yet"
     reason = status.get("reason")
     return (
-        f"<header><h1>Run {markup.escaped(run.resolve().name)}</h1>"
-        f'<div class="where">{markup.escaped(run)} · {markup.escaped(place)} · written {now}</div>'
-        f'<div class="chips">{markup.chip(state, state)}</div>{f"<p>{markup.escaped(reason)}</p>" if reason else ""}</header>\n'
+        f"<header><h1>Run {markup.escape(run.resolve().name)}</h1>"
+        f'<div class="where">{markup.escape(run)} · {markup.escape(place)} · written {now}</div>'
+        f'<div class="chips">{markup.chip(state, state)}</div>{f"<p>{markup.escape(reason)}</p>" if reason else ""}</header>\n'
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from results import run_arguments
 from results.run_arguments import RUNS
-from results.table import rendered, tabulate
+from results.table import render, tabulate
 from src.errors import DataError
 from src.files import reading, sync_directory, writing
 from src.runs.environment import SECRET_FILES
@@ -75,7 +75,7 @@ def share(runs: Path, rows: Sequence[results.Row], output: Path, group: str | No
         try:
             with zipfile.ZipFile(beside, "w") as zipped:
                 _add(zipped, "README.txt", _README.format(runs=len(rows), of_group=f" of group {group}" if group else "").encode())
-                _add(zipped, "table.csv", rendered(*tabulate(rows, None, ["all"]), "csv").encode())
+                _add(zipped, "table.csv", render(*tabulate(rows, None, ["all"]), "csv").encode())
                 for name in sorted(row["exp_id"] for row in rows):
                     for path in _files(runs / name, wandb, warnings):
                         content = _scrubbed(path, warnings)

@@ -50,7 +50,7 @@ def opened(path: Path, mend: bool = True) -> Iterator[Records]:
     Raises:
         RunError: no such folder, no locks on this file system, or the disk refuses.
     """
-    descriptor = _locked(path)
+    descriptor = _open_locked(path)
     try:
         if mend:
             whole, _ = next(lines_from_end(path), (0, b""))
@@ -203,7 +203,7 @@ def read_on(path: Path, size: int = 0, tail: str = _EMPTY) -> Piece:
     return Piece(size, lines, hashlib.sha256((known + lines[-TAIL_BYTES:])[-TAIL_BYTES:]).hexdigest() if lines else tail)
 
 
-def _locked(path: Path) -> int:
+def _open_locked(path: Path) -> int:
     while True:
         with writing(path):
             new = not path.exists()

@@ -36,7 +36,7 @@ from src.runs.metadata import (
     read_status,
 )
 from src.runs.scores import SCORES, Scores
-from src.runs.summary import SUMMARY, parsed, summarized
+from src.runs.summary import SUMMARY, parse_summary, summarize
 
 DELETED = "deleted"
 _BEFORE_A_START = (leases.LEASE, leases.GUARD, EXP_DICT, GROUPS, JOB)
@@ -87,7 +87,7 @@ class RunDir:
         try:
             _sweep(path)
             journal.finish(path)
-            if reset and _used(path):
+            if reset and _is_used(path):
                 backup = _backup(runs / DELETED, identity)
                 lease.move_directory(backup)
                 lease = Lease.acquire(path)
@@ -148,7 +148,7 @@ class RunDir:
         else:
             kept = {"started": now} | {key: value for key, value in before.items() if key == "step"}
         with contextlib.suppress(UserError):  # scores that cannot be read are named by whoever reads them
-            facts[SUMMARY] = summarized(self.path / SCORES, parsed(before.get(SUMMARY))).as_json()
+            facts[SUMMARY] = summarize(self.path / SCORES, parse_summary(before.get(SUMMARY))).as_json()
         write_json(self.path / STATUS, {**kept, **facts, "state": state, "attempt": self.attempt, "updated": now})
 
     def status(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class RunDir:
                 changes = differences(found, self.exp)
                 if changes:
                     raise RunError(
-                        f"{file}: another experiment has the id {self.exp_id}: {_told(changes)}. "
+                        f"{file}: another experiment has the id {self.exp_id}: {_describe(changes)}. "
                         "Haven's hash cannot tell them apart; change a string in one of them."
                     )
                 return
@@ -198,7 +198,7 @@ class RunDir:
             changes = differences(found, resolved)
             if changes:
                 raise RunError(
-                    f"{file}: this run was started with other defaults: {_told(changes)}. To continue it, restore the old defaults; "
+                    f"{file}: this run was started with other defaults: {_describe(changes)}. To continue it, restore the old defaults; "
                     "to have both, write the value into the dict (a new id); to start over, -r 1."
                 )
             return
@@ -232,7 +232,7 @@ def start_over(path: Path) -> None:
     lease = Lease.acquire(path)
     try:
         _sweep(path)
-        if _used(path):
+        if _is_used(path):
             backup = _backup(path.parent / DELETED, path.name)
             lease.move_directory(backup)
             join_groups(path, read_groups(backup))
@@ -242,11 +242,11 @@ def start_over(path: Path) -> None:
         lease.release()
 
 
-def _told(changes: list[tuple[str, str, str]]) -> str:
+def _describe(changes: list[tuple[str, str, str]]) -> str:
     return "; ".join(f"{key or 'value'} was {old}, is now {new}" for key, old, new in changes)
 
 
-def _used(path: Path) -> bool:
+def _is_used(path: Path) -> bool:
     """Whether anything lies there but what is written before a start."""
     return any(entry.name not in _BEFORE_A_START for entry in path.iterdir())
 

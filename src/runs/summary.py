@@ -36,7 +36,7 @@ class Summary:
         self.last.pop("step", None)
 
     def as_json(self) -> dict[str, Any]:
-        """To be read by `parsed`, whatever order the keys of objects are written in."""
+        """To be read by `parse_summary`, whatever order the keys of objects are written in."""
         return {"bytes": self.size, "tail": self.tail, "step": self.step, "names": list(self.last), "values": list(self.last.values())}
 
 
@@ -45,7 +45,7 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and value - value == 0
 
 
-def parsed(value: Any) -> Summary | None:
+def parse_summary(value: Any) -> Summary | None:
     """What `as_json` gave; None for anything else."""
     if not isinstance(value, dict):
         return None
@@ -59,7 +59,7 @@ def parsed(value: Any) -> Summary | None:
     return None
 
 
-def summarized(path: Path, known: Summary | None = None) -> Summary:
+def summarize(path: Path, known: Summary | None = None) -> Summary:
     """Summary of the scores.jsonl `path`, which need not exist. Only what follows `known` is read, where that still is of this file.
 
     Raises:
@@ -76,7 +76,7 @@ def summarized(path: Path, known: Summary | None = None) -> Summary:
             summary.add(rows_of(piece, path))
         except DataError:
             if piece.start:
-                return summarized(path)  # which counts its lines from the beginning
+                return summarize(path)  # which counts its lines from the beginning
             raise
     summary.size, summary.tail = piece.end, piece.tail
     return summary

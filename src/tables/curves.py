@@ -67,7 +67,7 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
     names, wanted = list(names), ["step", *scores]
     for start in range(0, len(names), _BATCH):
         batch = names[start : start + _BATCH]
-        known = _cached(runs, batch, wanted)
+        known = _read_cache(runs, batch, wanted)
         changed: dict[str, _History] = {}
         for name in batch:
             try:
@@ -79,7 +79,7 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
             found[name] = {score: history.columns[score] for score in wanted if score in history.columns}
             if history.size and history is not known.get(name):
                 changed[name] = history
-        stored.write(runs, {name: _packed(history) for name, history in changed.items()})
+        stored.write(runs, {name: _pack(history) for name, history in changed.items()})
     return found, warnings
 
 
@@ -113,7 +113,7 @@ def bands(
     return [[_band(list(points(group, *pair))) for group in groups] for pair in zip(scores, names, strict=True)], warnings
 
 
-def _cached(runs: Path, names: Sequence[str], wanted: Collection[str]) -> dict[str, _History]:
+def _read_cache(runs: Path, names: Sequence[str], wanted: Collection[str]) -> dict[str, _History]:
     """The histories of runs of which the cache holds all that is wanted."""
     import numpy as np
 
@@ -126,7 +126,7 @@ def _cached(runs: Path, names: Sequence[str], wanted: Collection[str]) -> dict[s
     return found
 
 
-def _packed(history: _History) -> dict[str, bytes]:
+def _pack(history: _History) -> dict[str, bytes]:
     head = [len(history.columns["step"]), history.size, history.tail, history.scores]
     return {_HEAD: json.dumps(head).encode()} | {json.dumps(score): column.tobytes() for score, column in history.columns.items()}
 
@@ -144,7 +144,7 @@ def _read(path: Path, known: _History | None) -> _History:
     if known and piece.start:
         if not piece.lines:
             return known
-        whole = _cached(path.parent, [path.name], known.scores).get(path.name)
+        whole = _read_cache(path.parent, [path.name], known.scores).get(path.name)
         if whole is None or whole.tail != known.tail:
             return _read(path, None)
         try:

@@ -86,17 +86,17 @@ def history(path: Path) -> list[dict[str, Any]]:
 def varying(rows: Sequence[Row]) -> list[str]:
     """Dotted config keys that are not the same in all rows, a key that is missing somewhere included: what names a run by what differs."""
     keys = dict.fromkeys(key for row in rows for key in config_keys(row))
-    return [key for key in keys if len({_spelled(row, key) for row in rows}) > 1]
+    return [key for key in keys if len({_spell(row, key) for row in rows}) > 1]
 
 
 def distinguishing(rows: Sequence[Row]) -> list[str]:
     """`varying` without what belongs to the seed: the seed itself, and the id of a parent where each seed has a parent of its own."""
     keys = [key for key in varying(rows) if key != "seed"]
     parents = [key for key in keys if key.endswith(".exp_id")]
-    alike = grouped(rows, [key for key in keys if key not in parents])
+    alike = group_rows(rows, [key for key in keys if key not in parents])
 
     def follows_seed(key: str) -> bool:
-        counts = [[len(grouped(group, by)) for by in (["seed"], [key], ["seed", key])] for group in alike]
+        counts = [[len(group_rows(group, by)) for by in (["seed"], [key], ["seed", key])] for group in alike]
         return all(len(set(count)) == 1 for count in counts) and any(count[0] > 1 for count in counts)
 
     return [key for key in keys if key not in parents or not follows_seed(key)]
@@ -120,15 +120,15 @@ def headline(names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in DIAGNOSTICS and "/" not in name.removeprefix("inference/")] or list(names)
 
 
-def grouped(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
+def group_rows(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
     """Rows that agree in all of `by`, in the order of first appearance. 1 and 1.0 disagree, as their ids do."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(_spelled(row, key) for key in by), []).append(row)
+        groups.setdefault(tuple(_spell(row, key) for key in by), []).append(row)
     return list(groups.values())
 
 
-def telling(rows: Sequence[Row], by: Sequence[str] | None) -> list[str]:
+def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None) -> list[str]:
     """The keys `by`, or where it is None those that tell the configurations of `rows` apart.
 
     Raises:
@@ -150,9 +150,9 @@ def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> 
     Raises:
         ConfigError: a key of `by` or a score that no row has.
     """
-    by = telling(rows, by)
+    by = grouping_keys(rows, by)
     _check_known("score", scores, score_names(rows))
-    return [_aggregated(group, by, scores) for group in grouped(rows, by)]
+    return [_aggregate_group(group, by, scores) for group in group_rows(rows, by)]
 
 
 def lower_is_better(name: str) -> bool:
@@ -221,10 +221,10 @@ def missing_seeds(rows: Sequence[Row], by: Sequence[str]) -> list[str]:
     """A sentence for each combination of `by` that lacks seeds which others have: its mean is over fewer runs, and other ones."""
     if "seed" in by:
         return []
-    seeds = sorted({_spelled(row, "seed"): row["seed"] for row in rows if "seed" in row}.items(), key=lambda pair: _place(pair[1]))
+    seeds = sorted({_spell(row, "seed"): row["seed"] for row in rows if "seed" in row}.items(), key=lambda pair: _place(pair[1]))
     found = []
-    for group in grouped(rows, by):
-        has = {_spelled(row, "seed") for row in group}
+    for group in group_rows(rows, by):
+        has = {_spell(row, "seed") for row in group}
         if absent := [value for spelled, value in seeds if spelled not in has]:
             named = ", ".join(f"{key}={group[0].get(key)}" for key in by) or "all"
             found.append(f"{named}: no run with seed {', '.join(map(str, absent))}, which others have.")
@@ -249,8 +249,8 @@ def pivot(rows: Sequence[Row], index: str, columns: str, score: str) -> Pivot:
     Raises:
         ConfigError: a key or a score that no row has.
     """
-    cells = {(_spelled(cell, index), _spelled(cell, columns)): cell for cell in aggregate(rows, [index, columns], [score])}
-    downwards, across = ({_spelled(row, key): row.get(key) for row in rows} for key in (index, columns))
+    cells = {(_spell(cell, index), _spell(cell, columns)): cell for cell in aggregate(rows, [index, columns], [score])}
+    downwards, across = ({_spell(row, key): row.get(key) for row in rows} for key in (index, columns))
     down, over = (sorted(values, key=lambda spelled, values=values: _place(values[spelled])) for values in (downwards, across))
     table = [[cells.get((one, other)) for other in over] for one in down]
     return Pivot([downwards[one] for one in down], [across[other] for other in over], table)
@@ -283,7 +283,7 @@ def _place(value: Any) -> tuple[int, Any, str]:
     return (1, 0, value) if isinstance(value, str) else (2, 0, json.dumps(value))
 
 
-def _spelled(row: Mapping[str, Any], key: str) -> str:
+def _spell(row: Mapping[str, Any], key: str) -> str:
     return json.dumps(row[key], sort_keys=True) if key in row else ""
 
 
@@ -294,7 +294,7 @@ def _check_known(kind: str, names: Iterable[str], known: Iterable[str], place: s
             raise unknown(kind, name, known, place)
 
 
-def _aggregated(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> dict[str, Any]:
+def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> dict[str, Any]:
     states = [row["state"] for row in rows]
     counts = {state: states.count(state) for state in dict.fromkeys(states)}
     steps = [row["step"] for row in rows if row["step"] is not None]

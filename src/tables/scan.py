@@ -14,7 +14,7 @@ from src.experiments.identity import check_values, exp_id
 from src.files import read_json, reading
 from src.runs.metadata import ENV, EXP_DICT, GROUPS, STATUS, State, flat, read_exp_dict, read_groups, read_status
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
-from src.runs.summary import SUMMARY, Summary, parsed, summarized
+from src.runs.summary import SUMMARY, Summary, parse_summary, summarize
 from src.tables import cache
 
 SETTLED_SECONDS = 2.0
@@ -104,7 +104,7 @@ def _read_record(path: Path, groups: list[str]) -> RunRecord:
     exp = _load(f"{path}/{EXP_DICT}")
     if not isinstance(exp, dict) or not _is_of(exp, path.name):
         exp = read_exp_dict(path)  # which can tell what is wrong
-    summary = summarized(path / SCORES, parsed(status.get(SUMMARY)))
+    summary = summarize(path / SCORES, parse_summary(status.get(SUMMARY)))
     if summary.size == 0 and not (path / SCORES).exists() and (path / SCORE_LIST).exists():
         summary.add(read_score_list(path / SCORE_LIST))
     return RunRecord(groups, status["state"], flat(exp), summary)

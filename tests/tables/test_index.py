@@ -21,7 +21,7 @@ from src.experiments.identity import exp_id
 from src.runs import summary
 from src.runs.metadata import join_groups
 from src.runs.run_dir import RunDir
-from src.runs.summary import SUMMARY, parsed, summarized
+from src.runs.summary import SUMMARY, parse_summary, summarize
 from src.tables import cache, curves, scan
 from src.tables import rows as results
 from src.tables.cache import CACHE
@@ -283,8 +283,8 @@ def test_many_processes_at_once(runs: Path):
 def test_summaries_are_of_what_was_written(tmp_path: Path):
     path = make(tmp_path, 1)
     status = json.loads((path / "status.json").read_text())
-    assert parsed(status[SUMMARY]) == summarized(path / "scores.jsonl")
-    assert parsed(status[SUMMARY]).last == {"loss": 1 + 1 / 3, "em": 0.5}  # type: ignore[union-attr]
+    assert parse_summary(status[SUMMARY]) == summarize(path / "scores.jsonl")
+    assert parse_summary(status[SUMMARY]).last == {"loss": 1 + 1 / 3, "em": 0.5}  # type: ignore[union-attr]
 
 
 def test_no_history_is_read_for_a_table_of_runs_that_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -323,7 +323,7 @@ def test_runs_that_are_gone_are_forgotten(runs: Path):
 @pytest.mark.parametrize("change", ["altered", "cut", "longer", "replaced"])
 def test_a_summary_of_other_scores_is_not_believed(tmp_path: Path, change: str):
     path = make(tmp_path, 1) / "scores.jsonl"
-    known = summarized(path)
+    known = summarize(path)
     lines = path.read_text().splitlines(keepends=True)
     changed = {
         "altered": [*lines[:-1], lines[-1].replace("1.33", "1.44")],
@@ -332,13 +332,13 @@ def test_a_summary_of_other_scores_is_not_believed(tmp_path: Path, change: str):
         "replaced": ['{"step": 1, "other": 2.0}\n'] * 9,
     }
     path.write_text("".join(changed[change]))
-    assert summarized(path, known) == summarized(path)
-    assert summarized(path) != known
+    assert summarize(path, known) == summarize(path)
+    assert summarize(path) != known
 
 
 @pytest.mark.parametrize("value", [None, {}, {"bytes": "1"}, {"bytes": 1, "tail": "", "step": 1, "names": ["a"], "values": []}])
 def test_what_is_no_summary(value: Any):
-    assert parsed(value) is None
+    assert parse_summary(value) is None
 
 
 def test_integers_are_those_that_were_written(tmp_path: Path):

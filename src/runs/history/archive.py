@@ -90,7 +90,7 @@ class PlanBuilder:
         lines = [f"{name} -> {self.folder}/checkpoints" for name in self.moved]
         return lines + [f"{facts['rows']} rows of {name} -> {self.folder}/{name}" for name, facts in self.archived.items()]
 
-    def planned(self, name: str, facts: Mapping[str, Any], every: Sequence[str] | None, told: Sequence[str]) -> Plan:
+    def build(self, name: str, facts: Mapping[str, Any], every: Sequence[str] | None, told: Sequence[str]) -> Plan:
         """The plan of the event `name`. every: names of the checkpoints that lie there now; None where none is touched."""
         event = ledger.event(
             name,

@@ -12,7 +12,7 @@ from src.runs.checkpoints import retention
 from src.runs.history import archive as abandoned
 from src.runs.history import branches
 from src.runs.history import transaction as journal
-from src.runs.history.archive import BEST, WANDB, PlanBuilder, Plan, next_number
+from src.runs.history.archive import BEST, WANDB, Plan, PlanBuilder, next_number
 from src.runs.history.branches import Branch
 from src.runs.metadata import STATUS, read_status
 from src.runs.scores import SCORES, Scores
@@ -28,7 +28,7 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
         RunError, DataError: a file of the run is damaged.
     """
     step = branch.from_step
-    target = _whole(run, step)
+    target = _whole_checkpoint(run, step)
     status = read_status(run)
     Scores(run / SCORES, read_only=True).rows()  # what cannot be read then could not be cut half way through
     before = branches.read(run)
@@ -46,7 +46,7 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
         builder.move_away(name)
     for name in abandoned.by_rows(run):
         builder.cut(name, step)
-    best, told = _best(run, target)
+    best, told = _best_step(run, target)
     if best is None:
         builder.do("remove", BEST)
     else:
@@ -60,7 +60,7 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
     builder.do("conclude", STATUS, json={**kept, "state": "stopped", "step": step, "reason": reason, "updated": now})
     left = [item.number for item in before if item not in after]
     facts = {"why": why, "step": step, "was_at": status.get("step"), "branch": branch.model_dump(mode="json", exclude_none=True)}
-    return builder.planned("rewind", facts, every, [f"to step {step}: {describe(branch)}", *told, *_warned(run, branch, builder, left)])
+    return builder.build("rewind", facts, every, [f"to step {step}: {describe(branch)}", *told, *_warnings(run, branch, builder, left)])
 
 
 def plan_evaluations(run: Path, step: int, why: str = "") -> Plan:
@@ -76,7 +76,7 @@ def plan_evaluations(run: Path, step: int, why: str = "") -> Plan:
         builder.cut(name, step)
     if not builder.archived:
         raise RunError(f"{run}: no row of {EVALUATIONS} is of a step after {step}, so there is nothing to roll back.")
-    return builder.planned("rollback-evals", {"why": why, "step": step}, None, [f"evaluations to step {step}"])
+    return builder.build("rollback-evals", {"why": why, "step": step}, None, [f"evaluations to step {step}"])
 
 
 def plan_undo(run: Path, why: str = "") -> Plan:
@@ -112,7 +112,7 @@ def plan_undo(run: Path, why: str = "") -> Plan:
     builder.do("write", f"{old}/{abandoned.RECORD}", json={**record, "undone": datetime.now(UTC).isoformat(timespec="seconds")})
     told = [f"as it was before the {record['event']} to step {record['step']} by {record['who']} at {record['when']}"]
     facts = {"why": why, "step": record["step"], "undoes": record["number"]}
-    return builder.planned("undo", facts, None if listed is None else every, told)
+    return builder.build("undo", facts, None if listed is None else every, told)
 
 
 def describe(branch: Branch) -> str:
@@ -148,7 +148,7 @@ def _restore_checkpoints(builder: PlanBuilder, old: str, listed: dict[str, str |
         builder.do(found[0], f"checkpoints/{name}", **{"from": found[1]})
 
 
-def _whole(run: Path, step: int) -> Path:
+def _whole_checkpoint(run: Path, step: int) -> Path:
     target = checkpoints.folder(run, step)
     if not target.is_dir():
         whole = [str(checkpoints.step_of(path)) for path in checkpoints.every(run) if defect(path, hashes=False) is None]
@@ -162,7 +162,7 @@ def _whole(run: Path, step: int) -> Path:
     return target
 
 
-def _best(run: Path, target: Path) -> tuple[int | None, list[str]]:
+def _best_step(run: Path, target: Path) -> tuple[int | None, list[str]]:
     """The best step as the checkpoint `target` knows it; None where none was evaluated, or its checkpoint is gone."""
     state = read_json(target / "state.json", CheckpointError) if (target / "state.json").exists() else {}
     selection = state.get("selection") if isinstance(state, dict) else None
@@ -179,7 +179,7 @@ def _wandb_id(run: Path) -> str:
     return found["id"] if isinstance(found, dict) and isinstance(found.get("id"), str) else run.name
 
 
-def _warned(run: Path, branch: Branch, builder: PlanBuilder, left: Sequence[int]) -> list[str]:
+def _warnings(run: Path, branch: Branch, builder: PlanBuilder, left: Sequence[int]) -> list[str]:
     lines = []
     if left:
         lines.append(f"branch {', '.join(map(str, left))} began here or later, so what it changed no longer holds")
