@@ -7,12 +7,11 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from src.errors import ConfigError, RunError
-from src.experiments.identity import check_values, exp_id
+from src.errors import RunError
 from src.files import read_json, reading
-from src.runs.metadata import ENV, EXP_DICT, GROUPS, STATUS, State, flat, read_exp_dict, read_groups, read_status
+from src.runs.metadata import ENV, EXP_DICT, GROUPS, STATUS, flat, read_exp_dict, read_groups, read_status
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
 from src.runs.summary import SUMMARY, Summary, parse_summary, summarize
 from src.tables import cache
@@ -22,7 +21,6 @@ SETTLED_SECONDS = 2.0
 _READ = (EXP_DICT, GROUPS, ENV, STATUS, SCORES, SCORE_LIST)
 _RECORD = "record"
 """Under which name a record is cached."""
-_PIECE = 1 << 14
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -97,26 +95,19 @@ def _file_key(path: Path) -> tuple[str, bool]:
 
 
 def _read_record(path: Path, groups: list[str]) -> RunRecord:
-    status = _load(f"{path}/{STATUS}")
-    if not isinstance(status, dict) or status.get("state") not in get_args(State):
-        written_by_haven = not (path / STATUS).exists() and (path / SCORE_LIST).exists()
-        status = {"state": "haven"} if written_by_haven else read_status(path)
-    exp = _load(f"{path}/{EXP_DICT}")
-    if not isinstance(exp, dict) or not _is_of(exp, path.name):
-        exp = read_exp_dict(path)  # which can tell what is wrong
+    written_by_haven = not (path / STATUS).exists() and (path / SCORE_LIST).exists()
+    status = {"state": "haven"} if written_by_haven else read_status(path)
+    config = flat(read_exp_dict(path))
     summary = summarize(path / SCORES, parse_summary(status.get(SUMMARY)))
     if summary.size == 0 and not (path / SCORES).exists() and (path / SCORE_LIST).exists():
         summary.add(read_score_list(path / SCORE_LIST))
-    return RunRecord(groups, status["state"], flat(exp), summary)
+    return RunRecord(groups, status["state"], config, summary)
 
 
 def _groups(path: Path) -> list[str]:
     """Those noted, and those of the last start."""
-    noted = _load(f"{path}/{GROUPS}")
-    groups = [name for name in noted if isinstance(name, str)] if isinstance(noted, list) else read_groups(path)
-    env = _load(f"{path}/{ENV}")
-    if env is None and (path / ENV).exists():
-        env = read_json(path / ENV, RunError)
+    groups = read_groups(path)
+    env = read_json(path / ENV, RunError) if (path / ENV).exists() else None
     last = env.get("groups") if isinstance(env, dict) else None
     return groups + [name for name in last if isinstance(name, str) and name not in groups] if isinstance(last, list) else groups
 
@@ -125,29 +116,3 @@ def _is_plain(summary: Summary) -> bool:
     """Whether JSON gives back what haven's pickle held."""
     values = (summary.step, *summary.last.values())
     return all(type(name) is str for name in summary.last) and all(type(value) in (int, float, bool, type(None)) for value in values)
-
-
-def _is_of(exp: dict[str, Any], name: str) -> bool:
-    try:
-        check_values(exp, "")
-    except ConfigError:
-        return False
-    return exp_id(exp) == name
-
-
-def _load(path: str) -> Any:
-    """A JSON value, read several times as fast as by `read_json`; None where that must look, as it can tell what is wrong."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        text = part = os.read(descriptor, _PIECE)
-        while len(part) == _PIECE:
-            part = os.read(descriptor, _PIECE)
-            text += part
-        return json.loads(text)
-    except (OSError, ValueError, RecursionError):
-        return None
-    finally:
-        os.close(descriptor)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from src.errors import CheckpointError, ConfigError, RunError, UserError
-from src.files import defect, read_json, sync_directory, writing
+from src.errors import ConfigError, RunError, UserError
+from src.files import defect, sync_directory, writing
 from src.runs import parents
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
@@ -89,7 +89,7 @@ def plan(run: Path, rule: Rule, by_others: Needed, now: float) -> Plan:
     torn += [path for path in sorted((run / "checkpoints").glob("*")) if path.name.startswith(_LEFT) and path.is_dir()]
     kept = set(whole[len(whole) - rule.keep_last :]) if rule.keep_last else set()
     state = read_status(run)
-    best = _best_step(run)
+    best = checkpoints.best_step(run)
     if best is not None and (rule.keep_best or state["state"] != "done" or (run.name, "best") in by_others):
         kept.add(checkpoints.folder(run, best))
     if (run.name, "last") in by_others and type(state.get("step")) is int:
@@ -120,7 +120,7 @@ def remove(decided: Plan) -> None:
             raise RunError(f"{run}: has changed meanwhile, so nothing of it was deleted. Look again.")
         for path, pin in _pinned(run, decided.doomed).items():
             raise RunError(f"{path}: somebody works on it since a moment ago (see {pin}), so nothing of {run} was deleted. Look again.")
-        best = _best_step(run)
+        best = checkpoints.best_step(run)
         if best is not None and checkpoints.folder(run, best) in decided.doomed:
             checkpoints.forget_best(run)
         for path in decided.doomed:
@@ -148,16 +148,6 @@ def _says_something(run: Path) -> bool:
         return any((run / name).exists() for name in (EXP_DICT, STATUS, JOB))
     except PermissionError:
         return True
-
-
-def _best_step(run: Path) -> int | None:
-    pointer = run / "checkpoints" / "best.json"
-    if not pointer.exists():
-        return None
-    named = read_json(pointer, CheckpointError)
-    if not isinstance(named, dict) or type(named.get("step")) is not int:
-        raise CheckpointError(f'{pointer}: expected {{"step": …}}. Nothing of this run is deleted, as its best checkpoint is not known.')
-    return named["step"]
 
 
 def _seen(run: Path) -> tuple[bytes, ...]:
