@@ -18,6 +18,8 @@ from typing import Any
 from src.errors import ConfigError, RunError, UserError
 
 MANIFEST = "manifest.json"
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
+"""The names of files that `write_atomic` has not finished."""
 # What flock, and the exchange of two names, say where the file system or the kernel does not offer them.
 _NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h

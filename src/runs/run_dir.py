@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from typing import Any, Self, get_args
 
 from src.errors import ConfigError, RunError, UserError
 from src.experiments.identity import check_values, exp_id
-from src.files import read_json, write_atomic, write_json, writing
+from src.files import TEMPORARY, read_json, write_atomic, write_json, writing
 from src.runs import lease as leases
 from src.runs.history import transaction as journal
 from src.runs.lease import Lease
@@ -40,8 +39,6 @@ from src.runs.summary import SUMMARY, parse_summary, summarize
 
 DELETED = "deleted"
 _BEFORE_A_START = (leases.LEASE, leases.GUARD, EXP_DICT, GROUPS, JOB)
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
-"""As `files.write_atomic` names what it has not finished."""
 
 log = logging.getLogger(__name__)
 
@@ -267,7 +264,7 @@ def _sweep(path: Path) -> None:
     with leases.guarded(path), writing(path):
         for folder in (path, path / "checkpoints", *path.glob("attempts/*")):
             for entry in folder.glob(".*"):
-                if _TEMPORARY.fullmatch(entry.name) and entry.is_file():
+                if TEMPORARY.fullmatch(entry.name) and entry.is_file():
                     entry.unlink()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
-from src.files import read_json, reading, sync_directory, write_atomic, write_json, writing
+from src.files import TEMPORARY, read_json, reading, sync_directory, write_atomic, write_json, writing
 from src.runs import ledger
 from src.runs.metadata import STATUS
 from src.runs.scores import SCORES, Scores
@@ -28,8 +28,6 @@ FILE = "intervention.json"
 Step = dict[str, Any]
 """{"do": one of `_STEPS`, "to": path, …}"""
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
-"""As `files.write_atomic` names what it has not finished."""
 _IN_PATH = re.compile(r"(?:^|/)(?:opt_step|step|checkpoint)-0*(\d+)(?:/|$)")
 
 log = logging.getLogger(__name__)
@@ -139,7 +137,7 @@ def _sweep(run: Path) -> None:
     """Delete what a killed process left half written below the run's folders; in the run itself the next start does."""
     with writing(run):
         for path in run.glob("*/**/.*"):
-            if _TEMPORARY.fullmatch(path.name) and path.is_file():
+            if TEMPORARY.fullmatch(path.name) and path.is_file():
                 path.unlink()
 
 
