@@ -16,7 +16,7 @@ from typing import Any
 
 from src.runs.environment import describe
 from src.runs.run_dir import RunDir
-from src.tables.index import INDEX
+from src.tables.cache import CACHE
 
 SCORES = ("train_loss", "val_loss", "val_accuracy", "grad_norm", "learning_rate")
 
@@ -36,22 +36,22 @@ manager = ResultManager(savedir_base=runs, verbose=False)
 """
 _TABLE = """
 from pathlib import Path
-from results.table import rendered, tabulate
+from results.table import render, tabulate
 from src.tables.rows import load_rows
 began, used = time.perf_counter(), time.process_time()
 rows, warned = load_rows(Path(runs))
 assert not warned, warned
-rendered(*tabulate(rows, ["exp_id"], ["all"]), "markdown")
+render(*tabulate(rows, ["exp_id"], ["all"]), "markdown")
 """
 _BANDS = """
 from pathlib import Path
 from src.tables.curves import bands
-from src.tables.rows import grouped, load_rows
+from src.tables.rows import group_rows, load_rows
 import numpy
 began, used = time.perf_counter(), time.process_time()
 rows, _ = load_rows(Path(runs))
 rows = [row for row in rows if row["model.stride"] < {count} // 10]
-found, _ = bands(Path(runs), grouped(rows, ["model.stride"]), ["val_loss"])
+found, _ = bands(Path(runs), group_rows(rows, ["model.stride"]), ["val_loss"])
 for band in found[0]:
     band.half("ci95")
 """
@@ -76,7 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         took = time.perf_counter() - began
         print(f"{options.experiments} runs x {options.steps} rows x {len(SCORES)} scores, written in {took:.0f} s", flush=True)
         os.sync()  # finished runs are on the disk long since
-        time.sleep(2.5)  # the index keeps no row whose files are younger
         _compare(folder, options.bands)
     finally:
         shutil.rmtree(folder)
@@ -109,7 +108,6 @@ def _compare(runs: Path, count: int) -> None:
     rows = [
         ("table, first", _measured(runs, haven_table), _measured(runs, _TABLE)),
         ("table, second", _measured(runs, haven_table), _measured(runs, _TABLE)),
-        ("table, index deleted", None, _measured(runs, _TABLE, without_index=True)),
         (f"bands of {count} runs, first", _measured(runs, their_bands), _measured(runs, bands)),
         (f"bands of {count} runs, second", None, _measured(runs, bands)),
     ]
@@ -118,17 +116,15 @@ def _compare(runs: Path, count: int) -> None:
         left = _cells(theirs) if theirs else f"{'-':>9}{'-':>8}{'-':>6}"
         times = f"{theirs[0] / ours[0]:8.0f}{theirs[1] / ours[1]:6.0f}" if theirs else f"{'-':>8}{'-':>6}"
         print(f"{name:32}{left}{_cells(ours)}{times}")
-    print(f"index: {(runs / INDEX).stat().st_size / 1e6:.0f} MB; load {os.getloadavg()[0]:.1f}; this process {_peak():.0f} MB")
+    print(f"cache: {(runs / CACHE).stat().st_size / 1e6:.0f} MB; load {os.getloadavg()[0]:.1f}; this process {_peak():.0f} MB")
 
 
 def _cells(measured: Sequence[float]) -> str:
     return f"{measured[0]:9.2f}{measured[1]:8.2f}{measured[2]:6.0f}"
 
 
-def _measured(runs: Path, code: str, without_index: bool = False) -> list[float]:
+def _measured(runs: Path, code: str) -> list[float]:
     """Seconds without imports, of them on the processor, and peak MB."""
-    if without_index:
-        (runs / INDEX).unlink()
     command = [sys.executable, "-c", _MEASURED.format(code=code), str(runs)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from results import run_arguments
 from results.run_arguments import RUNS
 from src.errors import ConfigError, LaunchError, UserError
 from src.files import writing
@@ -42,23 +43,19 @@ class Found:
         return [*(path for plan in self.plans for path in plan.doomed), *self.snapshots]
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what goes, and its size; delete it with --apply. Returns the exit code: 1 where something could not be deleted."""
     options = _parser().parse_args(arguments)
-    try:
-        if options.keep_last < 0 or options.older_than < 0:
-            raise ConfigError("--keep-last and --older-than: expected a number of at least 0.")
-        rule = retention.Rule(options.keep_last, options.keep_best, options.older_than * _DAY)
-        # No job is submitted between the look and the deletion: a new child may start from what would go.
-        with submissions.locked(options.runs) if options.apply and options.runs.is_dir() else contextlib.nullcontext():
-            found = look(options.runs, rule, options.group, options.where)
-            sizes = {path: retention.size(path) for path in found.paths}
-            failed = delete(options.runs, found) if options.apply else []
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
-    for warning in [*found.warnings, *failed]:
-        print(warning, file=sys.stderr)
+    if options.keep_last < 0 or options.older_than < 0:
+        raise ConfigError("--keep-last and --older-than: expected a number of at least 0.")
+    rule = retention.Rule(options.keep_last, options.keep_best, options.older_than * _DAY)
+    # No job is submitted between the look and the deletion: a new child may start from what would go.
+    with submissions.locked(options.runs) if options.apply and options.runs.is_dir() else contextlib.nullcontext():
+        found = look(options.runs, rule, options.group, options.where)
+        sizes = {path: retention.size(path) for path in found.paths}
+        failed = delete(options.runs, found) if options.apply else []
+    run_arguments.warn([*found.warnings, *failed])
     _report({path: bytes_ for path, bytes_ in sizes.items() if not (options.apply and path.exists())}, options.apply)
     return 1 if failed else 0
 

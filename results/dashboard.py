@@ -10,7 +10,7 @@ from typing import Any
 
 import panel as pn
 
-from results import chart, markup, overview, panes
+from results import chart, markup, overview, panes, run_arguments
 from results.lineage import tree
 from results.run_arguments import RUNS
 from src.errors import ConfigError, UserError
@@ -132,7 +132,7 @@ class Dashboard:
 
     def show_results(self) -> None:
         """The table of results, best first by the chosen metric."""
-        self.results.fill(*overview.tabulated(self.shown, self.by.value, self.scores.value, self.metric.value, self.spread.value))
+        self.results.fill(*overview.tabulate(self.shown, self.by.value, self.scores.value, self.metric.value, self.spread.value))
 
     def show_curves(self) -> None:
         """The learning curves, where a row or a choice has changed."""
@@ -241,7 +241,7 @@ def _offer(widget: Any, options: list[str] | dict[str, str]) -> None:
     """Give a widget its choices; what was chosen stays where it is still there."""
     several = isinstance(widget, pn.widgets.MultiChoice)
     if several:
-        options = {markup.escaped(value): value for value in options}  # this widget takes its labels for HTML
+        options = {markup.escape(value): value for value in options}  # this widget takes its labels for HTML
     if widget.options == options:
         return
     values = list(options.values()) if isinstance(options, dict) else options
@@ -252,6 +252,7 @@ def _offer(widget: Any, options: list[str] | dict[str, str]) -> None:
         widget.param.update(options=options, value=chosen if chosen in values else next(iter(values), None))
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the page until interrupted; prints its address when it can be opened. Returns the exit code."""
     options = _parser().parse_args(arguments)
@@ -268,11 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             verbose=False,
         )
     except OSError as error:
-        print(
-            f"--port {options.port}: cannot listen on {options.address}: {error.strerror}. Choose another port, or 0 for a free one.",
-            file=sys.stderr,
-        )
-        return 1
+        raise ConfigError(
+            f"--port {options.port}: cannot listen on {options.address}: {error.strerror}. Choose another port, or 0 for a free one."
+        ) from None
     print(f"http://{options.address}:{server.port}/", flush=True)
     server.run_until_shutdown()
     return 0

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from results import run_arguments
 from results.run_arguments import RUNS
 from src.errors import CheckpointError, ConfigError, DataError, RunError, UserError
 from src.files import read_json, reading
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.metadata import CONFIG, DIFF, ENV, attempts, flat, read_exp_dict, read_status, state_of
 from src.runs.scores import SCORES
-from src.runs.summary import summarized
+from src.runs.summary import summarize
 
 MOST_LINES = 40
 """Lines of the difference between two patches that are shown as text."""
@@ -26,17 +27,13 @@ Difference = dict[str, dict[str, Any]]
 """Key -> {"a": value, "b": value}; one of them is left out where that experiment has no such key."""
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print only what differs. Returns the exit code: 0 whether or not anything does."""
     options = _parser().parse_args(arguments)
-    try:
-        runs = [options.runs / resolve(options.runs, given) for given in options.ids]
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
+    runs = [options.runs / resolve(options.runs, given) for given in options.ids]
     found, warnings = differences(*runs)
-    for warning in warnings:
-        print(warning, file=sys.stderr)
+    run_arguments.warn(warnings)
     names = {"a": runs[0].name, "b": runs[1].name}
     print(json.dumps(names | found, indent=4) if options.format == "json" else _text(names, found), end="\n")
     return 0
@@ -72,7 +69,7 @@ def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str
         "environment": _environment,
         "data": _data,
         "status": lambda run: {"state": state_of(run), "step": read_status(run).get("step"), "attempts": attempts(run)},
-        "scores": lambda run: summarized(run / SCORES).last,
+        "scores": lambda run: summarize(run / SCORES).last,
     }
     found, warnings = {}, []
     for name, values in sections.items():

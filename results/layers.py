@@ -1,6 +1,5 @@
 """Statistics by layer over the steps of one run, from its statistics.jsonl, as heat maps."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.files import reading
+from src.runs.jsonl_records import parse_object
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,13 +65,11 @@ def read(run: Path) -> tuple[list[Layers], list[str]]:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
+    record = parse_object(line)
+    if record is None or type(record.get("step")) is not int or not isinstance(record.get("name"), str):
         return None
-    fits = isinstance(record, dict) and type(record.get("step")) is int and isinstance(record.get("name"), str)
-    numbers = (None if not fits else record.get(name) for name in ("abs_var_mean", "update_rate"))
-    return record if fits and all(number is None or isinstance(number, int | float) for number in numbers) else None
+    numbers = (record.get(name) for name in ("abs_var_mean", "update_rate"))
+    return record if all(number is None or isinstance(number, int | float) for number in numbers) else None
 
 
 def _of(context: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -87,7 +85,7 @@ _KINDS = (
 )
 
 
-def drawn(layers: Layers) -> "Figure":
+def draw(layers: Layers) -> "Figure":
     """A heat map: a row for each layer, a column for each step, colours by magnitude; zero is grey, what is not finite is red."""
     import numpy as np
     from matplotlib import colormaps

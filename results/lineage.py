@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 from results import run_arguments
 from results.table import default_metric
-from src.errors import UserError
 from src.tables import lineage
 from src.tables.lineage import Lineage, Node
 
@@ -18,20 +17,16 @@ _COLOURS = {"done": "#c8e6c9", "haven": "#c8e6c9", "running": "#bbdefb", "stoppe
 _BAD_COLOUR = "#ffcdd2"
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the ancestry; skipped directories and parents that cannot be started from are told on stderr. Returns the exit code."""
-    options = run_arguments.parsed(_parser(), arguments)
-    try:
-        found = lineage.build(options.runs)
-        if options.groups:
-            found = found.family(name for group in options.groups for name in lineage.of_group(options.runs, found, group).nodes)
-        if options.exp_id:
-            found = found.family([found.find(options.exp_id)])
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
-    for line in (*found.warnings, *found.problems):
-        print(line, file=sys.stderr)
+    options = run_arguments.parse(_parser(), arguments)
+    found = lineage.build(options.runs)
+    if options.groups:
+        found = found.family(name for group in options.groups for name in lineage.of_group(options.runs, found, group).nodes)
+    if options.exp_id:
+        found = found.family([found.find(options.exp_id)])
+    run_arguments.warn([*found.warnings, *found.problems])
     print(FORMATS[options.format](found), end="")
     return 0
 

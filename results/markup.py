@@ -22,43 +22,43 @@ def chips(counts: Mapping[str, int]) -> str:
 
 def chip(state: str, text: str) -> str:
     """A label in the colour of `state`."""
-    return f'<span class="chip {escaped(state)}">{escaped(text)}</span>'
+    return f'<span class="chip {escape(state)}">{escape(text)}</span>'
 
 
 def warnings(texts: Sequence[str]) -> str:
     """A box that can be folded; empty without warnings."""
     if not texts:
         return ""
-    items = "".join(f"<li>{escaped(text)}</li>" for text in texts)
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     count = "1 warning" if len(texts) == 1 else f"{len(texts)} warnings"
     return f'<details class="warnings"{" open" if len(texts) <= 3 else ""}><summary>{count}</summary><ul>{items}</ul></details>'
 
 
 def error(text: str) -> str:
     """A mistake of the reader's; empty for none."""
-    return f'<div class="error">{escaped(text)}</div>' if text else ""
+    return f'<div class="error">{escape(text)}</div>' if text else ""
 
 
 def note(text: str) -> str:
     """A quiet remark."""
-    return f'<div class="note">{escaped(text)}</div>' if text else ""
+    return f'<div class="note">{escape(text)}</div>' if text else ""
 
 
 def text_block(text: str) -> str:
     """Text as it stands; of a long one the end is seen first."""
-    return f'<div class="tail"><pre>{escaped(text)}</pre></div>'
+    return f'<div class="tail"><pre>{escape(text)}</pre></div>'
 
 
 def plain_table(headings: Sequence[str], lines: Iterable[Sequence[Any]], chips: int | None = None) -> str:
     """A small table whose first column names things. chips: the column, if any, that holds states."""
-    top = "".join(f"<th>{escaped(cell)}</th>" for cell in headings)
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
     rows = []
     for line in lines:
-        cells = [chip(cell, cell) if place == chips else escaped(cell) for place, cell in enumerate(line)]
+        cells = [chip(cell, cell) if place == chips else escape(cell) for place, cell in enumerate(line)]
         rows.append(f'<tr><td class="key">{cells[0]}</td>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>')
     return f'<table class="plain"><thead><tr>{top}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
 
 
-def escaped(value: Any) -> str:
+def escape(value: Any) -> str:
     """Safe as text and inside quotes."""
     return html.escape(str(value), quote=True)

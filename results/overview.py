@@ -116,7 +116,7 @@ def select(found: Overview, states: Sequence[str] = (), where: str = "", text: s
     return replace(found, rows=[row for row in rows if row["exp_id"] in kept], jobs=listed)
 
 
-def tabulated(
+def tabulate(
     found: Overview, by: Sequence[str] = (), scores: Sequence[str] = (), metric: str | None = None, spread: str = "std"
 ) -> tuple[list[str], list[list[str]]]:
     """Headings and cells of the table of results, best first. Empty without rows.
@@ -155,7 +155,7 @@ def curves(found: Overview, metric: str, x: str = "step", spread: str = "std") -
     if metric not in results.score_names(found.rows):
         return Curves()
     keys = results.distinguishing(found.rows)
-    groups = results.grouped(found.rows, keys)
+    groups = results.group_rows(found.rows, keys)
     best = results.best_first([{**results.aggregate(group, [], [metric])[0], "group": group} for group in _having(groups, metric)], metric)
     shown = [row["group"] for row in best[:LINES]]
     try:

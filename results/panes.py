@@ -64,7 +64,7 @@ class Table:
     def _make(self, frame: pd.DataFrame) -> None:
         self.widget = pn.widgets.Tabulator(
             frame,
-            titles={name: markup.escaped(name) for name in frame.columns},  # titles are taken for HTML, cells are not
+            titles={name: markup.escape(name) for name in frame.columns},  # titles are taken for HTML, cells are not
             show_index=False,
             disabled=True,
             theme="simple",
@@ -89,4 +89,4 @@ def unique(names: Sequence[str]) -> list[str]:
 def head(found: overview.Overview, shown: overview.Overview) -> str:
     """Title, folder, and how many experiments are in which state."""
     told = f"{len(shown.jobs)} experiments" if len(shown.jobs) == len(found.jobs) else f"{len(shown.jobs)} of {len(found.jobs)} experiments"
-    return f'<h1>Experiments</h1><span class="where">{markup.escaped(found.runs)} · {told}</span>{markup.chips(shown.counts())}'
+    return f'<h1>Experiments</h1><span class="where">{markup.escape(found.runs)} · {told}</span>{markup.chips(shown.counts())}'

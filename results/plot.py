@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from results import run_arguments
 from results.table import INTERVALS, default_metric
 from src.config import unknown
-from src.errors import ConfigError, DataError, UserError
+from src.errors import ConfigError, DataError
 from src.files import write_atomic, writing
 from src.runs.summary import is_finite
 from src.tables import curves
@@ -28,26 +28,22 @@ LABEL_CHARACTERS = 48
 """In a line of the legend."""
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the plot and print its path. Returns the exit code."""
-    options = run_arguments.parsed(_parser(), arguments)
+    options = run_arguments.parse(_parser(), arguments)
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.png"
-    try:
-        rows, warnings = results.select(options.runs, options.groups, options.where)
-        if options.y is None:
-            if options.log_x:
-                raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
-            figure, unread = drawn(options.runs, rows, options.metric, options.x, options.interval, options.by)
-        else:
-            if options.metric:
-                raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
-            figure, unread = points(options.runs, rows, options.x, options.y, options.log_x, options.by)
-        save(figure, output)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
-    for warning in [*warnings, *unread]:
-        print(warning, file=sys.stderr)
+    rows, warnings = results.select(options.runs, options.groups, options.where)
+    if options.y is None:
+        if options.log_x:
+            raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
+        figure, unread = draw_panels(options.runs, rows, options.metric, options.x, options.interval, options.by)
+    else:
+        if options.metric:
+            raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
+        figure, unread = points(options.runs, rows, options.x, options.y, options.log_x, options.by)
+    save(figure, output)
+    run_arguments.warn([*warnings, *unread])
     print(output)
     return 0
 
@@ -71,10 +67,10 @@ def save(figure: "Figure", output: Path) -> None:
 
 def draw(runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None = None) -> "Figure":
     """`drawn` over steps, with standard deviations, for a notebook."""
-    return drawn(runs, rows, metrics)[0]
+    return draw_panels(runs, rows, metrics)[0]
 
 
-def drawn(
+def draw_panels(
     runs: Path,
     rows: Sequence[results.Row],
     metrics: Sequence[str] | None = None,
@@ -105,8 +101,8 @@ def drawn(
             raise unknown("score", metric, known, str(runs))
     if x not in ("step", "seconds", *known):
         raise unknown("axis", x, ["step", "seconds", *known], str(runs))
-    keys = results.telling(rows, by)
-    groups = results.grouped(rows, keys)
+    keys = results.grouping_keys(rows, by)
+    groups = results.group_rows(rows, keys)
     found, warnings = curves.bands(runs, groups, chosen, x)
     figure = Figure(figsize=(6.4 * len(chosen), 4.8), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
@@ -146,12 +142,12 @@ def points(
     if not placed:
         raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.")
     left_out = len(rows) - len(placed)
-    keys = results.telling(rows, by)
+    keys = results.grouping_keys(rows, by)
     figure = Figure(figsize=(6.4, 4.8), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")
     axes.grid(alpha=0.3)
-    for group in results.grouped(placed, keys):
+    for group in results.group_rows(placed, keys):
         text = in_legend(label(group, keys) or group[0]["exp_id"][:8])
         axes.plot([row[x] for row in group], [row[y] for row in group], "o", label=text)
     axes.legend(fontsize="small")

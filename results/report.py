@@ -15,7 +15,6 @@ from results.lineage import tree
 from results.plot import PLOTS, draw_line, write_plainly
 from src.config import unknown
 from src.errors import DataError, UserError
-from src.files import write_atomic, writing
 from src.tables import lineage
 from src.tables import rows as results
 
@@ -28,19 +27,13 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """What a browser may load for the page: nothing but what is in it."""
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report and print its path. Returns the exit code."""
-    options = run_arguments.parsed(_parser(), arguments)
+    options = run_arguments.parse(_parser(), arguments)
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.html"
-    try:
-        page = render(overview.load(options.runs, options.groups), options.groups, options.metric)
-        with writing(output):
-            output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(output, page)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(output)
+    page = render(overview.load(options.runs, options.groups), options.groups, options.metric)
+    run_arguments.write_page(output, page)
     return 0
 
 
@@ -79,14 +72,14 @@ def page(title: str, body: str) -> str:
     style = markup.CSS + markup.style("report")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f'<meta name="viewport" content="width=device-width"><title>{markup.escaped(title)}</title><style>{style}</style></head>\n'
+        f'<meta name="viewport" content="width=device-width"><title>{markup.escape(title)}</title><style>{style}</style></head>\n'
         f"<body><main>{body}</main></body></html>\n"
     )
 
 
 def section(title: str, content: str, kind: str = "") -> str:
     """A box with a heading; empty where it would have nothing in it."""
-    heading = f"<h2>{markup.escaped(title)}</h2>" if title else ""
+    heading = f"<h2>{markup.escape(title)}</h2>" if title else ""
     return f'<section class="{kind}">{heading}{content}</section>\n' if content else ""
 
 
@@ -94,15 +87,15 @@ def _header(found: overview.Overview, title: str) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     best = _best(found)
     return (
-        f'<header><h1>{markup.escaped(title)}</h1><div class="where">{markup.escaped(found.runs)} · {len(found.jobs)} experiments · '
-        f"written {now}</div>{markup.chips(found.counts())}{f'<p>{markup.escaped(best)}</p>' if best else ''}</header>\n"
+        f'<header><h1>{markup.escape(title)}</h1><div class="where">{markup.escape(found.runs)} · {len(found.jobs)} experiments · '
+        f"written {now}</div>{markup.chips(found.counts())}{f'<p>{markup.escape(best)}</p>' if best else ''}</header>\n"
     )
 
 
 def _best(found: overview.Overview) -> str:
     """The first row of the table in words."""
     metric = next(iter(overview.metrics(found)), None)
-    headings, lines = overview.tabulated(found)
+    headings, lines = overview.tabulate(found)
     if metric is None or metric not in headings or not lines:
         return ""
     place = headings.index(metric)
@@ -115,8 +108,8 @@ def _num_keys(found: overview.Overview) -> int:
 
 
 def _results(found: overview.Overview) -> str:
-    headings, lines = overview.tabulated(found)
-    _, intervals = overview.tabulated(found, spread="ci95")
+    headings, lines = overview.tabulate(found)
+    _, intervals = overview.tabulate(found, spread="ci95")
     if not lines:
         return ""
     cells = [
@@ -133,7 +126,7 @@ def _curves(found: overview.Overview, metrics: Sequence[str]) -> str:
     for metric in metrics:
         drawn = overview.curves(found, metric)
         if drawn.lines:
-            pictures.append(f'<img alt="{markup.escaped(metric)} by step" src="data:image/svg+xml;base64,{_picture(drawn.lines, metric)}">')
+            pictures.append(f'<img alt="{markup.escape(metric)} by step" src="data:image/svg+xml;base64,{_picture(drawn.lines, metric)}">')
         pictures += map(markup.note, drawn.notes)
     return "".join(pictures)
 
@@ -151,10 +144,10 @@ def _picture(lines: Sequence[overview.Line], metric: str) -> str:
         draw_line(axes, line.x, line.mean, line.low, line.high, line.label)
     if any(line.label for line in lines):
         figure.legend(loc="outside right upper", fontsize="small", frameon=False)
-    return encoded(figure, metric)
+    return encode_svg(figure, metric)
 
 
-def encoded(figure: "Figure", salt: str) -> str:
+def encode_svg(figure: "Figure", salt: str) -> str:
     """The figure as an SVG in base64, the same each time for one `salt`."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -201,10 +194,14 @@ def _environment(found: overview.Overview) -> str:
             seen.setdefault(name, Counter())[value] += 1
     seen.pop("time", None)
     seen.pop("command", None)
-    return markup.plain_table(("fact", "value"), [(name, _counted(values.most_common())) for name, values in seen.items()]) if seen else ""
+    return (
+        markup.plain_table(("fact", "value"), [(name, _spell_counts(values.most_common())) for name, values in seen.items()])
+        if seen
+        else ""
+    )
 
 
-def _counted(values: Iterable[tuple[str, int]]) -> str:
+def _spell_counts(values: Iterable[tuple[str, int]]) -> str:
     values = list(values)
     return values[0][0] if len(values) == 1 else "\n".join(f"{value} ({number})" for value, number in values)
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from results import run_arguments
 from results.table import draw_rich, markdown
 from src.config import Problems, join, unknown_text
-from src.errors import ConfigError, DataError, UserError
+from src.errors import ConfigError, DataError
 from src.files import reading
 from src.interfaces import MetricConfig
 from src.metrics import answers as answered
@@ -25,19 +26,16 @@ _LISTS = ("answers", "contexts_list")
 Row = dict[str, Any]
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the scores of each file. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    try:
-        metrics = [_metric(text) for text in options.metrics]
-        listed = answered.read_row_indices(options.index_file) if options.index_file else None
-        tables = {}
-        for file in [file for path in options.files for file in _files(path)]:
-            answers = chosen(read(file), file, options.datasets, listed)
-            tables[str(file)] = scored(metrics, answers, options.best_answer)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
+    metrics = [_metric(text) for text in options.metrics]
+    listed = answered.read_row_indices(options.index_file) if options.index_file else None
+    tables = {}
+    for file in [file for path in options.files for file in _files(path)]:
+        answers = select_answers(read(file), file, options.datasets, listed)
+        tables[str(file)] = score_answers(metrics, answers, options.best_answer)
     if options.json:
         print(json.dumps(tables, indent=4, ensure_ascii=False))
         return 0
@@ -66,7 +64,9 @@ def read(file: Path) -> list[Prediction]:
     return [answered.of_row(row, row[PREDICTION]) for row in rows]
 
 
-def chosen(answers: Sequence[Prediction], file: Path, datasets: Sequence[str] | None, listed: Sequence[int] | None) -> list[Prediction]:
+def select_answers(
+    answers: Sequence[Prediction], file: Path, datasets: Sequence[str] | None, listed: Sequence[int] | None
+) -> list[Prediction]:
     """Those at the places `listed`, and of these the ones whose source is one of `datasets`. None: all.
 
     Raises:
@@ -84,7 +84,7 @@ def chosen(answers: Sequence[Prediction], file: Path, datasets: Sequence[str] | 
     return found
 
 
-def scored(metrics: Sequence[MetricConfig], answers: Sequence[Prediction], best_answer: bool) -> dict[str, dict[str, float]]:
+def score_answers(metrics: Sequence[MetricConfig], answers: Sequence[Prediction], best_answer: bool) -> dict[str, dict[str, float]]:
     """{"all": {"rows": …, "em": …}, "nq": …}; sources only where there are several."""
     tables: dict[str, dict[str, float]] = {"all": {"rows": len(answers)}}
     for name, value in answered.scores(metrics, answers, best_answer).items():

@@ -1,19 +1,57 @@
-"""Which folder of runs and which groups a command of results is about: `[RUNS] [-e GROUP [GROUP ..]] [RUNS]`."""
+"""What the commands of results share: their arguments `[RUNS] [-e GROUP [GROUP ..]] [RUNS]`, and how they print errors."""
 
 import argparse
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from src.errors import UserError
+from src.files import write_atomic, writing
+
 RUNS = Path("results/runs")
+Main = Callable[[Sequence[str] | None], int]
+
+
+def command(main: Main) -> Callable[..., int]:
+    """A `main` that prints a UserError as "error: ..." to stderr, each of its lines so, and then returns 1."""
+
+    @functools.wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        try:
+            return main(arguments)
+        except UserError as error:
+            warn(f"error: {line}" for line in str(error).splitlines())
+            return 1
+
+    return run
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Print lines to stderr."""
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def write_page(output: Path, page: str) -> None:
+    """Write a page into a folder that need not exist, and print its path.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    with writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output, page)
+    print(output)
 
 
 def add(parser: argparse.ArgumentParser, about: str) -> None:
-    """Add the arguments that `parsed` understands. about: of the groups."""
+    """Add the arguments that `parse` understands. about: of the groups."""
     parser.add_argument("runs", nargs="?", type=Path, help=f"folder of save directories (default: {RUNS})")
     parser.add_argument("-e", "--group", dest="groups", nargs="+", action="extend", metavar="GROUP", help=about)
 
 
-def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """`runs` is a folder and `groups` a list of names, or None for all.
 
     The last word after -e is the folder of the runs, if none stands before it, there are several words and it is a folder.

@@ -1,7 +1,6 @@
 """One run as one HTML file that opens offline: curves, speed, layers and events: `python -m results.run_page RUN [-o FILE]`."""
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,13 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from results import layers, markup, overview, report
+from results import layers, markup, overview, report, run_arguments
 from results.diff import resolve
 from results.plot import PLOTS
 from results.run_arguments import RUNS
-from src.errors import UserError
-from src.files import reading, write_atomic, writing
-from src.runs import ledger
+from src.runs import jsonl_records, ledger
 from src.runs.metadata import flat, read_exp_dict, read_status, state_of
 from src.runs.scores import SCORES, Scores
 
@@ -39,20 +36,14 @@ _NAMED = {
 """Panels with one line, in their order, and what stands above them."""
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page and print its path. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    try:
-        run = Path(options.run) if Path(options.run).is_dir() else options.runs / resolve(options.runs, options.run)
-        output = options.output or PLOTS / f"{run.resolve().name}.html"
-        written = render(run)
-        with writing(output):
-            output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(output, written)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(output)
+    run = Path(options.run) if Path(options.run).is_dir() else options.runs / resolve(options.runs, options.run)
+    output = options.output or PLOTS / f"{run.resolve().name}.html"
+    written = render(run)
+    run_arguments.write_page(output, written)
     return 0
 
 
@@ -89,17 +80,9 @@ def read_perf(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
         RunError: the file cannot be read.
     """
     path, by_step, wrong = run / PERF, {}, 0
-    try:
-        with reading(path):
-            lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return [], []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict) and type(row.get("step")) is int:
+    for line in jsonl_records.complete_lines(path):
+        row = jsonl_records.parse_object(line)
+        if row is not None and type(row.get("step")) is int:
             by_step[row["step"]] = row
         else:
             wrong += 1
@@ -146,7 +129,7 @@ def _panels(panels: Mapping[str, Mapping[str, Line]], size: tuple[float, float])
 
 def _figure(title: str, picture: str) -> str:
     return (
-        f'<figure><figcaption>{markup.escaped(title)}</figcaption><img alt="{markup.escaped(title)} over steps" '
+        f'<figure><figcaption>{markup.escape(title)}</figcaption><img alt="{markup.escape(title)} over steps" '
         f'src="data:image/svg+xml;base64,{picture}"></figure>'
     )
 
@@ -163,13 +146,13 @@ def _curves(title: str, lines: Mapping[str, Line], size: tuple[float, float]) ->
         axes.plot(steps, values, label=f" {name}", linewidth=1.3, marker="o" if len(steps) < 20 else None, markersize=3)
     if len(lines) > 1:
         figure.legend(loc="outside right upper", fontsize="small", frameon=False)
-    return report.encoded(figure, title)
+    return report.encode_svg(figure, title)
 
 
 def _layers(kinds: Sequence[layers.Layers]) -> str:
     if not kinds:
         return ""
-    pictures = [_figure(kind.title, report.encoded(layers.drawn(kind), kind.title)) for kind in kinds]
+    pictures = [_figure(kind.title, report.encode_svg(layers.draw(kind), kind.title)) for kind in kinds]
     note = markup.note("Largest first; grey is zero, red is not finite.")
     return note + markup.plain_table(("what", "layer", "number"), layers.notable(kinds)) + "".join(pictures)
 
@@ -192,9 +175,9 @@ def _header(run: Path, status: Mapping[str, Any], rows: Sequence[Mapping[str, An
     place = f"step {step} of {steps}" if step is not None and steps is not None else f"step {step}" if step is not None else "no steps yet"
     reason = status.get("reason")
     return (
-        f"<header><h1>Run {markup.escaped(run.resolve().name)}</h1>"
-        f'<div class="where">{markup.escaped(run)} · {markup.escaped(place)} · written {now}</div>'
-        f'<div class="chips">{markup.chip(state, state)}</div>{f"<p>{markup.escaped(reason)}</p>" if reason else ""}</header>\n'
+        f"<header><h1>Run {markup.escape(run.resolve().name)}</h1>"
+        f'<div class="where">{markup.escape(run)} · {markup.escape(place)} · written {now}</div>'
+        f'<div class="chips">{markup.chip(state, state)}</div>{f"<p>{markup.escape(reason)}</p>" if reason else ""}</header>\n'
     )
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from results import run_arguments
 from results.run_arguments import RUNS
-from results.table import rendered, tabulate
-from src.errors import DataError, UserError
+from results.table import render, tabulate
+from src.errors import DataError
 from src.files import reading, sync_directory, writing
 from src.runs.environment import SECRET_FILES
 from src.runs.lease import GUARD, LEASE
@@ -45,19 +46,15 @@ With the code at hand:  python -m results.table FOLDER      python -m results.pl
 """
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the zip, and print its path, number of files and size. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    try:
-        rows, warnings = results.select(options.runs, options.group, options.where)
-        if not rows:
-            raise DataError(f"{options.runs}: no run can be read:\n" + "\n".join(warnings))
-        count, left_out = share(options.runs, rows, options.output, options.group, options.wandb)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
-    for warning in [*warnings, *left_out]:
-        print(warning, file=sys.stderr)
+    rows, warnings = results.select(options.runs, options.group, options.where)
+    if not rows:
+        raise DataError(f"{options.runs}: no run can be read:\n" + "\n".join(warnings))
+    count, left_out = share(options.runs, rows, options.output, options.group, options.wandb)
+    run_arguments.warn([*warnings, *left_out])
     print(f"{options.output}: {len(rows)} runs, {count} files, {options.output.stat().st_size / 1e6:.1f} MB")
     return 0
 
@@ -78,7 +75,7 @@ def share(runs: Path, rows: Sequence[results.Row], output: Path, group: str | No
         try:
             with zipfile.ZipFile(beside, "w") as zipped:
                 _add(zipped, "README.txt", _README.format(runs=len(rows), of_group=f" of group {group}" if group else "").encode())
-                _add(zipped, "table.csv", rendered(*tabulate(rows, None, ["all"]), "csv").encode())
+                _add(zipped, "table.csv", render(*tabulate(rows, None, ["all"]), "csv").encode())
                 for name in sorted(row["exp_id"] for row in rows):
                     for path in _files(runs / name, wandb, warnings):
                         content = _scrubbed(path, warnings)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from results import run_arguments
-from src.errors import ConfigError, UserError
+from src.errors import ConfigError
 from src.tables import rows as results
 
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
@@ -26,27 +26,23 @@ _LATEX = {
 Table = list[dict[str, Any]]
 
 
+@run_arguments.command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; warnings about runs that cannot be read or are not done go to stderr. Returns the exit code."""
-    options = run_arguments.parsed(_parser(), arguments)
-    try:
-        rows, warnings = results.select(options.runs, options.groups, options.where)
-        output: Callable[[], None]
-        if options.pivot:
-            if options.by or options.scores or options.best:
-                raise ConfigError("--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores and --best.")
-            keys = options.pivot
-            cross, metric = pivoted(rows, keys[0], keys[1], options.metric)
-            output = partial(print_pivot, cross, keys, metric, options.format, options.interval)
-        else:
-            wanted = options.scores or (["all"] if options.format in ("csv", "json") else None)
-            table, keys, scores = tabulate(rows, options.by, wanted, options.metric, options.best)
-            output = partial(print_table, table, keys, scores, options.format, options.interval)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 1
-    for warning in [*warnings, *remarks(rows, keys)]:
-        print(warning, file=sys.stderr)
+    options = run_arguments.parse(_parser(), arguments)
+    rows, warnings = results.select(options.runs, options.groups, options.where)
+    output: Callable[[], None]
+    if options.pivot:
+        if options.by or options.scores or options.best:
+            raise ConfigError("--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores and --best.")
+        keys = options.pivot
+        cross, metric = pivot_score(rows, keys[0], keys[1], options.metric)
+        output = partial(print_pivot, cross, keys, metric, options.format, options.interval)
+    else:
+        wanted = options.scores or (["all"] if options.format in ("csv", "json") else None)
+        table, keys, scores = tabulate(rows, options.by, wanted, options.metric, options.best)
+        output = partial(print_table, table, keys, scores, options.format, options.interval)
+    run_arguments.warn([*warnings, *remarks(rows, keys)])
     output()
     return 0
 
@@ -82,7 +78,7 @@ def tabulate(
         ConfigError: a key or a score that no run has.
     """
     known = results.score_names(rows)
-    keys = results.telling(rows, by)
+    keys = results.grouping_keys(rows, by)
     if scores is None:
         shown = results.headline(known)
     else:
@@ -103,7 +99,7 @@ def default_metric(scores: Sequence[str]) -> str | None:
     return preferred[0] if preferred else None
 
 
-def pivoted(rows: Sequence[results.Row], index: str, columns: str, metric: str | None = None) -> tuple[results.Pivot, str]:
+def pivot_score(rows: Sequence[results.Row], index: str, columns: str, metric: str | None = None) -> tuple[results.Pivot, str]:
     """One score over two dotted keys, and which score that is: `metric`, or what tables are sorted by.
 
     Raises:
@@ -120,10 +116,10 @@ def print_table(table: Table, keys: Sequence[str], scores: Sequence[str], style:
     if style == "rich":
         draw_rich(*_cells(table, keys, scores, interval), f"mean ± {INTERVALS[interval]} (number of runs), best first")
     else:
-        print(rendered(table, keys, scores, style, interval), end="")
+        print(render(table, keys, scores, style, interval), end="")
 
 
-def rendered(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std") -> str:
+def render(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std") -> str:
     """The table as text: one of `FORMATS` but rich. interval: what follows ±, one of `INTERVALS`."""
     if style == "json":
         return json.dumps(table, indent=4, allow_nan=False) + "\n"
@@ -208,12 +204,12 @@ def markdown(headings: list[str], lines: list[list[str]]) -> str:
 
 def _latex(headings: list[str], lines: list[list[str]], num_keys: int) -> str:
     columns = "l" * num_keys + "r" * (len(headings) - num_keys)
-    rows = [" & ".join(map(_escaped, row)) + r" \\" for row in (headings, *lines)]
+    rows = [" & ".join(map(_escape, row)) + r" \\" for row in (headings, *lines)]
     parts = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]
     return "% needs \\usepackage{booktabs}\n" + "\n".join(parts) + "\n"
 
 
-def _escaped(cell: str) -> str:
+def _escape(cell: str) -> str:
     return "".join(_LATEX.get(character, character) for character in cell).replace(" ± ", r" $\pm$ ").replace("\n", " ")
 
 

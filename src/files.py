@@ -10,14 +10,16 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from src.errors import RunError, UserError
+from src.errors import ConfigError, RunError, UserError
 
 MANIFEST = "manifest.json"
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
+"""The names of files that `write_atomic` has not finished."""
 # What flock, and the exchange of two names, say where the file system or the kernel does not offer them.
 _NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
@@ -152,6 +154,40 @@ def read_json(path: Path, error: type[UserError]) -> Any:
         raise error(f"{path}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None
     except (RecursionError, ValueError):
         raise error(f"{path}: cannot be read as JSON: it is nested too deeply, or holds a number of thousands of digits.") from None
+
+
+def read_yaml(path: Path, expected: str) -> dict[str, Any]:
+    """The dict in the YAML file `path`. expected: what it should hold, for the message.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML, has a key twice, or is no dict; names the file, and the line if one is to blame.
+    """
+    import yaml  # 30 ms, which most commands need not spend
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+            seen = set()
+            for key, _ in node.value:
+                if key.value in seen and isinstance(key, yaml.ScalarNode):  # YAML would take the last and say nothing
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
+    try:
+        with reading(path, ConfigError):
+            raw = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}.") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}.") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}.") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected {expected}, got {type(raw).__name__}.")
+    return raw
 
 
 def read_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 LEVELS: list[set[str]] = [
     {"src.errors", "src.batches"},
     {"src.files"},
-    {"src.config", "src.distributed", "src.kinds", "src.weights", "src.yaml_file"},
+    {"src.config", "src.distributed", "src.kinds", "src.weights"},
     {"src.registry"},
     {"src.interfaces"},
     {"src.experiments", "src.metrics"},

@@ -112,7 +112,7 @@ def test_every_line_of_the_study_is_understood(make):
     lines = make("study", TRAINVAL_DATA="released")
     asked = {words[1]: words[2:] for line in lines if (words := shlex.split(line))[:1] == ["-m"]}
     for module in (table, plot):
-        options = run_arguments.parsed(module._parser(), asked[module.__name__])
+        options = run_arguments.parse(module._parser(), asked[module.__name__])
         assert (options.groups, options.runs) == (["study_crossattn", "study_prompted"], run_arguments.RUNS)
     (training,) = (shlex.split(line)[1:] for line in lines if line.startswith("trainval.py"))
     assert arguments.parse(training, "", ROOT).exp_group == options.groups

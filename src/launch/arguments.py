@@ -121,7 +121,7 @@ def options(args: argparse.Namespace, processes: int) -> "Options":
         ConfigError: they contradict each other.
     """
     from src.launch import accelerate_env
-    from src.runs.checkpoints.rotation import Keep
+    from src.runs.checkpoints.retention import Keep
     from src.runs.context import Limits, Options, Wandb
 
     choices = accelerate_env.take(os.environ, processes, args.deepspeed, args.fsdp)

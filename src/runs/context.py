@@ -8,7 +8,7 @@ from pathlib import Path
 
 from src.config import Places
 from src.files import writing
-from src.runs.checkpoints.rotation import Keep
+from src.runs.checkpoints.retention import Keep
 from src.runs.run_dir import RunDir
 
 

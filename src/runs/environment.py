@@ -88,7 +88,7 @@ def code(root: Path) -> dict[str, Any]:
     heads = (_git(root, "rev-parse", "HEAD", "--abbrev-ref", "HEAD") or "").split()
     commit, branch = heads if len(heads) == 2 else (None, None)
     diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".", *(f":(exclude,glob)**/{name}" for name in SECRET_FILES))
-    return {"commit": commit, "branch": branch, "dirty": None if diff is None else bool(diff), "diff": diff and _shortened(diff)}
+    return {"commit": commit, "branch": branch, "dirty": None if diff is None else bool(diff), "diff": diff and _shorten(diff)}
 
 
 def redacted(command: Sequence[str]) -> list[str]:
@@ -139,7 +139,7 @@ def _is_secret(name: str) -> bool:
     return any(word in _SECRET_WORDS for word in words)
 
 
-def _shortened(diff: str) -> str:
+def _shorten(diff: str) -> str:
     data = diff.encode(errors="replace")
     if len(data) <= MAX_DIFF_BYTES:
         return diff

@@ -1,22 +1,27 @@
-"""Append-only JSON lines that several processes write: one line at a time, whole or not at all, none twice."""
+"""JSON lines: added whole or not at all, cut after a step, and read from the start, from the end, or from where one stopped."""
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from src.errors import DataError, RunError
 from src.files import reading, sync_directory, writing
-from src.runs.appending import append_line
 
+TAIL_BYTES = 4096
+_WINDOW = 2**16
+_EMPTY = hashlib.sha256(b"").hexdigest()
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 Line = dict[str, Any]
 
 
 class Records:
-    """An open, locked file of lines: nobody else writes until it is closed."""
+    """An open, locked file of lines: no other process writes until it is closed."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -26,34 +31,74 @@ class Records:
         """See `rows`."""
         return rows(self.path)
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Mapping[str, Any], ensure_ascii: bool = True) -> None:
         """Add a line; it is on the disk when this returns.
 
         Raises:
             RunError: the disk refuses. The file holds what it held before.
         """
-        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         with writing(self.path):
-            append_line(self._descriptor, line)
+            _append(self._descriptor, json.dumps(row, allow_nan=False, ensure_ascii=ensure_ascii).encode() + b"\n")
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[Records]:
-    """Lock the file `path`, made where it is missing; its folder must exist. A line that a killed writer left half written goes.
+def opened(path: Path, mend: bool = True) -> Iterator[Records]:
+    """Lock the file `path`, made where it is missing; its folder must exist. mend: delete a line that a killed writer left half written.
 
     Not twice in one process: it waits.
 
     Raises:
         RunError: no such folder, no locks on this file system, or the disk refuses.
     """
-    descriptor = _locked(path)
+    descriptor = _open_locked(path)
     try:
-        _mend(path, descriptor)
+        if mend:
+            whole, _ = next(lines_from_end(path), (0, b""))
+            _cut(path, whole)
         yield Records(path, descriptor)
     finally:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
+
+
+def append(path: Path, rows: Iterable[Mapping[str, Any]], durable: bool = True, allow_nan: bool = False) -> None:
+    """Add lines to a file that only this process writes, made where it is missing. durable: they are on the disk when this returns.
+
+    Raises:
+        RunError: the disk refuses. The file holds what it held before.
+    """
+    text = "".join(json.dumps(row, allow_nan=allow_nan) + "\n" for row in rows).encode()
+    with writing(path):
+        new = not path.exists()
+        descriptor = os.open(path, _FLAGS, 0o666)
+        try:
+            _append(descriptor, text, durable)
+        finally:
+            os.close(descriptor)
+        if new and durable:
+            sync_directory(path.parent)
+
+
+def truncate_after(path: Path, step: int, kind: str) -> None:
+    """Drop the lines after `step`, and a line that a killed process left torn. Looks from the end, as the file may be long.
+
+    The lines, each with a "step", are in the order of their steps. kind: what a line should be, for the message.
+
+    Raises:
+        DataError: a line at the end that is none; names it.
+        RunError: the disk refuses.
+    """
+    whole = 0
+    for end, line in lines_from_end(path):
+        try:
+            of_line = int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError):
+            raise DataError(f"{path}: not {kind}: {line[:60].decode(errors='replace')!r}. Remove this line.") from None
+        if of_line <= step:
+            whole = end
+            break
+    _cut(path, whole)
 
 
 def rows(path: Path) -> list[Line]:
@@ -63,28 +108,106 @@ def rows(path: Path) -> list[Line]:
         DataError: a line that is no JSON object; names the file and the line.
         RunError: the file cannot be read.
     """
-    try:
-        with reading(path):
-            lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
     found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
+    for number, line in enumerate(complete_lines(path), start=1):
+        row = parse_object(line)
+        if row is None:
             raise DataError(f"{path}:{number}: expected a JSON object, got {line[:60].decode(errors='replace')!r}. Remove this line.")
         found.append(row)
     return found
 
 
-def _locked(path: Path) -> int:
+def parse_object(line: bytes) -> Line | None:
+    """The JSON object in `line`; None where it holds anything else."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def complete_lines(path: Path) -> list[bytes]:
+    """The lines of a file, without their newlines; not a last one that has none. Empty where there is no file.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    try:
+        with reading(path):
+            return path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+
+
+def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Complete lines, the last first, without their newlines; and the position in the file after each newline. None where there is no file.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    try:
+        with reading(path), open(path, "rb") as file:
+            start, buffer = file.seek(0, os.SEEK_END), b""
+            while start:
+                count = min(_WINDOW, start)
+                start -= count
+                file.seek(start)
+                buffer = file.read(count) + buffer
+                first = buffer.find(b"\n") + 1 if start else 0  # before it stands a line that may begin earlier
+                if start and not first:
+                    continue
+                *lines, torn = buffer[first:].split(b"\n")
+                end = start + len(buffer) - len(torn)
+                for line in reversed(lines):
+                    yield end, line
+                    end -= len(line) + 1
+                buffer = buffer[:first]
+    except FileNotFoundError:
+        return
+
+
+class Piece(NamedTuple):
+    """What `read_on` found in a file of lines."""
+
+    start: int
+    """The bytes before this were known already."""
+    lines: bytes
+    """The complete lines from there on."""
+    tail: str
+    """sha256 of the last `TAIL_BYTES` bytes before the end of these."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.lines)
+
+
+def read_on(path: Path, size: int = 0, tail: str = _EMPTY) -> Piece:
+    """The complete lines of a file after the first `size` bytes, if these still end with `tail`; else all of it. Empty without a file.
+
+    A file is only ever appended to, or replaced by one that differs before its end: what `Scores` does.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    try:
+        with reading(path), open(path, "rb", buffering=0) as file:
+            start = max(0, size - TAIL_BYTES)
+            file.seek(start)
+            content = file.readall()
+    except FileNotFoundError:
+        return Piece(0, b"", _EMPTY)
+    known, lines = content[: size - start], content[size - start :]
+    if len(known) != size - start or hashlib.sha256(known).hexdigest() != tail:
+        return read_on(path) if size else Piece(0, b"", _EMPTY)
+    lines = lines[: lines.rfind(b"\n") + 1]
+    return Piece(size, lines, hashlib.sha256((known + lines[-TAIL_BYTES:])[-TAIL_BYTES:]).hexdigest() if lines else tail)
+
+
+def _open_locked(path: Path) -> int:
     while True:
         with writing(path):
             new = not path.exists()
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            descriptor = os.open(path, _FLAGS, 0o666)
             if new:
                 sync_directory(path.parent)
         try:
@@ -99,13 +222,28 @@ def _locked(path: Path) -> int:
         os.close(descriptor)
 
 
-def _mend(path: Path, descriptor: int) -> None:
-    """Cut what stands after the last newline."""
+def _append(descriptor: int, text: bytes, durable: bool = True) -> None:
+    """Add `text`, which ends with a newline. It begins a line of its own, also after one that a killed writer left half written.
+
+    Raises:
+        OSError: the disk refuses. The file holds what it held before.
+    """
     size = os.fstat(descriptor).st_size
-    if not size or os.pread(descriptor, 1, size - 1) == b"\n":
-        return
-    whole = size
-    while whole and os.pread(descriptor, 1, whole - 1) != b"\n":
-        whole -= 1
-    with writing(path):
-        os.ftruncate(descriptor, whole)
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        text = b"\n" + text
+    written = os.write(descriptor, text)
+    try:
+        if written < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if durable:
+            os.fsync(descriptor)
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise
+
+
+def _cut(path: Path, size: int) -> None:
+    """Drop what a file holds after `size` bytes, if anything."""
+    if path.exists() and path.stat().st_size > size:
+        with writing(path):
+            os.truncate(path, size)

@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
@@ -22,7 +23,6 @@ from typing import Any
 
 from src.errors import RunError
 from src.files import reading, write_atomic, writing
-from src.runs.processes import process_start, this_process
 
 STALE_SECONDS = 30.0
 """How long a holder elsewhere may stand still before it counts as dead."""
@@ -65,7 +65,7 @@ class Lease:
             while time.monotonic() < until and _read(path) == seen:
                 time.sleep(min(1.0, stale_seconds / 20))
             if lease._try(seen) is not None:
-                raise _held(path, _read(path) or seen)
+                raise _held_error(path, _read(path) or seen)
         lease._thread.start()
         return lease
 
@@ -91,7 +91,7 @@ class Lease:
         self._thread.join()
         try:
             with guarded(self.path, create=False):
-                if _parsed(_read(self.path)).get("token") == self._facts["token"]:
+                if _parse(_read(self.path)).get("token") == self._facts["token"]:
                     (self.path / LEASE).unlink()
         except (OSError, RunError) as error:
             log.warning("%s: the lease could not be removed (%s); it counts as dead once this process has ended.", self.path, error)
@@ -118,9 +118,9 @@ class Lease:
         with guarded(self.path):
             now = _read(self.path)
             if now is not None and now != silent:
-                alive = _alive(_parsed(now))
+                alive = _alive(_parse(now))
                 if alive:
-                    raise _held(self.path, now)
+                    raise _held_error(self.path, now)
                 if alive is None:
                     return now
             if now is not None:
@@ -151,7 +151,7 @@ class Lease:
         except RunError as error:
             log.warning("%s", error)
             return
-        if _parsed(found).get("token") != self._facts["token"] and not self._released.is_set():
+        if _parse(found).get("token") != self._facts["token"] and not self._released.is_set():
             self.lost = True
 
 
@@ -163,7 +163,7 @@ def holder_is_dead(path: Path) -> bool | None:
         return None
     if found is None:
         return True
-    alive = _alive(_parsed(found))
+    alive = _alive(_parse(found))
     return None if alive is None else not alive
 
 
@@ -181,9 +181,29 @@ def heartbeat_seconds(path: Path) -> float | None:
 def holder_host(path: Path) -> str:
     """The machine of the process that holds the save directory `path`; "" where nobody does, or it cannot be read."""
     try:
-        return str(_parsed(_read(path)).get("host") or "")
+        return str(_parse(_read(path)).get("host") or "")
     except RunError:
         return ""
+
+
+def this_process() -> dict[str, Any]:
+    """Identifies this process: host, boot, pid namespace, pid, and when it started (clock ticks since boot), as pids are used again."""
+    return {
+        "host": socket.gethostname(),
+        "boot_id": _boot_id(),
+        "pid_namespace": _pid_namespace(),
+        "pid": os.getpid(),
+        "started": process_start(os.getpid()),
+    }
+
+
+def process_start(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; None when it is gone, or dead and not yet waited for."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 @contextlib.contextmanager
@@ -256,7 +276,7 @@ def _read(path: Path) -> bytes | None:
         return None
 
 
-def _parsed(content: bytes | None) -> dict[str, Any]:
+def _parse(content: bytes | None) -> dict[str, Any]:
     """The facts in a lease; empty when there are none or they cannot be read."""
     try:
         facts = json.loads(content or b"")
@@ -276,11 +296,23 @@ def _alive(facts: dict[str, Any]) -> bool | None:
 
 
 def _holder(content: bytes) -> str:
-    facts = _parsed(content)
+    facts = _parse(content)
     if not facts:
         return "an unreadable lease"
     return f"process {facts.get('pid')} on host {facts.get('host')} since {facts.get('since')}"
 
 
-def _held(path: Path, content: bytes) -> RunError:
+def _held_error(path: Path, content: bytes) -> RunError:
     return RunError(f"{path}: held by {_holder(content)}; it trains this experiment now. Wait for it, or stop it.")
+
+
+def _boot_id() -> str | None:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return None
+
+
+def _pid_namespace() -> str | None:
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return None

@@ -3,10 +3,8 @@
 Each event is one synced line. What a killed writer left of a line stays, on a line of its own, and readers pass over it.
 """
 
-import fcntl
 import functools
 import getpass
-import json
 import logging
 import os
 import socket
@@ -16,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
-from src.files import read_json, reading, sync_directory, writing
-from src.runs import environment
-from src.runs.appending import append_line
+from src.files import read_json, reading
+from src.runs import environment, jsonl_records
 from src.runs.metadata import ENV
 
 FILE = "ledger.jsonl"
@@ -40,20 +37,9 @@ def append(run: Path, what: Mapping[str, Any]) -> None:
     Raises:
         RunError: the disk refuses. The ledger holds what it held before.
     """
-    line = json.dumps(dict(what), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    path = run / FILE
-    with writing(path):
-        new = not path.exists()
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if what.get("id") is not None and any(known.get("id") == what["id"] for known in read(run)):
-                return
-            append_line(descriptor, line)
-        finally:
-            os.close(descriptor)
-        if new:
-            sync_directory(run)
+    with jsonl_records.opened(run / FILE, mend=False) as file:
+        if what.get("id") is None or all(known.get("id") != what["id"] for known in read(run)):
+            file.append(what, ensure_ascii=False)
 
 
 def read(run: Path) -> list[dict[str, Any]]:
@@ -72,11 +58,8 @@ def read(run: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
-        try:
-            found = json.loads(line)
-        except ValueError:
-            found = None
-        if isinstance(found, dict) and isinstance(found.get("event"), str):
+        found = jsonl_records.parse_object(line)
+        if found is not None and isinstance(found.get("event"), str):
             events.append(found)
         else:
             torn.append(number)

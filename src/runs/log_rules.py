@@ -6,6 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from src.files import read_yaml
+
 FILE = Path(__file__).resolve().parents[2] / "resources" / "log_rules.yaml"
 
 
@@ -29,12 +31,10 @@ def rules() -> tuple[Rule, ...]:
         ConfigError: the file is missing or damaged.
     """
 
-    from src import yaml_file  # here, as the table of runs needs no rules where there are no events
-
     def compile_signs(signs: dict[str, str]) -> list[tuple[bytes, "re.Pattern[bytes]"]]:
         return [(text.encode(), re.compile((pattern or re.escape(text)).encode(), re.MULTILINE)) for text, pattern in signs.items()]
 
-    raw = yaml_file.read(FILE, "the rules of logs by name")
+    raw = read_yaml(FILE, "the rules of logs by name")
     return tuple(
         Rule(name, rule["severity"], rule["advice"], rule.get("aftermath", False), compile_signs(rule["signs"]))
         for name, rule in raw.items()

@@ -60,19 +60,19 @@ def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tupl
     planned: list[Planned] = []
     mistakes: list[str] = []
     for asked in dict.fromkeys(names):
-        name, places = _asked(groups, asked)
+        name, places = _select(groups, asked)
         for i in places:
             where = f"{name}[{i}]"
             try:
-                planned.append(load(_assigned(groups[name][i], assignments, name, where), name, where))
+                planned.append(load(_assign(groups[name][i], assignments, name, where), name, where))
             except ConfigError as error:
                 mistakes.append(str(error))
     if mistakes:
         raise ConfigError("\n".join(dict.fromkeys(mistakes)))
-    return _distinct(planned)
+    return _join_groups(planned)
 
 
-def _asked(groups: Groups, asked: str) -> tuple[str, Sequence[int]]:
+def _select(groups: Groups, asked: str) -> tuple[str, Sequence[int]]:
     """The group that `asked` names, and the places in it that are meant: "lm" all, "lm[3]" one."""
     one = None if asked in groups else _ONE.fullmatch(asked)
     name = one[1] if one else asked
@@ -90,7 +90,7 @@ def _asked(groups: Groups, asked: str) -> tuple[str, Sequence[int]]:
     return name, [int(one[2])]
 
 
-def _assigned(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str, where: str) -> Experiment:
+def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str, where: str) -> Experiment:
     """`exp` with the assignments made. A path that does not fit is told of the group: it rarely fits only one of its experiments."""
     if assignments:
         check_values(exp, where)
@@ -113,7 +113,7 @@ def known(groups: Groups) -> dict[str, Planned]:
     return found
 
 
-def _distinct(planned: list[Planned]) -> list[Planned]:
+def _join_groups(planned: list[Planned]) -> list[Planned]:
     """Each id once, in all the groups that hold it."""
     places: dict[str, list[Planned]] = {}
     for item in planned:

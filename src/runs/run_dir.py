@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from typing import Any, Self, get_args
 
 from src.errors import ConfigError, RunError, UserError
 from src.experiments.identity import check_values, exp_id
-from src.files import read_json, write_atomic, write_json, writing
+from src.files import TEMPORARY, read_json, write_atomic, write_json, writing
 from src.runs import lease as leases
 from src.runs.history import transaction as journal
 from src.runs.lease import Lease
@@ -36,12 +35,10 @@ from src.runs.metadata import (
     read_status,
 )
 from src.runs.scores import SCORES, Scores
-from src.runs.summary import SUMMARY, summarized
+from src.runs.summary import SUMMARY, parse_summary, summarize
 
 DELETED = "deleted"
 _BEFORE_A_START = (leases.LEASE, leases.GUARD, EXP_DICT, GROUPS, JOB)
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
-"""As `files.write_atomic` names what it has not finished."""
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +84,7 @@ class RunDir:
         try:
             _sweep(path)
             journal.finish(path)
-            if reset and _used(path):
+            if reset and _is_used(path):
                 backup = _backup(runs / DELETED, identity)
                 lease.move_directory(backup)
                 lease = Lease.acquire(path)
@@ -134,7 +131,7 @@ class RunDir:
     def set_status(self, state: State, **facts: Any) -> None:
         """Replace status.json: the state, this attempt's number, the time, and `facts` such as step and reason.
 
-        What was said before in this attempt stays, but for a reason. An end also says what the scores came to: see `summary`.
+        What was said before in this attempt stays, but for a reason. The last value of each score is added: see `summary`.
 
         Raises:
             RunError: attached only, the lease was lost, or the disk refuses.
@@ -147,9 +144,8 @@ class RunDir:
             kept = {key: value for key, value in before.items() if key not in ("reason", SUMMARY)}
         else:
             kept = {"started": now} | {key: value for key, value in before.items() if key == "step"}
-        if state != "running":
-            with contextlib.suppress(UserError):  # scores that cannot be read are named by whoever reads them
-                facts[SUMMARY] = summarized(self.path / SCORES).as_json()
+        with contextlib.suppress(UserError):  # scores that cannot be read are named by whoever reads them
+            facts[SUMMARY] = summarize(self.path / SCORES, parse_summary(before.get(SUMMARY))).as_json()
         write_json(self.path / STATUS, {**kept, **facts, "state": state, "attempt": self.attempt, "updated": now})
 
     def status(self) -> dict[str, Any]:
@@ -182,7 +178,7 @@ class RunDir:
                 changes = differences(found, self.exp)
                 if changes:
                     raise RunError(
-                        f"{file}: another experiment has the id {self.exp_id}: {_told(changes)}. "
+                        f"{file}: another experiment has the id {self.exp_id}: {_describe(changes)}. "
                         "Haven's hash cannot tell them apart; change a string in one of them."
                     )
                 return
@@ -199,7 +195,7 @@ class RunDir:
             changes = differences(found, resolved)
             if changes:
                 raise RunError(
-                    f"{file}: this run was started with other defaults: {_told(changes)}. To continue it, restore the old defaults; "
+                    f"{file}: this run was started with other defaults: {_describe(changes)}. To continue it, restore the old defaults; "
                     "to have both, write the value into the dict (a new id); to start over, -r 1."
                 )
             return
@@ -233,7 +229,7 @@ def start_over(path: Path) -> None:
     lease = Lease.acquire(path)
     try:
         _sweep(path)
-        if _used(path):
+        if _is_used(path):
             backup = _backup(path.parent / DELETED, path.name)
             lease.move_directory(backup)
             join_groups(path, read_groups(backup))
@@ -243,11 +239,11 @@ def start_over(path: Path) -> None:
         lease.release()
 
 
-def _told(changes: list[tuple[str, str, str]]) -> str:
+def _describe(changes: list[tuple[str, str, str]]) -> str:
     return "; ".join(f"{key or 'value'} was {old}, is now {new}" for key, old, new in changes)
 
 
-def _used(path: Path) -> bool:
+def _is_used(path: Path) -> bool:
     """Whether anything lies there but what is written before a start."""
     return any(entry.name not in _BEFORE_A_START for entry in path.iterdir())
 
@@ -268,7 +264,7 @@ def _sweep(path: Path) -> None:
     with leases.guarded(path), writing(path):
         for folder in (path, path / "checkpoints", *path.glob("attempts/*")):
             for entry in folder.glob(".*"):
-                if _TEMPORARY.fullmatch(entry.name) and entry.is_file():
+                if TEMPORARY.fullmatch(entry.name) and entry.is_file():
                     entry.unlink()
 
 

@@ -1,6 +1,7 @@
 """The scores of one run: append-only JSON lines that survive a kill in the middle of a line, and haven's score_list.pkl."""
 
 import io
+import itertools
 import json
 import logging
 import math
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import DataError, RunError
-from src.files import reading, sync_directory, write_atomic, writing
-from src.runs.appending import append_line
+from src.files import reading, write_atomic, writing
+from src.runs import jsonl_records
 
 SCORES = "scores.jsonl"
 SCORE_LIST = "score_list.pkl"
@@ -45,14 +46,13 @@ class Scores:
             RunError: the disk refuses. The file holds what it held before.
         """
         self._check_writable()
-        line = self._line(row)
+        values = self._values(row)
         if not self._mended:
-            self._mend()
+            self._cut(math.inf)  # a killed process may have left a torn line
         step = row["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"{self.path}: step {step} cannot follow step {self._last_step}: truncate first.")
-        with writing(self.path):
-            _append_whole(self.path, line)
+        jsonl_records.append(self.path, [values])
         self._last_step = step
 
     def complete(self, scores: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Scores:
         """
         self._check_writable()
         *before, (_, last) = self._read()
-        added = json.loads(self._line({**scores, "step": last["step"]}))
+        added = self._values({**scores, "step": last["step"]})
         lines = [*(line for line, _ in before), json.dumps({**last, **added}).encode()]
         write_atomic(self.path, b"".join(line + b"\n" for line in lines))
 
@@ -85,12 +85,7 @@ class Scores:
             RunError: the disk refuses. The file holds what it held before.
         """
         self._check_writable()
-        kept = [(line, row) for line, row in self._read() if row["step"] <= step]
-        content = b"".join(line + b"\n" for line, _ in kept)
-        if self.path.exists() and self.path.read_bytes() != content:
-            write_atomic(self.path, content)
-        self._last_step = kept[-1][1]["step"] if kept else None
-        self._mended = True
+        self._cut(step)
 
     def export_haven(self) -> None:
         """Write score_list.pkl beside, from the rows; null becomes NaN, which haven's tables skip.
@@ -106,7 +101,8 @@ class Scores:
         if self._read_only:
             raise RunError(f"{self.path}: opened for reading only; the process that holds the lease writes.")
 
-    def _line(self, row: Mapping[str, Any]) -> bytes:
+    def _values(self, row: Mapping[str, Any]) -> Row:
+        """As they are written."""
         if type(row.get("step")) is not int:
             raise TypeError(f"{self.path}: a row needs an int 'step', got {row!r}.")
         values = {"step": row["step"]}
@@ -117,25 +113,21 @@ class Scores:
             if not math.isfinite(values[key]):
                 log.warning("%s: %s at step %d is %s; written as null.", self.path, key, row["step"], value)
                 values[key] = None
-        return json.dumps(values, allow_nan=False).encode() + b"\n"
+        return values
 
-    def _mend(self) -> None:
-        """Find the last step, and cut the torn line that a killed process may have left: nothing may be glued to it."""
-        rows = self._read()
-        whole = sum(len(line) + 1 for line, _ in rows)
-        if self.path.exists() and self.path.stat().st_size > whole:
+    def _cut(self, step: float) -> None:
+        """Drop the rows after `step` and a torn line, and find the last step."""
+        rows = list(itertools.takewhile(lambda pair: pair[1]["step"] <= step, self._read()))
+        size = sum(len(line) + 1 for line, _ in rows)
+        if self.path.exists() and self.path.stat().st_size > size:
             with writing(self.path):
-                os.truncate(self.path, whole)
+                os.truncate(self.path, size)
         self._last_step = rows[-1][1]["step"] if rows else None
         self._mended = True
 
     def _read(self) -> list[tuple[bytes, Row]]:
         """Complete lines, without their newlines, and the rows in them."""
-        try:
-            with reading(self.path):
-                lines = self.path.read_bytes().split(b"\n")[:-1]
-        except FileNotFoundError:
-            return []
+        lines = jsonl_records.complete_lines(self.path)
         return list(zip(lines, parse_lines(lines, self.path), strict=True))
 
 
@@ -146,13 +138,13 @@ def parse_lines(lines: Sequence[bytes], path: Path) -> list[Row]:
         DataError: a line that is not a row; names the file and the line.
     """
     # One call for all lines: several times faster than one for each.
-    rows = _loaded(b"[" + b",".join(lines) + b"]")
+    rows = _load(b"[" + b",".join(lines) + b"]")
     if len(rows) != len(lines) or not all(map(_is_row, rows)):
         rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     return rows
 
 
-def _loaded(text: bytes) -> list[Any]:
+def _load(text: bytes) -> list[Any]:
     """A JSON list; empty where it is none. By orjson, but for integers of more than 63 bits, which it would read as floats."""
     import orjson  # 20 ms, which a start need not spend
 
@@ -175,20 +167,8 @@ def last_row(path: Path) -> Row | None:
         DataError: the last complete line is not a row.
         RunError: the file cannot be read.
     """
-    piece = 4096
-    try:
-        with reading(path), open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            while True:
-                start = max(0, size - piece)
-                file.seek(start)
-                lines = file.read(size - start).split(b"\n")[:-1]
-                if start == 0 or len(lines) > 1:
-                    break
-                piece *= 8
-    except FileNotFoundError:
-        return None
-    return _parse(lines[-1], f"{path}: its last line") if lines else None
+    _, line = next(jsonl_records.lines_from_end(path), (0, None))
+    return None if line is None else _parse(line, f"{path}: its last line")
 
 
 def read_score_list(path: Path) -> list[dict[str, Any]]:
@@ -262,15 +242,3 @@ def _parse(line: bytes, where: str) -> Row:
     if not _is_row(row):
         raise DataError(f"{where}: expected a row with an int 'step', got {line[:60].decode(errors='replace')!r}.")
     return row
-
-
-def _append_whole(path: Path, line: bytes) -> None:
-    """One write of one line, synced; a part of a line that a full disk took is given back."""
-    new = not path.exists()
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        append_line(descriptor, line)
-    finally:
-        os.close(descriptor)
-    if new:
-        sync_directory(path.parent)

@@ -1,35 +1,17 @@
 """The last value of each score of a run, so that a table reads no histories: trusted where the scores still are those that it is of."""
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from src.errors import DataError
-from src.files import reading
+from src.runs.jsonl_records import Piece, read_on
 from src.runs.scores import Row, parse_lines
 
 SUMMARY = "scores"
 """Under which key of status.json a run that has ended keeps its summary."""
-TAIL_BYTES = 4096
-_EMPTY = hashlib.sha256(b"").hexdigest()
-
-
-class Piece(NamedTuple):
-    """What `read_on` found in a file of lines."""
-
-    start: int
-    """The bytes before this were known already."""
-    lines: bytes
-    """The complete lines from there on."""
-    tail: str
-    """sha256 of the last `TAIL_BYTES` bytes before the end of these."""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.lines)
 
 
 @dataclass
@@ -37,7 +19,7 @@ class Summary:
     """Of the first `size` bytes of a scores.jsonl, which end with a line."""
 
     size: int = 0
-    tail: str = _EMPTY
+    tail: str = hashlib.sha256(b"").hexdigest()
     step: int | None = None
     last: dict[str, float | None] = field(default_factory=dict)
     """The last finite value of each score, in the order of first appearance; None for a score that never had one."""
@@ -54,7 +36,7 @@ class Summary:
         self.last.pop("step", None)
 
     def as_json(self) -> dict[str, Any]:
-        """To be read by `parsed`, whatever order the keys of objects are written in."""
+        """To be read by `parse_summary`, whatever order the keys of objects are written in."""
         return {"bytes": self.size, "tail": self.tail, "step": self.step, "names": list(self.last), "values": list(self.last.values())}
 
 
@@ -63,7 +45,7 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and value - value == 0
 
 
-def parsed(value: Any) -> Summary | None:
+def parse_summary(value: Any) -> Summary | None:
     """What `as_json` gave; None for anything else."""
     if not isinstance(value, dict):
         return None
@@ -77,7 +59,7 @@ def parsed(value: Any) -> Summary | None:
     return None
 
 
-def summarized(path: Path, known: Summary | None = None) -> Summary:
+def summarize(path: Path, known: Summary | None = None) -> Summary:
     """Summary of the scores.jsonl `path`, which need not exist. Only what follows `known` is read, where that still is of this file.
 
     Raises:
@@ -94,7 +76,7 @@ def summarized(path: Path, known: Summary | None = None) -> Summary:
             summary.add(rows_of(piece, path))
         except DataError:
             if piece.start:
-                return summarized(path)  # which counts its lines from the beginning
+                return summarize(path)  # which counts its lines from the beginning
             raise
     summary.size, summary.tail = piece.end, piece.tail
     return summary
@@ -107,44 +89,3 @@ def rows_of(piece: Piece, path: Path) -> list[Row]:
         DataError: a line that is not a row; its number is counted from the start of the piece.
     """
     return parse_lines(piece.lines.split(b"\n")[:-1], path)
-
-
-def read_on(path: Path, size: int = 0, tail: str = _EMPTY) -> Piece:
-    """The complete lines of a file after the first `size` bytes, if these still end with `tail`; else all of it. None there: empty.
-
-    A file is only ever appended to, or replaced by one that differs before its end: what `Scores` does.
-
-    Raises:
-        RunError: the file cannot be read.
-    """
-    try:
-        with reading(path):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                return _read_on(descriptor, size, tail)
-            finally:
-                os.close(descriptor)
-    except FileNotFoundError:
-        return Piece(0, b"", _EMPTY)
-
-
-def _read_on(descriptor: int, size: int, tail: str) -> Piece:
-    start = max(0, size - TAIL_BYTES)
-    before = _at(descriptor, start, size - start) if size > 0 else b""
-    if len(before) != size - start or hashlib.sha256(before).hexdigest() != tail:
-        size, before = 0, b""
-    now = os.fstat(descriptor).st_size
-    lines = _at(descriptor, size, now - size) if now > size else b""
-    lines = lines[: lines.rfind(b"\n") + 1]
-    if not lines:
-        return Piece(size, b"", tail if size else _EMPTY)
-    return Piece(size, lines, hashlib.sha256((before + lines[-TAIL_BYTES:])[-TAIL_BYTES:]).hexdigest())
-
-
-def _at(descriptor: int, start: int, count: int) -> bytes:
-    """`count` bytes, fewer only where the file ends."""
-    parts = []
-    while count > 0 and (part := os.pread(descriptor, count, start)):
-        parts.append(part)
-        start, count = start + len(part), count - len(part)
-    return b"".join(parts)

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from src import config as configs
-from src import yaml_file
 from src.config import Places, top_level
 from src.errors import ConfigError
+from src.files import read_yaml
 from src.runs import plan
 from src.sweeps import command as sweep_command
 from src.sweeps import space as sweep_space
@@ -151,7 +151,7 @@ def read(path: Path) -> SweepFile:
     Raises:
         ConfigError: it cannot be read, is no YAML, or has a mistake; names the file, and the line or the key.
     """
-    raw = yaml_file.read(path, "the keys of a sweep (program, method, parameters, command)")
+    raw = read_yaml(path, "the keys of a sweep (program, method, parameters, command)")
     return configs.load(SweepFile, raw, str(path))
 
 

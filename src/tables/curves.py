@@ -1,27 +1,39 @@
-"""Whole histories as columns of numbers, kept in the index, and their means and deviations over seeds."""
+"""Whole histories as columns of numbers, and their means and deviations over seeds."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import stdev
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from src.errors import DataError, UserError
 from src.files import reading
+from src.runs.jsonl_records import read_on
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
-from src.runs.summary import Piece, is_finite, read_on, rows_of
-from src.tables.index import Index, Record
-from src.tables.intervals import t_975
-from src.tables.scan import file_key
+from src.runs.summary import is_finite, rows_of
+from src.tables import cache as stored
 
 if TYPE_CHECKING:
     import numpy as np
 
 PERF = "perf.jsonl"
 _BATCH = 500
-_READ = (SCORES, SCORE_LIST)
+_HEAD = ""
+"""The name of a column that describes the others; those of scores are JSON."""
 Columns = dict[str, "np.ndarray"]
 """float64 by score, NaN where a row lacks it, and "step"; all of one length."""
+
+
+class _History(NamedTuple):
+    """Columns of the first `size` bytes of a scores.jsonl, whose end has the hash `tail`. `scores`: the names of all, in their order."""
+
+    size: int
+    tail: str
+    scores: list[str]
+    columns: Columns
 
 
 @dataclass
@@ -53,25 +65,21 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
     found: dict[str, Columns] = {}
     warnings: list[str] = []
     names, wanted = list(names), ["step", *scores]
-    with Index(runs) as index:
-        known = index.records("curves", names)
-        for start in range(0, len(names), _BATCH):
-            some = names[start : start + _BATCH]
-            kept = _kept(index, {name: known[name] for name in some if name in known}, wanted)
-            changes: dict[str, tuple[Record, Columns]] = {}
-            for name in some:
-                try:
-                    with reading(runs / name):
-                        key, settled = file_key(runs / name, _READ)
-                    if name not in kept or known[name].key != key:
-                        record, columns = _read(runs / name, index, known.get(name))
-                        changes[name] = Record(key if settled else "", record), columns
-                        kept[name] = columns
-                    found[name] = {score: kept[name][score] for score in wanted if score in kept[name]}
-                except UserError as error:
-                    warnings.append(f"not plotted: {error}")
-            packed = {name: {json.dumps(score): c.tobytes() for score, c in columns.items()} for name, (_, columns) in changes.items()}
-            index.keep_columns({name: record for name, (record, _) in changes.items()}, packed)
+    for start in range(0, len(names), _BATCH):
+        batch = names[start : start + _BATCH]
+        known = _read_cache(runs, batch, wanted)
+        changed: dict[str, _History] = {}
+        for name in batch:
+            try:
+                with reading(runs / name):
+                    history = _read(runs / name, known.get(name))
+            except UserError as error:
+                warnings.append(f"not plotted: {error}")
+                continue
+            found[name] = {score: history.columns[score] for score in wanted if score in history.columns}
+            if history.size and history is not known.get(name):
+                changed[name] = history
+        stored.write(runs, {name: _pack(history) for name, history in changed.items()})
     return found, warnings
 
 
@@ -105,22 +113,26 @@ def bands(
     return [[_band(list(points(group, *pair))) for group in groups] for pair in zip(scores, names, strict=True)], warnings
 
 
-def _kept(index: Index, known: Mapping[str, Record], wanted: Sequence[str]) -> dict[str, Columns]:
-    """The columns that the index holds, of runs of which it holds all that is wanted."""
+def _read_cache(runs: Path, names: Sequence[str], wanted: Collection[str]) -> dict[str, _History]:
+    """The histories of runs of which the cache holds all that is wanted."""
     import numpy as np
 
-    blobs = index.columns(list(known), [json.dumps(score) for score in wanted])
-    found: dict[str, Columns] = {}
-    for name, record in known.items():
-        length, _, _, scores = record.body
-        has = {score: blobs.get((name, json.dumps(score))) for score in wanted if score in scores}
-        if all(blob is not None and len(blob) == 8 * length for blob in has.values()):
-            found[name] = {score: np.frombuffer(blob) for score, blob in has.items() if blob is not None}
+    found: dict[str, _History] = {}
+    for name, blobs in stored.read(runs, names, [_HEAD, *map(json.dumps, wanted)]).items():
+        length, size, tail, scores = json.loads(blobs.get(_HEAD, b"[0, 0, 0, []]"))
+        columns = {score: np.frombuffer(blobs.get(json.dumps(score), b"")) for score in scores if score in wanted}
+        if length and all(len(column) == length for column in columns.values()):
+            found[name] = _History(size, tail, scores, columns)
     return found
 
 
-def _read(path: Path, index: Index, known: Record | None) -> tuple[list[Any], Columns]:
-    """The body of the record, and all columns of the run: those known, and what was appended since.
+def _pack(history: _History) -> dict[str, bytes]:
+    head = [len(history.columns["step"]), history.size, history.tail, history.scores]
+    return {_HEAD: json.dumps(head).encode()} | {json.dumps(score): column.tobytes() for score, column in history.columns.items()}
+
+
+def _read(path: Path, known: _History | None) -> _History:
+    """The history of the run in `path`: `known` itself where nothing was appended, else with all its columns.
 
     Raises:
         DataError: the scores are damaged.
@@ -128,29 +140,26 @@ def _read(path: Path, index: Index, known: Record | None) -> tuple[list[Any], Co
     """
     import numpy as np
 
-    if not (path / SCORES).exists() and (path / SCORE_LIST).exists():
+    piece = read_on(path / SCORES, known.size, known.tail) if known else read_on(path / SCORES)
+    if known and piece.start:
+        if not piece.lines:
+            return known
+        whole = _read_cache(path.parent, [path.name], known.scores).get(path.name)
+        if whole is None or whole.tail != known.tail:
+            return _read(path, None)
+        try:
+            new = _columns(rows_of(piece, path / SCORES))
+        except DataError:
+            return _read(path, None)  # which counts its lines from the beginning
+        lengths = len(whole.columns["step"]), len(new["step"])
+        absent = [np.full(length, np.nan) for length in lengths]
+        names = dict.fromkeys([*whole.columns, *new])
+        columns = {name: np.concatenate([whole.columns.get(name, absent[0]), new.get(name, absent[1])]) for name in names}
+    elif not piece.lines and not (path / SCORES).exists() and (path / SCORE_LIST).exists():
         columns = _columns(read_score_list(path / SCORE_LIST))
-        return [len(columns["step"]), 0, "", list(columns)], columns
-    before: Columns = {}
-    piece = Piece(0, b"", "")
-    if known is not None and known.body[1]:
-        _, size, tail, scores = known.body
-        before = _kept(index, {path.name: known}, scores).get(path.name, {})
-        piece = read_on(path / SCORES, size, tail) if before else piece
-    if piece.start == 0:
-        before, piece = {}, read_on(path / SCORES)
-    try:
+    else:
         columns = _columns(rows_of(piece, path / SCORES))
-    except DataError:
-        if piece.start:
-            return _read(path, index, None)  # which counts its lines from the beginning
-        raise
-    if before:
-        old, new = len(before["step"]), len(columns["step"])
-        absent_before, absent_now = np.full(old, np.nan), np.full(new, np.nan)
-        names = dict.fromkeys([*before, *columns])
-        columns = {name: np.concatenate([before.get(name, absent_before), columns.get(name, absent_now)]) for name in names}
-    return [len(columns["step"]), piece.end, piece.tail, list(columns)], columns
+    return _History(piece.end, piece.tail, list(columns), columns)
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
@@ -224,3 +233,33 @@ def _sum(at: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]", size: int) 
         lost[where] += np.where(np.abs(before) >= np.abs(of_run), (before - after) + of_run, (of_run - after) + before)
         total[where] = after
     return total + lost
+
+
+@cache
+def t_975(freedom: int) -> float:
+    """The 0.975 quantile of Student's t with `freedom` >= 1 degrees of freedom.
+
+    Its distribution function is a finite sum (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4), inverted here
+    by bisection: scipy.stats takes a second to be imported.
+    """
+    assert freedom >= 1, freedom
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _probability(middle, freedom) < 0.95 else (low, middle)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def ci95(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % interval of the mean of `values`; None of fewer than two."""
+    return t_975(len(values) - 1) * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def _probability(angle: float, freedom: int) -> float:
+    """That |t| <= sqrt(freedom) tan(angle)."""
+    sine, square, odd = math.sin(angle), math.cos(angle) ** 2, freedom % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for k in range(2 if odd else 1, freedom, 2):
+        total += term
+        term *= square * k / (k + 1)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total

@@ -77,8 +77,8 @@ class Lineage:
     def family(self, members: Iterable[str]) -> "Lineage":
         """`members` with all that they come from and all that came from them; problems and warnings of these only."""
         members = list(members)
-        up = _reached(members, lambda name: [edge.parent for edge in self.parents(name)])
-        kept = up | _reached(members, lambda name: [edge.child for edge in self.children(name)])
+        up = _reachable(members, lambda name: [edge.parent for edge in self.parents(name)])
+        kept = up | _reachable(members, lambda name: [edge.child for edge in self.children(name)])
         told = [line for line in self.problems if line.split(":")[0] in kept]
         return Lineage(
             {name: node for name, node in self.nodes.items() if name in kept},
@@ -89,11 +89,11 @@ class Lineage:
 
     @cached_property
     def _up(self) -> dict[str, list[Edge]]:
-        return _by(self.edges, lambda edge: edge.child)
+        return _group_edges(self.edges, lambda edge: edge.child)
 
     @cached_property
     def _down(self) -> dict[str, list[Edge]]:
-        return _by(self.edges, lambda edge: edge.parent)
+        return _group_edges(self.edges, lambda edge: edge.parent)
 
 
 def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
@@ -170,14 +170,14 @@ def _problems(runs: Path, dicts: Mapping[str, dict[str, Any]], planned: Mapping[
     return [f"{name}: {text}" for name, exp in dicts.items() for text in references.missing(exp, places, seen=seen)]
 
 
-def _by(edges: Iterable[Edge], end: Callable[[Edge], str]) -> dict[str, list[Edge]]:
+def _group_edges(edges: Iterable[Edge], end: Callable[[Edge], str]) -> dict[str, list[Edge]]:
     found: dict[str, list[Edge]] = {}
     for edge in edges:
         found.setdefault(end(edge), []).append(edge)
     return found
 
 
-def _reached(start: Iterable[str], step: Callable[[str], list[str]]) -> set[str]:
+def _reachable(start: Iterable[str], step: Callable[[str], list[str]]) -> set[str]:
     found: set[str] = set()
     waiting = list(start)
     while waiting:

@@ -16,8 +16,8 @@ from src.runs.lease import holder_is_dead
 from src.runs.metadata import state_of
 from src.runs.scores import SCORE_LIST, SCORES, Scores, read_score_list
 from src.runs.summary import is_finite
-from src.tables.intervals import ci95
-from src.tables.scan import Found, Scan
+from src.tables.curves import ci95
+from src.tables.scan import RunIndex, RunRecord
 
 if TYPE_CHECKING:
     import pandas
@@ -50,21 +50,22 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[lis
     """
     if not runs.is_dir():
         raise DataError(f"{runs}: no such folder of runs. Train something first, or name the folder given as --savedir_base.")
-    wanted = [group] if group is None or isinstance(group, str) else group
+    wanted = [group] if isinstance(group, str) else group or []
     rows, warnings, known = [], [], set()
-    with reading(runs), Scan(runs) as scan:
-        for name in scan.names:
+    with reading(runs):
+        index = RunIndex(runs)
+        for name in index.names:
             try:
-                for each in wanted:
-                    groups, found = scan.read(name, each)
-                    known.update(groups)
-                    if found is not None:
-                        rows.append(_row(runs / name, found, each or (groups or [""])[0]))
-                        break
+                groups, record = index.read(name, None if group is None else wanted)
             except UserError as error:
                 warnings.append(f"skipped: {error}")
+                continue
+            known.update(groups)
+            if record is not None:
+                rows.append(_row(runs / name, record, next((each for each in wanted if each in groups), (groups or [""])[0])))
+        index.save()
     for each in wanted:
-        if each is not None and each not in known:
+        if each not in known:
             raise unknown("group", each, known, str(runs))
     if not rows and not warnings:
         raise DataError(f"{runs}: no runs in this folder. Train something first, or name the folder given as --savedir_base.")
@@ -85,17 +86,17 @@ def history(path: Path) -> list[dict[str, Any]]:
 def varying(rows: Sequence[Row]) -> list[str]:
     """Dotted config keys that are not the same in all rows, a key that is missing somewhere included: what names a run by what differs."""
     keys = dict.fromkeys(key for row in rows for key in config_keys(row))
-    return [key for key in keys if len({_spelled(row, key) for row in rows}) > 1]
+    return [key for key in keys if len({_spell(row, key) for row in rows}) > 1]
 
 
 def distinguishing(rows: Sequence[Row]) -> list[str]:
     """`varying` without what belongs to the seed: the seed itself, and the id of a parent where each seed has a parent of its own."""
     keys = [key for key in varying(rows) if key != "seed"]
     parents = [key for key in keys if key.endswith(".exp_id")]
-    alike = grouped(rows, [key for key in keys if key not in parents])
+    alike = group_rows(rows, [key for key in keys if key not in parents])
 
     def follows_seed(key: str) -> bool:
-        counts = [[len(grouped(group, by)) for by in (["seed"], [key], ["seed", key])] for group in alike]
+        counts = [[len(group_rows(group, by)) for by in (["seed"], [key], ["seed", key])] for group in alike]
         return all(len(set(count)) == 1 for count in counts) and any(count[0] > 1 for count in counts)
 
     return [key for key in keys if key not in parents or not follows_seed(key)]
@@ -119,15 +120,15 @@ def headline(names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in DIAGNOSTICS and "/" not in name.removeprefix("inference/")] or list(names)
 
 
-def grouped(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
+def group_rows(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
     """Rows that agree in all of `by`, in the order of first appearance. 1 and 1.0 disagree, as their ids do."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(_spelled(row, key) for key in by), []).append(row)
+        groups.setdefault(tuple(_spell(row, key) for key in by), []).append(row)
     return list(groups.values())
 
 
-def telling(rows: Sequence[Row], by: Sequence[str] | None) -> list[str]:
+def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None) -> list[str]:
     """The keys `by`, or where it is None those that tell the configurations of `rows` apart.
 
     Raises:
@@ -149,9 +150,9 @@ def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> 
     Raises:
         ConfigError: a key of `by` or a score that no row has.
     """
-    by = telling(rows, by)
+    by = grouping_keys(rows, by)
     _check_known("score", scores, score_names(rows))
-    return [_aggregated(group, by, scores) for group in grouped(rows, by)]
+    return [_aggregate_group(group, by, scores) for group in group_rows(rows, by)]
 
 
 def lower_is_better(name: str) -> bool:
@@ -220,10 +221,10 @@ def missing_seeds(rows: Sequence[Row], by: Sequence[str]) -> list[str]:
     """A sentence for each combination of `by` that lacks seeds which others have: its mean is over fewer runs, and other ones."""
     if "seed" in by:
         return []
-    seeds = sorted({_spelled(row, "seed"): row["seed"] for row in rows if "seed" in row}.items(), key=lambda pair: _place(pair[1]))
+    seeds = sorted({_spell(row, "seed"): row["seed"] for row in rows if "seed" in row}.items(), key=lambda pair: _place(pair[1]))
     found = []
-    for group in grouped(rows, by):
-        has = {_spelled(row, "seed") for row in group}
+    for group in group_rows(rows, by):
+        has = {_spell(row, "seed") for row in group}
         if absent := [value for spelled, value in seeds if spelled not in has]:
             named = ", ".join(f"{key}={group[0].get(key)}" for key in by) or "all"
             found.append(f"{named}: no run with seed {', '.join(map(str, absent))}, which others have.")
@@ -248,8 +249,8 @@ def pivot(rows: Sequence[Row], index: str, columns: str, score: str) -> Pivot:
     Raises:
         ConfigError: a key or a score that no row has.
     """
-    cells = {(_spelled(cell, index), _spelled(cell, columns)): cell for cell in aggregate(rows, [index, columns], [score])}
-    downwards, across = ({_spelled(row, key): row.get(key) for row in rows} for key in (index, columns))
+    cells = {(_spell(cell, index), _spell(cell, columns)): cell for cell in aggregate(rows, [index, columns], [score])}
+    downwards, across = ({_spell(row, key): row.get(key) for row in rows} for key in (index, columns))
     down, over = (sorted(values, key=lambda spelled, values=values: _place(values[spelled])) for values in (downwards, across))
     table = [[cells.get((one, other)) for other in over] for one in down]
     return Pivot([downwards[one] for one in down], [across[other] for other in over], table)
@@ -263,13 +264,13 @@ def frame(rows: Sequence[Row]) -> "pandas.DataFrame":
     return pandas.DataFrame([[row.get(column) for column in columns] for row in rows], columns=list(columns))
 
 
-def _row(path: Path, found: Found, group: str) -> Row:
-    state = found.state
+def _row(path: Path, record: RunRecord, group: str) -> Row:
+    state = record.state
     if state == "running" and holder_is_dead(path):
         state = state_of(path)  # read anew: it may have ended since
-    row = Row({"exp_id": path.name, "state": state, "group": group, "step": found.summary.step})
-    row.update({f"config.{key}" if key in FACTS else key: value for key, value in found.config.items()})
-    named = {f"score.{name}" if name in row else name: value for name, value in found.summary.last.items()}
+    row = Row({"exp_id": path.name, "state": state, "group": group, "step": record.summary.step})
+    row.update({f"config.{key}" if key in FACTS else key: value for key, value in record.config.items()})
+    named = {f"score.{name}" if name in row else name: value for name, value in record.summary.last.items()}
     row.scores = tuple(named)
     row.update(named)
     return row
@@ -282,7 +283,7 @@ def _place(value: Any) -> tuple[int, Any, str]:
     return (1, 0, value) if isinstance(value, str) else (2, 0, json.dumps(value))
 
 
-def _spelled(row: Mapping[str, Any], key: str) -> str:
+def _spell(row: Mapping[str, Any], key: str) -> str:
     return json.dumps(row[key], sort_keys=True) if key in row else ""
 
 
@@ -293,7 +294,7 @@ def _check_known(kind: str, names: Iterable[str], known: Iterable[str], place: s
             raise unknown(kind, name, known, place)
 
 
-def _aggregated(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> dict[str, Any]:
+def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> dict[str, Any]:
     states = [row["state"] for row in rows]
     counts = {state: states.count(state) for state in dict.fromkeys(states)}
     steps = [row["step"] for row in rows if row["step"] is not None]

@@ -12,7 +12,7 @@ from src import distributed, files
 from src.errors import UserError
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints.rotation import Rotation
+from src.runs.checkpoints.retention import Rotation
 from src.runs.context import Run
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing.background import Writer

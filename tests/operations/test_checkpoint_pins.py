@@ -13,7 +13,7 @@ from src.files import write_json
 from src.runs import metadata
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins, retention
-from src.runs.checkpoints.rotation import Keep, Rotation
+from src.runs.checkpoints.retention import Keep, Rotation
 from tests.operations.test_checkpoint_jobs import World, poll
 
 

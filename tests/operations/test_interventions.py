@@ -20,7 +20,7 @@ from src.files import new_directory, write_json
 from src.operations import interventions
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints.rotation import Keep, Rotation
+from src.runs.checkpoints.retention import Keep, Rotation
 from src.runs.history import branches
 from src.runs.history import transaction as journal
 from src.runs.lease import Lease

@@ -149,7 +149,7 @@ def test_its_speed_is_beside_it(world: World):
 def test_scores_can_be_had_again_from_the_file_alone(world: World):
     run = world.folder / "undisturbed"
     metrics = [bind(METRICS, metric) for metric in EXP["inference"]["metrics"]]
-    found = rescore.scored(metrics, rescore.read(run / "inference" / "test.jsonl"), best_answer=False)
+    found = rescore.score_answers(metrics, rescore.read(run / "inference" / "test.jsonl"), best_answer=False)
     again = {f"inference/{name}": value for name, value in found["all"].items() if name != "rows"}
     again |= {f"inference/{name}/{s}": found[s][name] for s in ("one", "two") for name in found[s] if name != "rows"}
     assert again == {name: value for name, value in last_row(run).items() if name.startswith("inference/")}

@@ -270,7 +270,10 @@ def test_a_port_that_is_taken_is_one_line(runs: Path):
         command = [sys.executable, "-m", "results.dashboard", str(runs), "--port", str(port)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
-    assert done.stderr == f"--port {port}: cannot listen on 127.0.0.1: Address already in use. Choose another port, or 0 for a free one.\n"
+    assert (
+        done.stderr
+        == f"error: --port {port}: cannot listen on 127.0.0.1: Address already in use. Choose another port, or 0 for a free one.\n"
+    )
 
 
 def test_the_help_needs_no_server():

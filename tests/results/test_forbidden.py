@@ -57,7 +57,7 @@ def test_a_folder_that_may_not_be_read_is_one_line(shared: tuple[Path, Path, lis
     os.seteuid(65534)
     assert COMMANDS[command](runs, out, ids) == 1
     error = capsys.readouterr().err
-    assert error.startswith(str(runs))
+    assert error.startswith(f"error: {runs}")
     assert "cannot read: Permission denied." in error
     assert error.count("\n") == 1
 

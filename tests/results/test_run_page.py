@@ -94,7 +94,7 @@ def test_heat_maps_mark_zero_and_what_is_not_finite():
     for step, values in {1: (1e-3, None, 0.0), 5: (1.0, 10.0, 0.0)}.items():
         for name, value in zip("abc", values, strict=True):
             kind.add(name, step, value)
-    (image,) = layers.drawn(kind).axes[0].images
+    (image,) = layers.draw(kind).axes[0].images
     numbers = image.get_array()
     assert numbers is not None
     assert image.get_clim() == (-3.0, 1.0)

@@ -82,7 +82,7 @@ def test_latex_escapes_what_latex_would_read(runs: Path, capsys: pytest.CaptureF
     assert r"kind & stride & runs & state & step & val\_loss \\" in text
     assert r"a\_b \& 50\% & 1 & 3 & done & 4 & 0.6833 $\pm$ 0.1 (3) \\" in text
     assert text.count("&") - text.count(r"\&") == 5 * 3
-    assert table._escaped("\\~^#${}%_&") == r"\textbackslash{}\textasciitilde{}\textasciicircum{}\#\$\{\}\%\_\&"
+    assert table._escape("\\~^#${}%_&") == r"\textbackslash{}\textasciitilde{}\textasciicircum{}\#\$\{\}\%\_\&"
 
 
 def test_markdown_escapes_its_bars():

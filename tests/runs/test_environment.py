@@ -90,6 +90,6 @@ def test_commit_and_changes_without_secret_files(tmp_path: Path):
 
 
 def test_a_huge_diff_is_cut():
-    cut = environment._shortened("é" * environment.MAX_DIFF_BYTES)
+    cut = environment._shorten("é" * environment.MAX_DIFF_BYTES)
     assert len(cut.encode()) < environment.MAX_DIFF_BYTES + 100
     assert cut.endswith(f"[cut: {2 * environment.MAX_DIFF_BYTES} bytes in all]\n")

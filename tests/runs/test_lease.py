@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from src.errors import RunError
-from src.runs.lease import GUARD, LEASE, Lease, guarded, holder_is_dead
-from src.runs.processes import this_process
+from src.runs.lease import GUARD, LEASE, Lease, guarded, holder_is_dead, this_process
 
 ROOT = Path(__file__).resolve().parents[2]
 STALE = 0.4

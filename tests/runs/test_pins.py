@@ -16,7 +16,7 @@ from src.files import new_directory, write_json
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins, retention
 from src.runs.checkpoints.pins import Pin, Silence
-from src.runs.checkpoints.rotation import Keep
+from src.runs.checkpoints.retention import Keep
 from src.runs.history.transaction import manifest_hash
 from src.runs.lease import LEASE, Lease, guarded
 from tests.conftest import ROOT

@@ -18,7 +18,7 @@ import pytest
 from src.errors import ConfigError
 from src.files import defect
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints.rotation import Keep, Rotation
+from src.runs.checkpoints.retention import Keep, Rotation
 from src.runs.context import Options
 
 EXP = {"recipe": "toy", "seed": 0, "model": {"name": "m"}}

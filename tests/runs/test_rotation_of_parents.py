@@ -11,7 +11,7 @@ from src.experiments.identity import exp_id
 from src.files import write_json
 from src.runs import metadata
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints.rotation import Keep
+from src.runs.checkpoints.retention import Keep
 from src.runs.history import archive as abandoned
 from src.runs.history import rewind
 from src.runs.history.branches import Branch

@@ -15,9 +15,8 @@ import pytest
 
 from src.errors import ConfigError, RunError
 from src.experiments.identity import exp_id
-from src.runs.lease import GUARD
+from src.runs.lease import GUARD, this_process
 from src.runs.metadata import join_groups, prepare, read_exp_dict, read_groups, read_job, state_of, write_job
-from src.runs.processes import this_process
 from src.runs.run_dir import RunDir, start_over
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ import pytest
 
 from src.errors import DataError, RunError
 from src.runs.scores import Scores, last_row, read_score_list
-from src.runs.summary import summarized
+from src.runs.summary import summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -250,9 +250,9 @@ def test_scores_that_join_a_row_before_a_torn_line(scores: Scores):
 
 def test_tables_see_what_joins_the_last_row(scores: Scores):
     scores.append({"step": 1, "em": 0.5})
-    known = summarized(scores.path)
+    known = summarize(scores.path)
     scores.complete({"inference/em": 0.75})
-    assert summarized(scores.path, known).last == {"em": 0.5, "inference/em": 0.75}
+    assert summarize(scores.path, known).last == {"em": 0.5, "inference/em": 0.75}
 
 
 def test_only_who_holds_the_lease_completes(scores: Scores):

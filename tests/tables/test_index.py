@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 
 from src.experiments.identity import exp_id
+from src.runs import summary
 from src.runs.metadata import join_groups
 from src.runs.run_dir import RunDir
-from src.runs.summary import SUMMARY, parsed, summarized
-from src.tables import curves, index, scan
+from src.runs.summary import SUMMARY, parse_summary, summarize
+from src.tables import cache, curves, scan
 from src.tables import rows as results
-from src.tables.index import INDEX, Index
+from src.tables.cache import CACHE
 
 ROOT = Path(__file__).resolve().parents[2]
 Answer = tuple[list[tuple[dict[str, Any], tuple[str, ...], list[str]]], list[str]]
@@ -52,7 +53,7 @@ def answer(runs: Path, group: str | None = None) -> Answer:
 def full_scan(runs: Path, group: str | None = None) -> Answer:
     """What is answered of a copy in which nobody has noted anything: no index, and no summary in status.json."""
     copy = runs.with_name("copy")
-    shutil.copytree(runs, copy, ignore=shutil.ignore_patterns(f"{INDEX}*"))
+    shutil.copytree(runs, copy, ignore=shutil.ignore_patterns(f"{CACHE}*"))
     for path in copy.glob("*/status.json"):
         try:
             status = json.loads(path.read_text())
@@ -91,15 +92,15 @@ def runs(tmp_path: Path, at_once: None) -> Path:
     return folder
 
 
-def noted(runs: Path) -> dict[str, index.Record]:
-    with Index(runs) as found:
-        return found.records("run")
+def cached(runs: Path) -> set[str]:
+    """The ids of the runs whose records are cached."""
+    return set(cache.read(runs, [path.name for path in runs.iterdir()], ["record"]))
 
 
 def test_what_was_read_once_is_not_read_again(runs: Path, monkeypatch: pytest.MonkeyPatch):
     first = answer(runs)
-    assert len(noted(runs)) == 6
-    monkeypatch.setattr(scan, "_found", None)  # calling it would fail
+    assert len(cached(runs)) == 6
+    monkeypatch.setattr(scan, "_read_record", None)  # calling it would fail
     monkeypatch.setattr(scan, "_groups", None)
     assert answer(runs) == first
     assert answer(runs, "g") == first
@@ -108,7 +109,7 @@ def test_what_was_read_once_is_not_read_again(runs: Path, monkeypatch: pytest.Mo
 def test_what_changed_a_moment_ago_is_read_again(runs: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scan, "SETTLED_SECONDS", 60.0)
     answer(runs)
-    assert {record.key for record in noted(runs).values()} == {""}
+    assert cached(runs) == set()
     status = next(runs.glob("*/status.json"))
     kept = status.stat()
     status.write_text(status.read_text().replace('"done"', '"fail"'))  # as long as before
@@ -153,12 +154,12 @@ def changes(rng: random.Random, runs: Path) -> None:
             for name in ("status.json", "scores.jsonl"):
                 (path / name).unlink(missing_ok=True)
     elif kind == 9:
-        (runs / INDEX).unlink(missing_ok=True)
-    elif kind == 10 and (runs / INDEX).exists():
-        content = bytearray((runs / INDEX).read_bytes())
+        (runs / CACHE).unlink(missing_ok=True)
+    elif kind == 10 and (runs / CACHE).exists():
+        content = bytearray((runs / CACHE).read_bytes())
         for _ in range(rng.choice([1, 50])):
             content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-        (runs / INDEX).write_bytes(content[: rng.choice([len(content), len(content) // 2])])
+        (runs / CACHE).write_bytes(content[: rng.choice([len(content), len(content) // 2])])
     elif kind == 11:
         make(runs, 30)  # where nothing is left, so that there always is something
 
@@ -186,26 +187,26 @@ def test_the_index_answers_as_a_full_scan_of_any_tree(runs: Path, seed: int):
 @pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + bytes(2000)])
 def test_a_damaged_index_is_made_anew(runs: Path, content: bytes):
     first = answer(runs)
-    (runs / INDEX).write_bytes(content)
+    (runs / CACHE).write_bytes(content)
     assert answer(runs) == first
     assert answer(runs) == first
-    assert len(noted(runs)) == 6
+    assert len(cached(runs)) == 6
 
 
 def test_an_index_of_another_version_is_made_anew(runs: Path):
     first = answer(runs)
-    with sqlite3.connect(runs / INDEX) as database:
+    with sqlite3.connect(runs / CACHE) as database:
         database.execute("PRAGMA user_version = 99")
-        database.execute("DROP TABLE records")
+        database.execute("DROP TABLE cached")
     database.close()
     assert answer(runs) == first
-    assert len(noted(runs)) == 6
+    assert len(cached(runs)) == 6
 
 
 def test_a_record_that_was_altered_is_not_believed(runs: Path):
     first = answer(runs)
-    with sqlite3.connect(runs / INDEX) as database:
-        database.execute("UPDATE records SET body = replace(body, '1.0', '8.0')")
+    with sqlite3.connect(runs / CACHE) as database:
+        database.execute("UPDATE cached SET data = replace(data, '1.0', '8.0')")
     database.close()
     assert answer(runs) == first
 
@@ -214,8 +215,8 @@ def test_an_index_that_another_process_has_locked_is_done_without(
     runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     first = answer(runs)
-    monkeypatch.setattr(index, "WAIT_SECONDS", 0.05)
-    other = sqlite3.connect(runs / INDEX, isolation_level=None)
+    monkeypatch.setattr(cache, "WAIT_SECONDS", 0.05)
+    other = sqlite3.connect(runs / CACHE, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     try:
         with caplog.at_level(logging.WARNING):
@@ -223,13 +224,13 @@ def test_an_index_that_another_process_has_locked_is_done_without(
     finally:
         other.close()
     assert "index.sqlite: not used: database is locked. Everything is read from the runs." in caplog.text
-    assert len(noted(runs)) == 6, "it was not taken for damaged"
+    assert len(cached(runs)) == 6, "it was not taken for damaged"
 
 
 def test_a_folder_where_no_index_can_lie(runs: Path, caplog: pytest.LogCaptureFixture):
     first = answer(runs)
-    (runs / INDEX).unlink()
-    (runs / INDEX).mkdir()
+    (runs / CACHE).unlink()
+    (runs / CACHE).mkdir()
     with caplog.at_level(logging.WARNING, logger="src"):
         assert answer(runs) == first
     assert caplog.text == ""
@@ -267,7 +268,7 @@ def test_many_processes_at_once(runs: Path):
         "for _ in range(20): print(len(results.load_rows(Path(sys.argv[1]))[0]))"
     )
     first = answer(runs)
-    (runs / INDEX).unlink()
+    (runs / CACHE).unlink()
     started = [
         subprocess.Popen([sys.executable, "-c", code, str(runs)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(4)
@@ -276,21 +277,53 @@ def test_many_processes_at_once(runs: Path):
         out, err = process.communicate(timeout=300)
         assert (out.split(), err) == (["6"] * 20, "")
     assert answer(runs) == first
-    assert len(noted(runs)) == 6
+    assert len(cached(runs)) == 6
 
 
 def test_summaries_are_of_what_was_written(tmp_path: Path):
     path = make(tmp_path, 1)
     status = json.loads((path / "status.json").read_text())
-    assert parsed(status[SUMMARY]) == summarized(path / "scores.jsonl")
-    assert parsed(status[SUMMARY]).last == {"loss": 1 + 1 / 3, "em": 0.5}  # type: ignore[union-attr]
-    assert "scores" not in json.loads((make(tmp_path, 2, state=None) / "status.json").read_text())
+    assert parse_summary(status[SUMMARY]) == summarize(path / "scores.jsonl")
+    assert parse_summary(status[SUMMARY]).last == {"loss": 1 + 1 / 3, "em": 0.5}  # type: ignore[union-attr]
+
+
+def test_no_history_is_read_for_a_table_of_runs_that_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    exp = experiment(1)
+    with RunDir.open(tmp_path, exp, exp) as run:
+        for step in range(1, 4):
+            run.scores.append({"step": step, "loss": 1 / step})
+            run.set_status("running", step=step)
+        with monkeypatch.context() as patched:
+            patched.setattr(summary, "rows_of", None)  # calling it would fail
+            (row,), warnings = results.load_rows(tmp_path)
+        assert (row["state"], row["step"], row["loss"], warnings) == ("running", 3, 1 / 3, [])
+        run.scores.append({"step": 4, "loss": 0.25})  # what a table sees between the two files of a row
+        assert results.load_rows(tmp_path)[0][0]["loss"] == 0.25
+
+
+def test_a_run_whose_status_has_no_summary_is_read_from_its_scores(tmp_path: Path):
+    path = make(tmp_path, 1)
+    status = json.loads((path / "status.json").read_text())
+    del status[SUMMARY]
+    (path / "status.json").write_text(json.dumps(status))
+    assert [row["em"] for row, _, _ in answer(tmp_path)[0]] == [0.5]
+
+
+def test_runs_that_are_gone_are_forgotten(runs: Path):
+    answer(runs)
+    gone = exp_id(experiment(1))
+    shutil.rmtree(runs / gone)
+    make(runs, 7)
+    tick(runs)
+    answer(runs)
+    assert cache.read(runs, [gone], ["record"]) == {}
+    assert len(cached(runs)) == 6
 
 
 @pytest.mark.parametrize("change", ["altered", "cut", "longer", "replaced"])
 def test_a_summary_of_other_scores_is_not_believed(tmp_path: Path, change: str):
     path = make(tmp_path, 1) / "scores.jsonl"
-    known = summarized(path)
+    known = summarize(path)
     lines = path.read_text().splitlines(keepends=True)
     changed = {
         "altered": [*lines[:-1], lines[-1].replace("1.33", "1.44")],
@@ -299,13 +332,13 @@ def test_a_summary_of_other_scores_is_not_believed(tmp_path: Path, change: str):
         "replaced": ['{"step": 1, "other": 2.0}\n'] * 9,
     }
     path.write_text("".join(changed[change]))
-    assert summarized(path, known) == summarized(path)
-    assert summarized(path) != known
+    assert summarize(path, known) == summarize(path)
+    assert summarize(path) != known
 
 
 @pytest.mark.parametrize("value", [None, {}, {"bytes": "1"}, {"bytes": 1, "tail": "", "step": 1, "names": ["a"], "values": []}])
 def test_what_is_no_summary(value: Any):
-    assert parsed(value) is None
+    assert parse_summary(value) is None
 
 
 def test_integers_are_those_that_were_written(tmp_path: Path):
@@ -346,7 +379,7 @@ def test_histories_are_those_in_the_files_however_they_grow(runs: Path, seed: in
             lines = path.read_text().splitlines(keepends=True)
             path.write_text("".join(lines[: rng.randrange(len(lines) + 1)]))
         else:
-            (runs / INDEX).unlink(missing_ok=True)
+            (runs / CACHE).unlink(missing_ok=True)
         tick(runs)
         found, warnings = curves.histories(runs, names, rng.choice([["loss"], ["loss", "late"], ["em", "late"]]))
         assert warnings == []

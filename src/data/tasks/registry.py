@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from src import yaml_file
 from src.config import Config, unknown_text
 from src.config import load as load_config
 from src.errors import ConfigError
+from src.files import read_yaml
 from src.interfaces import MetricConfig
 from src.registry import METRICS, bind
 
@@ -214,7 +214,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _parsed(path: Path, written: int) -> dict[str, Any]:
     """The entries of a file, as it was `written`."""
     del written
-    raw = yaml_file.read(path, "tasks by name")
+    raw = read_yaml(path, "tasks by name")
     wrong = [name for name in raw if not isinstance(name, str)]
     if wrong:
         raise ConfigError(f"{path}: expected tasks by name, got {wrong[0]!r} ({type(wrong[0]).__name__}).")

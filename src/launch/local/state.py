@@ -26,7 +26,7 @@ from src.errors import LaunchError, RunError
 from src.files import read_json, write_json
 from src.launch.command import INTERRUPTED, STOPPED
 from src.launch.job import SchedulerState
-from src.runs.processes import process_start, this_process
+from src.runs.lease import process_start, this_process
 
 QUEUE = "queue.json"
 STARTED = "started"

@@ -33,9 +33,8 @@ from src.operations.checkpoint_jobs.stages import JOBS, CheckpointStage
 from src.runs import events, jsonl_records
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
-from src.runs.lease import BEAT_SECONDS, STALE_SECONDS, Lease, holder_is_dead
+from src.runs.lease import BEAT_SECONDS, STALE_SECONDS, Lease, holder_is_dead, this_process
 from src.runs.metadata import read_status
-from src.runs.processes import this_process
 
 FAILED = 3
 State = Literal["done", "ready", "waits", "held", "later", "given up"]

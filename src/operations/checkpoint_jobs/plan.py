@@ -11,8 +11,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from src import config as configs
-from src import yaml_file
 from src.config import Problems, unknown_text
+from src.files import read_yaml
 
 Stage = Literal["convert", "evaluate", "upload", "clean_up"]
 Folder = Literal["checkpoint", "converted"]
@@ -189,4 +189,4 @@ def read(path: Path) -> Plan:
     Raises:
         ConfigError: it cannot be read, is no YAML, or has a mistake; names the file, and the line or the key.
     """
-    return configs.load(Plan, yaml_file.read(path, f"the keys of a plan (checkpoints, {', '.join(STAGES)})"), str(path))
+    return configs.load(Plan, read_yaml(path, f"the keys of a plan (checkpoints, {', '.join(STAGES)})"), str(path))

@@ -69,17 +69,28 @@ def best(run: Path) -> Path | None:
     Raises:
         CheckpointError: the one named is gone or damaged, or best.json is.
     """
-    pointer = _pointer(run)
-    if not pointer.exists():
+    step = best_step(run)
+    if step is None:
         return None
-    named = read_json(pointer, CheckpointError)
-    if not isinstance(named, dict) or type(named.get("step")) is not int:
-        raise CheckpointError(f'{pointer}: expected {{"step": …}}, got {json.dumps(named)}.')
-    checkpoint = folder(run, named["step"])
+    checkpoint = folder(run, step)
     problem = defect(checkpoint)
     if problem:
         raise CheckpointError(f"{checkpoint}: the best checkpoint is damaged ({problem}). Use the last one, or train again with -r 1.")
     return checkpoint
+
+
+def best_step(run: Path) -> int | None:
+    """The step of the checkpoint that `mark_best` named, which may be gone; None where none was.
+
+    Raises:
+        CheckpointError: best.json is damaged.
+    """
+    if not _pointer(run).exists():
+        return None
+    named = read_json(_pointer(run), CheckpointError)
+    if not isinstance(named, dict) or type(named.get("step")) is not int:
+        raise CheckpointError(f'{_pointer(run)}: expected {{"step": …}}, got {json.dumps(named)}.')
+    return named["step"]
 
 
 def fingerprint(checkpoint: Path) -> str:

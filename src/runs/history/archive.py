@@ -49,7 +49,7 @@ class Plan:
 
 
 @dataclass
-class Draft:
+class PlanBuilder:
     """The steps of a plan while it is made."""
 
     run: Path
@@ -90,7 +90,7 @@ class Draft:
         lines = [f"{name} -> {self.folder}/checkpoints" for name in self.moved]
         return lines + [f"{facts['rows']} rows of {name} -> {self.folder}/{name}" for name, facts in self.archived.items()]
 
-    def planned(self, name: str, facts: Mapping[str, Any], every: Sequence[str] | None, told: Sequence[str]) -> Plan:
+    def build(self, name: str, facts: Mapping[str, Any], every: Sequence[str] | None, told: Sequence[str]) -> Plan:
         """The plan of the event `name`. every: names of the checkpoints that lie there now; None where none is touched."""
         event = ledger.event(
             name,

@@ -143,7 +143,7 @@ def learning_rate(base: Callable[[int], float], branches: Sequence[Branch]) -> C
         if change.hold_steps is not None:
             holds.append((first, first + change.hold_steps))
         elif change.factor is not None:
-            rate = _scaled(rate, first, change.factor)
+            rate = _scale(rate, first, change.factor)
         elif change.value is not None:
             if rate(first) == 0:
                 error = ConfigError(
@@ -152,17 +152,17 @@ def learning_rate(base: Callable[[int], float], branches: Sequence[Branch]) -> C
                 )
                 error.everywhere = True  # the branches are the same on every rank
                 raise error
-            rate = _valued(rate, first, change.value)
+            rate = _override(rate, first, change.value)
     if not holds:
         return rate
     return lambda step: 0.0 if any(begin <= step < end for begin, end in holds) else rate(step)
 
 
-def _scaled(rate: Callable[[int], float], first: int, factor: float) -> Callable[[int], float]:
+def _scale(rate: Callable[[int], float], first: int, factor: float) -> Callable[[int], float]:
     return lambda step: rate(step) * factor if step >= first else rate(step)
 
 
-def _valued(rate: Callable[[int], float], first: int, value: float) -> Callable[[int], float]:
+def _override(rate: Callable[[int], float], first: int, value: float) -> Callable[[int], float]:
     return lambda step: value * (rate(step) / rate(first)) if step >= first else rate(step)
 
 

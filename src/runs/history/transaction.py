@@ -18,18 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
-from src.files import read_json, reading, sync_directory, write_atomic, write_json, writing
+from src.files import TEMPORARY, read_json, reading, sync_directory, write_atomic, write_json, writing
 from src.runs import ledger
 from src.runs.metadata import STATUS
 from src.runs.scores import SCORES, Scores
-from src.runs.summary import SUMMARY, summarized
+from src.runs.summary import SUMMARY, summarize
 
 FILE = "intervention.json"
 Step = dict[str, Any]
 """{"do": one of `_STEPS`, "to": path, …}"""
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
-"""As `files.write_atomic` names what it has not finished."""
 _IN_PATH = re.compile(r"(?:^|/)(?:opt_step|step|checkpoint)-0*(\d+)(?:/|$)")
 
 log = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ def finish(run: Path) -> dict[str, Any] | None:
         raise RunError(
             f"{path}: not a list of steps that this version knows. Finish with the version that began: {event_of(found)}"
         ) from None
-    with _rows_locked(run, found["steps"]):
+    with _lock_rows(run, found["steps"]):
         for do, step in steps:
             do(run, step)
     _sweep(run)
@@ -124,7 +122,7 @@ def manifest_hash(checkpoint: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _rows_locked(run: Path, steps: Sequence[Step]) -> Iterator[None]:
+def _lock_rows(run: Path, steps: Sequence[Step]) -> Iterator[None]:
     """Nobody adds a row to the files that are changed: those who evaluate checkpoints need no lease for it, but this lock."""
     names = {step["to"] for step in steps if step["do"] in ("cut", "put") and step["to"].endswith(".jsonl")}
     with contextlib.ExitStack() as stack:
@@ -139,14 +137,14 @@ def _sweep(run: Path) -> None:
     """Delete what a killed process left half written below the run's folders; in the run itself the next start does."""
     with writing(run):
         for path in run.glob("*/**/.*"):
-            if _TEMPORARY.fullmatch(path.name) and path.is_file():
+            if TEMPORARY.fullmatch(path.name) and path.is_file():
                 path.unlink()
 
 
 def _move(run: Path, step: Step) -> None:
     """Rename a folder. It is never put over another: what lies at "to" was moved there by this journal."""
     source, target = run / step["from"], run / step["to"]
-    if target.exists() or _gone(source):
+    if target.exists() or _is_gone(source):
         return
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +156,7 @@ def _move(run: Path, step: Step) -> None:
 def _link(run: Path, step: Step) -> None:
     """Let the files of a folder have a second name, so that who deletes one leaves the other; copies where there are no links."""
     source, target = run / step["from"], run / step["to"]
-    if target.exists() or _gone(source):
+    if target.exists() or _is_gone(source):
         return
     beside = target.with_name(f".{target.name}.linking")
     with writing(target):
@@ -171,7 +169,7 @@ def _link(run: Path, step: Step) -> None:
         sync_directory(target.parent)
 
 
-def _gone(source: Path) -> bool:
+def _is_gone(source: Path) -> bool:
     """Whether a folder was deleted since it was looked at, as retention may: the rest is done all the same."""
     if not source.is_dir():
         log.warning("%s: gone in the meantime, so it stays gone.", source)
@@ -235,7 +233,7 @@ def _conclude(run: Path, step: Step) -> None:
     """Write what follows from the scores: haven's file and the status, which says what they come to."""
     if (run / SCORES).exists():
         Scores(run / SCORES).export_haven()
-    write_json(run / STATUS, {**step["json"], SUMMARY: summarized(run / SCORES).as_json()})
+    write_json(run / STATUS, {**step["json"], SUMMARY: summarize(run / SCORES).as_json()})
 
 
 _STEPS: Mapping[str, Callable[[Path, Step], None]] = {

@@ -15,19 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from src import distributed
+from src.runs import jsonl_records
 from src.runs.context import Options
 from src.training.monitoring import activation_statistics, parameter_statistics, tensor_statistics
-from src.training.monitoring import statistics_file as file
 from src.training.monitoring.activation_statistics import Activation
 from src.training.monitoring.parameter_statistics import TensorSums
 from src.training.monitoring.source_loss import SourceLoss
 
+FILE = "statistics.jsonl"
 DEFAULT_EVERY = Options().statistics_every
 log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Writes statistics.jsonl in the save directory `folder`. The same calls must come on every rank.
+    """Writes statistics.jsonl in the save directory `folder`: {"step", "name", "type" (the class, of a module), "context", "var_min", …}.
+
+    The same calls must come on every rank; rank 0 writes.
 
     every: optimizer steps between statistics; 0 for none. compiled: whether torch.compile has taken `model`, which is then not hooked.
     sources: names of what the data are from.
@@ -52,7 +55,7 @@ class Monitor:
         Raises:
             UserError: the disk refuses, or the file is damaged.
         """
-        file.truncate(self.folder, step)
+        jsonl_records.truncate_after(self.folder / FILE, step, "a record of statistics")
 
     def before_step(self, step: int) -> None:
         """The training begins optimizer step number `step`, counted from 1."""
@@ -105,10 +108,8 @@ class Monitor:
             head |= row
             if head["context"] == parameter_statistics.UPDATE:
                 head["update_rate"] = rates[head["name"]]
-        file.append(self.folder, heads)
+        jsonl_records.append(self.folder / FILE, heads, durable=False)
         bad = [head for head in heads if "nonfinite" in head]
         if bad:
             first = f"{bad[0]['name'] or 'the model'} {bad[0]['context']}"
-            log.warning(
-                "step %d: %d of %d tensors are not finite, the first %s; see %s.", self.step, len(bad), len(heads), first, file.FILE
-            )
+            log.warning("step %d: %d of %d tensors are not finite, the first %s; see %s.", self.step, len(bad), len(heads), first, FILE)

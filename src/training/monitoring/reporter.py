@@ -1,13 +1,12 @@
 """Where the numbers of a training go: scores.jsonl, perf.jsonl, status.json, the progress bar, wandb. Rank 0 only."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import nn
 
 from src import distributed
-from src.files import writing
+from src.runs import jsonl_records
 from src.runs.context import Run
 from src.runs.heartbeat import Heartbeat
 from src.training.config import Evaluation, LoopConfig
@@ -53,9 +52,7 @@ class Reporter:
         self.run.dir.confirm()
         self.run.dir.scores.append(row)
         self.run.dir.scores.export_haven()
-        path = self.run.path / "perf.jsonl"
-        with writing(path), open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": row["step"], **perf}) + "\n")
+        jsonl_records.append(self.run.path / "perf.jsonl", [{"step": row["step"], **perf}], durable=False, allow_nan=True)
         self.run.dir.set_status("running", step=row["step"], steps=self.config.steps, loss=row.get("train_loss"))
         for callback in self.callbacks:
             callback.on_row(row, perf)

@@ -17,10 +17,10 @@ from src.errors import DataError
 from src.experiments.identity import exp_id
 from src.files import new_directory
 from src.interfaces import load_experiment
+from src.runs import jsonl_records
 from src.training.loss import causal_lm_loss, cross_entropy
 from src.training.monitoring import activation_statistics, monitor, parameter_statistics, tensor_statistics
-from src.training.monitoring import statistics_file as written
-from src.training.monitoring.monitor import Monitor
+from src.training.monitoring.monitor import FILE, Monitor
 from src.training.monitoring.source_loss import SourceLoss
 from tests import toy
 
@@ -233,7 +233,7 @@ def test_not_one_bit_of_the_training_is_another(places: Places, tmp_path: Path, 
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / written.FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
 
 
 def test_due_steps_have_every_tensor_once(places: Places, tmp_path: Path):
@@ -270,41 +270,41 @@ def test_only_the_last_pass_of_a_due_step_is_hooked(tmp_path: Path):
 def test_none_are_written_where_none_are_due(places: Places, tmp_path: Path):
     for every in (0, 5):
         list(train(places, Monitor(tmp_path, nn.Identity(), every)))
-    assert not (tmp_path / written.FILE).exists()
+    assert not (tmp_path / FILE).exists()
 
 
 def test_a_continued_run_drops_what_it_makes_again(places: Places, tmp_path: Path):
     list(train(places, Monitor(tmp_path, nn.Identity(), 1)))
-    whole = (tmp_path / written.FILE).read_bytes()
-    with open(tmp_path / written.FILE, "ab") as file:
+    whole = (tmp_path / FILE).read_bytes()
+    with open(tmp_path / FILE, "ab") as file:
         file.write(b'{"step": 5, "na')  # torn by a kill
     watching = Monitor(tmp_path, nn.Identity(), 1)
     watching.truncate(4)
-    assert (tmp_path / written.FILE).read_bytes() == whole
+    assert (tmp_path / FILE).read_bytes() == whole
     watching.truncate(2)
-    kept = (tmp_path / written.FILE).read_bytes()
+    kept = (tmp_path / FILE).read_bytes()
     assert whole.startswith(kept)
     assert [record["step"] for record in records(tmp_path)] == sorted(
         r["step"] for r in map(json.loads, whole.splitlines()) if r["step"] <= 2
     )
     watching.truncate(0)
-    assert (tmp_path / written.FILE).read_bytes() == b""
+    assert (tmp_path / FILE).read_bytes() == b""
 
 
 def test_truncating_looks_from_the_end_of_a_long_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(written, "_WINDOW", 64)
+    monkeypatch.setattr(jsonl_records, "_WINDOW", 64)
     for step in range(1, 60):
-        written.append(tmp_path, [{"step": step, "name": "x" * (step % 7)}] * 2)
+        jsonl_records.append(tmp_path / FILE, [{"step": step, "name": "x" * (step % 7)}] * 2)
     for step in (60, 59, 41, 3, 0):
-        written.truncate(tmp_path, step)
+        Monitor(tmp_path, nn.Identity(), 1).truncate(step)
         assert [record["step"] for record in records(tmp_path)] == [s for s in range(1, min(step, 59) + 1) for _ in range(2)]
-    written.truncate(tmp_path / "nothing here", 3)
+    jsonl_records.truncate_after(tmp_path / "nothing here" / FILE, 3, "a record")
 
 
 def test_a_damaged_record_is_named(tmp_path: Path):
-    (tmp_path / written.FILE).write_text('{"step": 1}\n[1]\n')
+    (tmp_path / FILE).write_text('{"step": 1}\n[1]\n')
     with pytest.raises(DataError, match=r"statistics\.jsonl: not a record of statistics: '\[1\]'"):
-        written.truncate(tmp_path, 1)
+        Monitor(tmp_path, nn.Identity(), 1).truncate(1)
 
 
 def test_tensors_that_are_not_finite_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
