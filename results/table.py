@@ -15,7 +15,7 @@ from src.tables import rows as results
 
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
 INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the mean"}
-"""What may follow ±, as `results.aggregate` calls it."""
+"""What may follow ±, as `src.tables.rows.aggregate` calls it."""
 MOST_REMARKS = 5
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -87,7 +87,7 @@ def tabulate(
         metric = default_metric(shown)
     elif metric not in shown:
         shown = [metric, *shown]
-    table = results.aggregate(rows, keys, shown)
+    table = src.tables.rows.aggregate(rows, keys, shown)
     if metric is not None:
         table = results.best_first(table, metric, None if best is None else best == "min")
     return table, keys, shown

@@ -25,16 +25,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 TOY = """
-import src.config
+from src.interfaces import RecipeConfig
 
 
-class Config(src.config.Config):
+class Config(RecipeConfig):
     seed: int
     rate: float = 0.5
 
+    def checks(self, places):
+        return []
 
-def run(config, run):
-    return config.rate * config.seed
+    def run(self, run):
+        return self.rate * self.seed
 """
 
 # A shell that starts the tests in the background has SIGINT ignored, and so would every process that they start.

@@ -127,7 +127,7 @@ def carried_out(folder: Path, work: Any) -> tuple[BaseException | None, dict[str
     with distributed.stoppable(), RunDir.open(folder, toy.BASE, {}) as opened:
         distributed.defer_stop()
         try:
-            trainval.carry_out(SimpleNamespace(recipe=work), SimpleNamespace(dir=opened))
+            trainval.carry_out(SimpleNamespace(recipe=SimpleNamespace(run=work)), SimpleNamespace(dir=opened))
         except BaseException as error:  # noqa: BLE001  whatever it is, it is what is looked at
             caught = error
         return caught, opened.status()

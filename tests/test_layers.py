@@ -1,6 +1,7 @@
 """Arrows point down: which module may import which, what may be imported at all, and where."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -44,6 +45,18 @@ NOT = {
 }
 NEIGHBOURS = {"trainval": {"exp_configs", "job_configs"}}
 OUTSIDE = {"tests", "benchmarks"}  # these may import anything
+SHORT = {
+    "src.kinds": "names alone, which interfaces and models both need",
+    "src.training.fingerprints": "one function, of every recipe",
+    "src.training.checkpointing.background": "one class, tested by itself",
+    "src.models.wrapper": "what two rooms of models share",
+    "src.models.tokenizer": "what two models from random weights share",
+    "src.models.kv_cache_size": "one formula, with its source",
+    "src.data.text.packing": "one class, which text and denoising share",
+    "src.data.qa.row_index": "one format of file",
+}
+"""Modules under 40 lines that are no entry of the registry, and why each is a file."""
+MOST_LINES, MOST_ENTRIES, LEAST_LINES = 400, 16, 40
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "custom", "v2"}
 HEAVY = {"torch", "transformers", "accelerate", "numpy", "pandas", "matplotlib", "rich", "wandb", "datasets"}
 
@@ -199,7 +212,7 @@ def only_in(pattern: set[str], allowed: set[str]) -> list[str]:
 
 
 def test_wandb_is_spoken_to_in_one_file():
-    assert not only_in({"wandb"}, {"src.training.monitoring.wandb", "src.training.callbacks.weights_and_biases"})
+    assert not only_in({"wandb"}, {"src.training.monitoring.wandb"})
 
 
 def test_pickles_are_written_and_read_in_one_file():
@@ -266,3 +279,61 @@ def test_file_names_say_what_is_inside():
 def test_every_module_opens_with_one_line():
     without = [module for module, path in sources().items() if not (ast.get_docstring(tree(path)) or "").strip()]
     assert not without
+
+
+def test_folders_stay_small():
+    """Below src itself, whose folders are the rooms."""
+    entries: dict[Path, set[str]] = {}
+    for path in sources().values():
+        parts = path.relative_to(ROOT).parts
+        for depth in range(2, len(parts)):
+            entries.setdefault(Path(*parts[:depth]), set()).add(parts[depth])
+    crowded = {str(folder): len(names) for folder, names in entries.items() if folder.parts[0] == "src" and len(names) > MOST_ENTRIES}
+    assert not crowded, "make a room of what belongs together"
+
+
+def test_a_file_is_an_idea_neither_a_crumb_nor_a_heap():
+    lines = {module: path.read_text(encoding="utf-8").count("\n") for module, path in sources().items() if module.startswith("src.")}
+    entries = {module for table in TABLES for module in table.modules.values()}
+    short = {module for module, count in lines.items() if count < LEAST_LINES} - entries
+    assert short == SHORT.keys(), "fold it into the file that uses it, or give the reason in SHORT"
+    assert not {module: count for module, count in lines.items() if count > MOST_LINES}
+
+
+def test_no_module_imports_itself_in_a_circle():
+    """At import; a function may import what imports its module."""
+    modules = {module for module in sources() if ours(module)}
+    needs = {module: {name for name in imported_at_import(sources()[module]) if name in modules and name != module} for module in modules}
+    while free := {module for module, others in needs.items() if not others}:
+        needs = {module: others - free for module, others in needs.items() if module not in free}
+    assert not needs
+
+
+def imported_at_import(path: Path) -> Iterator[str]:
+    """Every dotted name that a module may import when it is imported itself."""
+    for node in tree(path).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+MISSPELT = """
+from src.config import Places
+from src.interfaces import DatasetConfig
+
+
+def check(data: DatasetConfig, places: Places) -> None:
+    data.chekc(places)
+"""
+
+
+def test_a_misspelt_verb_is_a_type_error(tmp_path: Path):
+    (tmp_path / "misspelt.py").write_text(MISSPELT)
+    settings = {"include": [str(tmp_path)], "extraPaths": [str(ROOT)], "typeCheckingMode": "standard", "pythonVersion": "3.11"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert re.search(r'misspelt\.py:7:\d+ - error: Cannot access attribute "chekc" for class "DatasetConfig"', done.stdout), done.stdout
+    assert "1 error" in done.stdout

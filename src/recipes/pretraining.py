@@ -101,5 +101,5 @@ class Pretraining(RecipeConfig):
         fit(TrainSpec(model, about, train, inputs, training_loss, evaluate), run, self.loop, self.seed)
 
     def more_scores(self, val: Any, measured: Callable[[Any], Any]) -> dict[str, float]:
-        """Further scores of the validation set. measured: data set -> `training.validation.Measured`. Collective."""
+        """Further scores of the validation set. measured: data set -> `training.validation.LossSums`. Collective."""
         return {}

@@ -5,7 +5,7 @@ Each of them adds which model and data it takes, and the loss.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -17,9 +17,6 @@ from src.interfaces import ContextDataset, DatasetField, ModelField, RecipeConfi
 from src.registry import resolved
 from src.runs.context import Run
 from src.training.config import Evaluation, LoopConfig
-
-if TYPE_CHECKING:
-    pass
 
 VAL_LOSSES = ("val_loss", "val_loss_shuffled_context")
 

@@ -86,7 +86,7 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
 def bands(
     runs: Path, groups: Sequence[Sequence[Mapping[str, Any]]], scores: Sequence[str], x: str = "step"
 ) -> tuple[list[list[Band]], list[str]]:
-    """For each score a band for each group of rows (`results.load_rows`), at each step that any of its runs has a finite value at.
+    """For each score a band for each group of rows (`rows.load_rows`), at each step that any of its runs has a finite value at.
 
     x: "step"; a score, such as "tokens", or "seconds" of training: at each step its mean over the runs.
 

@@ -77,7 +77,7 @@ def rows_of(folder):
 
 def expected_states(request, ids):
     with torch.no_grad():
-        return encode(request.model(request.places).eval(), torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool))[0]
+        return encode(request.model.build(request.places).eval(), torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool))[0]
 
 
 def input_of(bases, row):

@@ -442,7 +442,7 @@ PARENT = """
     folder = here / "submissions" / "one"
     folder.mkdir(parents=True)
     jobs = [Job(n, (sys.argv[2], n), here, here / n, here / "logs") for n in "abc"]
-    local.wait(config, local.submit(config, jobs, folder, lambda ids: None))
+    config.wait_for(config.submit(jobs, folder, lambda ids: None))
 """
 
 

@@ -126,7 +126,7 @@ def test_without_the_client(tmp_path: Path):
         from src.launch.toolkit.launcher import Config
         config = Config(via="haven", account="a", image="b:1", max_run_seconds=3600)
         try:
-            states(config, ["x"])
+            config.states(["x"])
         except Exception as error:
             print(type(error).__name__, error)
     """

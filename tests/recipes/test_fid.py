@@ -155,7 +155,7 @@ def test_processes_may_share_the_model(tmp_path: Path):
         ("model", T5, "model: expected 'fusion_in_decoder' around an encoder-decoder; got 't5', which is of the kind 'encoder_decoder'"),
         ("model.base", toy.BASE["model"], "expected an encoder-decoder, such as 't5'; got 'gpt_bigcode'"),
         ("data", toy.CROSSATTN["data"], "data: the data of this recipe are 'fid_qa', got 'qa'."),
-        ("loop.compile", True, "loop.compile: passages of 'fid_qa' come in many numbers and lengths"),
+        ("loop.compile", True, "loop.compile: needs batches of one length, and those of 'fid_qa' differ."),
         ("model.base.random.tokenizer", "nowhere", "nowhere: no tokenizer here"),
     ],
 )

@@ -236,7 +236,7 @@ def test_several_processes_give_the_same_answers(world: World, ended: Path, proc
     first = [json.dumps(row["answer_pred"]) for row in lines(world.folder / "undisturbed")][:4]
     (ended / "inference.part.jsonl").write_text("\n".join([json.dumps(head, sort_keys=True), *first, '"wrong"', ""]))
     log = world.start(processes, more)
-    assert "goes on after 4 of 21 questions" in log
+    assert "goes on after 4 of 21 inputs" in log
     assert lines(ended) == lines(world.folder / "undisturbed")
     assert last_row(ended) == last_row(world.folder / "undisturbed")
 

@@ -228,7 +228,11 @@ class TestRefusals:
                 48,
                 "data.sequence_tokens + data.context_tokens: 68 tokens are more than the 64 positions",
             ),
-            ("loop.compile", True, "data.fixed_length: False, but loop.compile needs batches of one length."),
+            (
+                "loop.compile",
+                True,
+                "loop.compile: needs batches of one length, and those of 'prompted_qa' differ. Write data.fixed_length: true",
+            ),
             ("loop.best_metric", "bleu", "loop.best_metric: unknown score 'bleu'."),
             ("data.corpus", "toy_q", "no such data set"),
         ],

@@ -249,7 +249,7 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         ("data.input_token", 3, "g[0].data: unknown key 'input_token'. Did you mean 'input_tokens'?"),
         ("loop.best_metric", "matthews", "loop.best_metric: unknown score 'matthews'."),
         ("loop.best_metric", "accuracy/paint", "loop.best_metric: unknown score 'accuracy/paint'."),
-        ("loop.compile", True, "loop.compile: texts of 'task' come in many lengths"),
+        ("loop.compile", True, "loop.compile: needs batches of one length, and those of 'task' differ."),
         ("evaluation", {"micro_batch": 2}, "expected either loop, which trains the model, or evaluation"),
         ("answers", {"by": "beam"}, "answers.by: unknown value 'beam'"),
         ("answers", {"by": "generate", "length_normalised": True}, "length_normalised: only ranked answers are, and by is 'generate'."),

@@ -69,7 +69,7 @@ class Config(JobConfig):
         """Queue `jobs`, parents before children, each under the name hv_<exp id>_<submission>; returns their ids in the same order.
 
         Called again with the same folder, it queues nothing twice: a job that is alive under its name is taken for the one wanted.
-        A child is queued at once and waits inside its job (`toolkit_script`), as the toolkit knows no dependencies.
+        A child is queued at once and waits inside its job (`script`), as the toolkit knows no dependencies.
 
         Raises:
             LaunchError: the toolkit refused a job, or could not be reached. Those queued before are cancelled; where that could not

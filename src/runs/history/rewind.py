@@ -1,4 +1,4 @@
-"""Going back to an earlier checkpoint of a run, and back again: what that changes in the save directory. See `abandoned` for where."""
+"""Going back to an earlier checkpoint of a run, and back again: what that changes in the save directory. See `archive` for where."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime

@@ -192,7 +192,7 @@ def train(places: Places, watching: Monitor | None, checkpointing: bool = False,
     """Train the toy model for some steps of two micro-batches, called as the loop calls; gives the model after each step."""
     config: Any = load_experiment(toy.BASE | {"model": toy.BASE["model"] | {"dropout_rate": 0.1}}, "toy")
     torch.manual_seed(0)
-    model = config.model(places)
+    model = config.model.build(places)
     if checkpointing:
         model.activation_checkpointing_enable()
     model.train()

@@ -98,7 +98,7 @@ def test_the_decoder_of_a_cross_attention_model_is_compiled_for_fixed_lengths(fo
     trained("compiled", folder)
     capsys.readouterr()
     assert toy.main(["-e", "crossed", "--dry-run"], GROUPS, folder) == 1
-    assert "data.fixed_length: False, but loop.compile needs batches of one length" in capsys.readouterr().err
+    assert "loop.compile: needs batches of one length, and those of 'qa' differ. Write data.fixed_length: true" in capsys.readouterr().err
     counters.clear()
     assert "em" in scores(trained("fixed", folder))[-1]
     assert counters["stats"]["unique_graphs"] <= 2, "layers below the first block take no gradients"

@@ -1,0 +1,68 @@
+"""Save directories that an earlier version of the code has written go on, and end with the bits that it would have reached.
+
+tests/golden/runs_of_73ce31a.tar.gz holds toy experiments: a finished parent, and two trainings that were stopped on the way. Its
+expected.json says how uninterrupted trainings by that version ended.
+"""
+
+import hashlib
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.experiments.identity import exp_id
+from src.tables import rows
+from tests import toy
+
+ARCHIVE = Path(__file__).parent / "golden" / "runs_of_73ce31a.tar.gz"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """`data` and `runs` of the earlier version."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+@pytest.fixture
+def expected(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "expected.json").read_text())
+
+
+def end(folder: Path, name: str, expected: dict[str, Any]) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Hashes of the last checkpoint of an experiment, and its score rows."""
+    last = folder / "runs" / expected[name]["exp_id"] / "checkpoints" / expected[name]["last"]
+    return {file: hashlib.sha256((last / file).read_bytes()).hexdigest() for file in expected[name]["sha256"]}, toy.rows(
+        folder, expected[name]["exp_id"]
+    )
+
+
+def test_ids_are_where_they_were(expected: dict[str, Any]):
+    assert {name: exp_id(found["experiment"]) for name, found in expected.items()} == {n: f["exp_id"] for n, f in expected.items()}
+
+
+def test_the_table_lists_them(folder: Path, expected: dict[str, Any]):
+    found, warnings = rows.load_rows(folder / "runs")[:2]
+    assert {row["exp_id"]: row["state"] for row in found} == {
+        f["exp_id"]: "done" if f["stopped_at"] is None else "stopped" for f in expected.values()
+    }
+    assert not warnings
+
+
+def test_what_was_stopped_goes_on_to_the_same_bits(folder: Path, expected: dict[str, Any], tmp_path_factory: pytest.TempPathFactory):
+    groups = {name: [found["experiment"]] for name, found in expected.items()}
+    assert toy.main(["-e", "crossattn", "seed"], groups, folder) == 0
+    anew = tmp_path_factory.mktemp("anew")
+    toy.write_data(anew / "data")
+    assert toy.main(["-e", "base"], groups, anew) == 0
+    same_machine = end(anew, "base", expected)[0] == expected["base"]["sha256"]  # the last bits depend on the processor and its libraries
+    for name in ("crossattn", "seed"):
+        hashes, scores = end(folder, name, expected)
+        wanted = [json.loads(line) for line in expected[name]["scores.jsonl"].splitlines()]
+        assert [row["step"] for row in scores] == [row["step"] for row in wanted]
+        for row, other in zip(scores, wanted, strict=True):
+            assert row == (other if same_machine else pytest.approx(other, rel=1e-3, abs=1e-6))
+        assert hashes == expected[name]["sha256"] or not same_machine
