@@ -87,7 +87,7 @@ def tabulate(
         metric = default_metric(shown)
     elif metric not in shown:
         shown = [metric, *shown]
-    table = src.tables.rows.aggregate(rows, keys, shown)
+    table = results.aggregate(rows, keys, shown)
     if metric is not None:
         table = results.best_first(table, metric, None if best is None else best == "min")
     return table, keys, shown

@@ -222,7 +222,7 @@ def test_an_interrupted_inference_goes_on(world: World, ended: Path, caplog: pyt
 
     caplog.clear()
     assert world.main("all") == 0
-    assert f"goes on after {done} of {ROWS} questions" in caplog.text
+    assert f"goes on after {done} of {ROWS} inputs" in caplog.text
     for name in ("inference/test.jsonl", "inference/manifest.json", "scores.jsonl"):
         assert (ended / name).read_bytes() == (world.folder / "undisturbed" / name).read_bytes()
 

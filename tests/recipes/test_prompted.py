@@ -231,7 +231,7 @@ class TestRefusals:
             (
                 "loop.compile",
                 True,
-                "loop.compile: needs batches of one length, and those of 'prompted_qa' differ. Write data.fixed_length: true",
+                "loop.compile: needs batches of one length, and those of 'prompted_qa' differ.",
             ),
             ("loop.best_metric", "bleu", "loop.best_metric: unknown score 'bleu'."),
             ("data.corpus", "toy_q", "no such data set"),
