@@ -46,7 +46,7 @@ from src.training import data_order, loader
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.loop import TrainSpec, fit
 from src.training.loss import causal_lm_loss, seq2seq_loss
-from src.training.optim import optimizers
+from src.training.optim import optimizers, schedule
 from src.training.parallel import memory
 from src.training.validation import Loss
 
@@ -104,7 +104,7 @@ def bare(work: Work) -> None:
     """Nothing but the model, AdamW, clipping and the learning rate."""
     loop = work.config.loop
     model = DistributedDataParallel(work.model) if distributed.world_size() > 1 else work.model
-    optimizer, rate = optimizers.adamw(model, loop), optimizers.learning_rate(loop)
+    optimizer, rate = optimizers.adamw(model, loop), schedule.learning_rate(loop)
     model.train()
     for step, read in enumerate(islice(loader.steps(work.train, loop, work.config.seed, 0, torch.device("cpu")), loop.steps)):
         (tokens,) = distributed.all_reduce_sum([read.loss_tokens])

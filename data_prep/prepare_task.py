@@ -24,7 +24,7 @@ from tqdm import tqdm
 from data_prep import superglue, task_rows, task_sources
 from data_prep.task_sources import SPLITS, Source
 from src import files
-from src.data.tasks import registry as tasks
+from src.data.tasks import task_table as tasks
 from src.errors import DataError, UserError
 
 COMMAND = "python -m data_prep.prepare_task"

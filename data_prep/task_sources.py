@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.qa_releases import json_stream
-from src.data.tasks import registry as tasks
+from src.data.tasks import task_table as tasks
 from src.errors import DataError
 from src.files import reading, sha256
 

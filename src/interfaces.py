@@ -200,7 +200,7 @@ class TaskDataset(QuestionDataset, Protocol):
     """Rows of a task that is written as text."""
 
     task: Any
-    """The `data.tasks.registry.Named` that the rows are of."""
+    """The `data.tasks.task_table.Named` that the rows are of."""
     target_tokens: int
     """Most tokens of an answer."""
 

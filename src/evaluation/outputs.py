@@ -53,7 +53,7 @@ class ResumableOutputs:
     def make(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> list[list[str]]:
         """The outputs of each file, made where they are not there yet. Collective.
 
-        To be called when the last checkpoint is written: its weights are part of the key. inputs: `training.fingerprints` of the run.
+        To be called when the last checkpoint is written: its weights are part of the key. inputs: `training.state.fingerprints` of the run.
         settings: what else the outputs depend on.
 
         Raises:

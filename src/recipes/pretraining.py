@@ -68,8 +68,8 @@ class Pretraining(RecipeConfig):
 
         from src.data.text import tokenizers
         from src.training.checkpointing.folder import CheckpointMetadata
-        from src.training.fingerprints import fingerprints
         from src.training.loop import TrainSpec, fit
+        from src.training.state import fingerprints
         from src.training.validation import LossSums, measure
 
         loss = self.loss()

@@ -91,8 +91,8 @@ class QuestionAnswering(RecipeConfig):
         from src.data.text import tokenizers
         from src.evaluation import evaluate_only, generation, inference
         from src.training.checkpointing.folder import CheckpointMetadata
-        from src.training.fingerprints import fingerprints
         from src.training.loop import TrainSpec, fit
+        from src.training.state import fingerprints
         from src.training.validation import mean_loss
 
         loss = self.loss()

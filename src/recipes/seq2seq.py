@@ -18,7 +18,7 @@ from src.training.config import Evaluation, LoopConfig
 
 if TYPE_CHECKING:
     from src.data.tasks.dataset import Config as TaskConfig
-    from src.data.tasks.registry import Named
+    from src.data.tasks.task_table import Named
 
 TASK = "task"
 """Name of the data set whose rows are answered."""
@@ -138,9 +138,9 @@ class Config(RecipeConfig):
         from src.evaluation import predictions as predicting
         from src.evaluation.ranking import TaskPredictor
         from src.training.checkpointing.folder import CheckpointMetadata
-        from src.training.fingerprints import fingerprints
         from src.training.loop import TrainSpec, fit
         from src.training.loss import seq2seq_loss
+        from src.training.state import fingerprints
         from src.training.validation import mean_loss
 
         batch_size = (self.loop or self.evaluation).micro_batch  # type: ignore[union-attr]  one of them is there

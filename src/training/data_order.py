@@ -72,8 +72,3 @@ def micro_batches(
         for g in range(share.rank, share.per_step // share.micro_batch, share.world_size):
             yield keys[g * share.micro_batch : (g + 1) * share.micro_batch]
         step += 1
-
-
-def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
-    """Seed of the dropout of one micro-batch (its number within the step over all processes): 63 bits."""
-    return int(np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)[0] >> 1)

@@ -22,7 +22,7 @@ from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Run
 from src.runs.history import branches
-from src.training import data_order, loader
+from src.training import data_order, loader, seeds
 from src.training.checkpointing import folder as checkpoint
 from src.training.config import LoopConfig
 from src.training.divergence.guard import DivergenceGuard, Source
@@ -30,7 +30,7 @@ from src.training.model_selection import ModelSelection
 from src.training.monitoring.monitor import Monitor
 from src.training.monitoring.reporter import Reporter
 from src.training.monitoring.throughput import ThroughputMeter
-from src.training.optim import optimizers
+from src.training.optim import schedule
 from src.training.parallel import choice as engines
 from src.training.parallel import compile as compilation
 from src.training.parallel import memory
@@ -109,7 +109,7 @@ class Loop:
         self.task, self.run, self.config, self.seed, self.accelerator = task, run, config, seed, accelerator
         self.engine: Engine  # made by `restore`, when the weights are there
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
-        self.learning_rate = branches.learning_rate(optimizers.learning_rate(config), self.branches)
+        self.learning_rate = branches.learning_rate(schedule.learning_rate(config), self.branches)
         self.selection = ModelSelection(config)
         self.saver = Saver(run, task.about, config)
         self.judge = DivergenceGuard(run, config, Source(task.train, task.about.tokenizer, seed, self.branches), self.saver.written)
@@ -176,7 +176,7 @@ class Loop:
             group["lr"] = self.learning_rate(state.step)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for a, (batch, sources) in enumerate(zip(step.batches, step.sources, strict=True)):
-            self._seed(data_order.dropout_seed(self.seed, state.step, a * world_size + distributed.rank()))
+            self._seed(seeds.dropout_seed(self.seed, state.step, a * world_size + distributed.rank()))
             last = a == len(step.batches) - 1
             with self.engine.accumulation_context(last):
                 with self.accelerator.autocast(), self.monitor.forward(batch, last, sources), self._saving():

@@ -1,9 +1,13 @@
 """What the loop carries from one step to the next, besides weights and optimizer. It stands in each checkpoint's state.json."""
 
+import hashlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from src.errors import CheckpointError
+from src.interfaces import Dataset
+from src.runs import parents
+from src.runs.context import Run
 
 
 @dataclass
@@ -58,3 +62,18 @@ class State:
         if saved.keys() != cls().saved().keys():
             raise CheckpointError("its checkpoints were written by another version of this code. Start over with -r 1.")
         return cls(**{**saved, "since_row": IntervalTotals(**saved["since_row"])})
+
+
+def fingerprints(run: Run, data: Dataset, tokenizer: Any, pretrained: str | None) -> dict[str, str]:
+    """{"data": …, "tokenizer": …, "parent <id>/last": …, "pretrained model": …} by digest.
+
+    `tokenizer` is a fast tokenizer; `pretrained` is the fingerprint of a model from elsewhere, if any;
+    a parent's is that of its trained weights and its tokenizer.
+    """
+    of_parents = parents.fingerprints(run.dir.exp, run.places.runs)
+    return {
+        **({"pretrained model": pretrained} if pretrained else {}),
+        "data": data.fingerprint,
+        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        **{f"parent {name}": digest for name, digest in of_parents.items()},
+    }

@@ -7,7 +7,8 @@ from itertools import islice
 import pytest
 
 from src.runs.history.branches import Branch
-from src.training.data_order import RankShare, dropout_seed, micro_batches, samples
+from src.training.data_order import RankShare, micro_batches, samples
+from src.training.seeds import dropout_seed
 
 
 def test_each_epoch_is_a_permutation_of_its_own():

@@ -41,7 +41,7 @@ def key_of(ids: Sequence[int]) -> bytes:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Of a fast tokenizer: as that of `training.inputs.fingerprints`."""
+    """Of a fast tokenizer: as that of `training.state.fingerprints`."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from src.batches import Seq2SeqBatch
 from src.config import Places
 from src.data import jsonl
-from src.data.tasks import registry as tasks
+from src.data.tasks import task_table as tasks
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError, DataError
 from src.files import reading

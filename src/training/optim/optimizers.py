@@ -1,11 +1,9 @@
-"""The optimizer, and the learning rate as a pure function of the step."""
+"""The optimizers that an experiment can name."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import get_scheduler
 from transformers.optimization import Adafactor
 
 from src import distributed
@@ -63,19 +61,3 @@ def _groups(model: nn.Module, config: LoopConfig) -> list[dict[str, Any]]:
 
 def _adam(config: LoopConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
-
-
-def learning_rate(config: LoopConfig) -> Callable[[int], float]:
-    """Learning rate of the optimizer step that follows `step` finished ones, by the schedule's name in transformers."""
-    placeholder = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
-    warmup = round(config.warmup_rate * config.steps)
-    schedule: Any = get_scheduler(config.schedule, placeholder, warmup, config.steps)
-    factor = schedule.lr_lambdas[0]
-    start, end = config.warmup_start, config.final_rate
-
-    def share(step: int) -> float:
-        if step < warmup:
-            return start + (1 - start) * (step / warmup) if start else factor(step)
-        return end + (1 - end) * factor(step) if end else factor(step)
-
-    return lambda step: config.learning_rate * share(step)

@@ -14,7 +14,8 @@ from src.config import load
 from src.errors import ConfigError
 from src.training.config import LoopConfig
 from src.training.loss import causal_lm_loss, cross_entropy
-from src.training.optim.optimizers import adamw, build_optimizer, learning_rate
+from src.training.optim.optimizers import adamw, build_optimizer
+from src.training.optim.schedule import learning_rate
 
 LOOP = {"steps": 100, "sequences_per_step": 2, "micro_batch": 2, "learning_rate": 0.5, "eval_every": 1}
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from src.config import load
-from src.data.tasks import registry as tasks
-from src.data.tasks.registry import Named, Task, find
+from src.data.tasks import task_table as tasks
+from src.data.tasks.task_table import Named, Task, find
 from src.errors import ConfigError
 
 A = {name: name[0].upper() for name in ("choice1", "choice2", "premise", "hypothesis", "question", "passage", "sentence", "answer", "word")}

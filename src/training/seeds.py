@@ -1,0 +1,11 @@
+"""Seeds of what a training draws: functions of the experiment's seed and the step, never of process state or world size.
+
+The order of samples has its own, see `data_order`; masks and augmentation are drawn by the data sets from (seed, epoch, index).
+"""
+
+import numpy as np
+
+
+def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
+    """Seed of the dropout of one micro-batch (its number within the step over all processes): 63 bits."""
+    return int(np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)[0] >> 1)
