@@ -3,7 +3,7 @@
 Either --from, a tokenizer that is there already, or --spiece, the SentencePiece model of T5. A folder is made below --data_path: the
 tokenizer with <extra_id_99> to <extra_id_0> behind all other tokens, so that <extra_id_0> has the highest id (Raffel et al. 2020,
 arXiv 1910.10683; T5's own has 32,000 pieces and 100 sentinels), with a padding token of its own and an end token. No text becomes a
-sentinel, an end or padding through src.data.text.tokenizers.Encoder. With --sentences N, <eosen> and <sent_0> to <sent_N-1>, which data set
+sentinel, an end or padding through SafeTokenizer of src.data.text. With --sentences N, <eosen> and <sent_0> to <sent_N-1>, which data set
 depth needs, stand behind the sentinels, so that no id changes that a trained model knows.
 """
 

@@ -121,7 +121,7 @@ class ModelConfig(Component):
 
     def longest_sequence(self, places: Places) -> int | None:
         """Most tokens of a sequence that it can read; None where that is not known or there is no limit."""
-        sizes = self.architecture(places)
+        sizes = once(self.architecture, places)
         return sizes.max_positions if sizes else None
 
 
@@ -188,8 +188,11 @@ class ContextDataset(QuestionDataset, Protocol):
 
     reads_contexts: bool
     """Whether the contexts are part of the samples."""
-    stored_bytes_per_token: int | None
-    """On disk, of a token of a context that was encoded before; None where contexts are read as text."""
+
+    @property
+    def stored_bytes_per_token(self) -> int | None:
+        """On disk, of a token of a context that was encoded before; None where contexts are read as text."""
+        ...
 
     def with_shuffled_contexts(self) -> Self:
         """The same questions, each with another row's context: a control."""
@@ -266,8 +269,8 @@ class DatasetConfig(Component):
         return None
 
     @abstractmethod
-    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> Any:
-        """The `Dataset` of one split.
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> Dataset:
+        """The data set of one split.
 
         Raises:
             UserError: the data are missing, incomplete or malformed, or do not fit the tokenizer.
@@ -339,15 +342,17 @@ def remembering() -> Iterator[None]:
 def once(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """`method(*args)`, where `method` is one of a component; or what it gave before, within `remembering`."""
     component = getattr(method, "__self__", None)
-    if _results is None or kwargs:
-        return method(*args, **kwargs)
+    assert component is not None, "a method of a component"
     key = (type(component), component, method.__name__, tuple(id(a) if isinstance(a, Places) else a for a in args))
     try:
-        if key not in _results:
-            _results[key] = method(*args, **kwargs)
+        hash(key)
     except TypeError:  # a config that holds a list has no hash
         return method(*args, **kwargs)
-    return _results[key]
+    if _results is None or kwargs:
+        return method(*args, **kwargs)
+    if key not in _results:
+        _results[key] = (args, method(*args, **kwargs))  # the arguments stay, so that no other gets the id of one
+    return _results[key][1]
 
 
 ModelField = Annotated[ModelConfig, PlainValidator(partial(bind, MODELS)), PlainSerializer(resolved)]

@@ -81,7 +81,10 @@ TABLES = (RECIPES, MODELS, DATASETS, METRICS, LAUNCHERS)
 def name_of(component: Config) -> str:
     """The name by which an experiment asks for components of this class."""
     module = type(component).__module__
-    return next(name for table in TABLES for name, known in table.modules.items() if known == module)
+    names = [name for table in TABLES for name, known in table.modules.items() if known == module]
+    if not names:
+        raise LookupError(f"{module} is in no table of src/registry.py")
+    return names[0]
 
 
 def bind(table: ComponentTable, raw: Any, key: str = "name") -> Any:
@@ -90,7 +93,7 @@ def bind(table: ComponentTable, raw: Any, key: str = "name") -> Any:
     Raises:
         Problems: everything wrong with `raw`, by path.
     """
-    if isinstance(raw, Config):
+    if isinstance(raw, Config) and type(raw).__module__ in table.modules.values():
         return raw
     if not isinstance(raw, dict):
         raise Problems([("", f"expected a dict with {key!r}, got {raw!r} ({type(raw).__name__}).")])

@@ -325,8 +325,9 @@ from src.config import Places
 from src.interfaces import DatasetConfig
 
 
-def check(data: DatasetConfig, places: Places) -> None:
+def check(data: DatasetConfig, places: Places, tokenizer) -> None:
     data.chekc(places)
+    data.build(places, tokenizer, "val", 0).smaple(0, 0)
 """
 
 
@@ -337,4 +338,5 @@ def test_a_misspelt_verb_is_a_type_error(tmp_path: Path):
     command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert re.search(r'misspelt\.py:7:\d+ - error: Cannot access attribute "chekc" for class "DatasetConfig"', done.stdout), done.stdout
-    assert "1 error" in done.stdout
+    assert re.search(r'misspelt\.py:8:\d+ - error: Cannot access attribute "smaple" for class "Dataset"', done.stdout), done.stdout
+    assert "2 errors" in done.stdout

@@ -136,8 +136,8 @@ class ResumableOutputs:
         by_file = self._by_file(texts)
         with new_directory(self.run.path / self.folder, key) as folder:
             for file, own in zip(self.files, by_file, strict=True):
-                lines = "".join(file.line(i, text) + "\n" for i, text in enumerate(own))
-                (folder / f"{file.name}.jsonl").write_text(lines, encoding="utf-8", newline="\n")
+                with open(folder / f"{file.name}.jsonl", "w", encoding="utf-8", newline="\n") as out:
+                    out.writelines(file.line(i, text) + "\n" for i, text in enumerate(own))
             self.write_more(folder, by_file)
         with writing(self.part):
             self.part.unlink(missing_ok=True)

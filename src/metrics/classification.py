@@ -38,7 +38,7 @@ class Config(MetricConfig):
         return tuple(self.scores)
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, float | list[float]]:
-        """The scores that `config` names. The one right answer is the first of the references; blanks around an answer do not count.
+        """The scores that the config names. The one right answer is the first of the references; blanks around an answer do not count.
 
         accuracy        of each answer: 1 where it is the reference, else 0.
         f1              from 0 to 1, of class 1; a class that is no label counts as the wrong one.

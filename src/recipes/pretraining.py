@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from src import distributed
 from src.config import Places
-from src.interfaces import DatasetField, ModelField, RecipeConfig, once
+from src.interfaces import Dataset, DatasetField, ModelField, RecipeConfig, once
 from src.kinds import KINDS
 from src.registry import resolved
 from src.runs.context import Run
@@ -82,7 +82,7 @@ class Pretraining(RecipeConfig):
             inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
 
         def evaluate(accelerator: Any) -> dict[str, float]:
-            def measured(data: Any) -> LossSums:
+            def measured(data: Dataset) -> LossSums:
                 return measure(model, data, loss, self.loop.micro_batch, accelerator.device, self.measures_accuracy)
 
             parts = {name: measured(part) for name, part in getattr(val, "parts", {"": val}).items()}
@@ -100,6 +100,6 @@ class Pretraining(RecipeConfig):
         about = CheckpointMetadata(resolved(self.model), tokenizer)
         fit(TrainSpec(model, about, train, inputs, training_loss, evaluate), run, self.loop, self.seed)
 
-    def more_scores(self, val: Any, measured: Callable[[Any], Any]) -> dict[str, float]:
+    def more_scores(self, val: Dataset, measured: Callable[[Dataset], Any]) -> dict[str, float]:
         """Further scores of the validation set. measured: data set -> `training.validation.LossSums`. Collective."""
         return {}

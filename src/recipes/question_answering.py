@@ -13,7 +13,7 @@ from src import distributed
 from src.config import Places
 from src.errors import ConfigError
 from src.evaluation.config import Answers, Inference, score_names
-from src.interfaces import ContextDataset, DatasetField, ModelField, RecipeConfig, once
+from src.interfaces import DatasetField, ModelField, RecipeConfig, once
 from src.registry import resolved
 from src.runs.context import Run
 from src.training.config import Evaluation, LoopConfig
@@ -102,7 +102,7 @@ class QuestionAnswering(RecipeConfig):
         with distributed.raise_together():
             model = self.model.build(run.places)
             tokenizer = tokenizers.load(model.name_or_path)
-            val: ContextDataset = self.data.build(run.places, tokenizer, "val", self.seed)
+            val = self.data.build(run.places, tokenizer, "val", self.seed)
             shuffled = val.with_shuffled_contexts() if val.reads_contexts else None
             if self.answers:
                 self.answers.require(val)
@@ -136,10 +136,10 @@ class QuestionAnswering(RecipeConfig):
             return scores
 
         if self.evaluation:
-            return evaluate_only.evaluate_only(model, run, self.evaluation, evaluate, finish)
-        assert self.loop, "the validator has checked that it trains or evaluates"
+            evaluate_only.evaluate_only(model, run, self.evaluation, evaluate, finish)
+            return
+        assert self.loop and train is not None, "the validator has checked that it trains or evaluates"  # noqa: PT018  one reason
         smoothing, z_loss = self.loop.label_smoothing, self.loop.z_loss
         about = CheckpointMetadata(resolved(self.model), tokenizer)
         task = TrainSpec(model, about, train, inputs, lambda module, batch: loss(module, batch, smoothing, z_loss), evaluate, finish)
         fit(task, run, self.loop, self.seed)
-        return None

@@ -178,8 +178,9 @@ class Config(RecipeConfig):
             return scores
 
         if self.evaluation:
-            return evaluate_only.evaluate_only(model, run, self.evaluation, evaluate, finish)
-        assert self.loop, "the validator has checked that it trains or evaluates"
+            evaluate_only.evaluate_only(model, run, self.evaluation, evaluate, finish)
+            return
+        assert self.loop and train is not None, "the validator has checked that it trains or evaluates"  # noqa: PT018  one reason
         smoothing, z_loss = self.loop.label_smoothing, self.loop.z_loss
 
         def training_loss(module: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -187,7 +188,6 @@ class Config(RecipeConfig):
 
         about = CheckpointMetadata(resolved(self.model), tokenizer)
         fit(TrainSpec(model, about, train, inputs, training_loss, evaluate, finish), run, self.loop, self.seed)
-        return None
 
 
 def _tasks(data: DatasetConfig) -> "Iterator[TaskConfig]":

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from src.config import Places
+from src.interfaces import Dataset
 from src.kinds import ENCODER_DECODER
 from src.recipes.pretraining import Pretraining
 
@@ -35,8 +36,9 @@ class Config(Pretraining):
     def checks(self, places: Places) -> list[Callable[[], object]]:
         return [*super().checks(places), lambda: self.model.check_kind(ENCODER_DECODER, places)]
 
-    def more_scores(self, val: Any, measured: Callable[[Any], Any]) -> dict[str, float]:
-        if not hasattr(val, "sentence_targets"):
+    def more_scores(self, val: Dataset, measured: Callable[[Dataset], Any]) -> dict[str, float]:
+        sentence_targets = getattr(val, "sentence_targets", None)
+        if sentence_targets is None:
             return {}
-        sentences = measured(val.sentence_targets())
+        sentences = measured(sentence_targets())
         return dict(zip(SENTENCE_SCORES, (sentences.loss, sentences.accuracy), strict=True))

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Dataset as TorchDataset
 
 from src import distributed
+from src.interfaces import Dataset, SourcedDataset
 from src.runs.history.branches import Branch
 from src.training import data_order
 from src.training.config import LoopConfig
@@ -38,16 +40,19 @@ class Step:
     sequences: int
 
 
-class _Samples(Dataset):
+class _Samples(TorchDataset):
     """Lets a DataLoader ask for samples by (epoch, index), and joins them."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
         names = sources(dataset)
-        self.numbers = {name: number for number, name in enumerate(names)} if len(names) > 1 else None
+        self.numbers = {name: number for number, name in enumerate(names)} if len(names) > 1 else {}
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Any, int | None]:
-        return self.dataset.sample(*key), self.numbers[self.dataset.source(key[1])] if self.numbers else None
+        number = None
+        if self.numbers and isinstance(self.dataset, SourcedDataset):
+            number = self.numbers[self.dataset.source(key[1])]
+        return self.dataset.sample(*key), number
 
     def collate(self, samples: Sequence[tuple[Any, int | None]]) -> tuple[Mapping[str, Tensor], Tensor | None]:
         """A micro-batch, and the numbers of its sources."""
@@ -55,9 +60,9 @@ class _Samples(Dataset):
         return batch, torch.tensor([number for _, number in samples]) if self.numbers else None
 
 
-def sources(dataset: Any) -> Sequence[str]:
+def sources(dataset: Dataset) -> Sequence[str]:
     """What the samples of `dataset` are from, where it says so: by `source(index)`, one of `sources`."""
-    return getattr(dataset, "sources", ())
+    return dataset.sources if isinstance(dataset, SourcedDataset) else ()
 
 
 class _Plan(Sampler):
@@ -71,7 +76,7 @@ class _Plan(Sampler):
 
 
 def steps(
-    dataset: Any, config: LoopConfig, seed: int, first_step: int, device: torch.device, reading: LoaderOptions | None = None
+    dataset: Dataset, config: LoopConfig, seed: int, first_step: int, device: torch.device, reading: LoaderOptions | None = None
 ) -> Iterator[Step]:
     """Yield the micro-batches of this process, on `device`, for each optimizer step from `first_step` on. Endless.
 

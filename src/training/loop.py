@@ -18,6 +18,7 @@ from torch import nn
 
 from src import distributed
 from src.errors import CheckpointError, RunError, TrainingError, UserError
+from src.interfaces import Dataset
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Run
@@ -49,7 +50,7 @@ class TrainSpec:
 
     model: nn.Module
     about: checkpoint.CheckpointMetadata
-    train: Any
+    train: Dataset
     """Data set: `len`, `sample(epoch, index)`, `collate(samples)`."""
     inputs: Mapping[str, str]
     """Fingerprints by name of all that the training reads and does not make: they must not change between starts."""

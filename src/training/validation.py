@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from src import distributed
 from src.errors import TrainingError
+from src.interfaces import Dataset
 from src.training.loss import watch_cross_entropy
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
@@ -34,13 +35,13 @@ class LossSums(NamedTuple):
         return self.correct / self.tokens
 
 
-def mean_loss(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, device: torch.device) -> float:
+def mean_loss(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, device: torch.device) -> float:
     """Loss per scored token, in nats; see `measure`."""
     return measure(model, dataset, loss, batch_size, device).loss
 
 
 @torch.no_grad()
-def measure(model: nn.Module, dataset: Any, loss: Loss, batch_size: int, device: torch.device, accuracy: bool = False) -> LossSums:
+def measure(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, device: torch.device, accuracy: bool = False) -> LossSums:
     """Over every sample of `dataset` once. Collective: each rank reads every W-th batch.
 
     Raises:

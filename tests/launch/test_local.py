@@ -247,6 +247,7 @@ HOLD = """
     import os, signal, subprocess, sys, time
     from pathlib import Path
     def save(*_):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would wait for the lock of helper.wait, which this one holds
         time.sleep(0.3)
         Path(sys.argv[1] + ".saved").touch()
         helper.terminate(); helper.wait(); raise SystemExit(143)

@@ -159,7 +159,7 @@ class QADataset(questions.Questions):
         return {"input_ids": ids, "loss_mask": [False] * len(ids), "context_chunks": self._chunks(index)}
 
     def read_encoded(self, store: dict[str, Any], folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
-        """From now on batches are EncodedBatches, of the store in `folder`, of which `encoded.check` says `store`.
+        """From now on batches are EncodedBatches, of the store in `folder`, of which `encoded_store.check` says `store`.
 
         Shuffled contexts that were encoded behind a question keep that question: no other was encoded.
 

@@ -1,18 +1,22 @@
 """Which rows of a prepared data set are used: of some sources, or some that stand for all."""
 
+from abc import abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from pydantic import Field, field_validator
 
-from src.config import unknown
+from src.config import Places, unknown
 from src.errors import DataError
 from src.files import read_manifest
-from src.interfaces import DatasetConfig
+from src.interfaces import ContextDataset, DatasetConfig
 from src.metrics.answers import source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 Row = dict[str, Any]
 
@@ -39,6 +43,10 @@ class RowsConfig(DatasetConfig):
         if twice:
             raise ValueError(f"{', '.join(twice)} stands there more than once. Name each source once.")
         return names
+
+    @abstractmethod
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> ContextDataset:
+        """The rows of one split, tokenised when they are asked for."""
 
     def datasets(self, split: str) -> list[str] | None:
         """The sources whose rows of a split are used; None for all."""

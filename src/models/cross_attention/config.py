@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from src.config import Places, unknown_text
 from src.errors import ConfigError
-from src.interfaces import Architecture, ModelConfig, ModelField
+from src.interfaces import Architecture, ModelConfig, ModelField, once
 from src.kinds import CROSS_ATTENTION
 from src.models import kv_cache_size
 
@@ -110,7 +110,7 @@ class Config(ModelConfig):
     def check(self, places: Places) -> None:
         from src.models.cross_attention import xc_cache_weights
 
-        self.base.check(places)
+        once(self.base.check, places)
         if self.base.has_random_weights() and not self.train_all_params:
             raise ConfigError(
                 "cross_attention.base: its weights are drawn at random, and frozen they never learn and are in no checkpoint. "
@@ -123,7 +123,7 @@ class Config(ModelConfig):
             self.plan(known)
 
     def architecture(self, places: Places) -> Architecture | None:
-        return self.base.architecture(places)
+        return once(self.base.architecture, places)
 
     def fingerprint(self, places: Places) -> str | None:
         """Of all weights that `build` loads: the base's, and with `weights` these too; None where it loads none."""
@@ -148,7 +148,7 @@ class Config(ModelConfig):
         return CROSS_ATTENTION
 
     def plan(self, base: Architecture) -> "Plan":
-        """Make every choice that `config` leaves to the base.
+        """Make every choice that the config leaves to the base.
 
         Raises:
             ConfigError: the family is unknown, the blocks do not fit, or a setting would be ignored.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.files import write_atomic, writing
+from src.interfaces import Dataset
 from src.runs.history.branches import Branch
 from src.training import data_order
 
@@ -34,7 +35,7 @@ Key = tuple[int, int]
 
 
 def read(
-    dataset: Any, seed: int, share: data_order.RankShare, step: int, branches: Sequence[Branch] = ()
+    dataset: Dataset, seed: int, share: data_order.RankShare, step: int, branches: Sequence[Branch] = ()
 ) -> tuple[list[Mapping[str, "Tensor"]], list[list[Key]]]:
     """The micro-batches of this process in optimizer step number `step` (counted from 1), read again, and their keys.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from src import distributed
 from src.errors import TrainingError, UserError
+from src.interfaces import Dataset
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Run
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 class Source:
     """What is needed to read a step's batch again."""
 
-    dataset: Any
+    dataset: Dataset
     """Data set: `len`, `sample(epoch, index)`, `collate(samples)`."""
     tokenizer: Any
     seed: int
