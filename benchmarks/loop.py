@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--data_path", type=Path, default=ROOT / "results" / "data")
     args = parser.parse_args()
     one_arena()
-    memory.keep_freed()
+    memory.reuse_freed_memory()
     (exp,) = exp_configs.EXP_GROUPS[args.group]
     exp = changed(exp, {"loop.steps": args.steps, "loop.eval_every": args.steps, **dict(map(parse_assignment, args.set))})
     names = ["fit", *args.against]

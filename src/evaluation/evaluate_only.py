@@ -38,7 +38,7 @@ def evaluate_only(model: nn.Module, run: Run, config: Evaluation, evaluate: Meas
         RunError: the disk refuses; another process took over.
     """
     with distributed.raise_together():
-        config.agree(run.options.told)
+        config.check_accelerate(run.options.told)
         accelerator = engines.plain_accelerator(config.precision, "evaluation.precision")
     if run.options.deepspeed or run.options.fsdp:
         log.info("%s: nothing is trained, so every process has the whole model.", run.path)
@@ -47,7 +47,7 @@ def evaluate_only(model: nn.Module, run: Run, config: Evaluation, evaluate: Meas
     with distributed.raise_together():
         reporter = Reporter(run, config, model, 0)
     limits = StopConditions(run.options.limits, run.path)
-    with contextlib.closing(reporter), memory.advice(), distributed.stop_when(limits.reached), _told(run):
+    with contextlib.closing(reporter), memory.oom_advice(), distributed.stop_when(limits.reason), _ledger_session(run):
         distributed.stop_together()
         model.to(accelerator.device).eval()
         began = time.perf_counter()
@@ -68,7 +68,7 @@ def _begin(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def _told(run: Run) -> Iterator[None]:
+def _ledger_session(run: Run) -> Iterator[None]:
     """Put into the ledger that this start begins, and how it ends."""
 
     def tell(name: str, **facts: Any) -> None:

@@ -10,7 +10,7 @@ from src import distributed
 from src.evaluation.config import Answers
 from src.interfaces import Prediction, QuestionDataset
 from src.metrics import answers as scored_answers
-from src.training.validation import share, to_device
+from src.training.validation import rank_batches, to_device
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ def gather_batches(answer: Callable[[Sequence[int]], Sequence[T]], indices: Sequ
     for start in range(0, len(indices), together):
         distributed.stop_together()
         some = indices[start : start + together]
-        ((batch, counts),) = share(len(some), batch_size)
+        ((batch, counts),) = rank_batches(len(some), batch_size)
         answers = answer([some[place] for place in batch])
         own = list(zip(batch, answers, strict=True)) if counts else []
         yield [value for _, value in sorted(distributed.all_gather_list(own), key=lambda pair: pair[0])]

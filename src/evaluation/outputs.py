@@ -61,11 +61,11 @@ class ResumableOutputs:
             RunError: the disk refuses, or another process has taken over the save directory.
         """
         key = distributed.broadcast_from_rank0(lambda: self._key(inputs, settings))
-        texts = distributed.broadcast_from_rank0(lambda: self._finished(key))
+        texts = distributed.broadcast_from_rank0(lambda: self._read_finished(key))
         if texts is None:
             texts = self._generate(key)
             distributed.broadcast_from_rank0(lambda: self._write(texts, key))
-        return self._by_file(texts)
+        return self._split_by_file(texts)
 
     @property
     def part(self) -> Path:
@@ -82,7 +82,7 @@ class ResumableOutputs:
             **settings,
         }
 
-    def _finished(self, key: dict[str, Any]) -> list[str] | None:
+    def _read_finished(self, key: dict[str, Any]) -> list[str] | None:
         """The outputs of a whole folder with this key; None where there is none."""
         folder = self.run.path / self.folder
         if not folder.is_dir() or defect(folder) is not None or not key.items() <= read_manifest(folder, RunError).items():
@@ -96,7 +96,7 @@ class ResumableOutputs:
         texts = distributed.broadcast_from_rank0(lambda: self._begin(key))
         if texts:
             log.info("%s: goes on after %d of %d inputs.", self.part, len(texts), sum(file.count for file in self.files))
-        for file, own in list(zip(self.files, self._by_file(texts), strict=True)):
+        for file, own in list(zip(self.files, self._split_by_file(texts), strict=True)):
             for batch in file.generate(len(own)) if len(own) < file.count else ():
                 distributed.broadcast_from_rank0(lambda batch=batch: self._append(batch, key["step"]))
                 texts += batch
@@ -133,7 +133,7 @@ class ResumableOutputs:
 
     def _write(self, texts: Sequence[str], key: dict[str, Any]) -> None:
         self.run.dir.confirm()
-        by_file = self._by_file(texts)
+        by_file = self._split_by_file(texts)
         with new_directory(self.run.path / self.folder, key) as folder:
             for file, own in zip(self.files, by_file, strict=True):
                 with open(folder / f"{file.name}.jsonl", "w", encoding="utf-8", newline="\n") as out:
@@ -142,7 +142,7 @@ class ResumableOutputs:
         with writing(self.part):
             self.part.unlink(missing_ok=True)
 
-    def _by_file(self, texts: Sequence[str]) -> list[list[str]]:
+    def _split_by_file(self, texts: Sequence[str]) -> list[list[str]]:
         """The outputs of each file, of which the last may be missing."""
         found, start = [], 0
         for file in self.files:

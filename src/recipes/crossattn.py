@@ -18,9 +18,9 @@ class Config(QuestionAnswering):
     dataset_name: ClassVar[str] = "qa"
 
     def loss(self) -> Callable[..., Any]:
-        from src.training.loss import read_loss
+        from src.training.loss import context_lm_loss
 
-        return read_loss
+        return context_lm_loss
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
         """Those of every recipe of questions, and whether this base has encoded the contexts, where they are encoded already."""

@@ -14,6 +14,6 @@ class Config(QuestionAnswering):
     dataset_name: ClassVar[str] = "fid_qa"
 
     def loss(self) -> Callable[..., Any]:
-        from src.training.loss import read_loss
+        from src.training.loss import context_lm_loss
 
-        return read_loss
+        return context_lm_loss

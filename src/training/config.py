@@ -83,7 +83,7 @@ class LoopConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _heeded(self) -> "LoopConfig":
+    def _adafactor_heeds_all(self) -> "LoopConfig":
         if self.optimizer == "adafactor":
             ignored = [name for name in _ADAM if getattr(self, name) != type(self).model_fields[name].default]
             if ignored:
@@ -106,7 +106,7 @@ class LoopConfig(Config):
                 f"micro-batches a step, which {world_size} processes cannot share evenly. Change their number or loop.micro_batch."
             )
 
-    def agree(self, told: Mapping[str, str | float]) -> None:
+    def check_accelerate(self, told: Mapping[str, str | float]) -> None:
         """Refuse what `accelerate launch` was told otherwise, by name as in `src.launch.accelerate_env`.
 
         Raises:
@@ -141,7 +141,7 @@ class Evaluation(Config):
         """None is made."""
         return 0
 
-    def agree(self, told: Mapping[str, str | float]) -> None:
+    def check_accelerate(self, told: Mapping[str, str | float]) -> None:
         """Raises ConfigError where `accelerate launch` was told another precision."""
         other = told.get("precision", self.precision)
         if other != self.precision:

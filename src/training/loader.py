@@ -65,7 +65,7 @@ def sources(dataset: Dataset) -> Sequence[str]:
     return dataset.sources if isinstance(dataset, SourcedDataset) else ()
 
 
-class _Plan(Sampler):
+class _BatchSampler(Sampler):
     """Hands an iterator of (epoch, index) lists to a DataLoader."""
 
     def __init__(self, micro_batches: Iterator[list[tuple[int, int]]]) -> None:
@@ -76,23 +76,23 @@ class _Plan(Sampler):
 
 
 def steps(
-    dataset: Dataset, config: LoopConfig, seed: int, first_step: int, device: torch.device, reading: LoaderOptions | None = None
+    dataset: Dataset, config: LoopConfig, seed: int, first_step: int, device: torch.device, options: LoaderOptions | None = None
 ) -> Iterator[Step]:
     """Yield the micro-batches of this process, on `device`, for each optimizer step from `first_step` on. Endless.
 
     `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`; for the loss by source also `sources`, their
     names, and `source(index)`.
     """
-    reading = reading or LoaderOptions()
+    options = options or LoaderOptions()
     rank, world_size = distributed.rank(), distributed.world_size()
     share = data_order.RankShare(config.sequences_per_step, config.micro_batch, rank, world_size)
     gpu = device.type == "cuda"
     samples = _Samples(dataset)
     batches = DataLoader(
         samples,
-        batch_sampler=_Plan(data_order.micro_batches(seed, len(dataset), first_step, share, reading.branches)),
+        batch_sampler=_BatchSampler(data_order.micro_batches(seed, len(dataset), first_step, share, options.branches)),
         collate_fn=samples.collate,
-        num_workers=(2 if gpu else 0) if reading.num_workers is None else reading.num_workers,  # samples are pure: no number changes
+        num_workers=(2 if gpu else 0) if options.num_workers is None else options.num_workers,  # samples are pure: no number changes
         worker_init_fn=distributed.ignore_stops,
         pin_memory=gpu,
         generator=torch.Generator(),  # else it draws from the global one
@@ -104,11 +104,11 @@ def steps(
         yield Step(
             [to_device(batch, device) for batch in batches],
             [number if number is None else number.to(device, non_blocking=True) for number in numbers],
-            loss_tokens=_true(batches, "loss_mask"),
-            read_tokens=_true(batches, "attention_mask") + _true(batches, "context_mask"),
+            loss_tokens=_count_true(batches, "loss_mask"),
+            read_tokens=_count_true(batches, "attention_mask") + _count_true(batches, "context_mask"),
             sequences=sum(len(batch["input_ids"]) for batch in batches),
         )
 
 
-def _true(batches: Sequence[Mapping[str, Tensor]], mask: str) -> int:
+def _count_true(batches: Sequence[Mapping[str, Tensor]], mask: str) -> int:
     return sum(int(batch[mask].sum()) for batch in batches if mask in batch)

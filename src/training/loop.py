@@ -62,7 +62,7 @@ class TrainSpec:
     """Like `evaluate`, but of the trained model: called when its last checkpoint is written, and again where a stop came in between."""
 
 
-def fit(task: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
+def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
     """Train from the newest whole checkpoint of `run`, or from the start, to the last step. Collective.
 
     Returns the final state; the model of `task` is mutated. Scores go to scores.jsonl, timings to perf.jsonl, what happened to
@@ -78,15 +78,21 @@ def fit(task: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
     """
     with distributed.raise_together():
         accelerator = engines.build_accelerator(config, run.options)
-    loop = Loop(task, run, config, seed, accelerator)
+    loop = Loop(spec, run, config, seed, accelerator)
     loop.restore()
     distributed.defer_stop()
     with distributed.raise_together():
-        reporter = Reporter(run, config, task.model, loop.state.step)
+        reporter = Reporter(run, config, spec.model, loop.state.step)
     limits = StopConditions(run.options.limits, run.path)
-    with contextlib.closing(reporter), memory.advice(), loop.saver.writing(), distributed.stop_when(limits.reached), loop.ledger_session():
+    with (
+        contextlib.closing(reporter),
+        memory.oom_advice(),
+        loop.saver.close_on_exit(),
+        distributed.stop_when(limits.reason),
+        loop.ledger_session(),
+    ):
         reading = loader.LoaderOptions(loop.branches, run.options.num_workers)
-        steps = loader.steps(task.train, config, seed, loop.state.step, accelerator.device, reading)
+        steps = loader.steps(spec.train, config, seed, loop.state.step, accelerator.device, reading)
         loop.meter.restart()
         distributed.stop_together()
         while True:
@@ -97,7 +103,7 @@ def fit(task: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
                 break
             if loop.stopping:
                 raise distributed.agreed_stop(None)
-            loss = loop.learn(loop.meter.waiting(steps))
+            loss = loop.train_step(loop.meter.waiting(steps))
             reporter.step(loop.state.step, loss, loop.meter.tokens_per_second())
         loop.finish(reporter)
     return loop.state
@@ -106,19 +112,19 @@ def fit(task: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
 class Loop:
     """The parts of one training, put together. `fit` is the loop itself."""
 
-    def __init__(self, task: TrainSpec, run: Run, config: LoopConfig, seed: int, accelerator: Accelerator) -> None:
-        self.task, self.run, self.config, self.seed, self.accelerator = task, run, config, seed, accelerator
+    def __init__(self, spec: TrainSpec, run: Run, config: LoopConfig, seed: int, accelerator: Accelerator) -> None:
+        self.spec, self.run, self.config, self.seed, self.accelerator = spec, run, config, seed, accelerator
         self.engine: Engine  # made by `restore`, when the weights are there
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
         self.learning_rate = branches.learning_rate(schedule.learning_rate(config), self.branches)
         self.selection = ModelSelection(config)
-        self.saver = Saver(run, task.about, config)
-        self.judge = DivergenceGuard(run, config, Source(task.train, task.about.tokenizer, seed, self.branches), self.saver.written)
-        self.state = State(inputs=dict(task.inputs))
+        self.saver = Saver(run, spec.about, config)
+        self.guard = DivergenceGuard(run, config, Source(spec.train, spec.about.tokenizer, seed, self.branches), self.saver.wait)
+        self.state = State(inputs=dict(spec.inputs))
         self.row_every = run.options.log_every or config.eval_every
-        self.meter = ThroughputMeter(task.model, config.precision)
+        self.meter = ThroughputMeter(spec.model, config.precision)
         self.monitor = Monitor(
-            run.path, task.model, run.options.statistics_every, compiled=config.compile, sources=loader.sources(task.train)
+            run.path, spec.model, run.options.statistics_every, compiled=config.compile, sources=loader.sources(spec.train)
         )
         self.stopping = False  # True once any process was asked to stop; the same on every rank
 
@@ -136,7 +142,7 @@ class Loop:
 
         The "cursor" of a start is where its data begin: the epoch, and how many of its samples are passed.
         """
-        epoch, offset = divmod(data_order.position(self.state.step, self.config.sequences_per_step, self.branches), len(self.task.train))
+        epoch, offset = divmod(data_order.position(self.state.step, self.config.sequences_per_step, self.branches), len(self.spec.train))
         with distributed.raise_together():
             facts = {"engine": self.engine.name, "world_size": distributed.world_size(), "cursor": {"epoch": epoch, "offset": offset}}
             self._record_event("start", **facts, **ledger.started_with(self.run.path))
@@ -146,7 +152,7 @@ class Loop:
             if stopped.step is None:
                 if self.saver.step != self.state.step:
                     self.save()
-                self.saver.written()
+                self.saver.wait()
                 stopped.step = self.state.step
             self._record_event("stop", why=stopped.reason.by)
             raise
@@ -154,14 +160,14 @@ class Loop:
             with contextlib.suppress(UserError):
                 self._record_event("stop", why=str(error))
             raise
-        self.saver.written()
+        self.saver.wait()
         self._record_event("stop", why="finished")
 
     def _record_event(self, name: str, **facts: Any) -> None:
         if distributed.is_main():
             ledger.append(self.run.path, ledger.event(name, step=self.state.step, **facts))
 
-    def learn(self, step: loader.Step) -> float:
+    def train_step(self, step: loader.Step) -> float:
         """One optimizer step on the mean loss over all tokens of the global batch, which it returns."""
         state, world_size = self.state, distributed.world_size()
         tokens, asked, failed = distributed.all_reduce_sum(
@@ -169,7 +175,7 @@ class Loop:
         )
         self.stopping = asked > 0
         if failed:
-            self.saver.written()
+            self.saver.wait()
         if not tokens:
             raise TrainingError(f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has a token to learn.")
         self.monitor.before_step(state.step + 1)
@@ -177,40 +183,40 @@ class Loop:
             group["lr"] = self.learning_rate(state.step)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         for a, (batch, sources) in enumerate(zip(step.batches, step.sources, strict=True)):
-            self._seed(seeds.dropout_seed(self.seed, state.step, a * world_size + distributed.rank()))
+            self._seed_dropout(seeds.dropout_seed(self.seed, state.step, a * world_size + distributed.rank()))
             last = a == len(step.batches) - 1
             with self.engine.accumulation_context(last):
-                with self.accelerator.autocast(), self.monitor.forward(batch, last, sources), self._saving():
-                    loss = self.task.loss(self.engine.model, batch)
+                with self.accelerator.autocast(), self.monitor.forward(batch, last, sources), self._activation_context():
+                    loss = self.spec.loss(self.engine.model, batch)
                 # The engine takes the mean over ranks; the factor makes it a sum.
                 self.engine.backward(loss * (world_size / tokens), last)
             loss_sum += loss.detach()
         norm = self.engine.norm()
         # That of rank 0: where whole copies stand on unlike devices, the last bit may differ, and all must decide alike.
         total, norm = distributed.all_reduce_sum([float(loss_sum), norm if distributed.is_main() else 0.0])
-        self.move(total, int(tokens), norm)
+        self.optimizer_step(total, int(tokens), norm)
         self.meter.count(step)
         return total / tokens
 
-    def _seed(self, seed: int) -> None:
+    def _seed_dropout(self, seed: int) -> None:
         """Of dropout, on the device that trains. torch.manual_seed asks after all kinds of accelerators, a hundred times as slow."""
         torch.default_generator.manual_seed(seed)
         if self.accelerator.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _saving(self) -> contextlib.AbstractContextManager[Any]:
+    def _activation_context(self) -> contextlib.AbstractContextManager[Any]:
         """Where a forward pass keeps what its backward pass needs."""
-        return memory.offload_activations(self.task.model) if self.run.options.offload_activations else contextlib.nullcontext()
+        return memory.offload_activations(self.spec.model) if self.run.options.offload_activations else contextlib.nullcontext()
 
-    def move(self, loss_sum: float, tokens: int, norm: float) -> None:
+    def optimizer_step(self, loss_sum: float, tokens: int, norm: float) -> None:
         """Judge the step, clip and step. The values are the same on every rank, so all decide alike."""
         state, since = self.state, self.state.since_row
         # Where float16 overflows, the scaler skips the step and lowers its scale.
         overflowed = self.config.precision == "float16" and not math.isfinite(norm)
         self.monitor.after_backward()
-        if self.judge.skips_step(state.step + 1, loss_sum / tokens, norm, overflowed):
+        if self.guard.skips_step(state.step + 1, loss_sum / tokens, norm, overflowed):
             clipped, moved = False, False
-            self.engine.drop()
+            self.engine.skip_step()
         else:
             clipped = self.engine.clip(norm, self.config.max_grad_norm)
             moved = self.engine.step()
@@ -229,20 +235,20 @@ class Loop:
 
     def evaluate(self) -> dict[str, float]:
         """Score the model as it stands, and note whether it is the best."""
-        self.task.model.eval()
-        with self.meter.paused(), self.accelerator.autocast():
-            scores = dict(self.task.evaluate(self.accelerator))
-        self.task.model.train()
+        self.spec.model.eval()
+        with self.meter.pause(), self.accelerator.autocast():
+            scores = dict(self.spec.evaluate(self.accelerator))
+        self.spec.model.train()
         self.selection.update(self.state.step, scores)
         return scores
 
     def finish(self, reporter: Reporter) -> None:
         """Score the trained model, if the recipe asks for it; these scores join the last row."""
-        if self.task.finish is not None:
-            self.saver.written()
-            self.task.model.eval()
+        if self.spec.finish is not None:
+            self.saver.wait()
+            self.spec.model.eval()
             with self.accelerator.autocast():
-                scores = self.task.finish(self.accelerator)
+                scores = self.spec.finish(self.accelerator)
             distributed.broadcast_from_rank0(lambda: reporter.complete(scores))
 
     def report(self, reporter: Reporter, scores: Mapping[str, float]) -> None:
@@ -257,22 +263,22 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint of the finished step."""
         state, scaler = self.state, self.accelerator.scaler
-        state.selection, state.detector = self.selection.state(), self.judge.detector.state()
+        state.selection, state.detector = self.selection.state(), self.guard.detector.state()
         state.scaler = scaler.state_dict() if scaler else {}
-        with self.meter.paused():
-            self.saver.save(self.engine, LoopSnapshot(state.step, self.selection.best_step, state.saved()))
+        with self.meter.pause():
+            self.saver.save(self.engine, LoopSnapshot(state.step, self.selection.best_step, state.to_json()))
 
     def restore(self) -> None:
         """Continue from the newest whole checkpoint, if there is one; scores past it are dropped, to be made again."""
         folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.run.path))
         with distributed.raise_together():
             if folder is not None:
-                self._take(checkpoint.load_weights(folder, self.task.model))
+                self._load_state(checkpoint.load_weights(folder, self.spec.model))
             if self.config.compile:
-                compilation.compile_layers(self.task.model)
+                compilation.compile_layers(self.spec.model)
             if self.run.options.gradient_checkpointing:
-                memory.checkpoint_layers(self.task.model)
-        self.engine = engines.build_engine(self.accelerator, self.task.model, self.config, self.run.options)
+                memory.checkpoint_layers(self.spec.model)
+        self.engine = engines.build_engine(self.accelerator, self.spec.model, self.config, self.run.options)
         if folder is not None:
             if branches.reset_optimizer(self.branches, self.state.step):
                 log.info("%s: the optimizer's moments begin anew, as branch.json says.", self.run.path)
@@ -281,13 +287,13 @@ class Loop:
             if self.accelerator.scaler and self.state.scaler:
                 self.accelerator.scaler.load_state_dict(self.state.scaler)
             log.info("%s: continues from step %d.", self.run.path, self.state.step)
-        distributed.broadcast_from_rank0(self._align)
-        self.task.model.train()
+        distributed.broadcast_from_rank0(self._truncate_records)
+        self.spec.model.train()
 
-    def _take(self, saved: dict[str, Any]) -> None:
+    def _load_state(self, saved: dict[str, Any]) -> None:
         try:
-            state = State.read(saved)
-            self.judge.detector.restore(state.detector)
+            state = State.from_json(saved)
+            self.guard.detector.restore(state.detector)
         except CheckpointError as error:
             raise CheckpointError(f"{self.run.path}: {error}") from None
         now, before = self.state.inputs, state.inputs
@@ -300,7 +306,7 @@ class Loop:
         self.state, self.saver.step = state, state.step
         self.selection.restore(state.selection)
 
-    def _align(self) -> None:
+    def _truncate_records(self) -> None:
         """Bring scores, checkpoints, status and the best pointer back to the restored step."""
         self.run.dir.set_status("running", step=self.state.step, steps=self.config.steps)
         # Of a checkpoint that a stop in an evaluation has left, the row is still to be made.

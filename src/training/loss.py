@@ -41,7 +41,7 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float =
     return loss
 
 
-def read_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+def context_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Summed loss, on the tokens where `loss_mask` is True, of a model that reads contexts too and gives logits for these tokens alone."""
     return cross_entropy(model(**batch), batch["input_ids"][batch["loss_mask"]], label_smoothing, z_loss)
 

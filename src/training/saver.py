@@ -46,20 +46,20 @@ class Saver:
         Raises:
             RunError: the disk refuses, now or for the checkpoint before; or another process has taken over the save directory.
         """
-        self.written()
-        weights, moments = engine.weights(), engine.optimizer_state()
+        self.wait()
+        weights, moments = engine.model_state(), engine.optimizer_state()
         if moments is None:
             self._save_shards(engine, kept, weights)
         elif distributed.is_main():
             self.writer.start(lambda: self._write(kept, weights, moments))
         self.step = kept.step
 
-    def written(self) -> None:
+    def wait(self) -> None:
         """Wait for the checkpoint that is being written; what went wrong is raised on every rank."""
         distributed.broadcast_from_rank0(self.writer.wait)
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
+    def close_on_exit(self) -> Iterator[None]:
         """Leaves nothing half written, however the block ends."""
         try:
             yield
@@ -67,13 +67,13 @@ class Saver:
             with contextlib.suppress(UserError):  # what ended the training is more worth telling
                 self.writer.wait()
             raise
-        self.written()
+        self.wait()
 
     def _write(self, kept: LoopSnapshot, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
         self.run.dir.confirm()
         with checkpoint.begin(self.run.path, kept.step) as folder:
-            self._fill(folder, kept, weights, moments)
-        self._settle(kept)
+            self._write_folder(folder, kept, weights, moments)
+        self._publish(kept)
 
     def _save_shards(self, engine: Engine, kept: LoopSnapshot, weights: dict[str, Tensor]) -> None:
         """Every process writes its part into the one folder."""
@@ -82,19 +82,19 @@ class Saver:
             def begin() -> Path:
                 self.run.dir.confirm()
                 folder = stack.enter_context(checkpoint.begin(self.run.path, kept.step))
-                self._fill(folder, kept, weights, None)
+                self._write_folder(folder, kept, weights, None)
                 return folder
 
             engine.save_shards(distributed.broadcast_from_rank0(begin))
             distributed.broadcast_from_rank0(stack.close)
-        distributed.broadcast_from_rank0(lambda: self._settle(kept))
+        distributed.broadcast_from_rank0(lambda: self._publish(kept))
 
-    def _fill(self, folder: Path, kept: LoopSnapshot, weights: dict[str, Tensor], moments: dict[str, Tensor] | None) -> None:
+    def _write_folder(self, folder: Path, kept: LoopSnapshot, weights: dict[str, Tensor], moments: dict[str, Tensor] | None) -> None:
         checkpoint.write(folder, weights, moments, kept.state, self.about)
         for name, content in self.origin.items():
             files.write_atomic(folder / name, content)
 
-    def _settle(self, kept: LoopSnapshot) -> None:
+    def _publish(self, kept: LoopSnapshot) -> None:
         ledger.append(self.run.path, ledger.event("save", step=kept.step))
         if kept.best_step == kept.step:
             checkpoints.mark_best(self.run.path, kept.step)

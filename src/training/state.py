@@ -48,18 +48,18 @@ class State:
     inputs: dict[str, str] = field(default_factory=dict)
     """Fingerprints of what the training reads and does not make, by name."""
 
-    def saved(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """JSON values, which later steps do not change."""
         return asdict(self)
 
     @classmethod
-    def read(cls, saved: dict[str, Any]) -> "State":
+    def from_json(cls, saved: dict[str, Any]) -> "State":
         """What `saved` gave.
 
         Raises:
             CheckpointError: another version of this code wrote it.
         """
-        if saved.keys() != cls().saved().keys():
+        if saved.keys() != cls().to_json().keys():
             raise CheckpointError("its checkpoints were written by another version of this code. Start over with -r 1.")
         return cls(**{**saved, "since_row": IntervalTotals(**saved["since_row"])})
 

@@ -27,7 +27,7 @@ class StopConditions:
         self._looked = float("-inf")
         self._found: distributed.Reason | None = None
 
-    def reached(self) -> distributed.Reason | None:
+    def reason(self) -> distributed.Reason | None:
         """The reason to stop, if there is one."""
         now, end = time.monotonic(), self.limits.end
         if end is not None and now >= end:
@@ -52,10 +52,10 @@ def memory_used() -> float:
     Raises:
         RunError: this system does not say. Linux does.
     """
-    return max(_of_machine(), *_of_groups(), 0.0)
+    return max(_machine_memory(), *_control_group_memory(), 0.0)
 
 
-def _of_machine() -> float:
+def _machine_memory() -> float:
     try:
         with reading(_MEMORY):
             facts = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in _MEMORY.read_text().splitlines())}
@@ -66,7 +66,7 @@ def _of_machine() -> float:
     return 1 - facts["MemAvailable"] / facts["MemTotal"]
 
 
-def _of_groups() -> Iterator[float]:
+def _control_group_memory() -> Iterator[float]:
     """Version 2 and 1 of control groups; memory that the kernel gives back when asked (cached files) does not count."""
     if not _GROUP.exists():
         return

@@ -55,7 +55,7 @@ def measure(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, dev
         correct += counts * int((logits_NV.argmax(dim=-1) == targets_N).sum())  # what is not learned is no token's id
 
     with watch_cross_entropy(seen) if accuracy else contextlib.nullcontext():
-        for indices, counts in share(len(dataset), batch_size):
+        for indices, counts in rank_batches(len(dataset), batch_size):
             distributed.stop_together()
             batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
             value = float(loss(model, batch))
@@ -68,7 +68,7 @@ def measure(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, dev
     return LossSums(loss_sum, int(tokens), int(correct))
 
 
-def share(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:
+def rank_batches(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:
     """The batches of indices that this process evaluates, and whether each counts; over all processes each index counts once.
 
     Every process has as many: where the model is shared, a forward pass needs all of them. Padding batches keep ranks in step

@@ -261,6 +261,6 @@ class TestRefusals:
         from src.training.config import Evaluation
 
         config = load(Evaluation, {"micro_batch": 2, "precision": "bfloat16"}, "evaluation")
-        config.agree({"precision": "bfloat16"})
+        config.check_accelerate({"precision": "bfloat16"})
         with pytest.raises(ConfigError, match=r"evaluation.precision is bfloat16, but accelerate launch --mixed_precision says float16"):
-            config.agree({"precision": "float16"})
+            config.check_accelerate({"precision": "float16"})

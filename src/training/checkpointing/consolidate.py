@@ -28,7 +28,7 @@ from src.errors import CheckpointError, ConfigError, UserError
 from src.runs.checkpoints import folder as checkpoints
 from src.training.checkpointing import safetensors_stream, zero_layout
 from src.training.checkpointing.folder import SEPARATOR
-from src.training.checkpointing.safetensors_stream import Stored
+from src.training.checkpointing.safetensors_stream import StoredTensor
 
 log = logging.getLogger(__name__)
 WEIGHTS, OPTIMIZER, INDEX = "model.safetensors", "optimizer.safetensors", "model.safetensors.index.json"
@@ -86,12 +86,12 @@ def consolidate(checkpoint: Path, export: Export | None = None) -> list[Path]:
     """
     found = _open(checkpoint)
     if export is None:
-        return _complete(checkpoint, found)
-    if export.folder.exists() and not _replaceable(export.folder):
+        return _add_missing(checkpoint, found)
+    if export.folder.exists() and not _is_replaceable(export.folder):
         raise ConfigError(
             f"--output {export.folder}: holds something else. Name a folder that is new, empty, or was written by this command."
         )
-    facts = _facts(checkpoint, found, export.dtype, export.everything)
+    facts = _manifest_entry(checkpoint, found, export.dtype, export.everything)
     with files.new_directory(export.folder, facts) as folder:
         digests = _write_weights(folder, found, export)
         digests |= safetensors_stream.write(folder / OPTIMIZER, optimizer_tensors(found))
@@ -110,21 +110,21 @@ def verify(checkpoint: Path, folder: Path | None = None) -> list[str]:
     if problem := files.defect(folder):
         raise CheckpointError(f"{folder}: damaged ({problem}).")
     facts = files.read_manifest(folder, CheckpointError).get("consolidated", {})
-    compared: dict[str, Stored] = {}
+    compared: dict[str, StoredTensor] = {}
     kept = _weights_in(folder)
     if kept is not None:
         compared |= found.weights(facts.get("all", False))
-        _must_equal(folder / WEIGHTS, compared, kept, DTYPES[facts.get("dtype", "float32")])
+        _require_equal(folder / WEIGHTS, compared, kept, DTYPES[facts.get("dtype", "float32")])
     if (folder / OPTIMIZER).exists():
         state = optimizer_tensors(found)
-        _must_equal(folder / OPTIMIZER, state, safetensors_stream.read(folder / OPTIMIZER))
+        _require_equal(folder / OPTIMIZER, state, safetensors_stream.read(folder / OPTIMIZER))
         compared |= state
     if not compared:
         raise CheckpointError(f"{folder}: has neither {WEIGHTS} nor {OPTIMIZER}, so there is nothing to compare with the shards.")
     return list(compared)
 
 
-def optimizer_tensors(found: zero_layout.Shards) -> dict[str, Stored]:
+def optimizer_tensors(found: zero_layout.Shards) -> dict[str, StoredTensor]:
     """The optimizer's state, named as `src.training.checkpointing.folder` names it: {"blocks.0.mlp.weight::exp_avg": tensor, …}."""
     return {f"{name}{SEPARATOR}{key}": value for name, entries in found.moments.items() for key, value in entries.items()}
 
@@ -156,16 +156,16 @@ def _check_sums(file: Path) -> None:
         raise CheckpointError(f"{file}: damaged: its part {damaged} is not what was written.")
 
 
-def _complete(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
+def _add_missing(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
     """Add to a checkpoint of ours what it lacks."""
     manifest = files.read_manifest(checkpoint, CheckpointError)
     wanted = {WEIGHTS: found.weights(everything=False), OPTIMIZER: optimizer_tensors(found)}
     for name in [name for name in wanted if name in manifest["files"]]:
-        _must_equal(checkpoint / name, wanted[name], safetensors_stream.read(checkpoint / name))
+        _require_equal(checkpoint / name, wanted[name], safetensors_stream.read(checkpoint / name))
         del wanted[name]
     if not wanted:
         return []
-    facts = _facts(checkpoint, found)
+    facts = _manifest_entry(checkpoint, found)
     aside = checkpoint.with_name(f".consolidated-{checkpoint.name}")
     try:
         with files.new_directory(aside) as folder:
@@ -182,13 +182,13 @@ def _complete(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
     return [checkpoint / name for name in wanted]
 
 
-def _facts(checkpoint: Path, found: zero_layout.Shards, dtype: str = "float32", everything: bool = False) -> dict[str, Any]:
+def _manifest_entry(checkpoint: Path, found: zero_layout.Shards, dtype: str = "float32", everything: bool = False) -> dict[str, Any]:
     """What the manifest says of a consolidation; "tensors" is added to it: {name: sha256 of its bytes}."""
     source = {"from": checkpoint.name, "stage": found.stage, "world_size": found.world_size, "step": found.step}
     return {"consolidated": {**source, "dtype": dtype, "all": everything}}
 
 
-def _replaceable(folder: Path) -> bool:
+def _is_replaceable(folder: Path) -> bool:
     """True for an empty folder, and for one that this command has written and nobody has added to."""
     if not folder.is_dir():
         return False
@@ -216,7 +216,7 @@ def _write_weights(folder: Path, found: zero_layout.Shards, export: Export) -> d
     return digests
 
 
-def _weights_in(folder: Path) -> dict[str, Stored] | None:
+def _weights_in(folder: Path) -> dict[str, StoredTensor] | None:
     """The weights in one file or many; None where there are none."""
     if (folder / WEIGHTS).exists():
         return safetensors_stream.read(folder / WEIGHTS)
@@ -226,7 +226,9 @@ def _weights_in(folder: Path) -> dict[str, Stored] | None:
     return {name: tensor for file in names for name, tensor in safetensors_stream.read(folder / file).items()}
 
 
-def _must_equal(file: Path, expected: Mapping[str, Stored], kept: Mapping[str, Stored], dtype: torch.dtype | None = None) -> None:
+def _require_equal(
+    file: Path, expected: Mapping[str, StoredTensor], kept: Mapping[str, StoredTensor], dtype: torch.dtype | None = None
+) -> None:
     if problem := safetensors_stream.difference(expected, kept, dtype):
         raise CheckpointError(f"{file}: not what the shards hold ({problem}).")
 
@@ -266,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     logging.basicConfig(format="%(message)s")
     try:
-        sys.stdout.write(act(args) + "\n")
+        sys.stdout.write(run_action(args) + "\n")
     except UserError as error:
         for line in str(error).splitlines():
             sys.stderr.write(f"error: {line}\n")
@@ -276,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def act(args: argparse.Namespace) -> str:
+def run_action(args: argparse.Namespace) -> str:
     """Do what was asked; returns what to say."""
     export = None
     if args.verify and (args.shard_size or args.dtype or args.all):

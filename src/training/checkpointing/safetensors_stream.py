@@ -47,7 +47,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor on disk: its elements in row-major order are those of its pieces, one after the other."""
 
     shape: tuple[int, ...]
@@ -67,14 +67,14 @@ class Stored:
             CheckpointError: a file is gone, cannot be read or is shorter than it was.
         """
         target = target_dtype(self.dtype, dtype)
-        for chunk in [self.pieces] if isinstance(self.pieces, bytes) else self._read(self.pieces):
+        for chunk in [self.pieces] if isinstance(self.pieces, bytes) else self._read_pieces(self.pieces):
             if target == self.dtype:
                 yield chunk
             else:
                 values = torch.frombuffer(bytearray(chunk), dtype=self.dtype).to(target)
                 yield values.view(torch.uint8).numpy().tobytes()
 
-    def _read(self, pieces: Iterable[Piece]) -> Iterator[bytes]:
+    def _read_pieces(self, pieces: Iterable[Piece]) -> Iterator[bytes]:
         for piece in pieces:
             left = piece.count * self.dtype.itemsize
             with open_tensors(piece.file) as file:
@@ -115,13 +115,13 @@ def target_dtype(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     return asked if asked is not None and stored.is_floating_point else stored
 
 
-def size_bytes(tensor: Stored, dtype: torch.dtype | None = None) -> int:
+def size_bytes(tensor: StoredTensor, dtype: torch.dtype | None = None) -> int:
     """What a tensor takes in a file."""
     return tensor.numel * target_dtype(tensor.dtype, dtype).itemsize
 
 
 def write(
-    path: Path, tensors: Mapping[str, Stored], dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
+    path: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Write `tensors` as safetensors, the header first and then one after the other; returns the sha256 of each by name.
 
@@ -157,7 +157,7 @@ def write(
     return digests
 
 
-def read(path: Path) -> dict[str, Stored]:
+def read(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, where they lie.
 
     Raises:
@@ -179,17 +179,17 @@ def read(path: Path) -> dict[str, Stored]:
     return found
 
 
-def _entry(path: Path, entry: Mapping[str, Any], base: int) -> Stored:
+def _entry(path: Path, entry: Mapping[str, Any], base: int) -> StoredTensor:
     start, end = entry["data_offsets"]
     shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
     if end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError
-    return Stored(shape, dtype, (Piece(path, base + start, math.prod(shape)),))
+    return StoredTensor(shape, dtype, (Piece(path, base + start, math.prod(shape)),))
 
 
-def split(tensors: Mapping[str, Stored], most_bytes: int, dtype: torch.dtype | None = None) -> list[dict[str, Stored]]:
+def split(tensors: Mapping[str, StoredTensor], most_bytes: int, dtype: torch.dtype | None = None) -> list[dict[str, StoredTensor]]:
     """Shares of at most `most_bytes` in the order of `tensors`; a tensor larger than that has a share of its own."""
-    shares: list[dict[str, Stored]] = []
+    shares: list[dict[str, StoredTensor]] = []
     held = 0
     for name, tensor in tensors.items():
         wanted = size_bytes(tensor, dtype)
@@ -201,23 +201,23 @@ def split(tensors: Mapping[str, Stored], most_bytes: int, dtype: torch.dtype | N
     return shares or [{}]
 
 
-def difference(expected: Mapping[str, Stored], found: Mapping[str, Stored], dtype: torch.dtype | None = None) -> str | None:
+def difference(expected: Mapping[str, StoredTensor], found: Mapping[str, StoredTensor], dtype: torch.dtype | None = None) -> str | None:
     """How two sets of tensors differ, in a few words; None: they are the same bits.
 
     dtype: what `expected` is rounded to before it is compared.
     """
     for kind, names in (("missing", expected.keys() - found.keys()), ("unexpected", found.keys() - expected.keys())):
         if names:
-            return f"{kind}: {list_some(names)}"
+            return f"{kind}: {first_names(names)}"
     for name, tensor in expected.items():
         target = target_dtype(tensor.dtype, dtype)
         if (tensor.shape, target) != (found[name].shape, found[name].dtype):
             return f"{name} is {list(found[name].shape)} of {found[name].dtype}, expected {list(tensor.shape)} of {target}"
     unequal = [name for name, tensor in expected.items() if tensor.digest(dtype) != found[name].digest()]
-    return f"other numbers in {list_some(unequal)}" if unequal else None
+    return f"other numbers in {first_names(unequal)}" if unequal else None
 
 
-def list_some(names: Iterable[str]) -> str:
+def first_names(names: Iterable[str]) -> str:
     """At most three names and how many more."""
     listed = sorted(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -18,8 +18,8 @@ import torch
 
 from src.errors import CheckpointError
 from src.files import read_json, reading
-from src.training.checkpointing.safetensors_stream import Piece, Stored, difference
-from src.training.checkpointing.zero_shard import ModelShard, OptimizerShard, stored
+from src.training.checkpointing.safetensors_stream import Piece, StoredTensor, difference
+from src.training.checkpointing.zero_shard import ModelShard, OptimizerShard, stored_tensor
 
 TOPOLOGY = "topology.json"
 """Beside the shards of our own trainings: {"stage", "world_size", "frozen"}, the last how many frozen parameters they leave out."""
@@ -36,18 +36,18 @@ class Shards:
     world_size: int
     step: int
     """Steps that the engine had made, skipped ones included."""
-    trained: dict[str, Stored]
+    trained: dict[str, StoredTensor]
     """Parameters by name, in the model's order; those that are tied are there once. float32, as ZeRO keeps them."""
-    frozen: dict[str, Stored]
-    buffers: dict[str, Stored]
+    frozen: dict[str, StoredTensor]
+    buffers: dict[str, StoredTensor]
     tied: dict[str, str]
     """Other name of a parameter -> the name that it has in `trained` or `frozen`."""
-    moments: dict[str, dict[str, Stored]]
+    moments: dict[str, dict[str, StoredTensor]]
     """Parameter name -> optimizer's entry ("exp_avg", "step", …) -> tensor; empty before the first step."""
     left_out: int = 0
     """Frozen parameters that were not saved."""
 
-    def weights(self, everything: bool) -> dict[str, Stored]:
+    def weights(self, everything: bool) -> dict[str, StoredTensor]:
         """The trained weights as `src.weights.trained_weights` names them, or everything that DeepSpeed's zero_to_fp32 would give.
 
         With `everything` there is more than zero_to_fp32 gives in one case: frozen parameters of stage 1, which it leaves out.
@@ -85,24 +85,24 @@ def read(folder: Path) -> Shards:
         CheckpointError: a shard is missing, too many, damaged, of another step or number of processes, or of a kind that is not known.
     """
     pattern = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-    optimizers = {rank: OptimizerShard(file) for rank, file in _ranked(folder, _OPTIMIZER, pattern).items()}
-    stage = _agreed(optimizers, "stage", "of ZeRO stage {}")
+    optimizers = {rank: OptimizerShard(file) for rank, file in _shards_by_rank(folder, _OPTIMIZER, pattern).items()}
+    stage = _common_value(optimizers, "stage", "of ZeRO stage {}")
     if stage not in {1, 2, 3}:
         raise CheckpointError(f"{folder}: written by ZeRO stage {stage}, expected 1, 2 or 3.")
-    world = _agreed(optimizers, "world_size", "of a training of {} processes")
+    world = _common_value(optimizers, "world_size", "of a training of {} processes")
     _check_ranks(folder, optimizers, world, pattern)
-    _agreed(optimizers, "steps", "whose optimizer has made {} steps")
+    _common_value(optimizers, "steps", "whose optimizer has made {} steps")
     pattern = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
-    models = {rank: ModelShard(file) for rank, file in _ranked(folder, _MODEL, pattern).items()}
+    models = {rank: ModelShard(file) for rank, file in _shards_by_rank(folder, _MODEL, pattern).items()}
     _check_ranks(folder, models, world if stage == 3 else 1, pattern)
-    step = _agreed(models, "step", "of step {}")
-    _agreed(models, "shapes", "of another model")
-    if _agreed(models, "world_size", "of a training of {} processes") != world:
+    step = _common_value(models, "step", "of step {}")
+    _common_value(models, "shapes", "of another model")
+    if _common_value(models, "world_size", "of a training of {} processes") != world:
         raise CheckpointError(f"{models[0].file}: of a training of {models[0].world_size} processes, {optimizers[0].file.name} of {world}.")
     return _assemble(folder, step, [optimizers[rank] for rank in range(world)], [models[rank] for rank in sorted(models)])
 
 
-def _ranked(folder: Path, pattern: re.Pattern[str], example: str) -> dict[int, Path]:
+def _shards_by_rank(folder: Path, pattern: re.Pattern[str], example: str) -> dict[int, Path]:
     """The shards of one kind by rank."""
     found = {}
     for file in sorted(folder.glob("*_states.pt")):
@@ -123,7 +123,7 @@ def _check_ranks(folder: Path, shards: Mapping[int, Any], count: int, pattern: s
             raise CheckpointError(f"{folder}: {kind}: {names}; expected the shards of {count} processes.")
 
 
-def _agreed(shards: Mapping[int, Any], name: str, text: str) -> Any:
+def _common_value(shards: Mapping[int, Any], name: str, text: str) -> Any:
     """The value that `name` has in every shard; CheckpointError where one has another."""
     expected = getattr(shards[0], name)
     for shard in shards.values():
@@ -137,24 +137,24 @@ def _agreed(shards: Mapping[int, Any], name: str, text: str) -> Any:
 
 def _assemble(folder: Path, step: int, optimizers: list[OptimizerShard], models: list[ModelShard]) -> Shards:
     first, stage = models[0], optimizers[0].stage
-    trained: dict[str, Stored] = {}
-    moments: dict[str, dict[str, Stored]] = {}
-    for name, shape, place in list(_places(stage, first, optimizers)):
+    trained: dict[str, StoredTensor] = {}
+    moments: dict[str, dict[str, StoredTensor]] = {}
+    for name, shape, place in list(_parameter_slices(stage, first, optimizers)):
         trained[name] = place.tensor(shape, optimizers, None)
         entries = optimizers[0].states[place.group]
         moments[name] = {key: value if value.shape == () else place.tensor(shape, optimizers, key) for key, value in entries.items()}
     order = {name: number for number, name in enumerate(first.module)}
     trained = dict(sorted(trained.items(), key=lambda item: order.get(item[0], len(order))))
     topology = read_json(folder / TOPOLOGY, CheckpointError) if (folder / TOPOLOGY).exists() else {}
-    frozen, left_out = _frozen(stage, models), topology.get("frozen", 0)
+    frozen, left_out = _frozen_weights(stage, models), topology.get("frozen", 0)
     found = Shards(folder, stage, len(optimizers), step, trained, frozen, first.buffers, first.tied, moments, left_out)
     if stage < 3:
-        _agree_on_weights(first, found)
+        _check_weight_copies(first, found)
     return found
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ParameterSlice:
     """Where one parameter lies in the vectors."""
 
     stage: int
@@ -163,19 +163,21 @@ class _Place:
     offset: int
     """Of its first element: over the group's vectors of all processes (stages 1, 2), or over all vectors of each process (stage 3)."""
 
-    def tensor(self, shape: tuple[int, ...], shards: Sequence[OptimizerShard], key: str | None) -> Stored:
+    def tensor(self, shape: tuple[int, ...], shards: Sequence[OptimizerShard], key: str | None) -> StoredTensor:
         """The parameter's part of the weights (key None) or of an entry of the optimizer."""
         count = math.prod(shape)
         if self.stage < 3:
             vectors = [vector for shard in shards for vector in shard.vectors(key, self.group)]
-            return Stored(shape, vectors[0].dtype, _cut(vectors, self.offset, count))
+            return StoredTensor(shape, vectors[0].dtype, _slice_vectors(vectors, self.offset, count))
         share = -(-count // len(shards))
-        parts = [_cut(shard.vectors(key, None), self.offset, share) for shard in shards]
+        parts = [_slice_vectors(shard.vectors(key, None), self.offset, share) for shard in shards]
         dtype = shards[0].vectors(key, None)[0].dtype
-        return Stored(shape, dtype, _cut([Stored((share,), dtype, part) for part in parts], 0, count))
+        return StoredTensor(shape, dtype, _slice_vectors([StoredTensor((share,), dtype, part) for part in parts], 0, count))
 
 
-def _places(stage: int, model: ModelShard, shards: list[OptimizerShard]) -> Iterator[tuple[str, tuple[int, ...], _Place]]:
+def _parameter_slices(
+    stage: int, model: ModelShard, shards: list[OptimizerShard]
+) -> Iterator[tuple[str, tuple[int, ...], _ParameterSlice]]:
     """Name, shape and place of each trained parameter.
 
     Raises:
@@ -185,7 +187,7 @@ def _places(stage: int, model: ModelShard, shards: list[OptimizerShard]) -> Iter
     if stage == 3:
         offset, ends = 0, list(accumulate(vector.numel for vector in first.weights))
         for name, shape in chain.from_iterable(group.items() for group in model.shapes):
-            yield name, shape, _Place(stage, bisect_right(ends, offset) if offset < ends[-1] else len(ends) - 1, offset)
+            yield name, shape, _ParameterSlice(stage, bisect_right(ends, offset) if offset < ends[-1] else len(ends) - 1, offset)
             offset += -(-math.prod(shape) // world)
         _check_size(model, offset, ends[-1], 1)
         return
@@ -194,7 +196,7 @@ def _places(stage: int, model: ModelShard, shards: list[OptimizerShard]) -> Iter
     for group, shapes in enumerate(model.shapes):
         offset = 0
         for number, (name, shape) in enumerate(shapes.items()):
-            yield name, shape, _Place(stage, group, offset)
+            yield name, shape, _ParameterSlice(stage, group, offset)
             offset += math.prod(shape) + (first.paddings[group][number] if first.paddings else 0)
         _check_size(model, offset, sum(shard.weights[group].numel for shard in shards), 2 * world)
 
@@ -205,7 +207,7 @@ def _check_size(model: ModelShard, wanted: int, found: int, alignment: int) -> N
         raise CheckpointError(f"{model.file}: its parameters need {wanted} elements, the optimizer's shards beside it hold {found}.")
 
 
-def _cut(vectors: Sequence[Stored], start: int, count: int) -> tuple[Piece, ...]:
+def _slice_vectors(vectors: Sequence[StoredTensor], start: int, count: int) -> tuple[Piece, ...]:
     """`count` elements from `start` on of vectors laid end to end.
 
     Raises:
@@ -223,23 +225,24 @@ def _cut(vectors: Sequence[Stored], start: int, count: int) -> tuple[Piece, ...]
     return tuple(pieces)
 
 
-def _frozen(stage: int, models: list[ModelShard]) -> dict[str, Stored]:
+def _frozen_weights(stage: int, models: list[ModelShard]) -> dict[str, StoredTensor]:
     first = models[0]
     if stage == 3:
-        parts = {name: [stored(model.file, model.fragments[name]) for model in models] for name in first.frozen_shapes}
+        parts = {name: [stored_tensor(model.file, model.fragments[name]) for model in models] for name in first.frozen_shapes}
         return {
-            name: Stored(shape, parts[name][0].dtype, _cut(parts[name], 0, math.prod(shape))) for name, shape in first.frozen_shapes.items()
+            name: StoredTensor(shape, parts[name][0].dtype, _slice_vectors(parts[name], 0, math.prod(shape)))
+            for name, shape in first.frozen_shapes.items()
         }
     if first.fragments:
-        return {name: stored(first.file, tensor) for name, tensor in first.fragments.items()}
+        return {name: stored_tensor(first.file, tensor) for name, tensor in first.fragments.items()}
     # Stage 1 does not list them: they are what is left of the model.
     known = first.buffers.keys() | first.tied.keys() | {name for group in first.shapes for name in group}
-    return {name: stored(first.file, tensor) for name, tensor in first.module.items() if name not in known}
+    return {name: stored_tensor(first.file, tensor) for name, tensor in first.module.items() if name not in known}
 
 
-def _agree_on_weights(model: ModelShard, shards: Shards) -> None:
+def _check_weight_copies(model: ModelShard, shards: Shards) -> None:
     """Stages 1 and 2 keep float32 weights twice: in the model's shard and in the optimizer's."""
-    twice = {name: stored(model.file, model.module[name]) for name in shards.trained if name in model.module}
+    twice = {name: stored_tensor(model.file, model.module[name]) for name in shards.trained if name in model.module}
     twice = {name: tensor for name, tensor in twice.items() if tensor.dtype == torch.float32}
     if problem := difference({name: shards.trained[name] for name in twice}, twice):
         raise CheckpointError(f"{model.file}: not of the same step as the optimizer's shards beside it ({problem}).")

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 from src.errors import CheckpointError
-from src.training.checkpointing.safetensors_stream import Piece, Stored, open_tensors
+from src.training.checkpointing.safetensors_stream import Piece, StoredTensor, open_tensors
 
 
-class _Unread:
+class _Placeholder:
     """Stands for an object of DeepSpeed's in a shard that nothing here looks at."""
 
 
 _ALLOWED = [
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    (_Unread, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (_Unread, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (_Unread, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (_Placeholder, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_Placeholder, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Placeholder, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
 ]
 
 
@@ -34,13 +34,15 @@ class OptimizerShard:
 
     def __init__(self, file: Path) -> None:
         content = _load(file)
-        with _understood(file):
+        with _layout_errors(file):
             inner = content["optimizer_state_dict"]
             self.file = file
             self.stage = int(inner["zero_stage"])
             count = inner["partition_count"]
             self.world_size = max(count) if isinstance(count, list) else int(count)
-            self.weights = [stored(file, v) for v in inner["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]]
+            self.weights = [
+                stored_tensor(file, v) for v in inner["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
+            ]
             self.paddings: list[list[int]] | None = inner.get("param_alignment_paddings")
             state = inner["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
             if isinstance(state, list):  # the key "elastic_checkpoint" of DeepSpeed's json
@@ -53,7 +55,7 @@ class OptimizerShard:
             if len(self.states) != len(self.weights):
                 raise CheckpointError(f"{file}: {len(self.weights)} vectors of weights, {len(self.states)} of the optimizer.")
 
-    def vectors(self, key: str | None, group: int | None) -> list[Stored]:
+    def vectors(self, key: str | None, group: int | None) -> list[StoredTensor]:
         """The weights (key None) or an entry of the optimizer: of one group, or of all, one after the other."""
         chosen = range(len(self.weights)) if group is None else [group]
         try:
@@ -67,7 +69,7 @@ class ModelShard:
 
     def __init__(self, file: Path) -> None:
         content = _load(file)
-        with _understood(file):
+        with _layout_errors(file):
             self.file = file
             self.step = int(content["global_steps"])
             self.world_size = int(content["dp_world_size"])
@@ -76,7 +78,7 @@ class ModelShard:
             self.tied: dict[str, str] = dict(content.get("shared_params") or {})
             self.frozen_shapes = {name: tuple(shape) for name, shape in (content.get("frozen_param_shapes") or {}).items()}
             self.fragments: dict[str, torch.Tensor] = dict(content.get("frozen_param_fragments") or {})
-            self.buffers = {name: stored(file, self.module[name]) for name in content["buffer_names"] if name in self.module}
+            self.buffers = {name: stored_tensor(file, self.module[name]) for name in content["buffer_names"] if name in self.module}
 
 
 def _load(file: Path) -> Any:
@@ -97,7 +99,7 @@ def _load(file: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _understood(file: Path) -> Iterator[None]:
+def _layout_errors(file: Path) -> Iterator[None]:
     """A shard that is not laid out as expected is a CheckpointError."""
     try:
         yield
@@ -105,20 +107,20 @@ def _understood(file: Path) -> Iterator[None]:
         raise CheckpointError(f"{file}: not a shard of DeepSpeed ZeRO as 0.19.8 writes it ({type(error).__name__}: {error}).") from None
 
 
-def stored(file: Path, tensor: torch.Tensor) -> Stored:
+def stored_tensor(file: Path, tensor: torch.Tensor) -> StoredTensor:
     """Where a tensor of a shard lies in its file."""
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if start is None or not tensor.is_contiguous():
         raise CheckpointError(f"{file}: holds a tensor that does not lie in one piece, which is not known here.")
     offset = start + tensor.storage_offset() * tensor.element_size()
-    return Stored(tuple(tensor.shape), tensor.dtype, (Piece(file, offset, tensor.numel()),))
+    return StoredTensor(tuple(tensor.shape), tensor.dtype, (Piece(file, offset, tensor.numel()),))
 
 
-def _entry(file: Path, value: Any) -> Stored:
+def _entry(file: Path, value: Any) -> StoredTensor:
     """An entry of the optimizer: a vector, or a number, as float32 like AdamW's own step count."""
-    return stored(file, value) if isinstance(value, torch.Tensor) else Stored((), torch.float32, struct.pack("<f", value))
+    return stored_tensor(file, value) if isinstance(value, torch.Tensor) else StoredTensor((), torch.float32, struct.pack("<f", value))
 
 
-def _number(value: Stored) -> float:
+def _number(value: StoredTensor) -> float:
     """The value of an entry that is a number."""
     return torch.frombuffer(bytearray(b"".join(value.chunks())), dtype=value.dtype).item()

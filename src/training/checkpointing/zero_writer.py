@@ -28,7 +28,7 @@ class ShardWriter(TorchCheckpointEngine):
             reason = next((e for e in _causes(error) if isinstance(e, OSError)), None)
             if reason is None:
                 raise
-            self._refused = _refusal(path, reason)
+            self._refused = _write_error(path, reason)
         else:
             self._written[path] = Path(path).stat().st_size
 
@@ -60,6 +60,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _refusal(path: str, error: OSError) -> RunError:
+def _write_error(path: str, error: OSError) -> RunError:
     reason = error.strerror or str(error)
     return RunError(f"{path}: cannot write: {reason}. Nothing complete was lost; make room or choose another folder.")

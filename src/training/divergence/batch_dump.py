@@ -34,7 +34,7 @@ Key = tuple[int, int]
 """(epoch, index): what `sample` of the data set is asked for."""
 
 
-def read(
+def read_batches(
     dataset: Dataset, seed: int, share: data_order.RankShare, step: int, branches: Sequence[Branch] = ()
 ) -> tuple[list[Mapping[str, "Tensor"]], list[list[Key]]]:
     """The micro-batches of this process in optimizer step number `step` (counted from 1), read again, and their keys.
@@ -90,20 +90,20 @@ def _counts(batch: Mapping[str, "Tensor"], row: int) -> dict[str, Any]:
 
 def _texts(batch: Mapping[str, "Tensor"], row: int, tokenizer: "PreTrainedTokenizerFast", most: int) -> dict[str, Any]:
     """The document's text and contexts, `most` characters at most; control tokens are shown."""
-    text, cut = _decoded(tokenizer, batch["input_ids"][row][batch["attention_mask"][row].bool()], most)
+    text, cut = _decode(tokenizer, batch["input_ids"][row][batch["attention_mask"][row].bool()], most)
     if "context_ids" not in batch:
         return {"text": text, "cut": cut}
     contexts, left = [], most - len(text)
     for ids, mask in zip(batch["context_ids"][row], batch["context_mask"][row], strict=True):
         if not mask.any():
             continue  # a chunk that this sample does not have
-        context, shorter = _decoded(tokenizer, ids[mask.bool()], left)
+        context, shorter = _decode(tokenizer, ids[mask.bool()], left)
         cut, left = cut or shorter, left - len(context)
         contexts.append(context)
     return {"text": text, "contexts": contexts, "cut": cut}
 
 
-def _decoded(tokenizer: "PreTrainedTokenizerFast", ids: "Tensor", most: int) -> tuple[str, bool]:
+def _decode(tokenizer: "PreTrainedTokenizerFast", ids: "Tensor", most: int) -> tuple[str, bool]:
     """Text of the first ids, and True where it is not the whole text."""
     text = tokenizer.decode(ids[:MOST_TOKENS].tolist(), skip_special_tokens=False) if most > 0 else ""
     assert isinstance(text, str), "a list of ids makes one text"

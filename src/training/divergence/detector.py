@@ -219,7 +219,7 @@ class Detector:
     def _explosion(self, step: int, norm: float) -> list[Finding]:
         watch, ratio = self.norms, self.config.grad_norm_ratio
         middle = _median(watch.values) if watch.values else 0.0
-        unit = middle * _distrust(len(watch.values)) if middle > 0 else math.inf  # 0: nobody measures it
+        unit = middle * _widening(len(watch.values)) if middle > 0 else math.inf  # 0: nobody measures it
         if not watch.rose(step, norm, ratio * unit, ratio**2 * unit):
             return []
         text = f"the gradient norm is {norm:.4g}, {norm / middle:.0f} times the median of the steps before ({middle:.4g})"
@@ -243,11 +243,11 @@ class Detector:
 
     def _floor(self, level: float) -> float:
         """The least that `_noise` can be."""
-        return self.config.noise_floor * max(abs(level), 1.0) * _distrust(len(self.losses.values))
+        return self.config.noise_floor * max(abs(level), 1.0) * _widening(len(self.losses.values))
 
     def _noise(self, level: float) -> float:
         values = self.losses.values
-        return max(self._floor(level), NORMAL * _mad_about_trend(values) * _distrust(len(values)))
+        return max(self._floor(level), NORMAL * _mad_about_trend(values) * _widening(len(values)))
 
     def state(self) -> dict[str, Any]:
         """JSON values; floats survive JSON exactly."""
@@ -278,7 +278,7 @@ class Detector:
         vars(self).update(vars(fresh))
 
 
-def _distrust(count: int) -> float:
+def _widening(count: int) -> float:
     """How much wider a limit is that rests on `count` values than one that rests on many."""
     return (1 + 10 / count) ** 2
 

@@ -41,8 +41,8 @@ class DivergenceGuard:
     written: waits until the checkpoint that is being written lies there. Collective.
     """
 
-    def __init__(self, run: Run, config: LoopConfig, source: Source, written: Callable[[], None]) -> None:
-        self.run, self.config, self.source, self.written = run, config, source, written
+    def __init__(self, run: Run, config: LoopConfig, source: Source, wait_for_checkpoint: Callable[[], None]) -> None:
+        self.run, self.config, self.source, self.written = run, config, source, wait_for_checkpoint
         self.detector = Detector(config.divergence)
 
     def skips_step(self, step: int, loss: float, grad_norm: float, overflowed: bool) -> bool:
@@ -60,7 +60,7 @@ class DivergenceGuard:
         if action is None:
             return False
         log.warning("%s: %s (%s)", self.run.path, text, action)
-        distributed.broadcast_from_rank0(lambda: self._note(found))
+        distributed.broadcast_from_rank0(lambda: self._record_findings(found))
         self._save_batches(found)
         if action == "rewind":
             self._rewind(found, step, text)
@@ -70,7 +70,7 @@ class DivergenceGuard:
             raise error
         return action == "skip_batch"
 
-    def _note(self, found: Sequence[Finding]) -> None:
+    def _record_findings(self, found: Sequence[Finding]) -> None:
         for finding in found:
             facts = {**asdict(finding), "message": finding.message}
             ledger.append(self.run.path, ledger.event("divergence", **facts))
@@ -80,20 +80,20 @@ class DivergenceGuard:
         share = data_order.RankShare(config.sequences_per_step, config.micro_batch, rank, distributed.world_size())
         with distributed.raise_together():
             for suspect in sorted({step for finding in found if finding.action != "warn" for step in finding.suspects}):
-                batches, keys = batch_dump.read(source.dataset, source.seed, share, suspect, source.branches)
+                batches, keys = batch_dump.read_batches(source.dataset, source.seed, share, suspect, source.branches)
                 batch_dump.save(self.run.path, suspect, rank, batches, source.tokenizer, keys)
 
     def _rewind(self, found: Sequence[Finding], step: int, text: str) -> None:
         """Go back to the newest checkpoint before it began, and pass over the data up to here; returns where that cannot be."""
         self.written()
         first = min(finding.first_step for finding in found)
-        to, refusal = distributed.broadcast_from_rank0(lambda: self._back(first, step, text))
+        to, refusal = distributed.broadcast_from_rank0(lambda: self._plan_rewind(first, step, text))
         if to is None:
             log.warning("%s: it cannot be taken back: %s", self.run.path, refusal)
             return
         raise distributed.TrainingStopped(distributed.Reason(f"taken back to step {to}, as {text}", "limit"), everywhere=True, step=to)
 
-    def _back(self, first: int, step: int, text: str) -> tuple[int | None, str]:
+    def _plan_rewind(self, first: int, step: int, text: str) -> tuple[int | None, str]:
         path, most = self.run.path, self.config.divergence.max_rewinds
         number = abandoned.next_number(path)
         if number > most:

@@ -40,7 +40,7 @@ From NVIDIA's data sheets of each product, nvidia.com/en-us/data-center/<product
 _BFLOAT16_SINCE = ("V100", "T4")  # these have none
 
 
-def peak(device_name: str, precision: str) -> float | None:
+def peak_flops(device_name: str, precision: str) -> float | None:
     """Operations per second that the device can reach in "bfloat16" or "float16"; None for another precision or an unknown device."""
     if precision not in ("bfloat16", "float16"):
         return None
@@ -57,7 +57,7 @@ def mfu(flops_per_second: float, peak_per_device: float, num_devices: int) -> fl
     return flops_per_second / (peak_per_device * num_devices)
 
 
-def of_model(model: nn.Module) -> Callable[[Mapping[str, Tensor]], int] | None:
+def batch_flops(model: nn.Module) -> Callable[[Mapping[str, Tensor]], int] | None:
     """A function from a batch to the operations of one training pass over it, padding included and recomputation left out.
 
     None, said in the log, for a model that is none of transformers' known families as it comes, or of which a part is frozen.
@@ -70,7 +70,7 @@ def of_model(model: nn.Module) -> Callable[[Mapping[str, Tensor]], int] | None:
     if not all(parameter.requires_grad for parameter in model.parameters()):
         log.info("%s: a part of it is frozen, so no MFU is reported.", type(model).__name__)
         return None
-    return lambda batch: training(forward(config, *_lengths(batch)))
+    return lambda batch: training_flops(forward_flops(config, *_lengths(batch)))
 
 
 def _lengths(batch: Mapping[str, Tensor]) -> tuple[int, int, int]:
@@ -80,12 +80,12 @@ def _lengths(batch: Mapping[str, Tensor]) -> tuple[int, int, int]:
     return B, T, decoder
 
 
-def training(forward_flops: int, trained: bool = True, checkpointing: bool = False) -> int:
+def training_flops(forward_flops: int, trained: bool = True, checkpointing: bool = False) -> int:
     """One forward pass, two for the backward pass if `trained`, one more where gradient checkpointing computes it again."""
     return forward_flops * (1 + 2 * trained + checkpointing)
 
 
-def forward(config: Any, B: int, T: int, decoder_tokens: int = 0) -> int:
+def forward_flops(config: Any, B: int, T: int, decoder_tokens: int = 0) -> int:
     """Operations of the forward pass over B sequences of T tokens by a model of a transformers `config`.
 
     decoder_tokens: of an encoder-decoder, whose encoder reads the T.

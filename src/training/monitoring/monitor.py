@@ -71,7 +71,7 @@ class Monitor:
         """
         hooked = self.due and last and not self.compiled and distributed.is_main()
         looking = activation_statistics.watch_activations(self.model, self._activations) if hooked else contextlib.nullcontext()
-        counting = contextlib.nullcontext() if sources_B is None else self.sources.watched(batch["loss_mask"], sources_B)
+        counting = contextlib.nullcontext() if sources_B is None else self.sources.watch(batch["loss_mask"], sources_B)
         with counting, looking:
             yield
 

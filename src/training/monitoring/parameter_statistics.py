@@ -32,7 +32,7 @@ class TensorSums:
 
 def gradients(model: nn.Module) -> list[TensorSums]:
     """`hp_grad` of every trained parameter that has a gradient, as it stands. Collective where the processes share the model."""
-    return [found for name, p in _trained(model) for found in _measured(name, GRADIENT, _gradient(p))]
+    return [found for name, p in _trainable_parameters(model) for found in _tensor_sums(name, GRADIENT, _gradient(p))]
 
 
 def weights(model: nn.Module, optimizer: Any) -> list[TensorSums]:
@@ -43,12 +43,12 @@ def weights(model: nn.Module, optimizer: Any) -> list[TensorSums]:
     `hp` alone, Adafactor a second moment of vectors besides.
     """
     found: list[TensorSums] = []
-    for name, parameter in _trained(model):
-        found += _measured(name, WEIGHT, _weight(parameter))
+    for name, parameter in _trainable_parameters(model):
+        found += _tensor_sums(name, WEIGHT, _weight(parameter))
         adam = _adam(optimizer, parameter)
         first, second = (_moment(optimizer, parameter, key) for key in MOMENTS)
         for context, moment in zip(MOMENTS, (first, second), strict=True):
-            found += _measured(name, context, moment)
+            found += _tensor_sums(name, context, moment)
         if adam is not None and first is not None and second is not None:
             pieces = (adam.update(m, v) for m, v in tensor_statistics.chunks(first, second))
             found.append(TensorSums(name, UPDATE, tensor_statistics.sums_of(pieces, first.device)))
@@ -57,10 +57,10 @@ def weights(model: nn.Module, optimizer: Any) -> list[TensorSums]:
 
 def gather_sums(found: list[TensorSums], model: nn.Module) -> list[TensorSums]:
     """The sums of whole tensors, on the CPU, from those of the parts. Collective where FSDP2 shares the model; waits for the device."""
-    if not found and not _cut(model):
+    if not found and not _is_sharded(model):
         return []
     table = torch.stack([item.sums for item in found]).cpu() if found else torch.empty(0, len(tensor_statistics.PARTS), dtype=torch.float64)
-    if _cut(model):
+    if _is_sharded(model):
         table = tensor_statistics.join_sums(torch.stack(distributed.all_gather_list([table])))
     return [TensorSums(item.name, item.context, sums) for item, sums in zip(found, table, strict=True)]
 
@@ -93,17 +93,17 @@ class _Adam:
         return mean / (square.sqrt_() + self.epsilon) * self.scale
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _trainable_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-def _measured(name: str, context: str, tensor: Tensor | None) -> list[TensorSums]:
+def _tensor_sums(name: str, context: str, tensor: Tensor | None) -> list[TensorSums]:
     return [] if tensor is None else [TensorSums(name, context, tensor_statistics.sums(tensor))]
 
 
-def _cut(model: nn.Module) -> bool:
+def _is_sharded(model: nn.Module) -> bool:
     """True where processes have different parts of a parameter."""
-    return any(_is_part(parameter) for _, parameter in _trained(model))
+    return any(_is_part(parameter) for _, parameter in _trainable_parameters(model))
 
 
 def _is_part(tensor: Tensor) -> bool:
@@ -114,7 +114,7 @@ def _is_zero(parameter: Tensor) -> bool:
     return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
 
 
-def _mine(tensor: Tensor | None) -> Tensor | None:
+def _local_part(tensor: Tensor | None) -> Tensor | None:
     """What this process shall read of a tensor: its part, or, of a whole one, all on rank 0 and nothing elsewhere."""
     if tensor is None or _is_part(tensor):
         return None if tensor is None else tensor.to_local()  # type: ignore[attr-defined]  a DTensor
@@ -127,24 +127,24 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
     if _is_zero(parameter):
         from deepspeed.utils import safe_get_full_grad
 
-        return _mine(safe_get_full_grad(parameter))
-    return _mine(parameter.grad)
+        return _local_part(safe_get_full_grad(parameter))
+    return _local_part(parameter.grad)
 
 
 def _weight(parameter: nn.Parameter) -> Tensor | None:
     if _is_zero(parameter):
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return _mine(safe_get_full_fp32_param(parameter))
-    return _mine(parameter)
+        return _local_part(safe_get_full_fp32_param(parameter))
+    return _local_part(parameter)
 
 
 def _moment(optimizer: Any, parameter: nn.Parameter, key: str) -> Tensor | None:
     if _is_zero(parameter):
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        return _mine(safe_get_full_optimizer_state(parameter, key)) if _inner(optimizer).state else None
-    return _mine(optimizer.state.get(parameter, {}).get(key))
+        return _local_part(safe_get_full_optimizer_state(parameter, key)) if _inner(optimizer).state else None
+    return _local_part(optimizer.state.get(parameter, {}).get(key))
 
 
 def _inner(optimizer: Any) -> Any:

@@ -31,7 +31,7 @@ class SourceLoss:
         self._sums.index_add_(0, sources_N, torch.stack([losses.where(finite, 0.0), finite.double()], dim=1))
 
     @contextlib.contextmanager
-    def watched(self, loss_mask_BT: Tensor, sources_B: Tensor) -> Iterator[None]:
+    def watch(self, loss_mask_BT: Tensor, sources_B: Tensor) -> Iterator[None]:
         """Count the tokens that a loss is taken of within the block: those of a micro-batch, sequence b of source `sources_B[b]`."""
         sources_N = sources_B[:, None].expand_as(loss_mask_BT)[loss_mask_BT]
 

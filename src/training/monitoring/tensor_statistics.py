@@ -126,7 +126,7 @@ def rows(parts: Tensor) -> list[dict[str, float | int | None]]:
     parts = parts.cpu()
     described = []
     for numbers, nonfinite in zip(to_rows(parts).tolist(), parts[:, -1].tolist(), strict=True):
-        row: dict[str, float | int | None] = {name: _rounded(number) for name, number in zip(NAMES[:-1], numbers, strict=False)}
+        row: dict[str, float | int | None] = {name: _round_digits(number) for name, number in zip(NAMES[:-1], numbers, strict=False)}
         row["nonzero"] = int(numbers[-1])
         described.append({**row, "nonfinite": int(nonfinite)} if nonfinite else row)
     return described
@@ -139,13 +139,13 @@ def norms(parts: Tensor) -> Sequence[float | None]:
     return [norm if math.isfinite(norm) else None for norm in square_sums.sqrt().tolist()]
 
 
-def _rounded(number: float) -> float | None:
+def _round_digits(number: float) -> float | None:
     return float(f"{number:.{_DIGITS}g}") if math.isfinite(number) else None
 
 
 def _piece(piece: Tensor) -> Tensor:
     """(P,): the sums of a flat piece with elements. Two passes over a copy, so that no digits are lost."""
-    numbers, absolute = _room(piece)
+    numbers, absolute = _scratch(piece)
     numbers.copy_(piece)
     torch.abs(numbers, out=absolute)
     low, high = numbers.aminmax()
@@ -160,13 +160,13 @@ def _piece(piece: Tensor) -> Tensor:
     return torch.stack([numel, low, high, abs_low, mean, torch.dot(numbers, numbers), abs_sum, nonzero, finite])
 
 
-def _room(piece: Tensor) -> tuple[Tensor, Tensor]:
+def _scratch(piece: Tensor) -> tuple[Tensor, Tensor]:
     """Two places for a copy. On a CPU always the same ones: new memory costs several times what the sums cost."""
     if piece.device.type == "cpu" and piece.numel() <= _CHUNK["cpu"]:
-        return _cpu_room()[0, : piece.numel()], _cpu_room()[1, : piece.numel()]
+        return _cpu_scratch()[0, : piece.numel()], _cpu_scratch()[1, : piece.numel()]
     return torch.empty_like(piece, dtype=torch.float64), torch.empty_like(piece, dtype=torch.float64)
 
 
 @cache
-def _cpu_room() -> Tensor:
+def _cpu_scratch() -> Tensor:
     return torch.empty(2, _CHUNK["cpu"], dtype=torch.float64)

@@ -22,8 +22,8 @@ class ThroughputMeter:
     """Sums since `restart`, on this rank. With `model` and `precision` also model FLOPs and, of a known GPU, the share of its peak."""
 
     def __init__(self, model: nn.Module | None = None, precision: str = "float32") -> None:
-        self._flops_of = flops.of_model(model) if model is not None else None
-        self._peak = flops.peak(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
+        self._flops_of = flops.batch_flops(model) if model is not None else None
+        self._peak = flops.peak_flops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
         self._energy = Energy()
         self.restart()
 
@@ -54,7 +54,7 @@ class ThroughputMeter:
         return self.tokens / max(time.perf_counter() - self.began - self.apart_seconds, 1e-9)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Time spent inside is not training time (evaluation, checkpoints)."""
         before = time.perf_counter()
         yield

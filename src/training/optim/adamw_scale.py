@@ -46,18 +46,18 @@ class AdamWScale(torch.optim.Optimizer):
             state["step"] += 1
             state["scale"] = scale
         for group in self.param_groups:
-            _move([self._part(group, parameter) for parameter in group["params"] if parameter.grad is not None], group)
+            _update([self._part(group, parameter) for parameter in group["params"] if parameter.grad is not None], group)
 
-    def _part(self, group: dict[str, Any], parameter: Tensor) -> "_Part":
+    def _part(self, group: dict[str, Any], parameter: Tensor) -> "_LocalPart":
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         step, gradient = float(state["step"]), parameter.grad
         assert gradient is not None
         rate = group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step) * float(state["scale"])
-        return _Part(rate, *map(_local, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])))
+        return _LocalPart(rate, *map(_local, (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])))
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LocalPart:
     """Of one parameter, what this process moves."""
 
     rate: float
@@ -86,7 +86,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _move(parts: list[_Part], group: dict[str, Any]) -> None:
+def _update(parts: list[_LocalPart], group: dict[str, Any]) -> None:
     if not parts:
         return
     weights, gradients = [part.weight for part in parts], [part.gradient for part in parts]

@@ -25,7 +25,7 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
             or the launcher says otherwise than the experiment; checkpoints are to be kept at steps at which none is written.
     """
     options.keep.check((options.log_every or config.eval_every, config.eval_every))
-    config.agree(options.told)
+    config.check_accelerate(options.told)
     if config.precision == "float16" and (options.deepspeed or options.fsdp):
         raise ConfigError("loop.precision: 'float16' trains whole models only. Use 'bfloat16', or leave out --deepspeed and --fsdp.")
     if options.deepspeed and config.optimizer != "adamw":  # ZeRO joins parameters end to end: it has no tensor whose size could be taken
@@ -48,7 +48,7 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
 def plain_accelerator(precision: str, field: str) -> Accelerator:
     """Accelerate for this process, with `precision`, which stands in `field` of the experiment.
 
-    On a CPU the process keeps freed memory from then on (`memory.keep_freed`).
+    On a CPU the process keeps freed memory from then on (`memory.reuse_freed_memory`).
 
     Raises:
         ConfigError: float16 without a GPU.
@@ -57,7 +57,7 @@ def plain_accelerator(precision: str, field: str) -> Accelerator:
     if precision == "float16" and not gpu:
         raise ConfigError(f"{field}: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
     if not gpu:
-        memory.keep_freed()
+        memory.reuse_freed_memory()
     AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
     # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a restarted
     # run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.

@@ -51,7 +51,7 @@ class Engine(ABC):
     """For people, in the ledger."""
     sharded = False
     """True where a forward pass is collective: every process must make as many as the others. See `equalize_forward_passes`."""
-    cut = False
+    shards_gradients = False
     """True where each process has a part of the gradients."""
     model: nn.Module
     optimizer: Any
@@ -84,14 +84,14 @@ class Engine(ABC):
         """Move the weights and forget the gradients. False where float16 overflowed and nothing moved."""
 
     @abstractmethod
-    def drop(self) -> None:
+    def skip_step(self) -> None:
         """Forget the gradients; nothing moves."""
 
     def norm(self) -> float:
         """L2 norm of the gradients over all parameters, rounded to float32. Collective."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self.gradients()]
         squares = [norm**2 for norm in torch.stack(norms).tolist()] if norms else [0.0]  # one wait for the device
-        (total,) = distributed.all_reduce_sum([math.fsum(squares)]) if self.cut else [math.fsum(squares)]
+        (total,) = distributed.all_reduce_sum([math.fsum(squares)]) if self.shards_gradients else [math.fsum(squares)]
         return float(torch.tensor(math.sqrt(total), dtype=torch.float32))
 
     def clip(self, norm: float, max_norm: float) -> bool:
@@ -102,7 +102,7 @@ class Engine(ABC):
             gradient.mul_(max_norm / norm)
         return True
 
-    def weights(self) -> dict[str, Tensor]:
+    def model_state(self) -> dict[str, Tensor]:
         """The trained weights, whole, on the CPU: copies, which only the next call changes. Collective; empty but on rank 0."""
         return self._weights.copies(trained_weights(self.module).items()) if distributed.is_main() else {}
 
@@ -155,7 +155,7 @@ class DDPEngine(Engine):
         self.optimizer.zero_grad()
         return not self.optimizer.step_was_skipped
 
-    def drop(self) -> None:
+    def skip_step(self) -> None:
         """As after a step."""
         self.optimizer.zero_grad()
         if self.accelerator.scaler:

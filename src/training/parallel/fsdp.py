@@ -25,7 +25,7 @@ class FSDPEngine(Engine):
 
     name = "fsdp"
     sharded = True
-    cut = True
+    shards_gradients = True
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
         super().__init__(accelerator, module, config)
@@ -59,21 +59,21 @@ class FSDPEngine(Engine):
         self.optimizer.zero_grad()
         return True
 
-    def drop(self) -> None:
+    def skip_step(self) -> None:
         """As after a step."""
         self.optimizer.zero_grad()
 
-    def weights(self) -> dict[str, Tensor]:
+    def model_state(self) -> dict[str, Tensor]:
         """Gathered one by one."""
-        return _whole(trained_weights(self.module), self._weights)
+        return _gather_tensors(trained_weights(self.module), self._weights)
 
     def optimizer_state(self) -> dict[str, Tensor] | None:
         """Gathered one by one."""
-        return _whole(checkpoint.optimizer_tensors(self.module, self.optimizer), self._moments)
+        return _gather_tensors(checkpoint.optimizer_tensors(self.module, self.optimizer), self._moments)
 
     def load_optimizer(self, folder: Path) -> None:
         """From optimizer.safetensors, of which each process keeps its parts."""
-        checkpoint.load_optimizer(folder, self.module, self.optimizer, _cut_like)
+        checkpoint.load_optimizer(folder, self.module, self.optimizer, _shard_like)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
@@ -91,7 +91,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(tensors: dict[str, Tensor], buffers: BufferPool) -> dict[str, Tensor]:
+def _gather_tensors(tensors: dict[str, Tensor], buffers: BufferPool) -> dict[str, Tensor]:
     whole = ((name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in tensors.items())
     if distributed.is_main():
         return buffers.copies(whole)
@@ -99,7 +99,7 @@ def _whole(tensors: dict[str, Tensor], buffers: BufferPool) -> dict[str, Tensor]
     return {}
 
 
-def _cut_like(parameter: Tensor, value: Tensor) -> Tensor:
+def _shard_like(parameter: Tensor, value: Tensor) -> Tensor:
     if isinstance(parameter, DTensor) and value.shape == parameter.shape and value.ndim:
         return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
     return value

@@ -25,7 +25,7 @@ LEAST_BYTES = 2**20
 
 
 @contextlib.contextmanager
-def advice() -> Iterator[None]:
+def oom_advice() -> Iterator[None]:
     """Turn an exhausted GPU into a RunError that says what to change."""
     try:
         yield
@@ -34,7 +34,7 @@ def advice() -> Iterator[None]:
         raise RunError(f"{str(error).splitlines()[0]} {remedy}") from error
 
 
-def keep_freed() -> None:
+def reuse_freed_memory() -> None:
     """Let this process keep freed memory for the next step, from here on, where its C library is glibc; otherwise nothing happens.
 
     As it comes glibc gives large blocks back to the kernel in each pass and takes fresh pages in the next, for which a training on a CPU
@@ -62,12 +62,12 @@ def checkpoint_layers(model: nn.Module) -> int:
     if not found:
         raise ConfigError(f"--gradient_checkpointing: {type(model).__name__} has no layers to compute again. Leave it out.")
     for layer in found:
-        layer.forward = _Again(layer.forward)
+        layer.forward = _Recomputed(layer.forward)
     log.info("%d layers keep only their inputs for the backward pass.", len(found))
     return len(found)
 
 
-class _Again:
+class _Recomputed:
     """Calls `forward`; only its inputs are kept for the backward pass."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -99,12 +99,12 @@ class Offload:
         """Moved to the host."""
         self.num_returned = 0
         """Tensors that came back."""
-        self._weights = {_place(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        self._weights = {_storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
 
-    def pack(self, tensor: Tensor) -> "Tensor | _Kept":
+    def pack(self, tensor: Tensor) -> "Tensor | _HostTensor":
         """What is kept in the place of `tensor`."""
         size = tensor.numel() * tensor.element_size()
-        if size < self.least_bytes or _place(tensor) in self._weights or tensor.layout != torch.strided:
+        if size < self.least_bytes or _storage_key(tensor) in self._weights or tensor.layout != torch.strided:
             return tensor
         extent = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         gaps = extent > tensor.numel()
@@ -114,9 +114,9 @@ class Offload:
         # Copies in both directions wait in the stream that computes, so neither end is read too early.
         numbers.copy_(source, non_blocking=pinned)
         self.num_bytes += numbers.nbytes
-        return _Kept(numbers, tensor.device, tensor.shape, tensor.stride(), gaps)
+        return _HostTensor(numbers, tensor.device, tensor.shape, tensor.stride(), gaps)
 
-    def unpack(self, kept: "Tensor | _Kept") -> Tensor:
+    def unpack(self, kept: "Tensor | _HostTensor") -> Tensor:
         """The tensor that was packed, laid out as it was: compiled code counts on that."""
         if isinstance(kept, Tensor):
             return kept
@@ -128,7 +128,7 @@ class Offload:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _HostTensor:
     """A tensor on the host."""
 
     numbers: Tensor
@@ -141,7 +141,7 @@ class _Kept:
     """Whether it used only a part of the memory between its first and its last number."""
 
 
-def _place(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     """Where its numbers are, the same for all views of it."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()

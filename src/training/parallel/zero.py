@@ -65,7 +65,7 @@ def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
     ]
     wrong += [
         f"{key}: {json.dumps(given[key])}, but the experiment makes it {value}"
-        for key, value in _spoken(config).items()
+        for key, value in _experiment_settings(config).items()
         if given.get(key, "auto") != "auto"
     ]
     wrong += [
@@ -84,7 +84,7 @@ def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
     }
 
 
-def _spoken(config: LoopConfig) -> dict[str, str]:
+def _experiment_settings(config: LoopConfig) -> dict[str, str]:
     """The experiment's optimizer and schedule, which DeepSpeed is not told."""
     betas = f"betas {config.adam_beta1:g} and {config.adam_beta2:g}, epsilon {config.adam_epsilon:g}"
     return {
@@ -107,7 +107,7 @@ def _without_auto(nested: Mapping[str, Any]) -> dict[str, Any]:
 class ZeroEngine(Engine):
     """Its optimizer states are saved in DeepSpeed's own shards, which the same number of processes reads again."""
 
-    cut = True
+    shards_gradients = True
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig, path: Path) -> None:
         super().__init__(accelerator, module, config)
@@ -153,17 +153,17 @@ class ZeroEngine(Engine):
         """DeepSpeed's step."""
         self.engine.step()
         if not self._linked:
-            self._link()
+            self._link_moments()
         return True
 
-    def _link(self) -> None:
+    def _link_moments(self) -> None:
         """Have DeepSpeed find each parameter's moments: stages 1 and 2 look once, within the first step, when only one group has any."""
         self._linked = True
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def drop(self) -> None:
+    def skip_step(self) -> None:
         """DeepSpeed's way with a gradient that has overflowed, which it knows by its norm."""
         name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
         overflowed = torch.tensor(math.nan)
@@ -174,10 +174,10 @@ class ZeroEngine(Engine):
             delattr(self.optimizer, name)
         assert self.optimizer.overflow, "the weights have moved on a batch that was to be left out"
 
-    def weights(self) -> dict[str, Tensor]:
+    def model_state(self) -> dict[str, Tensor]:
         """Gathered one by one in stage 3."""
         if self.stage < 3:
-            return super().weights()
+            return super().model_state()
         import deepspeed
 
         parameters, found = dict(self.module.named_parameters()), {}
@@ -210,9 +210,9 @@ class ZeroEngine(Engine):
         if own:
             self.engine.load_checkpoint(str(folder), tag=SHARDS, load_module_strict=False)  # frozen weights are not in it
         else:
-            self._distribute(folder)
+            self._load_parts(folder)
 
-    def _distribute(self, folder: Path) -> None:
+    def _load_parts(self, folder: Path) -> None:
         """Give each process its part of the moments by parameter name."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
@@ -223,7 +223,7 @@ class ZeroEngine(Engine):
         for part in own:  # torch's AdamW makes them at its first step only
             moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.optimizer.state[part] = {"step": torch.tensor(step), **moments}
-        self._link()
+        self._link_moments()
         for parameter, key, value in entries:
             if key != "step" and self.stage == 3:  # cut here: DeepSpeed's own cut fails where the parts are not of one size
                 safe_set_local_optimizer_state(parameter, _own_part(value).to(parameter.device), key)

@@ -68,16 +68,16 @@ def test_the_batch_read_again_is_the_one_that_the_step_was_given(tokenizer: Any)
     config = LoopConfig(steps=9, sequences_per_step=8, micro_batch=2, learning_rate=1.0, eval_every=9)
     documents = Documents(tokenizer)
     given = next(loader.steps(documents, config, 5, 3, torch.device("cpu"))).batches
-    again, keys = batch_dump.read(documents, 5, data_order.RankShare(8, 2, 0, 1), 4)
+    again, keys = batch_dump.read_batches(documents, 5, data_order.RankShare(8, 2, 0, 1), 4)
     assert len(given) == len(again) == len(keys) == 4
     assert all(torch.equal(a[name], b[name]) for a, b in zip(given, again, strict=True) for name in b)
-    halves = [batch_dump.read(documents, 5, data_order.RankShare(8, 2, rank, 2), 4)[1] for rank in (0, 1)]
+    halves = [batch_dump.read_batches(documents, 5, data_order.RankShare(8, 2, rank, 2), 4)[1] for rank in (0, 1)]
     assert halves == [keys[0::2], keys[1::2]]
     assert [key for rows in keys for key in rows] == list(islice(data_order.samples(5, 16, 24), 8))
     passed_over = [Branch(number=1, from_step=2, data="skip:3")]
     assert (
-        batch_dump.read(documents, 5, data_order.RankShare(8, 2, 0, 1), 7)[1]
-        == batch_dump.read(documents, 5, data_order.RankShare(8, 2, 0, 1), 4, passed_over)[1]
+        batch_dump.read_batches(documents, 5, data_order.RankShare(8, 2, 0, 1), 7)[1]
+        == batch_dump.read_batches(documents, 5, data_order.RankShare(8, 2, 0, 1), 4, passed_over)[1]
     )
 
 

@@ -55,11 +55,11 @@ def test_the_formula_is_what_pytorch_counts(name: str):
     model, batch = made(name), batch_of(name)
     with FlopCounterMode(display=False) as counted:
         logits = model(**batch).logits
-    assert flops.forward(model.config, *flops._lengths(batch)) == counted.get_total_flops()
+    assert flops.forward_flops(model.config, *flops._lengths(batch)) == counted.get_total_flops()
     with FlopCounterMode(display=False) as backward:
         logits.sum().backward()
     both = counted.get_total_flops() + backward.get_total_flops()
-    of_batch = flops.of_model(model)
+    of_batch = flops.batch_flops(model)
     assert of_batch
     assert of_batch(batch) == pytest.approx(both, rel=TOLERANCE)
 
@@ -72,24 +72,24 @@ def test_checkpointing_computes_the_layers_again():
     with FlopCounterMode(display=False) as counted:
         model(**batch, use_cache=False).logits.sum().backward()
     head = 2 * 3 * 40 * 64 * 96
-    expected = flops.training(flops.forward(model.config, 3, 40), checkpointing=True)
+    expected = flops.training_flops(flops.forward_flops(model.config, 3, 40), checkpointing=True)
     assert expected - head == pytest.approx(counted.get_total_flops(), rel=TOLERANCE)
 
 
 def test_by_hand():
     """One layer, one head, width 2, one token, vocabulary 3, inner width 8: 2·2·(2 + 4 + 2 + 16) + 4·2 + 2·2·3."""
     config = transformers.GPTBigCodeConfig(n_embd=2, n_layer=1, n_head=1, vocab_size=3)
-    assert flops.forward(config, 1, 1) == 2 * 2 * 24 + 8 + 12
-    assert flops.training(flops.forward(config, 1, 1)) == 3 * 116
-    assert flops.training(10, trained=False) == 10
+    assert flops.forward_flops(config, 1, 1) == 2 * 2 * 24 + 8 + 12
+    assert flops.training_flops(flops.forward_flops(config, 1, 1)) == 3 * 116
+    assert flops.training_flops(10, trained=False) == 10
 
 
 def test_a_frozen_part_and_an_unknown_model_have_no_count(caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     model = made("gpt2")
     model.transformer.wpe.weight.requires_grad_(False)
-    assert flops.of_model(model) is None
-    assert flops.of_model(torch.nn.Linear(2, 2)) is None
+    assert flops.batch_flops(model) is None
+    assert flops.batch_flops(torch.nn.Linear(2, 2)) is None
     assert [record.message for record in caplog.records] == [
         "GPT2LMHeadModel: a part of it is frozen, so no MFU is reported.",
         "Linear: its operations are not known, so no MFU is reported.",
@@ -116,7 +116,7 @@ def test_a_frozen_part_and_an_unknown_model_have_no_count(caplog: pytest.LogCapt
     ],
 )
 def test_peaks_are_found_by_whole_words(name: str, precision: str, rate: float | None):
-    assert flops.peak(name, precision) == rate
+    assert flops.peak_flops(name, precision) == rate
 
 
 def test_mfu_is_a_share_of_all_devices():

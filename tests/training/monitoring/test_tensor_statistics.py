@@ -328,7 +328,7 @@ def test_loss_by_source_by_hand():
     targets = torch.tensor([0, 0, -100, 0, -100])
     mask = torch.tensor([[False, True, True], [False, True, False]])
     found = SourceLoss(["books", "code", "never seen"])
-    with found.watched(mask, torch.tensor([0, 1])):
+    with found.watch(mask, torch.tensor([0, 1])):
         cross_entropy(logits, targets)
     cross_entropy(logits, targets)
     assert found.row() == pytest.approx(

@@ -40,7 +40,7 @@ def test_a_row_without_a_gpu():
         "model_flops_per_second",
     }
     assert row["tokens_per_second"] / row["steps_per_second"] == pytest.approx(25)
-    operations = 3 * flops.training(flops.forward(model().config, 2, 5))
+    operations = 3 * flops.training_flops(flops.forward_flops(model().config, 2, 5))
     assert row["model_flops_per_second"] / row["steps_per_second"] == pytest.approx(operations)
     assert row["peak_host_memory_bytes"] > 50e6, "torch alone takes more"
     assert Energy().joules() is None

@@ -16,7 +16,7 @@ from src.training.checkpointing import folder as checkpoint
 from src.training.monitoring import parameter_statistics
 from src.training.optim.adamw_scale import AdamWScale
 from src.training.parallel.engine import BufferPool
-from src.training.parallel.fsdp import _cut_like, _whole
+from src.training.parallel.fsdp import _gather_tensors, _shard_like
 
 STEPS = 3
 
@@ -42,7 +42,7 @@ def train(model: nn.Module, optimizer: AdamWScale, steps: range) -> list[paramet
 
 def tensors(model: nn.Module, optimizer: AdamWScale) -> dict[str, Tensor]:
     """Weights and the optimizer's state, whole; empty but on rank 0."""
-    return _whole({**dict(model.named_parameters()), **checkpoint.optimizer_tensors(model, optimizer)}, BufferPool())
+    return _gather_tensors({**dict(model.named_parameters()), **checkpoint.optimizer_tensors(model, optimizer)}, BufferPool())
 
 
 def main(folder: Path) -> None:
@@ -62,8 +62,8 @@ def main(folder: Path) -> None:
         distributed.broadcast_from_rank0(write)
         again, optimizer = made(True)
         for parameter, value in zip(again.parameters(), whole[0].parameters(), strict=True):
-            parameter.data.copy_(_cut_like(parameter, value.detach()))
-        checkpoint.load_optimizer(folder, again, optimizer, _cut_like)
+            parameter.data.copy_(_shard_like(parameter, value.detach()))
+        checkpoint.load_optimizer(folder, again, optimizer, _shard_like)
         for model, its in (whole, (again, optimizer)):
             train(model, its, range(STEPS, 2 * STEPS))
         wanted, found = tensors(*whole), tensors(again, optimizer)

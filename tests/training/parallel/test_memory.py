@@ -236,7 +236,7 @@ import sys
 import torch
 from src.training.parallel import memory
 if sys.argv[1] == "kept":
-    memory.keep_freed()
+    memory.reuse_freed_memory()
 def passes():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(4):
