@@ -84,8 +84,8 @@ def act(args: argparse.Namespace) -> int:
     chosen = {item.exp_id for item in selected}
     if args.job_option in ("status", "logs", "kill"):
         return look(args.job_option, [item.exp_id for item in planned], places)
-    given = resources.named(args.job_scheduler, places.runs, [item.exp for item in planned]) if args.job_scheduler else None
-    queued = actions.ahead(places.runs, planned) if given else ()
+    given = resources.load_named(args.job_scheduler, places.runs, [item.exp for item in planned]) if args.job_scheduler else None
+    queued = actions.pending_parents(places.runs, planned) if given else ()
     lacks = plan.problems(planned, places, chosen if args.reset or args.job_option == "reset" else (), queued)
     if args.dry_run:
         return show(planned, lacks, places)
@@ -130,7 +130,7 @@ def submit(given: Any, args: argparse.Namespace, planned: Sequence[Any], chosen:
     from src.launch import actions
 
     def command(exp_id: str) -> list[str]:
-        return ["trainval.py", *arguments.child(args, exp_id)]
+        return ["trainval.py", *arguments.child_arguments(args, exp_id)]
 
     request = actions.Request(places.runs, planned, chosen, ROOT, command, args.python_binary, args.reset, (places.data,))
     actions.run(request, given, args.job_option)
@@ -148,7 +148,7 @@ def look(option: str, exp_ids: Sequence[str], places: Any) -> int:
         for line in logs.follow(places.runs, exp_ids):
             print(line, flush=True)
     else:
-        for line in jobs.show(jobs.table(places.runs, exp_ids)):
+        for line in jobs.format_table(jobs.table(places.runs, exp_ids)):
             print(line)
     return 0
 
@@ -161,7 +161,7 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
     from src import distributed
     from src.errors import UserError
 
-    options = arguments.options(args, distributed.world_size())
+    options = arguments.training_options(args, distributed.world_size())
     failed = 0
     with distributed.stoppable(), distributed.session():
         for item in planned:

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError("--keep-last and --older-than: expected a number of at least 0.")
     rule = retention.Rule(options.keep_last, options.keep_best, options.older_than * _DAY)
     # No job is submitted between the look and the deletion: a new child may start from what would go.
-    with submissions.locked(options.runs) if options.apply and options.runs.is_dir() else contextlib.nullcontext():
+    with submissions.lock(options.runs) if options.apply and options.runs.is_dir() else contextlib.nullcontext():
         found = look(options.runs, rule, options.group, options.where)
         sizes = {path: retention.size(path) for path in found.paths}
         failed = delete(options.runs, found) if options.apply else []

@@ -49,7 +49,7 @@ class Choices:
     """What the experiment decides, by name: precision, gradient_accumulation_steps and max_grad_norm, where something was said."""
 
 
-def take(environment: MutableMapping[str, str], processes: int, deepspeed: Path | None = None, fsdp: bool = False) -> Choices:
+def take_choices(environment: MutableMapping[str, str], processes: int, deepspeed: Path | None = None, fsdp: bool = False) -> Choices:
     """The choices of `accelerate launch` and of our own options `deepspeed` and `fsdp`, for one of `processes` processes.
 
     Accelerate's variables leave `environment`, so that neither it nor transformers acts on them; `--cpu` hides the GPUs.
@@ -57,7 +57,7 @@ def take(environment: MutableMapping[str, str], processes: int, deepspeed: Path 
     Raises:
         ConfigError: an option asks for what we do not do, or contradicts another; says which, and what to write instead.
     """
-    zero, sharded = _on(environment, "ACCELERATE_USE_DEEPSPEED"), _on(environment, "ACCELERATE_USE_FSDP")
+    zero, sharded = _is_on(environment, "ACCELERATE_USE_DEEPSPEED"), _is_on(environment, "ACCELERATE_USE_FSDP")
     refused = [
         f"accelerate launch --{name.removeprefix('ACCELERATE_').lower()}: expected {expected or 'nothing'}, got {value}. Only the number "
         "of processes, the precision, --use_deepspeed and --use_fsdp are taken from accelerate: write the rest in the experiment."
@@ -72,8 +72,8 @@ def take(environment: MutableMapping[str, str], processes: int, deepspeed: Path 
         raise ConfigError(f"accelerate launch {theirs} and trainval.py {ours}: give one of them.")
     if processes == 1:
         _check_process_count(environment)
-    path, told = _json(environment) if zero else None, _read_settings(environment)
-    if _on(environment, "ACCELERATE_USE_CPU"):
+    path, told = _deepspeed_json(environment) if zero else None, _read_settings(environment)
+    if _is_on(environment, "ACCELERATE_USE_CPU"):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     for name in list(environment):
         if (name.startswith("ACCELERATE_") and name not in _HARMLESS) or (sharded and name.startswith("FSDP_")):
@@ -81,11 +81,11 @@ def take(environment: MutableMapping[str, str], processes: int, deepspeed: Path 
     return Choices(path or deepspeed, sharded or fsdp, told)
 
 
-def _on(environment: MutableMapping[str, str], name: str) -> bool:
+def _is_on(environment: MutableMapping[str, str], name: str) -> bool:
     return environment.get(name, "").lower() in ("true", "1", "yes")
 
 
-def _json(environment: MutableMapping[str, str]) -> Path:
+def _deepspeed_json(environment: MutableMapping[str, str]) -> Path:
     given = environment.get(_ZERO + "CONFIG_FILE", "none")
     said = {name: environment[name] for name in _SHAPE if environment.get(name, "none") != "none"}
     if given != "none":
@@ -104,7 +104,7 @@ def _json(environment: MutableMapping[str, str]) -> Path:
 
 def _check_process_count(environment: MutableMapping[str, str]) -> None:
     """With --cpu accelerate sets an address for several processes to meet at, and then starts one."""
-    if _on(environment, "ACCELERATE_USE_CPU") and environment.get("MASTER_ADDR") == "127.0.0.1" and "MASTER_PORT" in environment:
+    if _is_on(environment, "ACCELERATE_USE_CPU") and environment.get("MASTER_ADDR") == "127.0.0.1" and "MASTER_PORT" in environment:
         raise ConfigError(
             "accelerate launch --cpu starts one process whatever --num_processes says. Write --multi_gpu in place of --cpu, which "
             "starts them without a GPU too, or --num_processes 1 with MASTER_ADDR unset."

@@ -52,7 +52,7 @@ class Request:
     """Folders that are no code."""
 
 
-def ahead(runs: Path, planned: Sequence[Planned]) -> set[str]:
+def pending_parents(runs: Path, planned: Sequence[Planned]) -> set[str]:
     """Parents of `planned` that are queued or running as jobs, so that a job can wait for them."""
     here = {item.exp_id for item in planned}
     parents = [parent for item in planned for parent in references.parents(item.exp) if parent not in here]
@@ -69,7 +69,7 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
     Raises:
         LaunchError: refused by the launcher; a parent that has failed, or whose job another launcher has; jobs that do not end.
     """
-    with submissions.locked(request.runs):
+    with submissions.lock(request.runs):
         submissions.refuse(submissions.reconcile(request.runs), [item.exp_id for item in request.planned])
         if option == "reset":
             _kill(request.runs, [item.exp_id for item in request.planned if item.exp_id in request.chosen])
@@ -78,7 +78,7 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
         if not todo:
             log.info("nothing to submit")
             return
-        made = _jobs(request, given, todo, option)
+        made = _build_jobs(request, given, todo, option)
         ids = _submit(request, given, made)
     given.launcher.wait_for(ids)
 
@@ -96,10 +96,10 @@ def _needs_job(request: Request, row: Row, option: str) -> bool:
     return False
 
 
-def _jobs(request: Request, given: Resources, todo: Sequence[Planned], option: str) -> list[Job]:
+def _build_jobs(request: Request, given: Resources, todo: Sequence[Planned], option: str) -> list[Job]:
     """The jobs of `todo`, and what they need in their save directories. Nothing is queued yet."""
-    after_jobs = _parents(request, given, todo)
-    own = {item.exp_id: given.of(item.exp) for item in todo}
+    after_jobs = _jobs_to_await(request, given, todo)
+    own = {item.exp_id: given.config_for(item.exp) for item in todo}
     code = snapshot.take(request.root, request.runs.resolve() / SNAPSHOTS, (request.runs, *request.leave_out))
     runs = request.runs.resolve()
     with files.synced_once(runs):
@@ -128,7 +128,7 @@ def _prepare(request: Request, place: Path, item: Planned, option: str) -> None:
     metadata.prepare(place, item.exp, item.groups)
 
 
-def _parents(request: Request, given: Resources, todo: Sequence[Planned]) -> dict[str, tuple[str, ...]]:
+def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) -> dict[str, tuple[str, ...]]:
     """Jobs of earlier submissions that each experiment must wait for.
 
     Raises:
@@ -192,7 +192,7 @@ def kill(runs: Path, exp_ids: Sequence[str]) -> None:
     Raises:
         LaunchError: a scheduler cannot be asked or refuses, or jobs do not end.
     """
-    with submissions.locked(runs):
+    with submissions.lock(runs):
         unclear = submissions.reconcile(runs)
         _kill(runs, exp_ids)
         submissions.refuse(unclear, exp_ids)
@@ -205,7 +205,7 @@ def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
     for exp_id in exp_ids:
         if exp_id not in alive and exp_id not in wrong:
             log.info("%s: %s", exp_id, _why_no_job(runs / exp_id, tracked.get(exp_id)))
-    launchers = _by_launcher(alive)
+    launchers = _group_by_launcher(alive)
     for launcher, ids in launchers:
         launcher.kill(ids)
     if alive:
@@ -249,7 +249,7 @@ def _is_alive(job: TrackedJob) -> bool:
     return job.seen is not None and job.seen.state in status.ALIVE
 
 
-def _by_launcher(alive: Mapping[str, TrackedJob]) -> list[tuple[LauncherConfig, list[str]]]:
+def _group_by_launcher(alive: Mapping[str, TrackedJob]) -> list[tuple[LauncherConfig, list[str]]]:
     found: list[tuple[LauncherConfig, list[str]]] = []
     for job in alive.values():
         assert job.launcher is not None

@@ -114,7 +114,7 @@ def check(args: argparse.Namespace, processes: int) -> None:
         raise ConfigError("--deepspeed and --fsdp: give one of them.")
 
 
-def options(args: argparse.Namespace, processes: int) -> "Options":
+def training_options(args: argparse.Namespace, processes: int) -> "Options":
     """What the command line, and `accelerate launch` where that was it, choose for the trainings of this process.
 
     Raises:
@@ -124,7 +124,7 @@ def options(args: argparse.Namespace, processes: int) -> "Options":
     from src.runs.checkpoints.retention import Keep
     from src.runs.context import Limits, Options, Wandb
 
-    choices = accelerate_env.take(os.environ, processes, args.deepspeed, args.fsdp)
+    choices = accelerate_env.take_choices(os.environ, processes, args.deepspeed, args.fsdp)
     wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
     wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
     return Options(
@@ -142,7 +142,7 @@ def options(args: argparse.Namespace, processes: int) -> "Options":
     )
 
 
-def child(args: argparse.Namespace, exp_id: str) -> list[str]:
+def child_arguments(args: argparse.Namespace, exp_id: str) -> list[str]:
     """The command line of one launched experiment."""
     child = ["--exp_id", exp_id, "-sb", str(args.savedir_base.resolve()), "--data_path", str(args.data_path.resolve())]
     for name in (*PASSED_ON, "wandb_entity_name", "wandb_project_name", "wandb_run_name"):

@@ -76,7 +76,7 @@ class Processes(Config):
     """How long torchrun lets its processes finish a step and write a checkpoint once it was told to stop."""
 
     @model_validator(mode="after")
-    def _one_process(self) -> "Processes":
+    def _check_starter(self) -> "Processes":
         if self.starter == "python" and (self.per_node, self.nodes) != (1, 1):
             raise ValueError("the starter python starts one process. Choose torchrun, deepspeed or accelerate for several.")
         return self
@@ -98,7 +98,7 @@ def shell_line(job: Job, processes: Processes | None = None, environment: Mappin
     processes = processes or Processes()
     exports = [f"export {name}={shlex.quote(value)};" for name, value in (environment or {}).items()]
     if job.python_binary is None:
-        before, start = _start(processes)
+        before, start = _starter_command(processes)
     else:
         start = _NGPUS.sub("$GPUS_HERE", job.python_binary)
         before = [_COUNT_GPUS] if start != job.python_binary else []
@@ -120,7 +120,7 @@ exit $JOB_CODE"""
     return f"{' '.join([stopping, *_torchrun_variables(processes), *exports, *before])}\n{start} {shlex.join(job.args)}{ending}"
 
 
-def outside_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` without what torchrun put there: a job is no rank of the torchrun that this process may run under."""
     return {name: value for name, value in environment.items() if not _OF_TORCHRUN.fullmatch(name)}
 
@@ -142,7 +142,7 @@ def _torchrun_variables(processes: Processes) -> list[str]:
     ]
 
 
-def _start(processes: Processes) -> tuple[list[str], str]:
+def _starter_command(processes: Processes) -> tuple[list[str], str]:
     """What stands before the command, and its beginning, for a job without a command of its own."""
     folder = processes.env_path and processes.env_path.rstrip("/") + "/bin"
     python = shlex.quote(f"{folder}/python" if folder else sys.executable)

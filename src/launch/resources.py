@@ -34,7 +34,7 @@ class Resources:
         """For messages."""
         return f"JOB_CONFIGS[{self.name!r}]"
 
-    def of(self, exp: Mapping[str, Any]) -> LauncherConfig | None:
+    def config_for(self, exp: Mapping[str, Any]) -> LauncherConfig | None:
         """The launcher's config for one experiment; None: the same as for all. Later overrides win.
 
         Raises:
@@ -87,7 +87,7 @@ def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resour
     return Resources(name, _bind(own, where), tuple(_override(own, o, f"{where}.overrides[{i}]") for i, o in enumerate(overrides)), own)
 
 
-def named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) -> Resources:
+def load_named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) -> Resources:
     """The entry that job_configs.py calls `name`, checked for `experiments` and by its launcher: ready to submit.
 
     Raises:

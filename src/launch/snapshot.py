@@ -48,7 +48,7 @@ def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
     if (root / SNAPSHOT).exists():
         return root  # a job that submits: it runs from a snapshot
     for _ in range(_TRIES):
-        found = _look(root, leave_out)
+        found = _collect_files(root, leave_out)
         final = snapshots / _digest(found)
         if final.is_dir() and defect(final) is None:
             return final
@@ -66,7 +66,7 @@ class _ChangedError(Exception):
     """A file is not what it was when it was looked at."""
 
 
-def _look(root: Path, leave_out: Sequence[Path]) -> _Found:
+def _collect_files(root: Path, leave_out: Sequence[Path]) -> _Found:
     """Every file of the code, with its hash."""
     apart = [path.resolve() for path in leave_out]
     paths = dict(_git_files(root, apart) or _walk(root, "", apart, ()))
@@ -131,9 +131,9 @@ def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
     for name in dict.fromkeys(names):
         path = root / name
         if path.is_dir():  # a link to a folder, or a repository within this one
-            if not _below(path.resolve(), apart):
+            if not _is_below(path.resolve(), apart):
                 found.update(_walk(path, name, apart, (root.resolve(),)))
-        elif not apart or not _below(path.resolve(), apart):
+        elif not apart or not _is_below(path.resolve(), apart):
             found[name] = path
     return found
 
@@ -141,7 +141,7 @@ def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
 def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
     """(name below the root, path) of every file below `folder`. Links are followed, but not into a folder that one is in."""
     real = folder.resolve()
-    if real in above or _below(real, apart):
+    if real in above or _is_below(real, apart):
         return
     with reading(folder, LaunchError):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -157,7 +157,7 @@ def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...
             yield inner, Path(entry.path)
 
 
-def _below(path: Path, folders: Sequence[Path]) -> bool:
+def _is_below(path: Path, folders: Sequence[Path]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
 
 

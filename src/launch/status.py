@@ -91,17 +91,17 @@ def table(runs: Path, exp_ids: Sequence[str]) -> list[Row]:
 
     A submission that was interrupted is first cleared up with its launcher, unless another process submits just now.
     """
-    trouble = _clear_up(runs)
+    trouble = _reconcile(runs)
     tracked, wrong = track(runs, exp_ids)
     return [_row(runs, exp_id, tracked.get(exp_id), wrong.get(exp_id) or trouble.get(exp_id)) for exp_id in exp_ids]
 
 
-def _clear_up(runs: Path) -> dict[str, str]:
+def _reconcile(runs: Path) -> dict[str, str]:
     """Reconcile; what stands in the way, by the experiments that it may concern."""
     with contextlib.suppress(UserError):
         if not submissions.interrupted_names(runs):
             return {}
-        with submissions.locked(runs, wait_seconds=0.0):
+        with submissions.lock(runs, wait_seconds=0.0):
             return {exp_id: unclear.message for unclear in submissions.reconcile(runs) for exp_id in unclear.experiments}
     return {}
 
@@ -183,10 +183,10 @@ def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, trouble: str | Non
         trouble = trouble or str(error)
     beat = lease.heartbeat_seconds(run)
     state, reason = ("unknown", trouble) if trouble else _resolve_state(run, own, status, tracked, beat)
-    exp, complaint = _experiment(run)
+    exp, complaint = _read_experiment(run)
     last, more = _try_read(lambda: scores.last_row(run / scores.SCORES) or {}, {})
     seen = tracked.seen if tracked else None
-    if state in ("failed", "stopped", "lost", "queued") and (parent := _parent(runs, exp)) and parent not in reason:
+    if state in ("failed", "stopped", "lost", "queued") and (parent := _failed_parents(runs, exp)) and parent not in reason:
         reason = f"{reason}; {parent}" if reason else parent
     starts = _try_read(lambda: metadata.attempts(run), 0)[0]
     event, damaged = _try_read(lambda: events.latest(run, starts), None) if state not in ("done", "never") else (None, "")
@@ -199,7 +199,7 @@ def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, trouble: str | Non
         "unknown" if complaint and state not in ("done", "queued", "running") else state,
         "; ".join(dict.fromkeys(notes)),
         (seen.node if seen else "") or (lease.holder_host(run) if state == "running" else ""),
-        seen.seconds if seen and seen.seconds is not None else _seconds(status, state),
+        seen.seconds if seen and seen.seconds is not None else _elapsed_seconds(status, state),
         starts,
         last.get("step"),
         loop.get("steps") if isinstance(loop, dict) and type(loop.get("steps")) is int else None,
@@ -241,7 +241,7 @@ def _resolve_state(run: Path, own: str, status: Mapping[str, Any], tracked: Trac
     return seen.state, seen.reason
 
 
-def _experiment(run: Path) -> tuple[dict[str, Any], str]:
+def _read_experiment(run: Path) -> tuple[dict[str, Any], str]:
     """The dict of the experiment as it stands there, and what is wrong with it."""
     try:
         exp = metadata.read_exp_dict(run)
@@ -261,7 +261,7 @@ def _try_read(read: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
         return otherwise, str(error)
 
 
-def _parent(runs: Path, exp: Mapping[str, Any]) -> str:
+def _failed_parents(runs: Path, exp: Mapping[str, Any]) -> str:
     """Names the parents that have failed; "" where none has."""
     failed = []
     for parent in parents.parents(dict(exp)):
@@ -271,7 +271,7 @@ def _parent(runs: Path, exp: Mapping[str, Any]) -> str:
     return ", ".join(failed)
 
 
-def _seconds(status: Mapping[str, Any], state: str) -> float | None:
+def _elapsed_seconds(status: Mapping[str, Any], state: str) -> float | None:
     """Run time of the last attempt by its own clock; while it runs, until now."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         start = datetime.fromisoformat(status["started"]).timestamp()
@@ -303,7 +303,7 @@ def tail(log: Path, lines: int, end: int | None = None) -> str:
     return "\n".join(data.decode("utf-8", errors="replace").splitlines()[-lines:]) if lines > 0 else ""
 
 
-def show(rows: Iterable[Row]) -> list[str]:
+def format_table(rows: Iterable[Row]) -> list[str]:
     """The rows as lines of a table, under a line of headings."""
     head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "reason")
     cells = [head, *(_cells(row) for row in rows)]
@@ -316,11 +316,11 @@ def _cells(row: Row) -> tuple[str, ...]:
     loss = "" if row.loss is None else f"{row.loss:.4g}"
     reason = row.reason.replace("\n", " ")
     starts = str(row.attempts) if row.attempts else ""
-    beat = _duration(row.heartbeat_seconds)
-    return row.exp_id, row.group or "-", row.state, row.job_id or "", row.node, _duration(row.seconds), starts, step, loss, beat, reason
+    spent, beat = _format_duration(row.seconds), _format_duration(row.heartbeat_seconds)
+    return row.exp_id, row.group or "-", row.state, row.job_id or "", row.node, spent, starts, step, loss, beat, reason
 
 
-def _duration(seconds: float | None) -> str:
+def _format_duration(seconds: float | None) -> str:
     if seconds is None:
         return ""
     if seconds < 60:

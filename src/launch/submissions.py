@@ -79,7 +79,7 @@ class UnresolvedSubmission:
 
 
 @contextlib.contextmanager
-def locked(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
+def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Be the only one who submits to `runs`: from what is decided to what is noted.
 
     Raises:
@@ -182,10 +182,10 @@ def interrupted_names(runs: Path) -> list[str]:
     Raises:
         RunError: the folder cannot be read.
     """
-    return [name for name in _names(runs) if not (_read_noted_jobs(runs / FOLDER / name) or NOTHING)[1]]
+    return [name for name in _submission_names(runs) if not (_read_noted_jobs(runs / FOLDER / name) or NOTHING)[1]]
 
 
-def _names(runs: Path) -> list[str]:
+def _submission_names(runs: Path) -> list[str]:
     """All submissions, the oldest first."""
     try:
         with reading(runs / FOLDER), os.scandir(runs / FOLDER) as entries:
@@ -209,7 +209,7 @@ def reconcile(runs: Path) -> list[UnresolvedSubmission]:
         try:
             submission = read(runs, name)
             experiments = submission.experiments
-            _clear(runs, submission)
+            _reconcile_one(runs, submission)
         except LaunchError as error:
             found.append(UnresolvedSubmission(folder, experiments, str(error)))
     return found
@@ -230,7 +230,7 @@ def refuse(unclear: Sequence[UnresolvedSubmission], exp_ids: Collection[str]) ->
         raise LaunchError("\n".join(wrong))
 
 
-def _clear(runs: Path, submission: Submission) -> None:
+def _reconcile_one(runs: Path, submission: Submission) -> None:
     found = submission.load_launcher().find(submission.folder, list(submission.experiments))
     log.info("%s: was interrupted; %d of its %d jobs are there", submission.name, len(found), len(submission.experiments))
     before = _read_noted_jobs(submission.folder)
@@ -253,7 +253,7 @@ def last_jobs(runs: Path, exp_ids: Collection[str]) -> dict[str, tuple[str, str]
         RunError: the folder cannot be read.
     """
     found: dict[str, tuple[str, str]] = {}
-    for name in _names(runs):
+    for name in _submission_names(runs):
         jobs = (_read_noted_jobs(runs / FOLDER / name) or NOTHING)[0]
         found |= {exp_id: (jobs[exp_id], name) for exp_id in exp_ids if isinstance(jobs.get(exp_id), str)}
     return found

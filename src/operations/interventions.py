@@ -64,8 +64,8 @@ def find(name: str, runs: Path) -> Path:
     raise RunError(f"{name}: {len(found) or 'no'} experiments in {runs} are called that, and it is no save directory{many}.")
 
 
-def change(run: Path, decide: "Decide", same: "Same", dry_run: bool) -> list[str]:
-    """Under the lease of `run`: end what was interrupted, and carry out what `decide` plans then, unless that was the `same`.
+def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> list[str]:
+    """Under the lease of `run`: finish an interrupted change, then make the one that `decide` plans, unless it `is_same` as the finished one.
 
     Raises:
         RunError: the run is alive.
@@ -81,7 +81,7 @@ def change(run: Path, decide: "Decide", same: "Same", dry_run: bool) -> list[str
     try:
         ended = journal.finish(run)
         said = [f"{run}: finished what was interrupted: {ended['event']} to step {ended.get('step')}"] if ended else []
-        if ended and same(ended):
+        if ended and is_same(ended):
             return said
         plan = decide()
         held.confirm()
@@ -103,7 +103,7 @@ def _rewind(run: Path, options: argparse.Namespace) -> list[str]:
     def decide() -> Plan:
         return rewind.plan(run, branch(abandoned.next_number(run)), options.why, options.new_wandb_run)
 
-    def same(ended: dict[str, Any]) -> bool:
+    def is_same(ended: dict[str, Any]) -> bool:
         if ended["event"] != "rewind":
             return False
         done = dict(ended["branch"])
@@ -111,7 +111,7 @@ def _rewind(run: Path, options: argparse.Namespace) -> list[str]:
         wanted = branch(ended["number"]).model_dump(mode="json", exclude_none=True)
         return wanted == done and options.new_wandb_run == new_wandb
 
-    return change(run, decide, same, options.dry_run)
+    return change(run, decide, is_same, options.dry_run)
 
 
 def _undo(run: Path, options: argparse.Namespace) -> list[str]:
@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 Decide = Callable[[], Plan]
-Same = Callable[[dict[str, Any]], bool]
+IsSame = Callable[[dict[str, Any]], bool]
 _HELP = {
     "rewind": "go back to a checkpoint; what was trained since is kept aside",
     "undo": "restore what was before the last rewind or rollback-evals",

@@ -45,7 +45,7 @@ def _job(run: Path) -> tuple[str, LauncherConfig]:
     job = read_job(run)
     if job is None:
         env = read_json(run / ENV, RunError) if (run / ENV).exists() else {}
-        return _running_in(run, env.get("variables") if isinstance(env, dict) else None), _slurm()
+        return _slurm_job_of(run, env.get("variables") if isinstance(env, dict) else None), _slurm()
     if not job["submission"]:
         return job["job_id"], _slurm()
     path = run.parent / _SUBMISSION.format(job["submission"])
@@ -56,7 +56,7 @@ def _job(run: Path) -> tuple[str, LauncherConfig]:
         raise LaunchError(f"{path}: names no launcher that this version knows: {error}") from None
 
 
-def _running_in(run: Path, variables: Mapping[str, str] | None) -> str:
+def _slurm_job_of(run: Path, variables: Mapping[str, str] | None) -> str:
     """The Slurm job that a run was started in by hand."""
     job_id = environment.slurm_job(variables or {})
     if not job_id:

@@ -64,7 +64,7 @@ class Verdict:
     step: int | None
 
     @property
-    def wrong(self) -> bool:
+    def needs_attention(self) -> bool:
         """Whether somebody should look."""
         return self.state in ("hung", "dead", "failed")
 
@@ -77,7 +77,7 @@ class Pace:
     """Median of one optimizer step."""
     row: float
     """The longest time between two rows."""
-    apart: float | None
+    pause: float | None
     """The longest evaluation with its checkpoint; None: none was seen."""
 
 
@@ -112,21 +112,21 @@ def judge(run: Path, row: Row, limits: Limits) -> Verdict:
     elif state == "running":
         status = metadata.read_status(run)
         beat = heartbeat.read(run)
-        state, reason, step = _running(run, row, status, beat if beat and beat.attempt == row.attempts else None, limits)
+        state, reason, step = _judge_running(run, row, status, beat if beat and beat.attempt == row.attempts else None, limits)
     return Verdict(row.exp_id, state, reason, row.attempts, step)
 
 
-def _running(run: Path, row: Row, status: dict[str, Any], beat: heartbeat.Beat | None, limits: Limits) -> tuple[str, str, int | None]:
+def _judge_running(run: Path, row: Row, status: dict[str, Any], beat: heartbeat.Beat | None, limits: Limits) -> tuple[str, str, int | None]:
     """(state, reason, last step) of a run that its scheduler, or its save directory, takes for running."""
     silent = row.heartbeat_seconds
     dead = lease.holder_is_dead(run)
     if dead is None and silent is not None and silent > SILENT_SECONDS:
-        return "dead", f"no sign of life from {lease.holder_host(run)} for {_words(silent)}", row.step
+        return "dead", f"no sign of life from {lease.holder_host(run)} for {_format_seconds(silent)}", row.step
     if status["state"] != "running" or dead:
         # A job whose process has not come yet, or not again: torchrun starts it anew, modules are loaded.
         waits = min((seconds for seconds in (row.seconds, _age(run / metadata.STATUS)) if seconds is not None), default=0.0)
         if waits > limits.start_seconds:
-            return "hung", f"its job runs, and no process of it has trained for {_words(waits)}", row.step
+            return "hung", f"its job runs, and no process of it has trained for {_format_seconds(waits)}", row.step
         return "running", "", row.step
     known = pace(run, beat)
     step, age = status.get("step"), _age(run / metadata.STATUS) or 0.0
@@ -135,20 +135,17 @@ def _running(run: Path, row: Row, status: dict[str, Any], beat: heartbeat.Beat |
     elif status.get("updated") == status.get("started"):
         if age <= limits.start_seconds:
             return "running", "", row.step
-        return "hung", f"no step since it was started {_words(age)} ago{_silence(silent)}", row.step
-    at_rest = 3 * known.apart if known.apart is not None else limits.start_seconds
+        return "hung", f"no step since it was started {_format_seconds(age)} ago{_silence_note(silent)}", row.step
+    at_rest = 3 * known.pause if known.pause is not None else limits.start_seconds
     allowed = max(limits.least_seconds, limits.factor * (known.step or 0.0)) + at_rest + (known.row if beat is None else 0.0)
     if age <= allowed:
         return "running", "", step
-    pace_told = f"a step takes {_words(known.step)}" if known.step else "how long a step takes is not known"
-    return (
-        "hung",
-        f"its last step, {step}, was {_words(age)} ago; {pace_told}, and {_words(allowed)} are allowed{_silence(silent)}",
-        step,
-    )
+    pace_told = f"a step takes {_format_seconds(known.step)}" if known.step else "how long a step takes is not known"
+    late = f"its last step, {step}, was {_format_seconds(age)} ago; {pace_told}, and {_format_seconds(allowed)} are allowed"
+    return "hung", f"{late}{_silence_note(silent)}", step
 
 
-def _silence(silent: float | None) -> str:
+def _silence_note(silent: float | None) -> str:
     if silent is None or silent <= SILENT_SECONDS / 5:
         return ""
     return ". Its lease does not beat either: is the process stopped (SIGSTOP), or its disk full?"
@@ -162,7 +159,7 @@ def _age(path: Path) -> float | None:
         return None
 
 
-def _words(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
 
 
@@ -188,7 +185,7 @@ def inspect_runs(runs: Path, exp_ids: Sequence[str], limits: Limits) -> tuple[li
 def _incident(run: Path, verdict: Verdict) -> events.Event | None:
     """Note what the verdict says, if that is news."""
     facts = {"attempt": verdict.attempt, "step": verdict.step}
-    if verdict.wrong:
+    if verdict.needs_attention:
         at = f":{verdict.step}" if verdict.state == "hung" else ""
         incident = f"{verdict.state}:{verdict.attempt}{at}"
         event = {"rule": verdict.state, "severity": "error", "line": verdict.reason, **facts, "incident": incident}
@@ -240,13 +237,13 @@ def watch(args: argparse.Namespace) -> int:
         raise ConfigError("--every, --factor, --least, --start: expected numbers above 0.")
     limits = Limits(args.factor, args.least, args.start)
     while True:
-        code = _round(*launch_status.select_runs(args.runs, args.group), limits, args.notify)
+        code = _run_round(*launch_status.select_runs(args.runs, args.group), limits, args.notify)
         if args.once:
             return code
         time.sleep(args.every)
 
 
-def _round(runs: Path, exp_ids: Sequence[str], limits: Limits, command: str | None) -> int:
+def _run_round(runs: Path, exp_ids: Sequence[str], limits: Limits, command: str | None) -> int:
     """Look once, tell what is new, and say how things stand."""
     verdicts, new, trouble = inspect_runs(runs, exp_ids, limits)
     for text in trouble:
@@ -257,7 +254,7 @@ def _round(runs: Path, exp_ids: Sequence[str], limits: Limits, command: str | No
             notify(command, exp_id, event)
     if trouble or any(event["severity"] == "error" for _, event in new):
         return NEW
-    return KNOWN if any(verdict.wrong for verdict in verdicts) else 0
+    return KNOWN if any(verdict.needs_attention for verdict in verdicts) else 0
 
 
 if __name__ == "__main__":

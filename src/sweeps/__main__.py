@@ -51,7 +51,7 @@ def act(args: argparse.Namespace) -> int:
     if args.workers < 1 or (args.trials is not None and args.trials < 1):
         raise ConfigError("--trials, --workers: expected numbers above 0.")
     sweep = load(args.file, Places(args.data_path, args.savedir_base))
-    total = _total(args.trials, sweep)
+    total = _trial_count(args.trials, sweep)
     if args.dry_run:
         sys.stdout.write("\n".join(sweep.describe(total)) + "\n")
     sweep.check_place()
@@ -61,7 +61,7 @@ def act(args: argparse.Namespace) -> int:
 
     study = Study(sweep.places.runs, sweep.name, sweep.file, sweep.dimensions, sweep.identity())
     if args.workers > 1:
-        _employ(args, total)
+        _run_workers(args, total)
     work(sweep, study, total)
     trials = study.trials()
     sys.stdout.write("\n".join(table(sweep, study)) + "\n")
@@ -127,7 +127,7 @@ def _short(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _total(trials: int | None, sweep: Sweep) -> int:
+def _trial_count(trials: int | None, sweep: Sweep) -> int:
     """Trials of the whole sweep."""
     size = len(combinations(sweep)) if sweep.file.method == "grid" else None
     bounds = [bound for bound in (trials, sweep.file.run_cap, size) if bound is not None]
@@ -138,7 +138,7 @@ def _total(trials: int | None, sweep: Sweep) -> int:
     return min(bounds)
 
 
-def _employ(args: argparse.Namespace, total: int) -> None:
+def _run_workers(args: argparse.Namespace, total: int) -> None:
     """Run `args.workers` processes of this command, and wait for them. What a worker that dies leaves is done by the others."""
     command = [sys.executable, "-m", "src.sweeps", str(args.file), "--trials", str(total)]
     command += ["-sb", str(args.savedir_base), "--data_path", str(args.data_path)]

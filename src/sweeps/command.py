@@ -109,7 +109,7 @@ class Source:
         return plan.load(exp, "", where)
 
 
-def source(command: Command, groups: Any, runs: Path) -> Source:
+def find_source(command: Command, groups: Any, runs: Path) -> Source:
     """The one experiment of exp_configs.py that `command` names.
 
     Raises:

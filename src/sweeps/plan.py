@@ -167,7 +167,7 @@ def load(path: Path, places: Places) -> Sweep:
     if file.method == "grid":
         dimensions = sweep_space.grid_dimensions(dimensions, f"{where}: parameters")
     command = sweep_command.parse(file.command, file.program, f"{where}: command")
-    source = sweep_command.source(command, top_level("exp_configs", "EXP_GROUPS"), places.runs)
+    source = sweep_command.find_source(command, top_level("exp_configs", "EXP_GROUPS"), places.runs)
     places = Places(places.data, places.runs, {exp_id: item.exp for exp_id, item in source.known.items()})
     sweep = Sweep(file.name or path.stem, file, dimensions, command, source, places)
     item = check_values(sweep, f"{where}: parameters")

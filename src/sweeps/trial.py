@@ -91,7 +91,7 @@ class Training:
             self._stop()
             ended = state_of(self.run) == "done"
             return TrialResult("done", self._values()[-1]) if ended else TrialResult("pruned", values[-1] if values else None)
-        if not alone or not self._silent():
+        if not alone or not self._is_untouched():
             return None  # a training that somebody else started: wait for it
         if code is not None and code >= 0 and code not in _INTERRUPTED:
             reason = str(read_status(self.run).get("reason") or f"exit code {code}") if state == "failed" else f"exit code {code}"
@@ -130,7 +130,7 @@ class Training:
             self._known = (version, [float(value) for value in found if value is not None])
         return self._known[1]
 
-    def _silent(self) -> bool:
+    def _is_untouched(self) -> bool:
         """Whether nobody trains there, as far as can be seen: on another machine, whether its lease has not moved for long."""
         if (dead := holder_is_dead(self.run)) is not None:
             return dead

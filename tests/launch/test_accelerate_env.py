@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from src.errors import ConfigError
-from src.launch.accelerate_env import RESOURCES, Choices, take
+from src.launch.accelerate_env import RESOURCES, Choices, take_choices
 from tests import toy
 
 PRINT = """
@@ -52,9 +52,9 @@ def test_its_options_are_ours(tmp_path: Path, line: str, wanted: Choices):
     found = launched(tmp_path, line)
     assert f"--num_processes {len(found)}" in line
     for environment in found:
-        assert take(environment, len(found)) == wanted
+        assert take_choices(environment, len(found)) == wanted
         assert [name for name in environment if name.startswith(("ACCELERATE_", "FSDP_"))] == []
-        assert take(environment, len(found)) == Choices(), "nothing is left to take"
+        assert take_choices(environment, len(found)) == Choices(), "nothing is left to take"
         if "--cpu" in line:
             assert environment["CUDA_VISIBLE_DEVICES"] == ""
     assert wanted.deepspeed is None or wanted.deepspeed.parent != RESOURCES or wanted.deepspeed.is_file()
@@ -63,14 +63,14 @@ def test_its_options_are_ours(tmp_path: Path, line: str, wanted: Choices):
 def test_many_processes_that_accelerate_would_not_start_are_refused(tmp_path: Path):
     (environment,) = launched(tmp_path, "--cpu --num_processes 2")
     with pytest.raises(ConfigError, match=r"--cpu starts one process whatever --num_processes says\. Write --multi_gpu"):
-        take(environment, 1)
+        take_choices(environment, 1)
 
 
 def test_our_own_options_stand_where_accelerate_was_told_nothing():
     environment = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DEBUG_MODE": "true", "FSDP_OF_MINE": "1", "HOME": "/"}
-    assert take(environment, 2, deepspeed=Path("z.json")) == Choices(Path("z.json"))
+    assert take_choices(environment, 2, deepspeed=Path("z.json")) == Choices(Path("z.json"))
     assert environment == {"ACCELERATE_DEBUG_MODE": "true", "FSDP_OF_MINE": "1", "HOME": "/"}
-    assert take({}, 1, fsdp=True) == Choices(None, True)
+    assert take_choices({}, 1, fsdp=True) == Choices(None, True)
 
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -97,11 +97,11 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
 )
 def test_what_would_be_ignored_is_refused(environment: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=message):
-        take(environment, 2)
+        take_choices(environment, 2)
 
 
 @pytest.mark.parametrize(("theirs", "option"), [(FSDP, "--use_fsdp"), (ZERO, "--use_deepspeed")])
 def test_two_choices_are_refused(theirs: dict[str, str], option: str):
     for ours, word in ((Path("z.json"), "--deepspeed"), (None, "--fsdp")):
         with pytest.raises(ConfigError, match=f"accelerate launch {option} and trainval.py {word}: give one of them"):
-            take(dict(theirs), 2, ours, ours is None)
+            take_choices(dict(theirs), 2, ours, ours is None)

@@ -348,7 +348,7 @@ def test_after_a_restart_of_the_machine_nothing_is_taken_for_alive(world: World)
     ids = world.submit(config, [world.job("a", HOLD)])
     pids(world, "a")
     os.kill(world.scheduler(), signal.SIGKILL)
-    wait_until(lambda: not Queue(world.submissions / "one").scheduler_lives())
+    wait_until(lambda: not Queue(world.submissions / "one").scheduler_is_alive())
     file = world.submissions / "one" / "jobs" / "0.1.pid"
     written = file.read_text()
     pid, start, boot = written.split()

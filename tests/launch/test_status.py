@@ -209,7 +209,7 @@ def test_children_wait_for_parents_of_this_and_of_earlier_submissions(world: Wor
     child, grandchild = planned("end", "child", parent.exp_id), planned("end", "early", parent.exp_id)
     world.run([parent, grandchild])
     world.run([child])
-    assert actions.ahead(world.runs, [child]) == {parent.exp_id}
+    assert actions.pending_parents(world.runs, [child]) == {parent.exp_id}
     wait_until(lambda: world.states([parent]) == ["running"])
     assert world.states([child, grandchild]) == ["queued", "queued"]
     world.go()
@@ -356,7 +356,7 @@ def test_a_submitter_killed_at_any_moment_leaves_no_duplicates_and_no_orphans(wo
 
 def test_a_lock_that_is_held_too_long(world: World):
     message = r"another submission has held the lock for 0\.1 s"
-    with submissions.locked(world.runs), pytest.raises(LaunchError, match=message), submissions.locked(world.runs, wait_seconds=0.1):
+    with submissions.lock(world.runs), pytest.raises(LaunchError, match=message), submissions.lock(world.runs, wait_seconds=0.1):
         pass
 
 
@@ -398,7 +398,7 @@ def test_damaged_files_are_named_and_hurt_nobody_else(world: World):
     rows = world.rows(items)
     for row, name in zip(rows, ("status.json", "job_dict.json", "scores.jsonl", "exp_dict.json"), strict=False):
         assert f"{row.exp_id}/{name}" in row.reason
-    lines = jobs.show(rows)
+    lines = jobs.format_table(rows)
     assert len(lines) == 7
     assert lines[0].split()[:3] == ["id", "group", "state"]
     (world.submissions()[0] / "submission.json").write_text("{}")
@@ -547,7 +547,7 @@ def test_overrides_give_single_experiments_other_resources(world: World):
         {"where": "does == 'end' and size >= 8", "retries": 2},
     ]
     given = world.given(overrides=overrides, processes={"stop_seconds": 7})
-    found = [given.of(planned("end", size=size).exp) for size in (1, 5, 8)]
+    found = [given.config_for(planned("end", size=size).exp) for size in (1, 5, 8)]
     assert found[0] is None
     assert [(c.retries, c.processes.arguments, c.processes.stop_seconds) for c in found[1:]] == [(1, ["-u"], 7), (2, ["-u"], 7)]  # type: ignore[union-attr]
     item = planned("end", size=5)
@@ -584,7 +584,7 @@ def test_an_override_that_asks_for_a_name_that_no_experiment_has(world: World, m
     monkeypatch.setattr(job_configs, "JOB_CONFIGS", {"here": entry})
     message = HERE + r"\.overrides\[0\]\.where: unknown name 'loop\.step'\. Did you mean 'loop\.steps'\?"
     with pytest.raises(ConfigError, match=message):
-        resources.named("here", world.runs, [planned("end").exp])
+        resources.load_named("here", world.runs, [planned("end").exp])
 
 
 def test_the_environment_of_the_jobs_comes_from_env_path(world: World, tmp_path: Path):

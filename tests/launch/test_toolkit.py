@@ -22,7 +22,7 @@ from src.launch.command import Processes
 from src.launch.job import Job, SchedulerState, bind_launcher
 from src.launch.toolkit import eai
 from src.launch.toolkit.launcher import LEFT, Config
-from src.launch.toolkit.service import Doubtful, Gone, Taken, Unreached
+from src.launch.toolkit.service import JobGone, NameTaken, NotReached, OutcomeUnknown
 from src.registry import resolved
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -364,14 +364,14 @@ class TestFaults:
     @pytest.mark.parametrize(
         ("text", "kind"),
         [
-            ("ERROR: Get https://x: EOF", Unreached),
-            ("dial tcp: lookup x: no such host", Unreached),
-            ("net/http: TLS handshake timeout", Unreached),
-            ("Token is invalid", Unreached),
-            ("ERROR: HTTP 502", Doubtful),
-            ("unexpected status code: 503", Doubtful),
-            ("ERROR: status 409", Taken),
-            ("cannot cancel a job that is in state SUCCEEDED", Gone),
+            ("ERROR: Get https://x: EOF", NotReached),
+            ("dial tcp: lookup x: no such host", NotReached),
+            ("net/http: TLS handshake timeout", NotReached),
+            ("Token is invalid", NotReached),
+            ("ERROR: HTTP 502", OutcomeUnknown),
+            ("unexpected status code: 503", OutcomeUnknown),
+            ("ERROR: status 409", NameTaken),
+            ("cannot cancel a job that is in state SUCCEEDED", JobGone),
             ("image 502 of user 404: quota of 409 exceeded", LaunchError),
         ],
     )

@@ -259,7 +259,7 @@ def test_what_the_log_says_stands_in_the_status_table_and_is_told(world: World, 
     assert json.loads(event)["line"] == "srun: error: Node failure on node-7"
     (row,) = jobs.table(world.runs, [ID])
     assert row.reason == "node_failure: srun: error: Node failure on node-7"
-    assert jobs.show([row])[1].endswith(row.reason)
+    assert jobs.format_table([row])[1].endswith(row.reason)
     world.kill()
     world.start()  # the next start has not seen it
     assert jobs.table(world.runs, [ID])[0].reason == ""

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from src.errors import LaunchError
 from src.files import writing
-from src.launch.command import Environment, Processes, outside_torchrun, shell_line
+from src.launch.command import Environment, Processes, shell_line, without_torchrun
 from src.launch.command_line import signals_raise
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
 from src.launch.local import state as local_state
@@ -82,7 +82,7 @@ class Config(LauncherConfig):
             "jobs": [self._describe_job(job, index, places) for index, job in enumerate(jobs)],
         }
         with writing(folder):
-            local_state.dump(folder, content)
+            local_state.write_queue(folder, content)
             for log_dir in {job.log_dir for job in jobs}:
                 log_dir.mkdir(parents=True, exist_ok=True)
         _start_scheduler(folder)
@@ -125,7 +125,7 @@ class Config(LauncherConfig):
         found: dict[str, SchedulerState] = {}
         for queue, indices in self._group_by_queue(job_ids):
             queue.check_host()
-            lives = queue.scheduler_lives()  # asked first: if it ends in between, its last words are read below
+            lives = queue.scheduler_is_alive()  # asked first: if it ends in between, its last words are read below
             names = queue.attempts()
             found |= {f"{queue.folder.name}.{index}": queue.scheduler_state(index, lives, names) for index in indices}
         return found
@@ -194,7 +194,7 @@ class Config(LauncherConfig):
             try:
                 while True:
                     seen = self.states(job_ids)
-                    self._tell(seen, said)
+                    self._log_changes(seen, said)
                     if all(now.state not in ("queued", "running") for now in seen.values()):
                         break
                     time.sleep(_POLL_SECONDS)
@@ -205,14 +205,14 @@ class Config(LauncherConfig):
         if bad:
             raise LaunchError("\n".join([f"{len(bad)} of {len(job_ids)} jobs did not end well:", *bad]))
 
-    def _tell(self, seen: dict[str, SchedulerState], said: dict[str, str]) -> None:
+    def _log_changes(self, seen: dict[str, SchedulerState], said: dict[str, str]) -> None:
         for job_id, now in seen.items():
             if now.state != said.get(job_id, "queued"):
                 log.info("%s: %s%s", self._name(job_id), now.state, f" ({now.reason})" if now.reason else "")
                 said[job_id] = now.state
 
     def _name(self, job_id: str) -> str:
-        found = local_state.load(Path(self.submissions), job_id)
+        found = local_state.find_job(Path(self.submissions), job_id)
         return found[0].content["jobs"][found[1]]["exp_id"] if found else job_id
 
 
@@ -225,7 +225,7 @@ def _start_scheduler(folder: Path) -> None:
         done = subprocess.run(
             ["bash", "-c", line],
             cwd=_ROOT,
-            env=outside_torchrun(os.environ),
+            env=without_torchrun(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             start_new_session=True,

@@ -17,7 +17,7 @@ from src.launch.local import state as local_state
 from src.launch.local.state import Queue, verdict
 
 _POLL_SECONDS = 0.05
-_CONTINUES = 100
+_MAX_CONTINUATIONS = 100
 """How often a job that was stopped in order is started again: one that stops at once must not be started for ever."""
 # $1 file for the process, $2 file for the exit code, $3 the job, $4 descriptors whose locks are this shell's and not the job's.
 # The stop signals reach the job by themselves, as they are sent to the group; this shell only has to outlive them, and does not start
@@ -72,7 +72,7 @@ class _Scheduler:
                     self._reap(entry, entry.index in cancelled)
                 elif entry.index in cancelled:
                     self._end(entry, "cancelled", "cancelled before it was started" if entry.attempt == 0 else "cancelled")
-                elif (reason := self._hindrance(entry)) is not None:
+                elif (reason := self._reason_never_to_start(entry)) is not None:
                     self._end(entry, "cancelled", reason)
             self._start_what_fits(config)
             time.sleep(_POLL_SECONDS)
@@ -85,25 +85,25 @@ class _Scheduler:
                 entry.told = True
                 local_state.signal_group(entry.child.pid, signal.SIGTERM)
 
-    def _hindrance(self, entry: _Entry) -> str | None:
+    def _reason_never_to_start(self, entry: _Entry) -> str | None:
         """Why it will never be started; None: it may be, now or later."""
         bad = [index for index in entry.job["after"] if self.ended.get(index, "completed") != "completed"]
         if bad:
             return f"not started, because {self.queue.content['jobs'][bad[0]]['exp_id']} did not end well"
         for job_id in entry.job["after_jobs"]:
-            if self._elsewhere(job_id) not in ("completed", "queued", "running"):
+            if self._outside_state(job_id) not in ("completed", "queued", "running"):
                 return f"not started, because job {job_id} did not end well"
         return None
 
-    def _ready(self, entry: _Entry) -> bool:
+    def _is_ready(self, entry: _Entry) -> bool:
         within = all(self.ended.get(index) == "completed" for index in entry.job["after"])
-        return within and all(self._elsewhere(job_id) == "completed" for job_id in entry.job["after_jobs"])
+        return within and all(self._outside_state(job_id) == "completed" for job_id in entry.job["after_jobs"])
 
-    def _elsewhere(self, job_id: str) -> str:
+    def _outside_state(self, job_id: str) -> str:
         """State of a job of another submission, at most a second old."""
         if time.monotonic() - self.outside.get(job_id, (-1.0, ""))[0] > 1.0:
-            found = local_state.load(self.queue.folder.parent, job_id)
-            state = found[0].scheduler_state(found[1], found[0].scheduler_lives(), found[0].attempts()).state if found else "unknown"
+            found = local_state.find_job(self.queue.folder.parent, job_id)
+            state = found[0].scheduler_state(found[1], found[0].scheduler_is_alive(), found[0].attempts()).state if found else "unknown"
             self.outside[job_id] = time.monotonic(), state
         return self.outside[job_id][1]
 
@@ -112,7 +112,7 @@ class _Scheduler:
         for entry in list(self.entries):
             if self.stopping or free <= 0:
                 return
-            if entry.child is None and self._ready(entry):
+            if entry.child is None and self._is_ready(entry):
                 with contextlib.ExitStack() as stack:
                     slots = Slots(self.queue.folder.parent / "slots")
                     if (slot := slots.take([f"slot-{n}" for n in range(config["slots"])], 1, stack)) is None:
@@ -159,7 +159,7 @@ class _Scheduler:
             self._end(entry, state, reason)
         elif cancelled:
             self._end(entry, "cancelled", "cancelled")
-        elif code == STOPPED and entry.continues < _CONTINUES:
+        elif code == STOPPED and entry.continues < _MAX_CONTINUATIONS:
             entry.continues += 1
         elif code not in (STOPPED, INTERRUPTED) and entry.failures < entry.job["retries"]:
             entry.failures += 1
@@ -167,7 +167,7 @@ class _Scheduler:
             self._end(entry, state, reason)
 
     def _end(self, entry: _Entry, state: str, reason: str) -> None:
-        self.queue.end(entry.index, state, reason)
+        self.queue.write_end(entry.index, state, reason)
         self.ended[entry.index] = state
         self.entries.remove(entry)
 

@@ -72,7 +72,7 @@ class Queue:
         if host != socket.gethostname():
             raise LaunchError(f"{self.folder}: its jobs run on {host}, and only that machine knows of them.")
 
-    def scheduler_lives(self) -> bool:
+    def scheduler_is_alive(self) -> bool:
         """Whether the scheduler process still runs."""
         try:
             with open(self.folder / LOCK, "rb") as file:
@@ -133,7 +133,7 @@ class Queue:
         (self.folder / "cancel").mkdir(exist_ok=True)
         (self.folder / "cancel" / str(index)).touch()
 
-    def end(self, index: int, state: str, reason: str) -> None:
+    def write_end(self, index: int, state: str, reason: str) -> None:
         """Note that a job will not be started again."""
         write_json(self.path(f"{index}.end"), {"state": state, "reason": reason})
 
@@ -179,10 +179,10 @@ def verdict(code: int | None, log: str) -> tuple[Any, str]:
         return "completed", "exit code 0"
     if code in (STOPPED, INTERRUPTED):
         return "cancelled", "stopped in order"
-    return "failed", f"{ending(code)}. See {log}"
+    return "failed", f"{describe_exit(code)}. See {log}"
 
 
-def ending(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     """bash reports a command that was killed by signal n, as the out-of-memory killer does, as exit code 128 + n."""
     if code is None:
         return "killed, with all that it had started"
@@ -204,7 +204,7 @@ def kill_descendants(pid: int) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def load(submissions: Path, job_id: str) -> tuple[Queue, int] | None:
+def find_job(submissions: Path, job_id: str) -> tuple[Queue, int] | None:
     """The submission and the index that a job id names; None where these submissions have no such job."""
     match = JOB_ID.fullmatch(job_id)
     if match is None or not (submissions / match["submission"] / QUEUE).exists():
@@ -213,7 +213,7 @@ def load(submissions: Path, job_id: str) -> tuple[Queue, int] | None:
     return (queue, index) if index < len(queue.content["jobs"]) else None
 
 
-def dump(folder: Path, content: dict[str, Any]) -> None:
+def write_queue(folder: Path, content: dict[str, Any]) -> None:
     """Write what is submitted."""
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     (folder / QUEUE).write_text(json.dumps(content), encoding="utf-8")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from src.errors import LaunchError
-from src.launch.command import outside_torchrun
+from src.launch.command import without_torchrun
 
 # What the commands print while the controller or the database is down, busy or restarting; asked again later, they may answer.
 _AWAY = re.compile(
@@ -23,7 +23,7 @@ _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 8.0
 _ID = re.compile(r"(\d+)(?:_(?:(\d+)|\[([\d,\-]*).*))?")
 
 
-class Away(LaunchError):
+class NoAnswer(LaunchError):
     """Slurm did not answer in time, so that what was asked may have been done, or may be done yet."""
 
 
@@ -46,15 +46,15 @@ def ask(argv: Sequence[str], patience_seconds: float) -> str:
     wait = _FIRST_WAIT_SECONDS
     while True:
         try:
-            return once(argv, max(0.1, (deadline - time.monotonic()) / 2))
-        except Away:
+            return ask_once(argv, max(0.1, (deadline - time.monotonic()) / 2))
+        except NoAnswer:
             if time.monotonic() + wait >= deadline:
                 raise
         time.sleep(wait)
         wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
 
-def once(argv: Sequence[str], seconds: float) -> str:
+def ask_once(argv: Sequence[str], seconds: float) -> str:
     """What a command prints; it is killed after `seconds`.
 
     Raises:
@@ -65,13 +65,13 @@ def once(argv: Sequence[str], seconds: float) -> str:
     try:
         done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, env=_environment(), timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        raise Away(f"{argv[0]}: no answer from Slurm in {seconds:.0f} seconds. Is the controller up? `scontrol ping` tells.") from None
+        raise NoAnswer(f"{argv[0]}: no answer from Slurm in {seconds:.0f} seconds. Is the controller up? `scontrol ping` tells.") from None
     said = done.stderr.decode(errors="replace")
     if done.returncode:
         words = " ".join(said.split()) or f"exit code {done.returncode}"
         words = words.replace(f"{argv[0]}: error: ", "")
         if _AWAY.search(said):
-            raise Away(f"{argv[0]}: Slurm does not answer: {words}. Is the controller up? `scontrol ping` tells.")
+            raise NoAnswer(f"{argv[0]}: Slurm does not answer: {words}. Is the controller up? `scontrol ping` tells.")
         raise Refused(argv[0], words)
     return done.stdout.decode(errors="replace")
 
@@ -87,7 +87,7 @@ def check_programs(*commands: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in outside_torchrun(os.environ).items() if not _NOT_OURS.fullmatch(name)}
+    kept = {name: value for name, value in without_torchrun(os.environ).items() if not _NOT_OURS.fullmatch(name)}
     return kept | {"SLURM_BITSTR_LEN": "0", "LC_ALL": "C.UTF-8"}
 
 

@@ -13,8 +13,8 @@ from src.config import unknown_text
 from src.errors import LaunchError, UserError
 from src.launch.command import Environment, Processes
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
-from src.launch.slurm.commands import Away, Refused, ask, check_programs, collapse, explain_refusal, once
-from src.launch.slurm.script import read_ids, task_line, write_script, write_tasks
+from src.launch.slurm.commands import NoAnswer, Refused, ask, ask_once, check_programs, collapse, explain_refusal
+from src.launch.slurm.script import read_exp_ids, task_line, write_script, write_tasks
 from src.launch.slurm.states import array_ids_by_name, scheduler_states
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
@@ -122,8 +122,8 @@ class Config(LauncherConfig):
         queued: dict[str, str] = {}
         try:
             for array in self._group_into_arrays(jobs, largest):
-                tasks = _new_tasks(array, folder)
-                array_id = _queue(_sbatch(array, script, tasks, queued), _name(tasks), patience)
+                tasks = _write_task_file(array, folder)
+                array_id = _queue_array(_sbatch_command(array, script, tasks, queued), _job_name(tasks), patience)
                 ids = {job.exp_id: f"{array_id}_{i}" for i, job in enumerate(array.jobs)}
                 queued |= ids
                 note(ids)
@@ -177,12 +177,12 @@ class Config(LauncherConfig):
         Raises:
             LaunchError: Slurm does not answer.
         """
-        tasks_of = {_name(tasks): tasks for tasks in _all_tasks(folder)}
+        tasks_of = {_job_name(tasks): tasks for tasks in _task_files(folder)}
         if not tasks_of:
             return {}
         known: dict[str, str] = {}
         for name, array_ids in array_ids_by_name(list(tasks_of), self.patience_seconds).items():
-            known |= {exp_id: f"{array_ids[-1]}_{i}" for i, exp_id in enumerate(read_ids(tasks_of[name]))}
+            known |= {exp_id: f"{array_ids[-1]}_{i}" for i, exp_id in enumerate(read_exp_ids(tasks_of[name]))}
         return {exp_id: known[exp_id] for exp_id in exp_ids if exp_id in known}
 
     def check(self) -> None:
@@ -223,31 +223,31 @@ def _largest_array(patience_seconds: float) -> int:
     return max(1, int(match[1])) if match else 1
 
 
-def _all_tasks(folder: Path) -> list[Path]:
+def _task_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("array-*.tasks") if re.fullmatch(r"array-\d+", path.stem))
 
 
-def _name(tasks: Path) -> str:
+def _job_name(tasks: Path) -> str:
     """The job name of an array; a submission has a name of its own, so no other array has this one."""
     return f"{tasks.parent.name}.{tasks.stem}"
 
 
-def _new_tasks(array: _Array, folder: Path) -> Path:
-    tasks = folder.absolute() / f"array-{len(_all_tasks(folder)):03d}.tasks"
+def _write_task_file(array: _Array, folder: Path) -> Path:
+    tasks = folder.absolute() / f"array-{len(_task_files(folder)):03d}.tasks"
     config = array.config
     lines = [task_line(job, config.processes, config.environment, config.setup) for job in array.jobs]
     write_tasks(tasks, array.jobs, lines, config.requeue)
     return tasks
 
 
-def _sbatch(array: _Array, script: Path, tasks: Path, queued: dict[str, str]) -> list[str]:
+def _sbatch_command(array: _Array, script: Path, tasks: Path, queued: dict[str, str]) -> list[str]:
     """The command that queues `array`. Every value is an argument of its own; none is read by a shell."""
     config, first = array
     job = first[0]
     parents = [*dict.fromkeys([queued[exp_id] for exp_id in job.after if exp_id in queued] + list(job.after_jobs))]
     throttle = f"%{config.max_running}" if config.max_running else ""
     options: dict[str, object] = {
-        "job-name": _name(tasks),
+        "job-name": _job_name(tasks),
         "array": f"0-{len(first) - 1}{throttle}",
         "chdir": tasks.parent,
         "output": f"{tasks.stem}.log",
@@ -274,7 +274,7 @@ def _sbatch(array: _Array, script: Path, tasks: Path, queued: dict[str, str]) ->
     return ["sbatch", "--parsable", *words, str(script.absolute()), str(tasks)]
 
 
-def _queue(argv: Sequence[str], name: str, patience_seconds: float) -> str:
+def _queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:
     """Run sbatch; returns the id of the array called `name`, a name that no other array has.
 
     When Slurm does not answer, the array may have been queued all the same: it is looked for by its name before sbatch runs again.
@@ -287,11 +287,11 @@ def _queue(argv: Sequence[str], name: str, patience_seconds: float) -> str:
     left, doubtful = patience_seconds, False
     while True:
         try:
-            array_id = _array_id(once(argv, max(0.1, left / 2)))
+            array_id = _parse_array_id(ask_once(argv, max(0.1, left / 2)))
             break
         except Refused as error:
             raise explain_refusal(error) from None
-        except Away as error:
+        except NoAnswer as error:
             doubtful = True
             time.sleep(max(0.0, min(_WAIT_SECONDS, deadline - time.monotonic())))
             left = deadline - time.monotonic()
@@ -300,7 +300,7 @@ def _queue(argv: Sequence[str], name: str, patience_seconds: float) -> str:
                 array_id = ids[-1]
                 break
             if left <= 0 or ids is None:
-                raise _away(error, name) from None
+                raise _no_answer_error(error, name) from None
     if doubtful and (others := [other for other in _find_queued(name, patience_seconds) or () if other != array_id]):
         ask(["scancel", *others], patience_seconds)
     return array_id
@@ -314,16 +314,16 @@ def _find_queued(name: str, seconds: float) -> list[str] | None:
         return None
 
 
-def _array_id(printed: str) -> str:
+def _parse_array_id(printed: str) -> str:
     match = re.search(r"^(\d+)(;\S*)?$", printed.strip(), re.MULTILINE)
     if not match:
         raise LaunchError(f"sbatch: expected the id of a job, got {printed.strip()[:200]!r}.")
     return match[1]
 
 
-def _away(error: Away, name: str) -> LaunchError:
+def _no_answer_error(error: NoAnswer, name: str) -> LaunchError:
     cancel = ["scancel", f"--name={name}"]
     with contextlib.suppress(LaunchError):
-        once(cancel, 5.0)
+        ask_once(cancel, 5.0)
         return LaunchError(f"{error} Nothing stays queued.")
     return LaunchError(f"{error} Whether the jobs were queued is not known; once Slurm answers, `{' '.join(cancel)}` cancels them.")

@@ -147,7 +147,7 @@ def task_line(job: Job, processes: Processes, environment: Mapping[str, str], se
     )
 
 
-def read_ids(tasks: Path) -> list[str]:
+def read_exp_ids(tasks: Path) -> list[str]:
     """The experiment of each task of an array.
 
     Raises:

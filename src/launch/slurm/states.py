@@ -47,12 +47,12 @@ def scheduler_states(job_ids: Sequence[str], patience_seconds: float) -> dict[st
         Away, LaunchError: the controller does not answer.
     """
     wanted = set(job_ids)
-    queue = dict(_queue(_arrays(wanted), patience_seconds))
+    queue = dict(_ask_controller(_arrays(wanted), patience_seconds))
     known = {job_id: queue[job_id] for job_id in wanted & queue.keys()}
     if not (rest := wanted - known.keys()):
         return known
     try:
-        records = _accounting(_arrays(rest), patience_seconds)
+        records = _ask_accounting(_arrays(rest), patience_seconds)
     except LaunchError as error:
         if isinstance(error, Refused) and _NO_ACCOUNTING.search(error.said):
             return known
@@ -92,7 +92,7 @@ def _arrays(job_ids: Iterable[str]) -> str:
     return listed if len(listed) < _LONGEST_ARGUMENT else ""
 
 
-def _queue(arrays: str, patience_seconds: float) -> Iterator[tuple[str, SchedulerState]]:
+def _ask_controller(arrays: str, patience_seconds: float) -> Iterator[tuple[str, SchedulerState]]:
     columns = ",".join(f"{name}:{width}|" for name, width in _QUEUE_FIELDS.items())
     which = f"--jobs={arrays}" if arrays else "--me"
     try:
@@ -111,7 +111,7 @@ def _queue(arrays: str, patience_seconds: float) -> Iterator[tuple[str, Schedule
         yield from ((one, what) for one in expand(job_id))
 
 
-def _accounting(arrays: str, patience_seconds: float) -> dict[str, SchedulerState]:
+def _ask_accounting(arrays: str, patience_seconds: float) -> dict[str, SchedulerState]:
     which = [f"--jobs={arrays}"] if arrays else [f"--starttime={_OLD}"]
     fields = "--format=JobID,State,Reason,NodeList,ElapsedRaw,ExitCode,Submit"
     text = ask(["sacct", "-n", "-X", "-D", "--parsable2", *which, fields], patience_seconds)
@@ -142,14 +142,14 @@ def _scheduler_state(word: str, reason: str, node: str, exit_code: str, seconds:
     if state in ("running", "completed"):
         said = ""
     elif state == "failed":
-        said = _REASONS.get(word) or _ending(exit_code) or said
+        said = _REASONS.get(word) or _describe_exit(exit_code) or said
     elif state == "cancelled" and said != "DependencyNeverSatisfied":
         said = ""
     node = "" if node in ("None assigned", "(null)", "N/A", "n/a") else node
     return SchedulerState(state, word, said, node, None if state == "queued" else seconds, restarts)
 
 
-def _ending(exit_code: str) -> str:
+def _describe_exit(exit_code: str) -> str:
     code, _, number = exit_code.partition(":")
     if number.isdigit() and int(number):
         try:

@@ -13,7 +13,18 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from src.errors import LaunchError
-from src.launch.toolkit.service import EXPERIMENT, SUBMISSION, SUITE, Doubtful, Gone, JobConfig, Listed, Spec, Taken, Unreached
+from src.launch.toolkit.service import (
+    EXPERIMENT,
+    SUBMISSION,
+    SUITE,
+    JobConfig,
+    JobGone,
+    ListedJob,
+    NameTaken,
+    NotReached,
+    OutcomeUnknown,
+    Spec,
+)
 
 PROGRAM = "eai"
 _HOST = "https://console.elementai.com"
@@ -48,19 +59,19 @@ class Eai:
         words += ["--preemptable" if config.preemptable else "--non-preemptable", *(["--restartable"] if config.restartable else [])]
         return _parse_created_id(self._call([*words, "--field", "id", "--no-header", "--format", "csv", "--", *spec.command]))
 
-    def listed(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[Listed]:
+    def list_jobs(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[ListedJob]:
         words = ["job", "ls", "--account", self.account, "--state", "all", "--limit", str(limit), "--fields", "id,name,state,tags"]
         words += ["--tag", "=".join(tag)] if tag else []
         words += ["--name", name] if name else []
         return [_read_job(item) for item in _items(self._call([*words, "--no-header", "--format", "json"]))]
 
-    def get(self, job_id: str) -> Listed | None:
+    def get(self, job_id: str) -> ListedJob | None:
         try:
             items = _items(self._call(["job", "get", job_id, "--format", "json"]))
-        except Gone:
+        except JobGone:
             return None
         if len(items) != 1:
-            raise Doubtful(f"eai job get {job_id}: expected one job, got {len(items)}.")
+            raise OutcomeUnknown(f"eai job get {job_id}: expected one job, got {len(items)}.")
         return _read_job(items[0])
 
     def cancel(self, job_id: str) -> None:
@@ -70,7 +81,7 @@ class Eai:
         """A token of whoever is logged in."""
         words = self._call(["login", "token", "-H"]).split()
         if not words:
-            raise Doubtful("eai login token: printed nothing.")
+            raise OutcomeUnknown("eai login token: printed nothing.")
         return words[-1]
 
     def _call(self, words: Sequence[str]) -> str:
@@ -92,7 +103,7 @@ class Eai:
         try:
             out, err = process.communicate(timeout=self.timeout_seconds)
         except subprocess.TimeoutExpired:
-            raise Doubtful(f"{told}: no answer within {self.timeout_seconds:g} seconds.") from None
+            raise OutcomeUnknown(f"{told}: no answer within {self.timeout_seconds:g} seconds.") from None
         finally:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -114,7 +125,7 @@ _SERVER = re.compile(
 )
 _NAME_TAKEN = re.compile(r"already exists|already in use|already taken|not unique|(?:http|status|code|error)\D{0,12}409\b")
 _OVER = re.compile(r"cannot cancel a job that is in state|not found|no such job|(?:http|status|code|error)\D{0,12}404\b")
-_KINDS = ((_NOT_REACHED, Unreached), (_NOT_KNOWN, Unreached), (_SERVER, Doubtful), (_NAME_TAKEN, Taken), (_OVER, Gone))
+_KINDS = ((_NOT_REACHED, NotReached), (_NOT_KNOWN, NotReached), (_SERVER, OutcomeUnknown), (_NAME_TAKEN, NameTaken), (_OVER, JobGone))
 
 
 def failure(told: str, text: str) -> LaunchError:
@@ -134,7 +145,7 @@ def _parse_created_id(out: str) -> str:
             return item["id"]
     ids = _UUID.findall(lines[-1]) if lines else []
     if not ids:
-        raise Doubtful(f"eai job new: no job id in what it printed: {out.strip()[-200:]!r}.")
+        raise OutcomeUnknown(f"eai job new: no job id in what it printed: {out.strip()[-200:]!r}.")
     return ids[0]
 
 
@@ -146,19 +157,19 @@ def _items(out: str) -> list[dict[str, Any]]:
         except ValueError:
             value = [json.loads(line) for line in out.splitlines() if line.strip()]
     except (ValueError, RecursionError):
-        raise Doubtful(f"eai: expected JSON, got {out.strip()[:200]!r}.") from None
+        raise OutcomeUnknown(f"eai: expected JSON, got {out.strip()[:200]!r}.") from None
     items = value if isinstance(value, list) else [value]
     for item in items:
         if not (isinstance(item, dict) and isinstance(item.get("id"), str) and isinstance(item.get("state"), str)):
-            raise Doubtful(f"eai: expected a job with an id and a state, got {json.dumps(item)[:200]}.")
+            raise OutcomeUnknown(f"eai: expected a job with an id and a state, got {json.dumps(item)[:200]}.")
     return items
 
 
-def _read_job(item: dict[str, Any]) -> Listed:
+def _read_job(item: dict[str, Any]) -> ListedJob:
     runs = [run for run in item.get("runs") or [] if isinstance(run, dict)]
     last = runs[-1] if runs else {}
     code, name, node = last.get("exitCode"), item.get("name"), last.get("nodeName")
-    return Listed(
+    return ListedJob(
         job_id=item["id"],
         word=item["state"].upper(),
         name=name if isinstance(name, str) else "",
@@ -224,7 +235,7 @@ class Haven:
             _translate_errors("submit", lambda: self.toolkit.submit_job(self.api, self.account, line, job_config, str(spec.workdir)))
         )
 
-    def listed(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[Listed]:
+    def list_jobs(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[ListedJob]:
         """What ran of late, of all kinds: haven's own listing leaves out the names and commands, by which ours are known."""
 
         def ask() -> Any:
@@ -233,7 +244,7 @@ class Haven:
         jobs = [_read_haven_job(job) for job in _translate_errors("list", ask)]
         return [job for job in jobs if (tag is None or job.tags.get(tag[0]) == tag[1]) and name in (None, job.name)]
 
-    def get(self, job_id: str) -> Listed | None:
+    def get(self, job_id: str) -> ListedJob | None:
         found = _translate_errors("status", lambda: self.toolkit.get_jobs_dict(self.api, [job_id]))
         return _read_haven_job(found[job_id]) if job_id in found else None
 
@@ -278,16 +289,16 @@ def _translate_errors(what: str, call: Callable[[], T]) -> T:
         status = getattr(error, "status", None)
         told = f"toolkit, {what} through haven: {error or type(error).__name__}"
         if status == 401:
-            raise Unreached(f"{told} Log in with `eai login`, and unset EAI_TOKEN if it is old.") from error
-        kind = {404: Gone, 409: Taken}.get(status) if isinstance(status, int) else None
+            raise NotReached(f"{told} Log in with `eai login`, and unset EAI_TOKEN if it is old.") from error
+        kind = {404: JobGone, 409: NameTaken}.get(status) if isinstance(status, int) else None
         if kind is None and isinstance(status, int) and 400 <= status < 500:
             raise LaunchError(told) from error
-        if kind is None and isinstance(failure("", str(error)), Unreached):
-            kind = Unreached
-        raise (kind or Doubtful)(told) from error
+        if kind is None and isinstance(failure("", str(error)), NotReached):
+            kind = NotReached
+        raise (kind or OutcomeUnknown)(told) from error
 
 
-def _read_haven_job(job: Any) -> Listed:
+def _read_haven_job(job: Any) -> ListedJob:
     """haven's dict of a job, or the client's own object."""
 
     def fact(name: str) -> Any:
@@ -299,7 +310,7 @@ def _read_haven_job(job: Any) -> Listed:
     if match:
         tags = {SUITE[0]: SUITE[1], SUBMISSION: match["submission"], EXPERIMENT: match["exp_id"]}
     name, code = fact("name"), getattr(runs[-1], "exit_code", None) if runs else None
-    return Listed(
+    return ListedJob(
         job_id=str(fact("id")),
         word=str(fact("state")).upper(),
         name=name if isinstance(name, str) else "",

@@ -16,22 +16,22 @@ from src.files import write_json, writing
 from src.launch.command import Processes
 from src.launch.job import Job, Note, SchedulerState
 from src.launch.toolkit import eai
-from src.launch.toolkit.script import Times, parents_to_await, script
+from src.launch.toolkit.script import Times, parents_to_await, render_script
 from src.launch.toolkit.service import (
     EXPERIMENT,
     OWNER,
     PAGE,
     SUBMISSION,
     SUITE,
-    Doubtful,
     JobConfig,
-    Listed,
+    ListedJob,
+    NameTaken,
+    OutcomeUnknown,
     Service,
     Spec,
-    Taken,
+    call_with_retries,
     create,
     has_ended,
-    patiently,
     scheduler_state,
 )
 
@@ -79,7 +79,7 @@ class Config(JobConfig):
         folder = folder.absolute()
         accounts = {own.account: own for own in (self._settings(job) for job in jobs)}
         services = {account: own._service() for account, own in accounts.items()}
-        specs = [self._spec(job, jobs, folder) for job in jobs]
+        specs = [self._write_spec(job, jobs, folder) for job in jobs]
         made: dict[str, str] = {}
         stop, lock = threading.Event(), threading.Lock()
 
@@ -106,7 +106,7 @@ class Config(JobConfig):
                 if not isinstance(error, UserError):
                     raise
                 ends = [future.exception() for future in futures if not future.cancelled()]
-                in_doubt = bool(made) or any(isinstance(end, Doubtful | Taken) for end in ends)
+                in_doubt = bool(made) or any(isinstance(end, OutcomeUnknown | NameTaken) for end in ends)
                 raise type(error)(f"{error}{self._undo(specs, folder, made) if in_doubt else ' Nothing was queued.'}") from error
         return [made[job.exp_id] for job in jobs]
 
@@ -122,7 +122,7 @@ class Config(JobConfig):
         if not wanted:
             return {}
         service = self._service()
-        found = {job.job_id: job for job in patiently(self, lambda: service.listed(max(PAGE, 2 * len(wanted)), tag=SUITE))}
+        found = {job.job_id: job for job in call_with_retries(self, lambda: service.list_jobs(max(PAGE, 2 * len(wanted)), tag=SUITE))}
         seen = {name: scheduler_state(self, found[name]) for name in wanted if name in found}
         down = threading.Event()
 
@@ -130,7 +130,7 @@ class Config(JobConfig):
             if down.is_set():
                 return SchedulerState("unknown", reason="the toolkit could not be asked")
             try:
-                job = patiently(self, lambda: service.get(name))
+                job = call_with_retries(self, lambda: service.get(name))
             except LaunchError as error:
                 down.set()
                 return SchedulerState("unknown", reason=str(error))
@@ -154,7 +154,7 @@ class Config(JobConfig):
 
         def end(name: str) -> None:
             try:
-                patiently(self, lambda: service.cancel(name))
+                call_with_retries(self, lambda: service.cancel(name))
             except LaunchError as error:  # what it means shows in the states
                 refusals[name] = str(error)
 
@@ -185,8 +185,8 @@ class Config(JobConfig):
             LaunchError: the toolkit could not be asked.
         """
         service = self._service()
-        listed = patiently(self, lambda: service.listed(max(PAGE, 4 * len(exp_ids)), tag=(SUBMISSION, folder.name)))
-        found: dict[str, Listed] = {}
+        listed = call_with_retries(self, lambda: service.list_jobs(max(PAGE, 4 * len(exp_ids)), tag=(SUBMISSION, folder.name)))
+        found: dict[str, ListedJob] = {}
         for job in sorted(listed, key=lambda job: (not has_ended(scheduler_state(self, job)), len(job.name), job.name)):
             if job.tags.get(EXPERIMENT) in exp_ids and job.tags.get(SUBMISSION) == folder.name:
                 found[job.tags[EXPERIMENT]] = job
@@ -212,16 +212,16 @@ class Config(JobConfig):
         return job.resources if isinstance(job.resources, Config) else self
 
     def _service(self) -> Service:
-        return patiently(self, lambda: eai.Eai(self) if self.via == "eai" else eai.Haven(self))
+        return call_with_retries(self, lambda: eai.Eai(self) if self.via == "eai" else eai.Haven(self))
 
-    def _spec(self, job: Job, jobs: Sequence[Job], folder: Path) -> Spec:
+    def _write_spec(self, job: Job, jobs: Sequence[Job], folder: Path) -> Spec:
         """What is queued for `job`: its script, which is written here."""
         own = self._settings(job)
         own._check_mounts(job, folder)
         path = folder / f"{job.exp_id}.sh"
         until_stop = own.max_run_seconds - own.stop_before_seconds
         times = Times(until_stop, own.parent_poll_seconds, own.parent_patience_seconds, own.parent_wait_seconds)
-        text = script(job, parents_to_await(job, [other.exp_id for other in jobs]), own.processes, times)
+        text = render_script(job, parents_to_await(job, [other.exp_id for other in jobs]), own.processes, times)
         with writing(path):
             job.log_dir.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")

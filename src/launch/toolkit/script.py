@@ -70,7 +70,7 @@ class Times:
     """How long a parent may say the same otherwise: not started, or running."""
 
 
-def script(job: Job, parents: Mapping[str, Path], processes: Processes, times: Times) -> str:
+def render_script(job: Job, parents: Mapping[str, Path], processes: Processes, times: Times) -> str:
     """Bash that runs `job`, appending what it prints to its logs; replicas but the first have logs of their own.
 
     parents: save directories by id, whose experiments must be done first. One that is late ends the job with a message that names it.
@@ -78,7 +78,7 @@ def script(job: Job, parents: Mapping[str, Path], processes: Processes, times: T
     out, err = (job.log_dir / f"{job.exp_id}.{stream}.log" for stream in ("out", "err"))
     lines = [
         "#!/bin/bash",
-        f"OUT={_word(out)}; ERR={_word(err)}; TOLD=; CHILD=",
+        f"OUT={_quote(out)}; ERR={_quote(err)}; TOLD=; CHILD=",
         f"NNODES={processes.nodes}",
         _NODES,
         'exec >> "$OUT" 2>> "$ERR" || exit 1',
@@ -86,10 +86,10 @@ def script(job: Job, parents: Mapping[str, Path], processes: Processes, times: T
         *(f"""trap 'TOLD=1; [ -z "$CHILD" ] || kill -s {name} -- "-$CHILD" 2> /dev/null' {name}""" for name in ("TERM", "USR1")),
         f"POLL={times.poll:g}; PATIENCE={times.patience:.0f}; LONGEST={times.longest:.0f}; STOP_AFTER={times.stop_after:.0f}",
         _WAIT,
-        *(f"wait_for {parent} {_word(run)}" for parent, run in parents.items()),
+        *(f"wait_for {parent} {_quote(run)}" for parent, run in parents.items()),
         # What waiting took is no longer there for the training.
         "STOP_AFTER=$((STOP_AFTER > SECONDS ? STOP_AFTER - SECONDS : 1))",
-        f"cd {_word(job.cwd)} || exit 1",
+        f"cd {_quote(job.cwd)} || exit 1",
         f"LINE={shlex.quote(shell_line(job, processes))}",
         _RUN,
     ]
@@ -105,5 +105,5 @@ def parents_to_await(job: Job, submitted: Sequence[str]) -> dict[str, Path]:
     return {parent: job.run.parent / parent for parent in job.after if parent in ahead or job.after_jobs}
 
 
-def _word(path: Path) -> str:
+def _quote(path: Path) -> str:
     return shlex.quote(str(path))

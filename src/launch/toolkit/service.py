@@ -34,19 +34,19 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Unreached(LaunchError):
+class NotReached(LaunchError):
     """The service was not reached, or did not know who asked: nothing was done, and asking again does no harm."""
 
 
-class Doubtful(LaunchError):
+class OutcomeUnknown(LaunchError):
     """It may have been done: the service failed, did not answer in time, or answered in words that cannot be read."""
 
 
-class Taken(LaunchError):
+class NameTaken(LaunchError):
     """There is a job of this name already, perhaps one that has ended."""
 
 
-class Gone(LaunchError):
+class JobGone(LaunchError):
     """There is no such job, or it has ended."""
 
 
@@ -147,7 +147,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedJob:
     """What the toolkit says of one job."""
 
     job_id: str
@@ -166,11 +166,11 @@ class Service(Protocol):
 
     def create(self, spec: Spec) -> str: ...
 
-    def listed(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[Listed]:
+    def list_jobs(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[ListedJob]:
         """At most `limit` jobs, the newest first. A job that is not among them may still exist."""
         ...
 
-    def get(self, job_id: str) -> Listed | None:
+    def get(self, job_id: str) -> ListedJob | None:
         """None: there is no such job."""
         ...
 
@@ -186,44 +186,44 @@ def create(config: JobConfig, service: Service, spec: Spec) -> str:
     while True:
         try:
             return service.create(spec)
-        except Unreached as error:
+        except NotReached as error:
             failed: LaunchError = error
         except LaunchError as error:
-            failed, known = error, _known(config, service, spec, error)
+            failed, known = error, _find_by_name(config, service, spec, error)
             over = known is not None and has_ended(scheduler_state(config, known))
-            if known and (doubt or isinstance(error, Doubtful) or not over):
+            if known and (doubt or isinstance(error, OutcomeUnknown) or not over):
                 return known.job_id
-            if known and isinstance(error, Taken):  # of an earlier call for this submission; its name can never be used again
+            if known and isinstance(error, NameTaken):  # of an earlier call for this submission; its name can never be used again
                 number = int(spec.name.removeprefix(name).strip("_") or 1) + 1
                 spec = replace(spec, name=f"{name}_{number}")
                 continue
-            if not isinstance(error, Doubtful | Taken):
+            if not isinstance(error, OutcomeUnknown | NameTaken):
                 raise
             doubt = True
         pause = next(pauses, None)
         if pause is None:
-            raise Doubtful(str(failed)) if doubt else failed
+            raise OutcomeUnknown(str(failed)) if doubt else failed
         log.warning("%s Trying again in %g seconds.", failed, pause)
         time.sleep(pause)
 
 
-def _known(config: JobConfig, service: Service, spec: Spec, failed: LaunchError) -> Listed | None:
+def _find_by_name(config: JobConfig, service: Service, spec: Spec, failed: LaunchError) -> ListedJob | None:
     """The job called `spec.name`, if there is one.
 
     Raises:
         LaunchError: it could not be looked up, or belongs to something else.
     """
     try:
-        listed = patiently(config, lambda: service.listed(PAGE, name=spec.name))
+        listed = call_with_retries(config, lambda: service.list_jobs(PAGE, name=spec.name))
     except LaunchError as error:
-        raise Doubtful(f"{failed} Whether it is queued as {spec.name} could not be asked: {error}") from None
+        raise OutcomeUnknown(f"{failed} Whether it is queued as {spec.name} could not be asked: {error}") from None
     job = next((job for job in listed if job.name == spec.name), None)
     if job and any(job.tags.get(tag) != spec.tags[tag] for tag in (SUBMISSION, EXPERIMENT)):
         raise LaunchError(f"toolkit: the name {spec.name} belongs to job {job.job_id}, which this submission has not queued.")
     return job
 
 
-def scheduler_state(config: JobConfig, job: Listed) -> SchedulerState:
+def scheduler_state(config: JobConfig, job: ListedJob) -> SchedulerState:
     """The state that the toolkit's word stands for. A word that is not known is "unknown", never a failure."""
     if job.word in _WAITING or (job.word in _INTERRUPTED and config.restartable):
         state = "queued"
@@ -241,7 +241,7 @@ def _pauses(config: JobConfig) -> Iterator[float]:
     return (min(60.0, config.backoff_seconds * 2**i) for i in range(config.retries))
 
 
-def patiently(config: JobConfig, call: Callable[[], T]) -> T:
+def call_with_retries(config: JobConfig, call: Callable[[], T]) -> T:
     """A call that may be made twice, made until it is answered.
 
     Raises:
@@ -251,7 +251,7 @@ def patiently(config: JobConfig, call: Callable[[], T]) -> T:
     while True:
         try:
             return call()
-        except (Unreached, Doubtful) as error:
+        except (NotReached, OutcomeUnknown) as error:
             pause = next(pauses, None)
             if pause is None:
                 raise

@@ -83,7 +83,7 @@ def stage_status(unit: CheckpointStage, siblings: Sequence[CheckpointStage], ret
         return StageStatus("done")
     if not unit.checkpoint.is_dir():
         return StageStatus("waits", "the checkpoint is gone")
-    before = unit.plan.before(unit.stage)
+    before = unit.plan.prerequisites(unit.stage)
     missing = [other.name for other in siblings if other.stage in before and not _is_done(other, lines)]
     if missing:
         return StageStatus("waits", f"for {', '.join(missing)}")
@@ -98,7 +98,7 @@ def stage_status(unit: CheckpointStage, siblings: Sequence[CheckpointStage], ret
         left = datetime.fromisoformat(failed[-1]["time"]).timestamp() + pause - time.time()
         if left > 0:
             return StageStatus("later", f"in {left:.0f} s, after: {failed[-1].get('reason', '')}")
-    if unit.stage == "clean_up" and (reason := stages.must_stay(unit)):
+    if unit.stage == "clean_up" and (reason := stages.reason_to_keep(unit)):
         return StageStatus("waits", f"it is {reason}")
     return StageStatus("ready")
 
@@ -182,7 +182,7 @@ def run_once(
         run = runs / exp_id
         try:
             planned = plan_stages(run, plan)
-            statuses = [[_checked(stage_status, unit, siblings, retry) for unit in siblings] for siblings in planned]
+            statuses = [[_status_or_error(stage_status, unit, siblings, retry) for unit in siblings] for siblings in planned]
             if pins:
                 pins.renew(run, *_split_by_end(planned, statuses))
         except UserError as error:
@@ -192,9 +192,9 @@ def run_once(
             worked = False
             for i, unit in enumerate(siblings):
                 if worked:
-                    known[i] = _checked(stage_status, unit, siblings, retry)
+                    known[i] = _status_or_error(stage_status, unit, siblings, retry)
                 if known[i].state == "ready" and pins:
-                    known[i], worked = _checked(work, unit, siblings, retry), True
+                    known[i], worked = _status_or_error(work, unit, siblings, retry), True
                 yield unit, known[i]
         try:
             if pins:
@@ -203,7 +203,9 @@ def run_once(
             log.warning("%s", error)
 
 
-def _checked(action: Callable[..., StageStatus], unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool) -> StageStatus:
+def _status_or_error(
+    action: Callable[..., StageStatus], unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool
+) -> StageStatus:
     """`stage_status` or `work` of the unit; an error becomes a status."""
     try:
         return action(unit, siblings, retry)

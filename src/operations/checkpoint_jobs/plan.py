@@ -17,7 +17,7 @@ from src.files import read_yaml
 Stage = Literal["convert", "evaluate", "upload", "clean_up"]
 Folder = Literal["checkpoint", "converted"]
 STAGES: tuple[Stage, ...] = ("convert", "evaluate", "upload", "clean_up")
-ABOUT = ("run", "exp_id", "checkpoint", "converted", "step", "branch")
+PLACEHOLDERS = ("run", "exp_id", "checkpoint", "converted", "step", "branch")
 """Placeholders of every command."""
 
 
@@ -32,7 +32,7 @@ class Checkpoints(configs.Config):
     """The best one, as it stands when it is looked at."""
 
     @model_validator(mode="after")
-    def _any(self) -> "Checkpoints":
+    def _check_selection(self) -> "Checkpoints":
         if self.every is None and not self.last and not self.best:
             raise ValueError("names no checkpoint: expected every: N, last: true or best: true.")
         return self
@@ -55,8 +55,8 @@ class Convert(Trials):
     command: str = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _known(self) -> "Convert":
-        _check({"command": (self.command, (*ABOUT, "output"), ("output",))})
+    def _check_placeholders(self) -> "Convert":
+        _check_templates({"command": (self.command, (*PLACEHOLDERS, "output"), ("output",))})
         return self
 
 
@@ -66,8 +66,8 @@ class Task(Trials):
     command: str = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _known(self) -> "Task":
-        _check({"command": (self.command, (*ABOUT, "scores", "task"), ("scores",))})
+    def _check_placeholders(self) -> "Task":
+        _check_templates({"command": (self.command, (*PLACEHOLDERS, "scores", "task"), ("scores",))})
         return self
 
 
@@ -99,16 +99,16 @@ class Upload(Trials):
     after: list[Literal["convert", "evaluate"]] | None = None
 
     @model_validator(mode="after")
-    def _one_way(self) -> "Upload":
+    def _check_destination(self) -> "Upload":
         if (self.to is None) == (self.command is None) or (self.command is None) != (self.readback is None):
             raise ValueError("expected either `to: FOLDER`, or both `command` and `readback`: what is not read back does not count.")
         if self.to is not None and (not self.to.removeprefix("file://").startswith("/") or "://" in self.to.removeprefix("file://")):
             raise Problems([("to", f"expected file:///FOLDER or /FOLDER, got {self.to!r}. Anything else takes `command` and `readback`.")])
         if self.command is not None and self.readback is not None:
-            _check(
+            _check_templates(
                 {
-                    "command": (self.command, (*ABOUT, "file", "name"), ("file", "name")),
-                    "readback": (self.readback, (*ABOUT, "name"), ("name",)),
+                    "command": (self.command, (*PLACEHOLDERS, "file", "name"), ("file", "name")),
+                    "readback": (self.readback, (*PLACEHOLDERS, "name"), ("name",)),
                 }
             )
         return self
@@ -141,7 +141,7 @@ class Plan(configs.Config):
         """What the plan says of a stage; None where it has none."""
         return {"convert": self.convert, "evaluate": self.evaluate, "upload": self.upload, "clean_up": self.clean_up}[name]
 
-    def before(self, stage: Stage) -> list[Stage]:
+    def prerequisites(self, stage: Stage) -> list[Stage]:
         """The stages of the plan that must be done before `stage`."""
         named = getattr(self.stage(stage), "after", None)
         if named is None:
@@ -150,16 +150,16 @@ class Plan(configs.Config):
         return list(named)
 
     @model_validator(mode="after")
-    def _fits(self) -> "Plan":
+    def _check_stages(self) -> "Plan":
         found: list[tuple[str, str]] = []
         if not self.stages:
             found.append(("", f"names no stage. Known: {', '.join(STAGES)}."))
         for stage in self.stages:
-            found += [(f"{stage}.after", f"{one!r} is not in this plan.") for one in self.before(stage) if one not in self.stages]
-        if self.upload and "converted" in self.upload.folders and not (self.convert and "convert" in self.before("upload")):
+            found += [(f"{stage}.after", f"{one!r} is not in this plan.") for one in self.prerequisites(stage) if one not in self.stages]
+        if self.upload and "converted" in self.upload.folders and not (self.convert and "convert" in self.prerequisites("upload")):
             found.append(("upload.folders", "'converted' is made by the stage convert, which must be in the plan and come first."))
         if self.clean_up:
-            if self.upload is None or "upload" not in self.before("clean_up"):
+            if self.upload is None or "upload" not in self.prerequisites("clean_up"):
                 found.append(("clean_up", "deletes only what was uploaded: the stage upload must be in the plan and come first."))
             elif extra := set(self.clean_up.delete) - set(self.upload.folders):
                 found.append(("clean_up.delete", f"{', '.join(sorted(extra))}: not in upload.folders, so it would be lost."))
@@ -168,7 +168,7 @@ class Plan(configs.Config):
         return self
 
 
-def _check(templates: dict[str, tuple[str, Iterable[str], Iterable[str]]]) -> None:
+def _check_templates(templates: dict[str, tuple[str, Iterable[str], Iterable[str]]]) -> None:
     """Each template's placeholders: key -> (template, those that are known, those that must be there)."""
     found = []
     for key, (template, known, needed) in templates.items():

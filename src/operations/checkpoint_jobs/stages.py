@@ -67,7 +67,7 @@ class CheckpointStage:
         return self.run / FOLDER / self.key / self.name
 
     @property
-    def converted(self) -> Path:
+    def converted_folder(self) -> Path:
         """What the stage convert makes."""
         return self.run / CONVERTED / self.key
 
@@ -91,7 +91,7 @@ class CheckpointStage:
 
     def fill(self, template: str, **more: object) -> str:
         """A shell command from a template."""
-        values = {"run": self.run, "exp_id": self.run.name, "checkpoint": self.checkpoint, "converted": self.converted}
+        values = {"run": self.run, "exp_id": self.run.name, "checkpoint": self.checkpoint, "converted": self.converted_folder}
         values |= {"step": self.step, "branch": self.branch, **more}
         return template.format(**{name: shlex.quote(str(value)) for name, value in values.items()})
 
@@ -121,7 +121,7 @@ def is_result_present(unit: CheckpointStage) -> bool:
     """Whether the result of a stage is still there, as far as the later ones need it."""
     if unit.stage == "convert":
         # A clean-up that was cut short has deleted it first, and verified that it is stored elsewhere.
-        return defect(unit.converted, hashes=False) is None or any((unit.folder.parent / "clean_up").glob("attempt-*"))
+        return defect(unit.converted_folder, hashes=False) is None or any((unit.folder.parent / "clean_up").glob("attempt-*"))
     return unit.task is None or read_scores(unit) is not None
 
 
@@ -145,16 +145,16 @@ def run_stage(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
             result = run_command(describe_command(unit, work), log, unit.trials.timeout_seconds, check)
             if result.exit_code == 0:
                 check()
-                _keep_converted(unit, work / "output") if unit.stage == "convert" else _record_scores(unit, work / "scores.json")
+                _store_converted(unit, work / "output") if unit.stage == "convert" else _record_scores(unit, work / "scores.json")
             return result
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _keep_converted(unit: CheckpointStage, output: Path) -> None:
+def _store_converted(unit: CheckpointStage, output: Path) -> None:
     if not any(path.is_file() for path in output.rglob("*")):
         raise RunError(f"{output}: the command ended well, but wrote no file to {{output}}.")
-    with new_directory(unit.converted, {"made_from": sha256(unit.checkpoint / "manifest.json")}) as folder:
+    with new_directory(unit.converted_folder, {"made_from": sha256(unit.checkpoint / "manifest.json")}) as folder:
         shutil.copytree(output, folder, copy_function=_link, dirs_exist_ok=True)
 
 
@@ -194,7 +194,7 @@ def _destination(unit: CheckpointStage, log: Path) -> uploads.Destination:
 
 
 def _folder(unit: CheckpointStage, which: str) -> Path:
-    return unit.checkpoint if which == "checkpoint" else unit.converted
+    return unit.checkpoint if which == "checkpoint" else unit.converted_folder
 
 
 def _upload(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
@@ -208,7 +208,7 @@ def _upload(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
     return CommandResult(0, f"{len(sent)} files, {sum(fact[0] for fact in sent.values())} bytes read back")
 
 
-def must_stay(unit: CheckpointStage) -> str:
+def reason_to_keep(unit: CheckpointStage) -> str:
     """Why the checkpoint may not be deleted now; "" where it may. Judged on what lies there at this moment.
 
     Other experiments start from the last or the best checkpoint of a run (`references.named`): these stay, whoever names them.
@@ -269,7 +269,7 @@ def _delete(unit: CheckpointStage, folder: Path, check: Check) -> None:
     """Rename, so that it is gone at once, then delete. Nobody can start the run, or take its lease, in between."""
     with guarded(unit.run, create=False), writing(folder):
         check()
-        if reason := must_stay(unit):
+        if reason := reason_to_keep(unit):
             raise RunError(f"{unit.checkpoint}: must stay, as it is {reason}. Nothing was deleted.")
         if not folder.exists():
             return
