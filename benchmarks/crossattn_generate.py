@@ -149,7 +149,7 @@ def compare_bytes(model: CrossAttentionLM, context: Context, prompt: torch.Tenso
     positions = context.mask.shape[1]
     with model.reading(None):
         past = model.base(input_ids=prompt, attention_mask=prompt_mask.long(), use_cache=True).past_key_values
-    projected = [block.project(context.hidden, context.mask) for block in model.each_block()]
+    projected = [block.project(context.hidden, context.mask) for block in model.unique_blocks()]
     counted = {
         "cache_bytes_per_context_token": size(context.hidden) / positions,
         "projected_bytes_per_context_token": size(projected) / positions,
@@ -159,9 +159,9 @@ def compare_bytes(model: CrossAttentionLM, context: Context, prompt: torch.Tenso
     assert sizes is not None
     if model.config.model_type == "gpt_bigcode":
         sizes = architecture.Architecture(**{**vars(sizes), "num_key_value_heads": 1})
-    attention = model.each_block()[0].attention
+    attention = model.unique_blocks()[0].attention
     block = attention.v.out_features * 2
-    formula = kv_cache_size.of_cross_attention(sizes, len(model.blocks), block, value_bytes=4)
+    formula = kv_cache_size.cross_attention_bytes(sizes, len(model.blocks), block, value_bytes=4)
     for name, value in counted.items():
         print(f"  {name}: {value:,.0f} counted, {formula[name]:,} by the formula")
         assert value == formula[name], name

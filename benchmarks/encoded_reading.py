@@ -50,7 +50,7 @@ def write(folder: Path, args: argparse.Namespace) -> list[list[int]]:
     with open(folder / "lists.jsonl", "w") as lines:
         for ids, states in contexts(args):
             all_ids.append(ids)
-            writer.append(encoded_store.key_of(ids), states)
+            writer.append(encoded_store.context_key(ids), states)
             lines.write(json.dumps({"encoder_hidden_states": states.tolist()}) + "\n")
     writer.close()
     made = datasets.Dataset.from_generator(_rows, gen_kwargs={"args": args}, cache_dir=str(folder / "cache"))
@@ -98,11 +98,11 @@ def readers(folder: Path, args: argparse.Namespace, all_ids: list[list[int]]) ->
         return padded(rows)
 
     def from_store(store: encoded_store.Store) -> Callable[[list[int]], Batch]:
-        return lambda numbers: store.padded([[all_ids[n]] for n in numbers])
+        return lambda numbers: store.pad([[all_ids[n]] for n in numbers])
 
     def first_time(numbers: list[int]) -> Batch:
         first._compared[:] = False
-        return first.padded([[all_ids[n]] for n in numbers])
+        return first.pad([[all_ids[n]] for n in numbers])
 
     return {
         "store": from_store(again),

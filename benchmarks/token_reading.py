@@ -43,7 +43,7 @@ def write(folder: Path, args: argparse.Namespace) -> Packed:
     """Both forms."""
     import datasets
 
-    dtype = token_files.type_of(args.vocab)
+    dtype = token_files.id_dtype(args.vocab)
     facts: dict[str, Any] = {"format": token_files.FORMAT, "dtype": dtype, "tokenizer": {"fingerprint": "", "eos_id": EOS}}
     with new_directory(folder / "ours", facts) as beside, token_files.Writer(beside, "train-00000", dtype) as writer:
         for ids in documents(args):
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     order = np.random.default_rng(1).permutation(len(packed)).tolist()
     groups = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
     best: dict[tuple[str, str], float] = {}
-    found = readers(folder, packed, token_files.type_of(args.vocab))
+    found = readers(folder, packed, token_files.id_dtype(args.vocab))
     for kind, ways in found.items():
         right = np.stack([packed.row(n) for n in groups[0]])
         for name, read in ways.items():

@@ -51,7 +51,7 @@ def fill(options: argparse.Namespace) -> tuple[context_cache.ContextCache, disti
 
     device = encoding_options.device(options.device)
     places, rules = Places(options.data_cache_path, options.savedir_base), encoding_options.rules(options)
-    source = jsonl.corpus(places, options.corpus)
+    source = jsonl.corpus_folder(places, options.corpus)
     base = encoding_options.model(options)
     encoding_options.architecture(base, places, rules)
     inputs, _ = encoding_options.inputs(base, places, rules)

@@ -45,12 +45,12 @@ def missing(source: Path, inputs: EncoderInputs, known: set[bytes], counts: Coun
                 continue
             counts.texts.add(text)
             try:
-                chunks, too_long = inputs.counted(row, row["question"])
+                chunks, too_long = inputs.chunks_and_cuts(row, row["question"])
             except DataError as error:
                 raise DataError(f"{source / name}:{number}: {error}") from None
             counts.too_long += too_long
             for ids in chunks:
-                key = encoded.key_of(ids)
+                key = encoded.context_key(ids)
                 if key not in counts.keys:
                     counts.keys.add(key)
                     if key not in known:

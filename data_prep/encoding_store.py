@@ -46,7 +46,7 @@ def recovered(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
     for message in broken.values():
         log.warning("%s: it is encoded anew.", message)
     keys: set[bytes] = set()
-    for name in [*store["shards"], *encoded_shards.unlisted(folder, list(store["shards"]))]:
+    for name in [*store["shards"], *encoded_shards.unlisted_shards(folder, list(store["shards"]))]:
         records = _records(folder, name, store, size, everything=verify or name in broken)
         store["shards"].pop(name, None)
         if len(records):

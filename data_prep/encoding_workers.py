@@ -16,7 +16,7 @@ from typing import Any
 
 from src.config import Places
 from src.data.qa.encoded_shards import Writer
-from src.data.qa.encoded_store import key_of
+from src.data.qa.encoded_store import context_key
 from src.errors import RunError, UserError
 from src.interfaces import ModelConfig
 
@@ -75,7 +75,7 @@ class Encoding:
             raise RunError(f"{self._device}: out of memory in a batch of {size} tokens. Make --batch_size smaller.") from error
         assert self._writer is not None
         for n, sequence in enumerate(batch):
-            self._writer.append(key_of(sequence), hidden[n, : len(sequence)])
+            self._writer.append(context_key(sequence), hidden[n, : len(sequence)])
         if time.monotonic() - self._committed >= self._job.commit_seconds:
             self._writer.commit()
             self._committed = time.monotonic()

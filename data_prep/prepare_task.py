@@ -111,7 +111,7 @@ def prepare(data_path: Path, options: Options) -> bool:
     return True
 
 
-def _write(beside: Path, options: Options, sources: dict[str, list[Source]], task: tasks.Named) -> dict[str, Any]:
+def _write(beside: Path, options: Options, sources: dict[str, list[Source]], task: tasks.NamedTask) -> dict[str, Any]:
     """Fill the folder `beside`; what the manifest says of it."""
     skipped: dict[str, list[str]] = {split: [] for split in SPLITS}
     rows: dict[str, list[task_rows.Row]] = {split: [] for split in SPLITS}
@@ -160,7 +160,7 @@ def _number(rows: list[task_rows.Row]) -> None:
             row["index"] = number
 
 
-def _counts(rows: list[task_rows.Row], task: tasks.Named) -> dict[str, Any]:
+def _counts(rows: list[task_rows.Row], task: tasks.NamedTask) -> dict[str, Any]:
     labels = Counter(str(row["label"]) for row in rows) if task.task.kind == "classes" else None
     return {"rows": {task.name: len(rows)}, **({"labels": dict(sorted(labels.items()))} if labels else {})}
 

@@ -80,7 +80,7 @@ def prepare(request: Request) -> distinct_inputs.Counts:
         DataError: the corpus is missing or malformed, or a context is too long and that is refused.
         RunError: another process encodes into the folder, a worker failed, or the disk refuses.
     """
-    source = jsonl.corpus(request.places, request.corpus)
+    source = jsonl.corpus_folder(request.places, request.corpus)
     jsonl.require_splits(request.places, request.corpus)
     base, hidden_size = encoding_options.architecture(request.model, request.places, request.rules)
     folder = folder_of(request) / encoded_store.FOLDER

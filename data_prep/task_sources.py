@@ -23,7 +23,7 @@ Record = dict[str, Any]
 class Source:
     """Records of one source, each with the names of its release, read anew each time."""
 
-    def __init__(self, source: str, split: str, task: tasks.Named) -> None:
+    def __init__(self, source: str, split: str, task: tasks.NamedTask) -> None:
         """source: a path, or "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT". split: a key of `SPLITS`.
 
         Raises:

@@ -69,7 +69,7 @@ class Shards:
 
     def __init__(self, folder: Path, beside: Path, made_from: dict[str, Any]) -> None:
         self._folder, self._beside = folder, beside
-        self._dtype = token_files.type_of(made_from["tokenizer"]["vocab_size"])
+        self._dtype = token_files.id_dtype(made_from["tokenizer"]["vocab_size"])
         self._source = 0
         self._segments: list[dict[str, Any]] = []
         while (path := self._done(len(self._segments))).exists():

@@ -102,7 +102,7 @@ def tokenise(data_path: Path, options: Options) -> bool:
         token_shards.discard(folder)
         print(f"{folder}: whole and made from these sources with these options: nothing to do.")
         return False
-    job = token_workers.Job(encoder, token_files.type_of(len(tokenizer)), options.text_field, options.val_rate)
+    job = token_workers.Job(encoder, token_files.id_dtype(len(tokenizer)), options.text_field, options.val_rate)
     with token_shards.partial(folder, made_from) as shards, token_workers.Workers(job, options.processes) as workers:
         kept = sum(shard["tokens"] for split in jsonl.SPLITS for shard in shards.of(split))
         for split, source in sources:
@@ -140,7 +140,7 @@ def _sources(data_path: Path, options: Options) -> list[tuple[str, text_sources.
     """
     how = text_sources.Reading(options.text_field, options.documents_by, options.streaming)
     if options.corpus is not None:
-        folder = jsonl.corpus(Places(data_path, data_path), options.corpus)
+        folder = jsonl.corpus_folder(Places(data_path, data_path), options.corpus)
         named = {split: [str(jsonl.require_file(folder, f"{split}.jsonl"))] for split in jsonl.SPLITS}
     else:
         named = {"train": list(options.train), "val": list(options.val)}

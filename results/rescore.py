@@ -61,7 +61,7 @@ def read(file: Path) -> list[Prediction]:
     if not lines:
         raise DataError(f"{file}: empty. It should have one JSON object on each line.")
     rows = [_row(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
-    return [answered.of_row(row, row[PREDICTION]) for row in rows]
+    return [answered.make_prediction(row, row[PREDICTION]) for row in rows]
 
 
 def select_answers(

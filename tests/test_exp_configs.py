@@ -85,7 +85,7 @@ def test_it_is_built_on_a_small_base_of_its_family(group: str, tmp_path: Path):
     config.data.check_length(config.model.longest_sequence(places))
     model = config.model.build(places).eval()
     expected = [depth - 1 - i * config.model.stride for i in range(config.model.num_layers)]
-    assert model.places == expected
+    assert model.layer_indices == expected
     assert list(model.blocks) == (["shared"] if config.model.shared_weights else [str(i) for i in expected])
     ids = torch.randint(3, VOCABULARY, (1, 5))
     known = {"input_ids": ids, "attention_mask": torch.ones(1, 5, dtype=torch.bool)}

@@ -57,8 +57,8 @@ def seq2seq(
 
     pad_id: what both read where there is padding; the labels there are `NOT_LEARNED`.
     """
-    input_ids, attention_mask = _padded(inputs, pad_id)
-    labels, loss_mask = _padded(targets, NOT_LEARNED)
+    input_ids, attention_mask = _pad(inputs, pad_id)
+    labels, loss_mask = _pad(targets, NOT_LEARNED)
     decoder_input_ids = torch.full_like(labels, start_id)
     decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(~loss_mask[:, :-1], pad_id)
     return {
@@ -70,7 +70,7 @@ def seq2seq(
     }
 
 
-def _padded(sequences: "Sequence[Sequence[int] | np.ndarray]", fill: int) -> tuple[Tensor, Tensor]:
+def _pad(sequences: "Sequence[Sequence[int] | np.ndarray]", fill: int) -> tuple[Tensor, Tensor]:
     """(B, T) int64, and a mask (B, T), True on what is no padding."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     longest = int(lengths.max())

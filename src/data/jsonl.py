@@ -22,7 +22,7 @@ _MADE_BY = {
 _RELEASES = "SQuAD, HotpotQA, Natural Questions, MS MARCO, TopiOCQA, TriviaQA"
 
 
-def corpus(places: Places, name: str) -> Path:
+def corpus_folder(places: Places, name: str) -> Path:
     """Folder of the prepared data set `name`. Its files are those that were written, by size; their hashes are not read.
 
     Raises:
@@ -30,7 +30,7 @@ def corpus(places: Places, name: str) -> Path:
     """
     folder = places.data / name
     if not os.path.isdir(folder):  # unlike Path.is_dir, False for a name that is too long
-        raise DataError(f"{folder}: no such data set{_instead(places, name)}")
+        raise DataError(f"{folder}: no such data set{_known_corpora_hint(places, name)}")
     _check_sizes(folder)
     return folder
 
@@ -59,7 +59,7 @@ def require_splits(places: Places, name: str) -> None:
     Raises:
         DataError: says what makes it.
     """
-    folder = corpus(places, name)
+    folder = corpus_folder(places, name)
     for split in SPLITS:
         require_file(folder, f"{split}.jsonl")
 
@@ -79,7 +79,7 @@ def read_rows(
         DataError: the folder is missing or incomplete, the file is missing or empty, or a line is not what it should be.
     """
     if not path.parent.is_dir():
-        raise DataError(f"{path.parent}: no such folder. {made_by(path.parent)}".rstrip())
+        raise DataError(f"{path.parent}: no such folder. {preparation_hint(path.parent)}".rstrip())
     _check_sizes(path.parent)
     rows = Rows(path, array("Q", [0]))
     ends = rows.ends
@@ -113,7 +113,7 @@ class Rows(Sequence[dict[str, Any]]):
         """ends: byte offsets at which rows end, after a 0. facts: what the manifest says of the file; None: what it says now."""
         self.path = path
         self.ends = ends
-        self._facts = facts or self._listed()
+        self._facts = facts or self._manifest_entry()
         self._file: int | None = None
         self._last: tuple[int, dict[str, Any]] | None = None
 
@@ -138,7 +138,7 @@ class Rows(Sequence[dict[str, Any]]):
         last = self._last
         if last is None or last[0] != number:
             start, end = self.ends[number], self.ends[number + 1]
-            last = self._last = number, self._parsed(self._bytes(start, end), number)
+            last = self._last = number, self._parse_row(self._read_bytes(start, end), number)
         return last[1]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -149,9 +149,9 @@ class Rows(Sequence[dict[str, Any]]):
             while last < total and self.ends[last + 1] - self.ends[first] <= 1 << 20:
                 last += 1
             start = self.ends[first]
-            piece = self._bytes(start, self.ends[last])
+            piece = self._read_bytes(start, self.ends[last])
             for number in range(first, last):
-                yield self._parsed(piece[self.ends[number] - start : self.ends[number + 1] - start], number)
+                yield self._parse_row(piece[self.ends[number] - start : self.ends[number + 1] - start], number)
             first = last
 
     def __eq__(self, other: object) -> bool:
@@ -177,7 +177,7 @@ class Rows(Sequence[dict[str, Any]]):
             DataError: the file is gone, or its manifest no longer says what it did.
         """
         if self._file is None:
-            if self._listed() != self._facts:
+            if self._manifest_entry() != self._facts:
                 raise DataError(f"{self.path}: other data than when it was checked. Start again.")
             try:
                 self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -186,13 +186,13 @@ class Rows(Sequence[dict[str, Any]]):
             weakref.finalize(self, os.close, self._file)
         return self._file
 
-    def _listed(self) -> object:
+    def _manifest_entry(self) -> object:
         return read_manifest(self.path.parent, DataError)["files"].get(self.path.name, {})
 
-    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
+    def _parse_row(self, line: bytes, number: int) -> dict[str, Any]:
         return parse(line, f"{self.path}:{number + 1}")
 
-    def _bytes(self, start: int, end: int) -> bytes:
+    def _read_bytes(self, start: int, end: int) -> bytes:
         """Bytes start..end of the file. Moves no position that another process or thread could share."""
         with reading(self.path, DataError):
             data = os.pread(self.file, end - start, start)
@@ -203,7 +203,7 @@ class Rows(Sequence[dict[str, Any]]):
         return data
 
 
-def first_of_permutation(total: int, count: int, path: Path) -> list[int]:
+def select_validation_rows(total: int, count: int, path: Path) -> list[int]:
     """`count` of the indices 0..total-1 in an order that depends on `total` alone: all experiments are scored on the same rows.
 
     Raises:
@@ -231,7 +231,7 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
     except ValueError as bad:
         raise DataError(f"{where}: a number cannot be read: {str(bad).split(';')[0]}.") from None
     if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, got {_shown(row)}.")
+        raise DataError(f"{where}: expected a JSON object, got {_describe(row)}.")
     return row
 
 
@@ -239,7 +239,7 @@ def check_type(value: Any, kind: Any, where: str) -> None:
     """Raises DataError, which names `where`, unless `value` is of `kind` and its text is text."""
     outer = get_origin(kind) or kind
     if type(value) is not outer:
-        raise DataError(f"{where}: expected {outer.__name__}, got {_shown(value)}.")
+        raise DataError(f"{where}: expected {outer.__name__}, got {_describe(value)}.")
     if outer is str and not value.isascii():
         _check_text(value, where)
     for inner in get_args(kind):
@@ -257,32 +257,32 @@ def _check_text(text: str, where: str) -> None:
         raise DataError(f"{where}: \\u{ord(text[bad.start]):04x} at character {bad.start} is half of a surrogate pair, not text.") from None
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def _check_sizes(folder: Path) -> None:
     if not (folder / MANIFEST).is_file():
-        hint = made_by(folder) or "Prepare it again."
+        hint = preparation_hint(folder) or "Prepare it again."
         raise DataError(f"{folder}: incomplete, it has no {MANIFEST}. {hint}")
     for name, facts in read_manifest(folder, DataError)["files"].items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size != facts["bytes"]:
             got = "missing" if size is None else f"{size} bytes"
-            raise DataError(f"{path}: {got}, but {facts['bytes']} bytes were written. {made_by(folder) or 'Prepare it again.'}")
+            raise DataError(f"{path}: {got}, but {facts['bytes']} bytes were written. {preparation_hint(folder) or 'Prepare it again.'}")
 
 
-def made_by(folder: Path) -> str:
+def preparation_hint(folder: Path) -> str:
     """A sentence that says what makes `folder`, empty where nothing of ours does."""
     command = _MADE_BY.get(folder.name)
     return f"Make it with: {command} --data_path {folder.parent}" if command else ""
 
 
-def _instead(places: Places, name: str) -> str:
+def _known_corpora_hint(places: Places, name: str) -> str:
     """What follows "no such data set": the command that makes it, or which there are and how another is added."""
-    command = made_by(places.data / name)
+    command = preparation_hint(places.data / name)
     if command:
         return f". {command}"
     whole = [manifest.parent for manifest in places.data.glob(f"*/{MANIFEST}")]

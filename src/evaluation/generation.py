@@ -64,7 +64,7 @@ class AnswerGenerator:
 
     def predictions(self, indices: Sequence[int], texts: Sequence[str]) -> list[Prediction]:
         """The questions with their answers, to be scored."""
-        return [scored_answers.of_row(self.dataset.row(i), text) for i, text in zip(indices, texts, strict=True)]
+        return [scored_answers.make_prediction(self.dataset.row(i), text) for i, text in zip(indices, texts, strict=True)]
 
 
 def generated_counts(ids_BT: torch.Tensor, eos_id: int) -> list[int]:

@@ -59,7 +59,7 @@ class TaskSplit:
 def task_scores(task: Any, predictions: Sequence[Prediction]) -> dict[str, float]:
     """The scores that a task names, and "task_score": the one to optimise, up to 100."""
     scores = answers.scores(task.metrics(), predictions)
-    return {name: scores[name] for name in task.task.metrics} | {"task_score": task.hundredths(scores)}
+    return {name: scores[name] for name in task.task.metrics} | {"task_score": task.percent(scores)}
 
 
 def make(run: Run, splits: Sequence[TaskSplit], predictor: TaskPredictor, inputs: Mapping[str, str]) -> dict[str, dict[str, float]]:

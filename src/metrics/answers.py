@@ -13,7 +13,7 @@ PREDICTION = "answer_pred"
 """Field of a row of an inference with what the model has answered."""
 
 
-def of_row(row: Mapping[str, Any], prediction: str) -> Prediction:
+def make_prediction(row: Mapping[str, Any], prediction: str) -> Prediction:
     """`prediction` for the question in a row of prepared data."""
     return Prediction(prediction, references(row), row["question"], contexts(row), source(row))
 
@@ -71,7 +71,7 @@ def select_rows(
     return [i for i in found if sources is None or source_of(i) in sources]
 
 
-def best(reference_scores: Callable[[str, str], float], answer: Prediction) -> float:
+def best_over_references(reference_scores: Callable[[str, str], float], answer: Prediction) -> float:
     """The highest score of a prediction, over its references. reference_scores: (prediction, reference) -> score."""
     return max(reference_scores(answer.text, reference) for reference in answer.references)
 
@@ -88,7 +88,7 @@ def scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_
     """
     if not answers:
         raise ValueError("no answers to score")
-    groups = _same_question(answers) if best_answer else [[i] for i in range(len(answers))]
+    groups = _group_by_question(answers) if best_answer else [[i] for i in range(len(answers))]
     if best_answer:
         accepted = {i: list(dict.fromkeys(r for j in group for r in answers[j].references)) for group in groups for i in group}
         answers = [Prediction(a.text, accepted[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)]
@@ -114,7 +114,7 @@ def scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_
     return found
 
 
-def _same_question(answers: Sequence[Prediction]) -> list[list[int]]:
+def _group_by_question(answers: Sequence[Prediction]) -> list[list[int]]:
     """Indices of the answers to one question on the same contexts, in the order of first appearance. Sources are kept apart."""
     groups: dict[Any, list[int]] = {}
     for i, answer in enumerate(answers):

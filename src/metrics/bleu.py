@@ -1,10 +1,11 @@
 """BLEU of single answers (Papineni et al. 2002), by the library sacrebleu."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from src.interfaces import MetricConfig, Prediction
-from src.metrics.answers import best
+from src.metrics.answers import best_over_references
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.bleu import BLEU
@@ -28,10 +29,10 @@ class Config(MetricConfig):
         from sacrebleu.metrics.bleu import BLEU
 
         scorer = BLEU(lowercase=self.lowercase, effective_order=True)
-        return {"bleu": [best(lambda prediction, reference: _against(scorer, prediction, reference), answer) for answer in answers]}
+        return {"bleu": [best_over_references(partial(_score_pair, scorer), answer) for answer in answers]}
 
 
-def _against(scorer: "BLEU", prediction: str, reference: str) -> float:
+def _score_pair(scorer: "BLEU", prediction: str, reference: str) -> float:
     if not prediction.strip() or not reference.strip():
         return float(prediction.strip() == reference.strip())
     return min(1.0, scorer.sentence_score(prediction, [reference]).score / 100)  # it may be 1e-14 too large

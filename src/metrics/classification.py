@@ -75,10 +75,10 @@ def _classes(texts: Texts, labels: Sequence[str]) -> tuple[list[int], list[int]]
 
 def _f1(texts: Texts, labels: Sequence[str]) -> float:
     predictions, references = _classes(texts, labels)
-    return _mean_f1(references, _valid(predictions, references), [1])
+    return _mean_f1(references, _flip_invalid(predictions, references), [1])
 
 
-def _valid(predictions: Sequence[int], references: Sequence[int]) -> list[int]:
+def _flip_invalid(predictions: Sequence[int], references: Sequence[int]) -> list[int]:
     """Of two classes: what is no label becomes the wrong one."""
     return [p if p >= 0 else int(r == 0) for p, r in zip(predictions, references, strict=True)]
 
@@ -100,7 +100,7 @@ def _matthews(texts: Texts, labels: Sequence[str]) -> float:
 
     predictions, references = _classes(texts, labels)
     if len(labels) == 2:
-        predictions = _valid(predictions, references)
+        predictions = _flip_invalid(predictions, references)
     if len({*predictions, *references}) < 2:
         return 0.0
     return 100 * float(matthews_corrcoef(references, predictions))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from src.interfaces import MetricConfig, Prediction
-from src.metrics.answers import best
+from src.metrics.answers import best_over_references
 
 
 class Config(MetricConfig):
@@ -34,7 +34,7 @@ class Config(MetricConfig):
                 return float(words == expected)
             return float(single_meteor_score(expected, words, stemmer=stemmer, wordnet=synonyms))  # type: ignore[arg-type]  it asks for synsets
 
-        return {"meteor": [best(against, answer) for answer in answers]}
+        return {"meteor": [best_over_references(against, answer) for answer in answers]}
 
 
 class _NoSynonyms:

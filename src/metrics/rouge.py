@@ -31,11 +31,11 @@ class Config(MetricConfig):
         from rouge_score.rouge_scorer import RougeScorer
 
         scorer = RougeScorer(list(_KINDS), tokenizer=_Words(self.stemmer))
-        rows = [[_against(scorer, answer.text, reference) for reference in answer.references] for answer in answers]
+        rows = [[_score_pair(scorer, answer.text, reference) for reference in answer.references] for answer in answers]
         return {kind: [max(of_reference[kind] for of_reference in row) for row in rows] for kind in _KINDS}
 
 
-def _against(scorer: "RougeScorer", prediction: str, reference: str) -> dict[str, float]:
+def _score_pair(scorer: "RougeScorer", prediction: str, reference: str) -> dict[str, float]:
     if not _WORDS.search(prediction) and not _WORDS.search(reference):
         return dict.fromkeys(_KINDS, 1.0)
     return {kind: float(found.fmeasure) for kind, found in scorer.score(reference, prediction).items()}

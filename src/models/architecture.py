@@ -23,11 +23,11 @@ def from_dict(raw: Mapping[str, Any]) -> Architecture | None:
     """
     for key in (*chain.from_iterable(_SPELLINGS.values()), "num_key_value_heads", "head_dim", *_MAX_POSITIONS):
         _check(key, raw.get(key))
-    found: dict[str, Any] = {size: _first(raw, keys) for size, keys in _SPELLINGS.items()}
+    found: dict[str, Any] = {size: _first_given(raw, keys) for size, keys in _SPELLINGS.items()}
     if None in found.values():
         return None
     heads = raw.get("num_key_value_heads") or (1 if raw.get("multi_query") else found["num_heads"])
-    return Architecture(**found, num_key_value_heads=heads, max_positions=_first(raw, _MAX_POSITIONS), head_size=raw.get("head_dim"))
+    return Architecture(**found, num_key_value_heads=heads, max_positions=_first_given(raw, _MAX_POSITIONS), head_size=raw.get("head_dim"))
 
 
 def _check(key: str, value: Any) -> None:
@@ -39,5 +39,5 @@ def _check(key: str, value: Any) -> None:
         raise ValueError(f"{key}: expected an int > 0, got {value!r} ({type(value).__name__}).")
 
 
-def _first(raw: Mapping[str, Any], keys: Iterable[str]) -> Any:
+def _first_given(raw: Mapping[str, Any], keys: Iterable[str]) -> Any:
     return next((raw[key] for key in keys if raw.get(key) is not None), None)

@@ -20,7 +20,7 @@ from src.errors import ConfigError, UserError
 from src.files import new_directory
 from src.models import lora
 from src.models.cross_attention import xc_cache_weights
-from src.models.load import PLACES, checkpoint
+from src.models.load import PLACES, checkpoint_folder
 from src.models.trained_model import from_checkpoint
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None)
 
     if target.exists():
         raise ConfigError(f"{target}: is there already. Name a folder that is not.")
-    folder = checkpoint(source)
+    folder = checkpoint_folder(source)
     model: Any = from_checkpoint(folder, str(folder), places)
     merged = lora.merge(model)
     if dtype:

@@ -67,7 +67,7 @@ class Config(ModelConfig):
         return Architecture("gpt_bigcode", *sizes, num_key_value_heads=1, max_positions=self.max_positions)
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
-        return kv_cache_size.of_decoder(self.architecture(places), value_bytes)
+        return kv_cache_size.decoder_bytes(self.architecture(places), value_bytes)
 
     def has_random_weights(self) -> bool:
         """Whether its weights are random: they are."""

@@ -69,10 +69,10 @@ class Config(ModelConfig):
                 dtype=getattr(torch, self.dtype),
                 local_files_only=True,
                 output_loading_info=True,
-                quantization_config=self._quantized(),
+                quantization_config=self._quantization_config(),
             )
         except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-            raise CheckpointError(f"{_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again.") from error
+            raise CheckpointError(f"{_find_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again.") from error
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, ImportError, StrictDataclassError) as error:
             # Whatever a value of config.json that fits no model leads to.
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -80,7 +80,8 @@ class Config(ModelConfig):
         model, report = loaded
         if report["missing_keys"]:
             # transformers would go on with random numbers in their place.
-            raise CheckpointError(f"{_weights(folder)}: incomplete: {', '.join(sorted(report['missing_keys'])[:3])} missing. Get it again.")
+            missing = ", ".join(sorted(report["missing_keys"])[:3])
+            raise CheckpointError(f"{_find_weights(folder)}: incomplete: {missing} missing. Get it again.")
         if self.quantization is None:
             return model
         for module in model.modules():
@@ -89,7 +90,7 @@ class Config(ModelConfig):
                 module.support_avx512bf16_for_cpu = False
         return model.requires_grad_(False)
 
-    def _quantized(self) -> Any:
+    def _quantization_config(self) -> Any:
         """What transformers is to be told of `quantization`."""
         import torch
         from transformers import BitsAndBytesConfig
@@ -116,9 +117,9 @@ class Config(ModelConfig):
         folder = self._folder(places)
         if self.quantization is not None and find_spec("bitsandbytes") is None:
             raise ConfigError(f"quantization {self.quantization!r} needs a package that is not installed: pip install {BITSANDBYTES}")
-        if self._local(places) is not None and self.revision is not None:
+        if self._local_folder(places) is not None and self.revision is not None:
             raise ConfigError(f"{self.path!r} is a folder, so revision {self.revision!r} would be ignored. Remove it, or name a hub id.")
-        weights = _weights(folder)
+        weights = _find_weights(folder)
         if weights is None:
             raise CheckpointError(f"{folder}: no weights here. Expected {' or '.join(WEIGHTS)}.")
         for path in _weight_files(weights):
@@ -138,7 +139,7 @@ class Config(ModelConfig):
             raise ConfigError(f"{path}: {error}") from None
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
-        return kv_cache_size.of_decoder(self.architecture(places), value_bytes)
+        return kv_cache_size.decoder_bytes(self.architecture(places), value_bytes)
 
     def fingerprint(self, places: Places) -> str:
         """sha256 over config.json and the weight files that `build` loads, the same for a hub id and for a copy of its files.
@@ -152,19 +153,19 @@ class Config(ModelConfig):
         """
         self.require_files(places)
         folder = self._folder(places)
-        weights = _weights(folder)
+        weights = _find_weights(folder)
         assert weights, "check found them"
-        listed = {path.name: [path.stat().st_size, _sampled(path)] for path in _weight_files(weights)}
+        listed = {path.name: [path.stat().st_size, _sample_digest(path)] for path in _weight_files(weights)}
         return hashlib.sha256(json.dumps([sha256(folder / "config.json"), listed], sort_keys=True).encode()).hexdigest()
 
     def _folder(self, places: Places) -> Path:
         """The folder that has the model's config.json."""
-        given = self._local(places)
+        given = self._local_folder(places)
         if given is not None:
             if not (given / "config.json").is_file():
                 raise ConfigError(f"{self.path!r} is a folder without a config.json. Name one that save_pretrained made.")
             return given
-        repository = _cache() / f"models--{self.path.replace('/', '--')}"
+        repository = _hub_cache() / f"models--{self.path.replace('/', '--')}"
         name = self.revision or "main"
         reference = repository / "refs" / name
         found = repository / "snapshots" / (reference.read_text().strip() if os.path.isfile(reference) else name)
@@ -177,13 +178,13 @@ class Config(ModelConfig):
             )
         return found
 
-    def _local(self, places: Places) -> Path | None:
+    def _local_folder(self, places: Places) -> Path | None:
         """The folder that `path` names, below the prepared data or as it stands; None where it is a hub id."""
         candidates = (places.data / self.path, Path(self.path))
         return next((path for path in candidates if os.path.isdir(path)), None)  # unlike Path.is_dir, False for a name that is too long
 
 
-def _sampled(path: Path) -> str:
+def _sample_digest(path: Path) -> str:
     """sha256 of the first and last MiB and of the pieces between, whose places follow from the size alone."""
     digest, size = hashlib.sha256(), path.stat().st_size
     with open(path, "rb", buffering=0) as file:
@@ -194,14 +195,14 @@ def _sampled(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _cache() -> Path:
+def _hub_cache() -> Path:
     """Hugging Face's cache of the hub, by its own environment variables; importing huggingface_hub to ask takes a sixth of a second."""
     home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
     hub = Path(os.environ.get("HF_HOME", home)) / "hub"
     return Path(os.environ.get("HF_HUB_CACHE", hub)).expanduser()
 
 
-def _weights(folder: Path) -> Path | None:
+def _find_weights(folder: Path) -> Path | None:
     """The file, or the index of files, that transformers will load from `folder`."""
     candidates = [folder / f"{name}{suffix}" for name in WEIGHTS for suffix in ("", ".index.json")]
     return next((path for path in candidates if path.is_file()), None)

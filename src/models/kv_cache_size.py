@@ -14,15 +14,15 @@ BLOCK_BYTES = 4
 """Of a number that a block makes: blocks are float32 whatever the base's type."""
 
 
-def of_decoder(sizes: Architecture | None, value_bytes: int) -> dict[str, int] | None:
+def decoder_bytes(sizes: Architecture | None, value_bytes: int) -> dict[str, int] | None:
     """{"cache_bytes_per_context_token"} of a decoder that reads the context as a part of its prompt; None where its sizes are not known.
 
     value_bytes: of one number in the decoder.
     """
-    return None if sizes is None else {"cache_bytes_per_context_token": key_values(sizes) * value_bytes}
+    return None if sizes is None else {"cache_bytes_per_context_token": numbers_per_token(sizes) * value_bytes}
 
 
-def of_cross_attention(sizes: Architecture, num_blocks: int, block_key_values: int, value_bytes: int) -> dict[str, int]:
+def cross_attention_bytes(sizes: Architecture, num_blocks: int, block_key_values: int, value_bytes: int) -> dict[str, int]:
     """The same of a decoder with cross-attention; and, to compare, what its blocks keep besides, and what the decoder alone would.
 
     num_blocks: those with weights of their own. block_key_values: numbers that keys and values of one of them are, 2 K' d'.
@@ -30,10 +30,10 @@ def of_cross_attention(sizes: Architecture, num_blocks: int, block_key_values: i
     return {
         "cache_bytes_per_context_token": sizes.hidden_size * value_bytes,
         "projected_bytes_per_context_token": num_blocks * block_key_values * BLOCK_BYTES,
-        "decoder_cache_bytes_per_context_token": key_values(sizes) * value_bytes,
+        "decoder_cache_bytes_per_context_token": numbers_per_token(sizes) * value_bytes,
     }
 
 
-def key_values(sizes: Architecture) -> int:
+def numbers_per_token(sizes: Architecture) -> int:
     """Numbers that self-attention keeps of one token: 2 L K d."""
     return 2 * sizes.num_layers * sizes.num_key_value_heads * (sizes.head_size or sizes.hidden_size // sizes.num_heads)

@@ -27,12 +27,12 @@ def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
     """
     from transformers import AutoTokenizer
 
-    folder = checkpoint(Path(source))
+    folder = checkpoint_folder(Path(source))
     model: Any = from_checkpoint(folder, str(folder), places)
     return model.eval(), AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
 
 
-def checkpoint(source: Path) -> Path:
+def checkpoint_folder(source: Path) -> Path:
     """The checkpoint `source`, or the newest whole one of the run `source`.
 
     Raises:

@@ -71,7 +71,7 @@ class Config(ModelConfig):
         merge(model)
         decoder = _decoder(model)
         found = dict(_matrices(decoder))
-        _require(self.target_modules, {name.rpartition(".")[2] for name in found})
+        _require_known(self.target_modules, {name.rpartition(".")[2] for name in found})
         chosen = {name: matrix for name, matrix in found.items() if name.rpartition(".")[2] in self.target_modules}
         transposed = isinstance(next(iter(chosen.values())), Conv1D)  # all of a model's are, or none
         settings = LoraConfig(
@@ -91,7 +91,7 @@ class Config(ModelConfig):
         once(self.base.check, places)
         known = self.architecture(places)
         if known and known.model_type in MATRICES:
-            _require(self.target_modules, MATRICES[known.model_type])
+            _require_known(self.target_modules, MATRICES[known.model_type])
 
     def architecture(self, places: Places) -> Architecture | None:
         return once(self.base.architecture, places)
@@ -141,7 +141,7 @@ def _matrices(decoder: Any) -> Iterator[tuple[str, "nn.Module"]]:
             yield name, module
 
 
-def _require(wanted: Iterable[str], there: Iterable[str]) -> None:
+def _require_known(wanted: Iterable[str], there: Iterable[str]) -> None:
     there = set(there)
     for name in wanted:
         if name not in there:

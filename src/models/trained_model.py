@@ -31,7 +31,7 @@ class Config(ModelConfig):
             ConfigError: the parent is unknown, or not trained yet.
             CheckpointError: the checkpoint is gone, damaged, or does not fit its own description.
         """
-        folder = self._checkpoint(places)
+        folder = self._checkpoint_folder(places)
         if folder is None:
             raise ConfigError(
                 f"{places.runs / self.exp_id}: the {self.checkpoint} checkpoint of parent {self.exp_id} is not there. "
@@ -47,19 +47,19 @@ class Config(ModelConfig):
         """
         from src.runs import parents
 
-        folder = self._checkpoint(places)
+        folder = self._checkpoint_folder(places)
         if folder is None:
             return None
         named = parents.fingerprints({"name": "experiment", **self.model_dump()}, places.runs)
-        below = _bound(read_json(folder / "model.json", CheckpointError), f"parent {self.exp_id}").fingerprint(places)
+        below = _bind_model(read_json(folder / "model.json", CheckpointError), f"parent {self.exp_id}").fingerprint(places)
         return hashlib.sha256(json.dumps([named, below], sort_keys=True).encode()).hexdigest()
 
     def tokenizer_folder(self, places: Places) -> Path | None:
         """Where the parent's tokenizer is; None where the parent is not trained yet."""
-        folder = self._checkpoint(places)
+        folder = self._checkpoint_folder(places)
         return folder / "tokenizer" if folder else None
 
-    def _checkpoint(self, places: Places) -> Path | None:
+    def _checkpoint_folder(self, places: Places) -> Path | None:
         """The folder that `build` loads; None where the parent is not trained yet."""
         from src.runs.checkpoints import folder as checkpoints
         from src.runs.metadata import read_status
@@ -96,7 +96,7 @@ class Config(ModelConfig):
             raise ConfigError(f"parent {self.exp_id}: its experiment has no 'model'.")
         if raw.get("evaluation") is not None:
             raise ConfigError(f"parent {self.exp_id}: its experiment trains nothing. Take the model that it evaluates.")
-        return _bound(raw["model"], f"parent {self.exp_id}")
+        return _bind_model(raw["model"], f"parent {self.exp_id}")
 
 
 def from_checkpoint(folder: Path, who: str, places: Places) -> "nn.Module":
@@ -108,13 +108,13 @@ def from_checkpoint(folder: Path, who: str, places: Places) -> "nn.Module":
     """
     from src.weights import load_trained
 
-    model = _bound(read_json(folder / "model.json", CheckpointError), who).build(places)
+    model = _bind_model(read_json(folder / "model.json", CheckpointError), who).build(places)
     load_trained(model, folder / "model.safetensors")
     model.name_or_path = str(folder / "tokenizer")
     return model
 
 
-def _bound(raw: Any, who: str) -> ModelConfig:
+def _bind_model(raw: Any, who: str) -> ModelConfig:
     try:
         return bind(MODELS, raw)
     except Problems as error:

@@ -18,7 +18,7 @@ from src.training.config import Evaluation, LoopConfig
 
 if TYPE_CHECKING:
     from src.data.tasks.dataset import Config as TaskConfig
-    from src.data.tasks.task_table import Named
+    from src.data.tasks.task_table import NamedTask
 
 TASK = "task"
 """Name of the data set whose rows are answered."""
@@ -77,13 +77,13 @@ class Config(RecipeConfig):
 
         def check_ranking() -> None:
             for task in self.tasks_to_predict:
-                if self.answers.by == "rank" and not task.named(places).answers:
+                if self.answers.by == "rank" and not task.find_task(places).answers:
                     raise ConfigError(f"answers.by: the answers of task {task.task!r} are any text, so there is no list to rank.")
 
         def check_best_metric() -> None:
             if loop is None:
                 return
-            known = score_names([task.named(places) for task in self.tasks])
+            known = score_names([task.find_task(places) for task in self.tasks])
             if loop.best_metric not in known:
                 raise ConfigError(f"loop.best_metric: {unknown_text('score', loop.best_metric, known)}")
             lower = loop.best_metric == LOSS
@@ -197,7 +197,7 @@ def _tasks(data: DatasetConfig) -> "Iterator[TaskConfig]":
         yield from _tasks(part)
 
 
-def score_names(tasks: "Sequence[Named]") -> list[str]:
+def score_names(tasks: "Sequence[NamedTask]") -> list[str]:
     """What an evaluation measures: `val_loss`, `task_score`, and the metrics of one task, or of several under "accuracy/<task>"."""
     if len(tasks) == 1:
         return [LOSS, TASK_SCORE, *tasks[0].task.metrics]

@@ -78,7 +78,7 @@ def test_missing_folder_says_what_makes_it(places):
             f"{places.data}/stdlib_qa: no such data set. Make it with: python -m data_prep.stdlib_qa --data_path {places.data}"
         ),
     ):
-        jsonl.corpus(places, "stdlib_qa")
+        jsonl.corpus_folder(places, "stdlib_qa")
     with pytest.raises(DataError, match=r"stdlib_qa: no such folder. Make it with: python -m data_prep.stdlib_qa"):
         jsonl.read_rows(places.data / "stdlib_qa" / "train.jsonl", FIELDS)
 
@@ -89,27 +89,31 @@ def test_unknown_corpus_says_which_there_are_and_how_to_add_one(places, write_co
         "manifest.json, or --data_path names the folder that holds it."
     )
     with pytest.raises(DataError, match=re.escape(f"{places.data}/nq: no such data set: unknown corpus 'nq'. Known: none.{adds}")):
-        jsonl.corpus(places, "nq")
+        jsonl.corpus_folder(places, "nq")
     write_corpus("squad", [ROW])
     with new_directory(places.data / "squad_tokenizer") as beside:
         (beside / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=re.escape(f"unknown corpus 'sqaud'. Did you mean 'squad'? Known: squad.{adds}")):
-        jsonl.corpus(places, "sqaud")
+        jsonl.corpus_folder(places, "sqaud")
     with pytest.raises(DataError, match=r"stdlib_qaa: no such data set: unknown corpus 'stdlib_qaa'"):
-        jsonl.corpus(places, "stdlib_qaa")  # no script of ours makes that
+        jsonl.corpus_folder(places, "stdlib_qaa")  # no script of ours makes that
 
 
 def test_folder_without_manifest_is_incomplete(places, write_corpus):
     folder = write_corpus("stdlib_qa", [ROW])
     (folder / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"stdlib_qa: incomplete, it has no manifest.json. Make it with: python -m"):
-        jsonl.corpus(places, "stdlib_qa")
+        jsonl.corpus_folder(places, "stdlib_qa")
 
 
 def test_a_manifest_that_lists_no_files_is_named(places, write_corpus):
     folder = write_corpus("nq", [ROW])
     (folder / "manifest.json").write_text('{"made_from": {}}')
-    for read in (lambda: jsonl.corpus(places, "nq"), lambda: jsonl.fingerprint(folder), lambda: jsonl.require_file(folder, "train.jsonl")):
+    for read in (
+        lambda: jsonl.corpus_folder(places, "nq"),
+        lambda: jsonl.fingerprint(folder),
+        lambda: jsonl.require_file(folder, "train.jsonl"),
+    ):
         with pytest.raises(DataError, match=r"nq/manifest.json: not a manifest: expected an object .files."):
             read()
 
@@ -119,7 +123,7 @@ def test_short_or_missing_files_are_refused(places, write_corpus):
     size = (folder / "train.jsonl").stat().st_size
     (folder / "train.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=rf"train.jsonl: 3 bytes, but {size} bytes were written. Prepare it again."):
-        jsonl.corpus(places, "nq")
+        jsonl.corpus_folder(places, "nq")
     (folder / "train.jsonl").unlink()
     with pytest.raises(DataError, match=r"train.jsonl: missing, but"):
         jsonl.read_rows(folder / "train.jsonl", FIELDS)
@@ -155,12 +159,12 @@ def test_fingerprint_follows_the_data_and_nothing_else(tmp_path):
 
 
 def test_validation_choice_is_fixed_and_nested(tmp_path):
-    first = jsonl.first_of_permutation(100, 10, tmp_path)
-    assert jsonl.first_of_permutation(100, 20, tmp_path)[:10] == first
+    first = jsonl.select_validation_rows(100, 10, tmp_path)
+    assert jsonl.select_validation_rows(100, 20, tmp_path)[:10] == first
     assert first != list(range(10))
-    assert sorted(jsonl.first_of_permutation(100, 100, tmp_path)) == list(range(100))
+    assert sorted(jsonl.select_validation_rows(100, 100, tmp_path)) == list(range(100))
     with pytest.raises(DataError, match=r"101 validation samples are wanted, it has 100"):
-        jsonl.first_of_permutation(100, 101, tmp_path)
+        jsonl.select_validation_rows(100, 101, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -183,4 +187,4 @@ def test_half_of_a_surrogate_pair_in_a_list_is_named(tmp_path):
 
 def test_a_name_that_is_too_long_for_the_file_system_is_no_data_set(tmp_path):
     with pytest.raises(DataError, match=r"a{300}: no such data set"):
-        jsonl.corpus(Places(data=tmp_path, runs=tmp_path), "a" * 300)
+        jsonl.corpus_folder(Places(data=tmp_path, runs=tmp_path), "a" * 300)

@@ -77,7 +77,7 @@ def test_in_proportion_to_examples_an_epoch_is_every_sample_once(build):
     data = build(ABC)
     assert len(data) == 15
     for epoch in range(3):
-        where = [data.where(epoch, i) for i in range(15)]
+        where = [data.locate(epoch, i) for i in range(15)]
         assert sorted(where) == sorted([("small", epoch, i) for i in range(3)] + [("large", epoch, i) for i in range(12)])
     sources = [data.source(i) for i in range(15)]
     assert [sum(name == "small" for name in sources[i : i + 5]) for i in (0, 5, 10)] == [1, 1, 1]
@@ -86,7 +86,7 @@ def test_in_proportion_to_examples_an_epoch_is_every_sample_once(build):
 
 def test_a_part_goes_on_where_it_stopped_and_its_own_epoch_counts_up(build):
     data = build(ABC, rates={"small": 1, "large": 1}, samples_per_epoch=8)
-    read = [data.where(epoch, i) for epoch in range(9) for i in range(8)]
+    read = [data.locate(epoch, i) for epoch in range(9) for i in range(8)]
     for name, size in (("small", 3), ("large", 12)):
         mine = [(epoch, index) for part, epoch, index in read if part == name]
         assert len(mine) == 36
@@ -118,12 +118,12 @@ def test_the_fingerprint_is_that_of_the_parts(build):
 
 def test_validation_is_every_sample_of_every_part_once(build):
     data = build(ABC, "val", rates={"small": 9, "large": 1}, samples_per_epoch=100)
-    assert [data.where(0, i) for i in range(len(data))] == [("large", 0, i) for i in range(12)] + [("small", 0, i) for i in range(3)]
+    assert [data.locate(0, i) for i in range(len(data))] == [("large", 0, i) for i in range(12)] + [("small", 0, i) for i in range(3)]
     assert [data.source(i) for i in (0, 11, 12, 14)] == ["large", "large", "small", "small"]
     assert data.sample(0, 13).sample == data.parts["small"].sample(0, 1)
     for index in (15, -1):
         with pytest.raises(IndexError, match="of 15"):
-            data.where(0, index)
+            data.locate(0, index)
 
 
 def test_a_batch_of_several_parts_is_padded_in_the_order_of_its_samples(build):
@@ -155,7 +155,7 @@ def test_parts_that_make_other_batches_are_refused():
     data = mixture.MixtureDataset({"a": one, "b": other}, [1, 1], None, 0)
     said = "data.parts.b: its batches are not of the kind of those of 'a': they differ in ids (int64, 2 axes), ids (int64, 3 axes)"
     with pytest.raises(DataError, match=re.escape(said)):
-        data.require_alike()
+        data.require_same_tensors()
 
 
 def test_tasks_count_as_many_examples_as_in_t5s_mixtures(places, write_corpus, tokenizer):
@@ -265,5 +265,5 @@ def test_the_loop_reads_every_sample_of_an_epoch_and_tells_the_parts_apart(build
     share = order.RankShare(per_step=5, micro_batch=5, rank=0, world_size=1)
     steps = order.micro_batches(0, len(data), 0, share)
     keys = [key for _ in range(3) for key in next(steps)]
-    assert Counter(data.where(*key) for key in keys) == Counter(data.where(0, i) for i in range(15))
+    assert Counter(data.locate(*key) for key in keys) == Counter(data.locate(0, i) for i in range(15))
     assert loader.sources(data) == ["large", "small"]

@@ -19,7 +19,7 @@ from data_prep import encoding_workers, preproc_nq
 from src.config import Places
 from src.data import jsonl
 from src.data.qa import encoded_store
-from src.data.qa.encoded_shards import read_index, unlisted
+from src.data.qa.encoded_shards import read_index, unlisted_shards
 from src.data.qa.encoder_inputs import EncodingOptions
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError, RunError
@@ -171,7 +171,7 @@ def in_child(prepare):
 
 def committed(folder):
     """Whole records of the shards in `folder` that no store lists yet."""
-    return sum(len(read_index(folder, name)) for name in unlisted(folder, [])) if folder.is_dir() else 0
+    return sum(len(read_index(folder, name)) for name in unlisted_shards(folder, [])) if folder.is_dir() else 0
 
 
 def wait_for(condition, seconds=300):

@@ -44,10 +44,12 @@ def test_rows_that_ask_the_same_count_once_with_the_best_of_their_scores():
 
 def test_rows_of_prepared_data():
     row = {"context": "c", "question": "q", "answer": "a", "dataset": "nq"}
-    assert answered.of_row(row, "p") == Prediction("p", ["a"], "q", ["c"], "nq")
+    assert answered.make_prediction(row, "p") == Prediction("p", ["a"], "q", ["c"], "nq")
     more = {**row, "answers": ["a", "b"], "contexts_list": ["c", "d"], "kind": "long"}
-    assert answered.of_row(more, "p") == Prediction("p", ["a", "b"], "q", ["c", "d"], "nq_long")
-    assert answered.of_row({**row, "answers": None, "contexts_list": None, "kind": None}, "p") == Prediction("p", ["a"], "q", ["c"], "nq")
+    assert answered.make_prediction(more, "p") == Prediction("p", ["a", "b"], "q", ["c", "d"], "nq_long")
+    assert answered.make_prediction({**row, "answers": None, "contexts_list": None, "kind": None}, "p") == Prediction(
+        "p", ["a"], "q", ["c"], "nq"
+    )
 
 
 def test_refusals():

@@ -9,7 +9,7 @@ from src.config import Places
 from src.models import architecture
 from src.models.architecture import Architecture
 from src.models.cross_attention import config as cross_attention
-from src.models.kv_cache_size import key_values, of_cross_attention, of_decoder
+from src.models.kv_cache_size import cross_attention_bytes, decoder_bytes, numbers_per_token
 from src.registry import MODELS, bind
 
 NOWHERE = Places(Path("nowhere"), Path("nowhere"))
@@ -28,7 +28,7 @@ def test_a_decoders_cache(base_of, model_type, wide):
     live = nbytes(tensor for layer in cache.layers for tensor in (layer.keys, layer.values)) / 7
     heads = {"gpt_bigcode": 1, "llama": 2, "mistral": 2, "qwen2": 2}.get(model_type, 4)
     assert live == 4 * 2 * 4 * heads * (6 if wide else 4)
-    assert of_decoder(architecture.from_dict(base.config.to_dict()), 4) == {"cache_bytes_per_context_token": live}
+    assert decoder_bytes(architecture.from_dict(base.config.to_dict()), 4) == {"cache_bytes_per_context_token": live}
 
 
 @pytest.mark.parametrize(
@@ -52,19 +52,19 @@ def test_what_cross_attention_keeps(make, batch, tmp_path: Path, settings):
     positions = context.hidden.shape[0] * context.hidden.shape[1]
     with torch.no_grad(), model.reading(context):
         model.base(input_ids=batch["input_ids"])
-        projected = nbytes(tensor for pair in model._reading.projected.values() for tensor in pair)
+        projected = nbytes(tensor for pair in model._reading.kv_cache.values() for tensor in pair)
     assert told == {
         "cache_bytes_per_context_token": nbytes([context.hidden]) / positions,
         "projected_bytes_per_context_token": projected / positions,
-        "decoder_cache_bytes_per_context_token": key_values(sizes) * 4,
+        "decoder_cache_bytes_per_context_token": numbers_per_token(sizes) * 4,
     }
 
 
 def test_sizes_of_published_models():
     """Llama-2-7B in half precision: 2 x 32 layers x 4096 numbers x 2 bytes are half a MiB a token; with cross-attention 1/64 of it."""
     llama = Architecture("llama", num_layers=32, hidden_size=4096, num_heads=32, num_key_value_heads=32)
-    assert of_decoder(llama, 2) == {"cache_bytes_per_context_token": 524_288}
-    assert of_cross_attention(llama, 5, 2 * 1024, 2) == {
+    assert decoder_bytes(llama, 2) == {"cache_bytes_per_context_token": 524_288}
+    assert cross_attention_bytes(llama, 5, 2 * 1024, 2) == {
         "cache_bytes_per_context_token": 8_192,
         "projected_bytes_per_context_token": 5 * 2 * 1024 * 4,
         "decoder_cache_bytes_per_context_token": 524_288,
@@ -76,8 +76,8 @@ def test_an_older_config_of_starcoder_has_one_key_value_head():
     raw = {"model_type": "gpt_bigcode", "n_layer": 40, "n_embd": 6144, "n_head": 48, "multi_query": True, "n_positions": 8192}
     sizes = architecture.from_dict(raw)
     assert sizes is not None
-    assert (sizes.num_key_value_heads, key_values(sizes)) == (1, 2 * 40 * 128)
+    assert (sizes.num_key_value_heads, numbers_per_token(sizes)) == (1, 2 * 40 * 128)
 
 
 def test_unknown_sizes_have_no_cache():
-    assert of_decoder(None, 4) is None
+    assert decoder_bytes(None, 4) is None

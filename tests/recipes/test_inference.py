@@ -16,7 +16,7 @@ from results import rescore
 from src.experiments.identity import exp_id
 from src.files import defect, new_directory
 from src.metrics import knowledge
-from src.metrics.answers import of_row
+from src.metrics.answers import make_prediction
 from src.registry import METRICS, bind
 from src.tables import rows as results
 from tests import toy, warm
@@ -127,7 +127,7 @@ def test_every_row_is_answered_and_scored(world: World):
     assert not [name for name in before if name.startswith(("inference", "cache"))]
     assert {"em", "rougeL", "val_loss", "em/one"} <= before.keys()
     for part, some in (("", answers), ("/one", answers[::2]), ("/two", answers[1::2])):
-        for name, values in knowledge.Config().score([of_row(row, row["answer_pred"]) for row in some]).items():
+        for name, values in knowledge.Config().score([make_prediction(row, row["answer_pred"]) for row in some]).items():
             assert last[f"inference/{name}{part}"] == pytest.approx(sum(values) / len(values))
     assert {"inference/em", "inference/f1/one"} <= last.keys()
     assert 0 < last["inference/k_precision/one"] != last["inference/k_precision/two"]

@@ -96,7 +96,7 @@ class Rows:
         if not len(self._packed):
             raise DataError(f"{documents.path}: fewer than {length} tokens, which is the text of one sequence.")
         total = len(self._packed)
-        self._chosen = range(total) if most is None else jsonl.first_of_permutation(total, most, documents.path)
+        self._chosen = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
 
     def __len__(self) -> int:
         return len(self._chosen)

@@ -31,7 +31,7 @@ class DenoiserSpec(NamedTuple):
     objective: "Objective"
 
 
-class Mixture(DenoisingDataset):
+class DenoiserMixture(DenoisingDataset):
     """The text is cut into blocks of as many tokens each, and every block into as many rows for each denoiser, in an order drawn from
     (seed, epoch, block). So no sample must know the samples before its block, and each epoch reads every token once but those at the end
     that make no sample.
@@ -49,11 +49,11 @@ class Mixture(DenoisingDataset):
         self._block = shares([kind.rate for kind in kinds], BLOCK)
         self._block_tokens = self._tokens(self._block)
         blocks, left = divmod(documents.num_tokens, self._block_tokens)
-        self._last = self._longest(left)
+        self._last = self._largest_block(left)
         total = blocks * BLOCK + sum(self._last)
         if not total:
             raise DataError(f"{documents.path}: {left} tokens are too few for one sequence of the likeliest denoiser.")
-        self._chosen = range(total) if most is None else jsonl.first_of_permutation(total, most, documents.path)
+        self._chosen = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
         self._full_blocks = blocks
         super().__init__(draws, encoder, documents.fingerprint)
 
@@ -65,9 +65,9 @@ class Mixture(DenoisingDataset):
         """Sample `index` of this epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        number, first = self.placed(epoch, index)
+        number, first = self.locate(epoch, index)
         kind = self._kinds[number]
-        row = self._documents.joined(first, first + kind.raw)
+        row = self._documents.slice_tokens(first, first + kind.raw)
         inputs, targets = kind.objective(row, self._draws.generator(epoch, index))
         if len(kind.mode):
             import numpy as np
@@ -75,7 +75,7 @@ class Mixture(DenoisingDataset):
             inputs = np.concatenate([kind.mode, inputs])
         return {"input_ids": inputs, "labels": targets}
 
-    def placed(self, epoch: int, index: int) -> tuple[int, int]:
+    def locate(self, epoch: int, index: int) -> tuple[int, int]:
         """(number of the denoiser that makes sample `index` of this epoch, first token of its row)."""
         import numpy as np
 
@@ -88,7 +88,7 @@ class Mixture(DenoisingDataset):
     def _tokens(self, numbers: Sequence[int]) -> int:
         return sum(number * kind.raw for number, kind in zip(numbers, self._kinds, strict=True))
 
-    def _longest(self, tokens: int) -> list[int]:
+    def _largest_block(self, tokens: int) -> list[int]:
         """How many samples of each denoiser there are in a block of at most `tokens`."""
         rates = [kind.rate for kind in self._kinds]
         least, more = 0, BLOCK

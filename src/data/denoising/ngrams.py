@@ -36,19 +36,19 @@ class Vocabulary(NamedTuple):
     """sha256 of the file."""
 
 
-def require(path: Path) -> None:
+def require_file(path: Path) -> None:
     """Raises DataError where there is no such file."""
     if not path.is_file():
         raise DataError(f"{path}: no such file. data.ngrams names a text file below --data_path with one n-gram of words on each line.")
 
 
-def read(path: Path) -> Vocabulary:
+def read_vocabulary(path: Path) -> Vocabulary:
     """A text file with one n-gram on each line.
 
     Raises:
         DataError: there is no such file, it is empty or no UTF-8, or a line has fewer than two words.
     """
-    require(path)
+    require_file(path)
     with reading(path, DataError):
         content = path.read_bytes()
     ngrams, beginnings = set(), set()
@@ -77,10 +77,10 @@ class Ngrams:
 
     def __call__(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
         """(inputs, targets) of a row."""
-        mask, starts = self.masked(row, rng)
+        mask, starts = self.draw_mask(row, rng)
         return noise.corrupt(row, mask, starts, self._sentinels, self._eos_id)
 
-    def masked(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
+    def draw_mask(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
         """(mask, starts), each (length,) bool: True on masked tokens, and on the first token of each run of them."""
         import numpy as np
 
@@ -88,10 +88,10 @@ class Ngrams:
         first, sizes = self.units(row, rng)
         if sizes.sum() < wanted.noise:  # nearly all of the row are control tokens
             first, sizes = np.arange(len(row)), np.ones(len(row), dtype=np.int64)
-        first, sizes = at_least(wanted.spans, first, sizes)
-        begin = drawn(sizes, wanted, rng)
-        sizes[begin] = shortened(sizes[begin], wanted.noise)
-        taken, heads = extended(first, sizes, begin, wanted.noise, rng)
+        first, sizes = split_longest(wanted.spans, first, sizes)
+        begin = draw_first_units(sizes, wanted, rng)
+        sizes[begin] = shorten(sizes[begin], wanted.noise)
+        taken, heads = extend_runs(first, sizes, begin, wanted.noise, rng)
         starts = np.zeros(len(row), dtype=bool)
         starts[first[heads]] = True
         first, sizes = first[taken], sizes[taken]
@@ -106,10 +106,10 @@ class Ngrams:
         import numpy as np
 
         bounds = np.append(self._words.starts(row).nonzero()[0], len(row))
-        spelled = self._words.spelled(row, bounds)
+        spelled = self._words.word_texts(row, bounds)
         joined = np.zeros(len(spelled), dtype=bool)  # to the word before
         parted = np.zeros(len(spelled), dtype=bool)  # from those around it: of no n-gram yet
-        for first, last in self._found(spelled, rng):
+        for first, last in self._find_ngrams(spelled, rng):
             if not parted[first:last].any():
                 parted[first:last] = True
                 joined[first + 1 : last] = True
@@ -118,7 +118,7 @@ class Ngrams:
         real = ~self._words.control[row[begins]]
         return begins[real], sizes[real]
 
-    def _found(self, spelled: list[str], rng: "np.random.Generator") -> list[tuple[int, int]]:
+    def _find_ngrams(self, spelled: list[str], rng: "np.random.Generator") -> list[tuple[int, int]]:
         """(first, last) words, the last not included, of all n-grams that occur: longest first, equally long ones in random order."""
         found, (ngrams, beginnings, _) = [], self._vocabulary
         likely = [first for first, word in enumerate(spelled) if word.lstrip() in beginnings]
@@ -136,7 +136,7 @@ class Ngrams:
         return sorted((found[i] for i in order), key=lambda place: place[0] - place[1])
 
 
-def at_least(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tuple[np.ndarray, np.ndarray]":
+def split_longest(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tuple[np.ndarray, np.ndarray]":
     """The same units, the longest of them cut in two until there are as many as `spans`."""
     import numpy as np
 
@@ -149,7 +149,7 @@ def at_least(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tuple[np.
     return first, sizes
 
 
-def drawn(sizes: "np.ndarray", wanted: noise.Counts, rng: "np.random.Generator") -> "np.ndarray":
+def draw_first_units(sizes: "np.ndarray", wanted: noise.Counts, rng: "np.random.Generator") -> "np.ndarray":
     """(spans,) int64: units that begin runs, in random order. Of no more than `wanted.noise` tokens, where exchanges come that far."""
     import numpy as np
 
@@ -168,7 +168,7 @@ def drawn(sizes: "np.ndarray", wanted: noise.Counts, rng: "np.random.Generator")
     return order[: wanted.spans]
 
 
-def extended(
+def extend_runs(
     first: "np.ndarray", sizes: "np.ndarray", begin: "np.ndarray", tokens: int, rng: "np.random.Generator"
 ) -> "tuple[np.ndarray, list[int]]":
     """Make runs of the units `begin` longer by those that follow, then by those before, as far as `tokens` allow.
@@ -210,7 +210,7 @@ def extended(
     return np.array(taken), heads
 
 
-def shortened(sizes: "np.ndarray", tokens: int) -> "np.ndarray":
+def shorten(sizes: "np.ndarray", tokens: int) -> "np.ndarray":
     """`sizes` with the largest made smaller, one token at a time, until they add up to no more than `tokens`; none below 1."""
     for _ in range(int(sizes.sum()) - tokens):
         sizes[sizes.argmax()] -= 1

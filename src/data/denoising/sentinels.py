@@ -23,7 +23,9 @@ def sentinel_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     Raises:
         DataError: there are none, or some are ordinary tokens, which a corpus could spell.
     """
-    return _listed({str(token): (index, token.special) for index, token in tokenizer.added_tokens_decoder.items()}, tokenizer.name_or_path)
+    return _consecutive_ids(
+        {str(token): (index, token.special) for index, token in tokenizer.added_tokens_decoder.items()}, tokenizer.name_or_path
+    )
 
 
 def require(tokenizer: "PreTrainedTokenizerFast", needed: int, field: str) -> list[int]:
@@ -33,17 +35,17 @@ def require(tokenizer: "PreTrainedTokenizerFast", needed: int, field: str) -> li
         DataError: there are none.
         ConfigError: there are fewer than `field` of the experiment needs.
     """
-    return _enough(sentinel_ids(tokenizer), needed, field, tokenizer.name_or_path)
+    return _take_first(sentinel_ids(tokenizer), needed, field, tokenizer.name_or_path)
 
 
-def require_ahead(folder: Path | None, needed: int, field: str) -> None:
+def require_in_folder(folder: Path | None, needed: int, field: str) -> None:
     """As `require`, from the file of a tokenizer that is not loaded. None, or a folder without that file, is left to `require`."""
-    added = added_ahead(folder)
+    added = read_added_tokens(folder)
     if added is not None:
-        _enough(_listed(added, str(folder)), needed, field, str(folder))
+        _take_first(_consecutive_ids(added, str(folder)), needed, field, str(folder))
 
 
-def added_ahead(folder: Path | None) -> dict[str, tuple[int, bool]] | None:
+def read_added_tokens(folder: Path | None) -> dict[str, tuple[int, bool]] | None:
     """Id of each added token of a tokenizer that is not loaded, and whether it is special; None where its file is not there or damaged."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
@@ -55,7 +57,7 @@ def added_ahead(folder: Path | None) -> dict[str, tuple[int, bool]] | None:
         return None  # damaged: loading it will say how
 
 
-def _listed(added: Mapping[str, tuple[int, bool]], where: str) -> list[int]:
+def _consecutive_ids(added: Mapping[str, tuple[int, bool]], where: str) -> list[int]:
     """added: id of each added token, and whether it is special."""
     names = list(takewhile(added.__contains__, (f"<extra_id_{number}>" for number in count())))
     if not names:
@@ -65,7 +67,7 @@ def _listed(added: Mapping[str, tuple[int, bool]], where: str) -> list[int]:
     return [added[name][0] for name in names]
 
 
-def _enough(ids: list[int], needed: int, field: str, where: str) -> list[int]:
+def _take_first(ids: list[int], needed: int, field: str, where: str) -> list[int]:
     if needed > len(ids):
         raise ConfigError(
             f"{field}: masks {needed} runs in a sequence, each with a sentinel of its own, but {where} has {len(ids)}. "

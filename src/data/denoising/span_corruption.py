@@ -57,10 +57,10 @@ class Config(DatasetConfig):
 
         documents.check(places, self.corpus)
         if self.ngrams:
-            ngrams.require(places.data / self.ngrams)
+            ngrams.require_file(places.data / self.ngrams)
 
     def check_tokenizer(self, folder: Path | None) -> None:
-        sentinels.require_ahead(folder, self._lengths()[1].spans, "data.input_tokens")
+        sentinels.require_in_folder(folder, self._lengths()[1].spans, "data.input_tokens")
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         targets = self._lengths()[1].target_tokens
@@ -91,7 +91,7 @@ class Config(DatasetConfig):
         fingerprint = found.fingerprint
         objective: Objective = Spans(self.noise_density, self.mean_span_tokens, ids, found.eos_id)
         if self.ngrams:
-            vocabulary = ngrams.read(places.data / self.ngrams)
+            vocabulary = ngrams.read_vocabulary(places.data / self.ngrams)
             shares = self.noise_density, self.mean_span_tokens
             objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
             fingerprint = f"{fingerprint} {vocabulary.fingerprint}"

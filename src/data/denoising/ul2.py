@@ -23,7 +23,7 @@ from src.kinds import ENCODER_DECODER
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from src.data.denoising.denoiser_mixture import DenoiserSpec, Mixture
+    from src.data.denoising.denoiser_mixture import DenoiserMixture, DenoiserSpec
 
 
 class Denoiser(StrictConfig):
@@ -62,7 +62,7 @@ class Lengths(NamedTuple):
     sentinels: int
 
 
-def _published() -> list[Denoiser]:
+def _published_denoisers() -> list[Denoiser]:
     """Those of UL2 with the shares of FAT5: two regular ones, the prefix, and four extreme ones."""
     regular = [(3.0, 0.15), (8.0, 0.15)]
     extreme = [(3.0, 0.5), (8.0, 0.15), (64.0, 0.15), (64.0, 0.5)]
@@ -80,7 +80,7 @@ class Config(DatasetConfig):
     """Folder below `--data_path`."""
     input_tokens: int = Field(default=512, gt=3)
     """Most tokens of an input, with mode, sentinels and end token, and of a prefix."""
-    denoisers: list[Denoiser] = Field(default_factory=_published, min_length=1)
+    denoisers: list[Denoiser] = Field(default_factory=_published_denoisers, min_length=1)
     """With 100 sentinels, spans of 3 at density 0.5 allow no more than 400 input tokens."""
     val_sequences: int | None = Field(default=None, gt=0)
     """Sequences of the validation split that are used, the same ones with the same masks whatever the seed; None for all."""
@@ -109,14 +109,14 @@ class Config(DatasetConfig):
             if denoiser.noise_density is not None and denoiser.mean_span_tokens is not None and self.input_tokens > 2 * most_of_mode:
                 room = self.input_tokens - most_of_mode
                 needed = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
-                sentinels.require_ahead(folder, needed, f"data.denoisers[{number}]")
+                sentinels.require_in_folder(folder, needed, f"data.denoisers[{number}]")
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)
         targets = max(denoiser.lengths(self.input_tokens).targets for denoiser in self.denoisers)
         require_fit(f"data.denoisers: their targets have up to {targets} tokens", max(targets, new_tokens), max_positions)
 
-    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Mixture":
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "DenoiserMixture":
         """The samples of one split. Which denoiser makes one, and how, is a function of (seed, epoch, index); of the index alone for
         splits other than train.
 
@@ -126,22 +126,22 @@ class Config(DatasetConfig):
             ConfigError: a denoiser needs more sentinels than the tokenizer has, or its mode leaves too few input tokens.
         """
         from src.data.denoising.dataset import mask_rng
-        from src.data.denoising.denoiser_mixture import Mixture
+        from src.data.denoising.denoiser_mixture import DenoiserMixture
         from src.data.text import documents
 
         encoder = SafeTokenizer(tokenizer)
-        kinds = [self._kind(number, encoder, tokenizer) for number in range(len(self.denoisers))]
+        kinds = [self._make_spec(number, encoder, tokenizer) for number in range(len(self.denoisers))]
         found = documents.read(places, self.corpus, tokenizer, split)
-        return Mixture(found, kinds, mask_rng(split, seed), encoder, self.val_sequences if split == "val" else None)
+        return DenoiserMixture(found, kinds, mask_rng(split, seed), encoder, self.val_sequences if split == "val" else None)
 
-    def _kind(self, number: int, encoder: SafeTokenizer, tokenizer: "PreTrainedTokenizerFast") -> "DenoiserSpec":
+    def _make_spec(self, number: int, encoder: SafeTokenizer, tokenizer: "PreTrainedTokenizerFast") -> "DenoiserSpec":
         """Denoiser `number`, ready to be used. Raises as `build`."""
         import numpy as np
 
         from src.data.denoising.denoiser_mixture import DenoiserSpec
 
         denoiser, where = self.denoisers[number], f"data.denoisers[{number}]"
-        mode = np.array(encoder.token(denoiser.mode) if denoiser.mode else [], dtype=np.int32)
+        mode = np.array(encoder.encode_token(denoiser.mode) if denoiser.mode else [], dtype=np.int32)
         try:
             lengths = denoiser.lengths(self.input_tokens - len(mode))
         except ConfigError as error:

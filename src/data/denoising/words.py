@@ -47,15 +47,15 @@ class Words:
         starts[:1] = True
         return starts
 
-    def spelled(self, ids: "np.ndarray", bounds: "np.ndarray") -> list[str]:
+    def word_texts(self, ids: "np.ndarray", bounds: "np.ndarray") -> list[str]:
         """Lower-case text of each word, with the space before it. bounds: (words + 1,) where words begin, and the length of the row."""
         cuts = bounds.tolist()
         texts = [self.texts[index] for index in ids.tolist()]
         words = [texts[start] if end - start == 1 else "".join(texts[start:end]) for start, end in pairwise(cuts)]
-        return words if "".join(words).isascii() else [_whole(word) for word in words]
+        return words if "".join(words).isascii() else [_decode_word(word) for word in words]
 
 
-def _whole(text: str) -> str:
+def _decode_word(text: str) -> str:
     return text if text.isascii() else text.encode(errors=_ESCAPED).decode(errors="replace").lower()
 
 

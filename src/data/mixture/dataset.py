@@ -42,7 +42,7 @@ class Config(DatasetConfig):
 
     @field_validator("rates")
     @classmethod
-    def _are_shares(cls, given: dict[str, float] | None) -> dict[str, float] | None:
+    def _rates_are_positive(cls, given: dict[str, float] | None) -> dict[str, float] | None:
         wrong = [f"{name}: {rate}" for name, rate in (given or {}).items() if rate <= 0]
         if wrong:
             raise ValueError(f"expected numbers above 0, got {', '.join(wrong)}. Leave a part out that is not to be read.")
@@ -115,7 +115,7 @@ class Config(DatasetConfig):
         Raises:
             DataError: a part is missing or malformed, makes other batches than the rest, or would never be read.
         """
-        parts = {name: self.parts[name].build(places, tokenizer, split, _seed_of(seed, name)) for name in sorted(self.parts)}
+        parts = {name: self.parts[name].build(places, tokenizer, split, _part_seed(seed, name)) for name in sorted(self.parts)}
         pad = tokenizer.pad_token_id
         if split == "val":
             counts, order = [len(part) for part in parts.values()], None
@@ -123,7 +123,7 @@ class Config(DatasetConfig):
             examples = {name: self.parts[name].weight(places) or len(part) for name, part in parts.items()}
             counts, order = self._counts(examples, sum(map(len, parts.values()))), seed
         made = MixtureDataset(parts, counts, order, pad if isinstance(pad, int) else int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
-        made.require_alike()
+        made.require_same_tensors()
         return made
 
     def _counts(self, examples: Mapping[str, float], samples: int) -> list[int]:
@@ -138,7 +138,7 @@ class Config(DatasetConfig):
         return counts
 
 
-def _seed_of(seed: int, name: str) -> int:
+def _part_seed(seed: int, name: str) -> int:
     """63 bits, so that two parts on one corpus are not masked alike."""
     return int.from_bytes(hashlib.sha256(f"mixture/{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
@@ -173,7 +173,7 @@ class MixtureDataset:
         """The part of sample `index`, in every epoch."""
         return self.sources[self._place(index)[0]]
 
-    def where(self, epoch: int, index: int) -> tuple[str, int, int]:
+    def locate(self, epoch: int, index: int) -> tuple[str, int, int]:
         """The part of a sample, and its epoch and index in that part."""
         part, number = self._place(index)
         name, size = self.sources[part], self._sizes[part]
@@ -184,7 +184,7 @@ class MixtureDataset:
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of an epoch."""
-        name, own_epoch, position = self.where(epoch, index)
+        name, own_epoch, position = self.locate(epoch, index)
         return Sample(self.sources.index(name), self.parts[name].sample(own_epoch, position))
 
     def collate(self, samples: Sequence[Sample]) -> "Mapping[str, Tensor]":
@@ -197,9 +197,9 @@ class MixtureDataset:
         ]
         return batches[0][0] if len(batches) == 1 else join_batches(batches, self._pad_id)
 
-    def require_alike(self) -> None:
+    def require_same_tensors(self) -> None:
         """Raises DataError where parts make batches with other tensors than the first."""
-        kinds = {name: _kind(part.collate([part.sample(0, 0)])) for name, part in self.parts.items()}
+        kinds = {name: _tensor_kinds(part.collate([part.sample(0, 0)])) for name, part in self.parts.items()}
         first, kind = next(iter(kinds.items()))
         for name, other in kinds.items():
             if other != kind:
@@ -217,7 +217,7 @@ class MixtureDataset:
         return part, index
 
 
-def _kind(batch: "Mapping[str, Tensor]") -> dict[str, str]:
+def _tensor_kinds(batch: "Mapping[str, Tensor]") -> dict[str, str]:
     """Type and number of axes of each tensor."""
     return {key: f"({str(tensor.dtype).removeprefix('torch.')}, {tensor.dim()} axes)" for key, tensor in batch.items()}
 

@@ -12,7 +12,7 @@ from src.batches import ContextBatch, EncodedBatch
 from src.config import Places
 from src.data import jsonl
 from src.data.qa import encoded_store, encoder_inputs, fim, questions, templates
-from src.data.qa.subsets import RowsConfig, number
+from src.data.qa.subsets import RowsConfig, row_number
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
 from src.interfaces import ModelConfig, require_fit
@@ -48,7 +48,7 @@ class Config(RowsConfig):
     def check(self, places: Places) -> None:
         questions.check(self, places)
         if self.encoded_contexts:
-            self._encoded(places)
+            self._check_store(places)
 
     def check_base(self, places: Places, model: ModelConfig) -> None:
         """Refuse a `model` whose base is not the one that encoded the contexts, where they are encoded already.
@@ -81,19 +81,19 @@ class Config(RowsConfig):
         rows, fingerprint = questions.read(places, self, split)
         made = QADataset(self, rows, tokenizer, seed, both_views=self.include_contexts and split == "train", fingerprint=fingerprint)
         if self.encoded_contexts:
-            made.read_encoded(self._encoded(places), places.data / self.corpus / encoded_store.FOLDER, tokenizer)
+            made.use_store(self._check_store(places), places.data / self.corpus / encoded_store.FOLDER, tokenizer)
         return made
 
-    def rules(self) -> encoder_inputs.EncodingOptions:
+    def encoding_options(self) -> encoder_inputs.EncodingOptions:
         """The options that decide what the encoder reads."""
         return encoder_inputs.EncodingOptions(
             self.context_tokens, self.template, self.questions_on_contexts, self.chunked_contexts, self.too_long
         )
 
-    def _encoded(self, places: Places) -> dict[str, Any]:
+    def _check_store(self, places: Places) -> dict[str, Any]:
         """What store.json says, where the contexts are encoded as `config` says."""
         folder = places.data / self.corpus
-        return encoded_store.check(folder / encoded_store.FOLDER, self.rules(), jsonl.fingerprint(folder))
+        return encoded_store.check(folder / encoded_store.FOLDER, self.encoding_options(), jsonl.fingerprint(folder))
 
 
 class Sample(TypedDict):
@@ -123,8 +123,8 @@ class QADataset(questions.Questions):
         self._both_views = both_views
         self._encoder = SafeTokenizer(tokenizer)
         self._prompter = templates.Prompter(self._encoder, config.template)
-        self._inputs = encoder_inputs.EncoderInputs(self._prompter, config.rules())
-        self._shortened = questions.TruncationCounter(config.corpus, "context_tokens", config.context_tokens)
+        self._inputs = encoder_inputs.EncoderInputs(self._prompter, config.encoding_options())
+        self._truncations = questions.TruncationCounter(config.corpus, "context_tokens", config.context_tokens)
         self._store: encoded_store.Store | None = None
         self._fim_tokens = fim.fim_tokens(self._encoder)
         longest = max(config.sequence_tokens, config.context_tokens if both_views else 0)
@@ -158,7 +158,7 @@ class QADataset(questions.Questions):
         ids = self._prompter.prompt(self._rows[index]["question"], self._config.sequence_tokens - 1)
         return {"input_ids": ids, "loss_mask": [False] * len(ids), "context_chunks": self._chunks(index)}
 
-    def read_encoded(self, store: dict[str, Any], folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
+    def use_store(self, store: dict[str, Any], folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
         """From now on batches are EncodedBatches, of the store in `folder`, of which `encoded_store.check` says `store`.
 
         Shuffled contexts that were encoded behind a question keep that question: no other was encoded.
@@ -175,20 +175,20 @@ class QADataset(questions.Questions):
 
     def collate(self, samples: Sequence[Sample]) -> ContextBatch | EncodedBatch:
         """Pad on the right."""
-        return self._collated(samples, left=False)
+        return self._collate(samples, left=False)
 
     def collate_prompts(self, samples: Sequence[Sample]) -> ContextBatch | EncodedBatch:
         """Pad the prompts on the left, so that all end where generation begins; contexts as ever on the right."""
-        return self._collated(samples, left=True)
+        return self._collate(samples, left=True)
 
-    def _collated(self, samples: Sequence[Sample], left: bool) -> ContextBatch | EncodedBatch:
+    def _collate(self, samples: Sequence[Sample], left: bool) -> ContextBatch | EncodedBatch:
         from src.data import collate
 
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
         chunks = [s["context_chunks"] for s in samples]
         tokens = collate.pad_tokens(ids, masks, self._encoder.pad_id, left, None if left else self._length)
         if self._store is not None:
-            context_hidden, context_mask = self._store.padded(chunks)
+            context_hidden, context_mask = self._store.pad(chunks)
             return {**tokens, "context_hidden": context_hidden, "context_mask": context_mask}
         context_ids, context_mask = collate.pad_chunks(chunks, self._encoder.pad_id)
         return {**tokens, "context_ids": context_ids, "context_mask": context_mask}
@@ -205,9 +205,9 @@ class QADataset(questions.Questions):
     def _chunks(self, index: int) -> list[list[int]]:
         row = self._context_row(index)
         asked = row if self._store is not None else self._rows[index]
-        chunks, too_long = self._inputs.counted(row, asked["question"])
+        chunks, too_long = self._inputs.chunks_and_cuts(row, asked["question"])
         if self._config.too_long == "truncate":  # where a context is one chunk
-            self._shortened.count(len(chunks), too_long)
+            self._truncations.count(len(chunks), too_long)
         return chunks
 
     def _require_short_contexts(self) -> None:
@@ -215,7 +215,7 @@ class QADataset(questions.Questions):
             try:
                 self._inputs.chunks(row, row["question"])
             except DataError as error:
-                raise DataError(f"{self._name}: row {number(self._rows, index) + 1}: {error}") from None
+                raise DataError(f"{self._name}: row {row_number(self._rows, index) + 1}: {error}") from None
 
 
 def _all_but_first(count: int) -> list[bool]:

@@ -76,7 +76,7 @@ class Writer:
             with writing(self._path):
                 self._states.flush()
                 os.fdatasync(self._states.fileno())
-                self._index.write(_records(self._records).tobytes())
+                self._index.write(_make_records(self._records).tobytes())
                 os.fdatasync(self._index.fileno())
             self._records = []
         return count
@@ -88,7 +88,7 @@ class Writer:
         self._index.close()
 
 
-def _records(rows: Sequence[tuple[Any, ...]]) -> np.ndarray:
+def _make_records(rows: Sequence[tuple[Any, ...]]) -> np.ndarray:
     made = np.zeros(len(rows), RECORD)
     for i, row in enumerate(rows):
         made[i] = (*row, 0)
@@ -137,14 +137,14 @@ def recover(folder: Path, name: str, row_bytes: int, compared: int = 64) -> np.n
             states.unlink(missing_ok=True)
         return np.empty(0, RECORD)
     with writing(index), open(index, "r+b") as file:
-        _wait_for(file, index)
+        _wait_for_lock(file, index)
         records, size = read_index(folder, name), states.stat().st_size if states.is_file() else 0
         ends = (records["first"] + records["tokens"]) * row_bytes
         kept = int((np.append(ends, 2**62) > size).argmax())
         if kept:
             with open(states, "rb") as data:
                 first = max(kept - compared, 0)
-                kept = first + _whole_states(records[first:kept], data, row_bytes)
+                kept = first + _count_whole_states(records[first:kept], data, row_bytes)
         if not kept:
             states.unlink(missing_ok=True)
             index.unlink()
@@ -157,7 +157,7 @@ def recover(folder: Path, name: str, row_bytes: int, compared: int = 64) -> np.n
         return records[:kept]
 
 
-def _whole_states(records: np.ndarray, file: Any, row_bytes: int) -> int:
+def _count_whole_states(records: np.ndarray, file: Any, row_bytes: int) -> int:
     """How many records come before the first whose vectors are damaged."""
     for i, record in enumerate(records):
         file.seek(int(record["first"]) * row_bytes)
@@ -166,7 +166,7 @@ def _whole_states(records: np.ndarray, file: Any, row_bytes: int) -> int:
     return len(records)
 
 
-def _wait_for(file: Any, path: Path) -> None:
+def _wait_for_lock(file: Any, path: Path) -> None:
     """Lock `file`, whose writer may be about to end because its parent did."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -178,6 +178,6 @@ def _wait_for(file: Any, path: Path) -> None:
             time.sleep(0.05)
 
 
-def unlisted(folder: Path, listed: Sequence[str]) -> list[str]:
+def unlisted_shards(folder: Path, listed: Sequence[str]) -> list[str]:
     """Names of the shards in `folder` that are not `listed`."""
     return sorted(path.stem for path in folder.glob(f"*{INDEX}") if path.stem not in listed)

@@ -35,7 +35,7 @@ FLAGS = {"context_tokens": "--maximum_input_length", **{name: f"--{name}" for na
 """Options of a data set that decide what is encoded, and those of data_prep.preproc_nq."""
 
 
-def key_of(ids: Sequence[int]) -> bytes:
+def context_key(ids: Sequence[int]) -> bytes:
     """sha256 of ids as little-endian int64: what an encoder input is found by."""
     return hashlib.sha256(array("q", ids).tobytes()).digest()
 
@@ -53,12 +53,12 @@ def base_identity(model: ModelConfig, places: Places) -> dict[str, Any] | None:
     Raises:
         UserError: an experiment that nobody knows, or something damaged.
     """
-    base, changed = _encoder(model, places)
+    base, changed = _find_encoder(model, places)
     found = None if changed else once(base.identity, places)
     return {"name": base.name, "fingerprint": found, **base.model_dump(mode="json")} if found else None
 
 
-def _encoder(model: ModelConfig, places: Places) -> tuple[ModelConfig, str]:
+def _find_encoder(model: ModelConfig, places: Places) -> tuple[ModelConfig, str]:
     """What encodes the contexts of `model`, and what of its training changes that, in words; "" where nothing does.
 
     It is the base of a cross-attention model, also of one that an experiment trained: its blocks alone. Any other encodes for itself.
@@ -70,7 +70,7 @@ def _encoder(model: ModelConfig, places: Places) -> tuple[ModelConfig, str]:
     if model.name == "cross_attention":
         return model.base, ""  # type: ignore[attr-defined]  its Config has one
     parent: ModelConfig = model.parent(places)  # type: ignore[attr-defined]  only an experiment is of this kind, too
-    base, changed = _encoder(parent, places)
+    base, changed = _find_encoder(parent, places)
     return base, changed and f"{changed} of {model.exp_id}"  # type: ignore[attr-defined]  an experiment's has one
 
 
@@ -136,9 +136,9 @@ def check(folder: Path, rules: EncodingOptions, corpus: str) -> dict[str, Any]:
     if not store["prepared"]:
         raise DataError(f"{folder}: not finished. {AGAIN}")
     wanted = asdict(rules)
-    if not any(_rules(made) == wanted for made in store["prepared"]):
-        raise ConfigError(f"{folder}: {_differences(wanted, _rules(store['prepared'][-1]))}")
-    if not any(_rules(made) == wanted and made["corpus"] == corpus for made in store["prepared"]):
+    if not any(_options(made) == wanted for made in store["prepared"]):
+        raise ConfigError(f"{folder}: {_differences(wanted, _options(store['prepared'][-1]))}")
+    if not any(_options(made) == wanted and made["corpus"] == corpus for made in store["prepared"]):
         raise DataError(f"{folder}: these rows are others than those that were encoded. {AGAIN}")
     return store
 
@@ -149,7 +149,7 @@ def check_base(folder: Path, model: ModelConfig, places: Places) -> None:
     Raises:
         ConfigError: names both, or says why the contexts of `model` cannot be encoded ahead.
     """
-    changed = _encoder(model, places)[1]
+    changed = _find_encoder(model, places)[1]
     if changed:
         raise ConfigError(f"data.encoded_contexts: true, but what encodes the contexts changes in training ({changed}). Write false.")
     made, mine = read_store(folder)["model"], base_identity(model, places)
@@ -160,7 +160,7 @@ def check_base(folder: Path, model: ModelConfig, places: Places) -> None:
         )
 
 
-def _rules(made: Mapping[str, Any]) -> dict[str, Any]:
+def _options(made: Mapping[str, Any]) -> dict[str, Any]:
     return {name: made[name] for name in FLAGS}
 
 
@@ -194,7 +194,7 @@ class Store:
         parts = [read_index(self._folder, name, self._store["shards"][name]["entries"]) for name in self._names]
         records = np.concatenate([np.empty(0, RECORD), *parts])
         shards = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
-        starts = _starts(records)
+        starts = _key_prefixes(records)
         order = starts.argsort(kind="stable")
         self._records, self._shards, self._starts = records[order], shards[order], starts[order]
         self._compared = np.zeros(len(records), bool)
@@ -218,7 +218,7 @@ class Store:
             first += len(ids)
         return made
 
-    def padded(self, samples: Sequence[Sequence[Sequence[int]]]) -> tuple["Tensor", "Tensor"]:
+    def pad(self, samples: Sequence[Sequence[Sequence[int]]]) -> tuple["Tensor", "Tensor"]:
         """States (B, P, D) of the chunks of B samples, zero at padding, and a mask (B, P), True on real tokens.
 
         Chunk c of a sample begins at position c * S, where it is when contexts are encoded at each step.
@@ -265,7 +265,7 @@ class Store:
     def _find(self, ids: Sequence[int]) -> int:
         import numpy as np
 
-        key = key_of(ids)
+        key = context_key(ids)
         place = int(np.searchsorted(self._starts, np.uint64(int.from_bytes(key[:8], "big"))))
         while place < len(self._records) and self._records[place]["key"].tobytes()[:8] == key[:8]:
             if self._records[place]["key"].tobytes() == key:
@@ -293,7 +293,7 @@ class Store:
         return self._maps[shard]
 
 
-def _starts(records: "np.ndarray") -> "np.ndarray":
+def _key_prefixes(records: "np.ndarray") -> "np.ndarray":
     """The first eight bytes of each key as a number: what they are sorted and searched by."""
     import numpy as np
 

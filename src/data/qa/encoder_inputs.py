@@ -38,26 +38,26 @@ class EncoderInputs:
         Raises:
             DataError: a context is too long, and `too_long` is "refuse".
         """
-        return self.counted(row, question)[0]
+        return self.chunks_and_cuts(row, question)[0]
 
-    def counted(self, row: Row, question: str) -> tuple[list[list[int]], int]:
+    def chunks_and_cuts(self, row: Row, question: str) -> tuple[list[list[int]], int]:
         """The `chunks`, and how many of the contexts did not fit as they are: they were cut short, or cut in chunks."""
-        fitted = [self._fitted(text, question) for text in self._texts(row)]
+        fitted = [self._fit(text, question) for text in self._texts(row)]
         return [chunk for chunks, _ in fitted for chunk in chunks], sum(cut for _, cut in fitted)
 
     def _texts(self, row: Row) -> Sequence[str]:
         contexts = all_contexts(row)
         return contexts if self.rules.chunked_contexts else [" ".join(contexts)]
 
-    def _asked(self, question: str) -> str:
+    def _used_question(self, question: str) -> str:
         return question if self.rules.questions_on_contexts else ""
 
-    def _whole(self, text: str, question: str) -> list[int]:
-        return self._prompter.context(text, self._asked(question), _ALL)
+    def _encode_whole(self, text: str, question: str) -> list[int]:
+        return self._prompter.context(text, self._used_question(question), _ALL)
 
-    def _fitted(self, text: str, question: str) -> tuple[list[list[int]], bool]:
+    def _fit(self, text: str, question: str) -> tuple[list[list[int]], bool]:
         """Encoder inputs of one context, and whether it had to be cut."""
-        most, whole = self.rules.context_tokens, self._whole(text, question)
+        most, whole = self.rules.context_tokens, self._encode_whole(text, question)
         if len(whole) <= most:
             return [whole], False
         if self.rules.too_long == "refuse":
@@ -66,14 +66,14 @@ class EncoderInputs:
                 f"It begins {text[:60]!r}. Allow more tokens, or write 'truncate' or 'chunk'."
             )
         if self.rules.too_long == "truncate":
-            return [self._prompter.context(text, self._asked(question), most)], True
-        return self._cut(text, question, whole), True
+            return [self._prompter.context(text, self._used_question(question), most)], True
+        return self._split(text, question, whole), True
 
-    def _cut(self, text: str, question: str, whole: list[int]) -> list[list[int]]:
+    def _split(self, text: str, question: str, whole: list[int]) -> list[list[int]]:
         """The context in pieces that fill the room, each behind the same template. A long question leaves half of it to the context."""
         most, prompter = self.rules.context_tokens, self._prompter
-        ids = whole[len(prompter.context("", self._asked(question), _ALL)) :]
+        ids = whole[len(prompter.context("", self._used_question(question), _ALL)) :]
         fixed = prompter.fixed_context_tokens
-        head = prompter.context("", self._asked(question), fixed + (most - fixed) // 2)
+        head = prompter.context("", self._used_question(question), fixed + (most - fixed) // 2)
         room = most - len(head)
         return [[*head, *ids[first : first + room]] for first in range(0, max(len(ids), 1), room)]

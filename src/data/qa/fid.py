@@ -93,8 +93,8 @@ class FidQADataset(questions.Questions):
         self._encoder = SafeTokenizer(tokenizer)
         if config.contexts == "useful":
             self._texts_of = questions.useful_contexts
-        self._words = _Words(*(self._encoder.text(word) for word in ("question:", " title:", " context:")))
-        self._shortened = questions.TruncationCounter(config.corpus, "passage_tokens", config.passage_tokens)
+        self._words = _Words(*(self._encoder.encode(word) for word in ("question:", " title:", " context:")))
+        self._truncations = questions.TruncationCounter(config.corpus, "passage_tokens", config.passage_tokens)
         questions.require_room("passage_tokens", config.passage_tokens, self._words.count(titled=True) + 4)
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class FidQADataset(questions.Questions):
         """Passages and answer, whatever the epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        answer = [*self._encoder.text(self._rows[index]["answer"]), self._encoder.eos_id][: self._config.answer_tokens]
+        answer = [*self._encoder.encode(self._rows[index]["answer"]), self._encoder.eos_id][: self._config.answer_tokens]
         return {**self.prompt(index), "input_ids": [self._encoder.pad_id, *answer], "loss_mask": [False] + [True] * len(answer)}
 
     def prompt(self, index: int) -> Sample:
@@ -126,27 +126,27 @@ class FidQADataset(questions.Questions):
 
     def _passages(self, index: int) -> list[list[int]]:
         """In the order of the contexts; the parts of a context that is split follow each other."""
-        question = self._encoder.text(f" {self._rows[index]['question']}")
+        question = self._encoder.encode(f" {self._rows[index]['question']}")
         if not self.reads_contexts:
             most = self._config.passage_tokens - 1 - len(self._words.question)
             return [[*self._words.question, *question[max(0, len(question) - most) :], self._encoder.eos_id]]
         row = self._context_row(index)
         titles, contexts = row.get("titles_list") or [], questions.all_contexts(row)
-        chosen = questions.useful(row) if self._config.contexts == "useful" else range(len(contexts))
+        chosen = questions.useful_indices(row) if self._config.contexts == "useful" else range(len(contexts))
         chosen = chosen[: self._config.num_passages]  # each is a passage at least
         passages = [part for i in chosen for part in self._parts(question, titles[i] if titles else "", contexts[i])]
         return passages[: self._config.num_passages]
 
     def _parts(self, question: Sequence[int], title: str, context: str) -> list[list[int]]:
         """The passage of one context, or several where it is split."""
-        words, context_ids = self._words, self._encoder.text(f" {context}" if context else "")
-        title_ids = self._encoder.text(f" {title}" if title else "")
+        words, context_ids = self._words, self._encoder.encode(f" {context}" if context else "")
+        title_ids = self._encoder.encode(f" {title}" if title else "")
         room = self._config.passage_tokens - words.count(bool(title_ids))
         if len(question) + len(title_ids) + len(context_ids) > room:
             question, title_ids = question[max(0, len(question) - room // 2) :], title_ids[: room // 4]
         head = [*words.question, *question, *(words.title if title_ids else ()), *title_ids, *words.context]
         left = room - len(question) - len(title_ids)
         if self._config.too_long == "truncate":
-            self._shortened.count(1, len(context_ids) > left)
+            self._truncations.count(1, len(context_ids) > left)
         starts = range(0, max(1, len(context_ids)), left) if self._config.too_long == "split" else [0]
         return [[*head, *context_ids[start : start + left], self._encoder.eos_id] for start in starts]

@@ -21,7 +21,7 @@ class FimTokens:
 
 def fim_tokens(encoder: SafeTokenizer) -> FimTokens:
     """The three markers in the vocabulary of `encoder`."""
-    return FimTokens(*(encoder.token(f"<fim_{part}>") for part in ("prefix", "middle", "suffix")))
+    return FimTokens(*(encoder.encode_token(f"<fim_{part}>") for part in ("prefix", "middle", "suffix")))
 
 
 def maybe_fill_in_the_middle(ids: Sequence[int], tokens: FimTokens, max_tokens: int, seed: int, epoch: int, index: int) -> list[int]:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from src.batches import TokenBatch
 from src.config import Places
 from src.data.qa import questions, templates
-from src.data.qa.subsets import RowsConfig, number
+from src.data.qa.subsets import RowsConfig, row_number
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
 from src.interfaces import require_fit
@@ -93,7 +93,7 @@ class PromptedQADataset(questions.Questions):
         questions.require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
         if config.context_tokens is not None:
             questions.require_room("context_tokens", config.context_tokens, self._prompter.fixed_reading_tokens + 1)
-            self._shortened = questions.TruncationCounter(config.corpus, "context_tokens", config.context_tokens)
+            self._truncations = questions.TruncationCounter(config.corpus, "context_tokens", config.context_tokens)
             if config.too_long == "refuse":
                 self._require_short_contexts(config.context_tokens)
 
@@ -121,13 +121,13 @@ class PromptedQADataset(questions.Questions):
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
         """Pad on the right."""
-        return self._collated(samples, left=False)
+        return self._collate(samples, left=False)
 
     def collate_prompts(self, samples: Sequence[Sample]) -> TokenBatch:
         """Pad the prompts on the left, so that all end where generation begins."""
-        return self._collated(samples, left=True)
+        return self._collate(samples, left=True)
 
-    def _collated(self, samples: Sequence[Sample], left: bool) -> TokenBatch:
+    def _collate(self, samples: Sequence[Sample], left: bool) -> TokenBatch:
         from src.data import collate
 
         length = self._config.longest() if self._config.fixed_length and not left else None
@@ -137,17 +137,17 @@ class PromptedQADataset(questions.Questions):
     def _require_short_contexts(self, most: int) -> None:
         """Raises DataError for the first row whose contexts would be cut."""
         for index, row in enumerate(self._rows):
-            needed = self._needed(" ".join(self._texts_of(row)))
+            needed = self._context_tokens(" ".join(self._texts_of(row)))
             if needed > most:
-                where = f"{self._name}: row {number(self._rows, index) + 1}"
+                where = f"{self._name}: row {row_number(self._rows, index) + 1}"
                 raise DataError(
                     f"{where}: its contexts take {needed} tokens, more than data.context_tokens, {most}. "
                     "Allow more, or write too_long 'truncate'."
                 )
 
-    def _needed(self, context: str) -> int:
+    def _context_tokens(self, context: str) -> int:
         """Tokens that a context adds to a prompt where none is lost."""
-        return len(self._encoder.text(context)) + self._prompter.fixed_reading_tokens
+        return len(self._encoder.encode(context)) + self._prompter.fixed_reading_tokens
 
     def _prompt(self, index: int, max_tokens: int) -> list[int]:
         question, most = self._rows[index]["question"], self._config.context_tokens
@@ -156,5 +156,5 @@ class PromptedQADataset(questions.Questions):
         context = " ".join(self._texts_of(self._context_row(index)))
         ids = self._prompter.reading(context, question, most, max_tokens)
         full = len(ids) >= most + self._prompter.fixed_tokens  # only then something may be lost, and tokens are counted once more
-        self._shortened.count(1, full and self._needed(context) > most)
+        self._truncations.count(1, full and self._context_tokens(context) > most)
         return ids

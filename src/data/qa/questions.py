@@ -42,16 +42,16 @@ def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row],
         DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
         ConfigError: no row is of one of the sources.
     """
-    folder = jsonl.corpus(places, config.corpus)
+    folder = jsonl.corpus_folder(places, config.corpus)
     path = jsonl.require_file(folder, f"{split}.jsonl")
-    chosen = RowFilter(config, split, _require_as_many)
-    rows = chosen.of(jsonl.read_rows(path, FIELDS, OPTIONAL, chosen))
+    chosen = RowFilter(config, split, _require_equal_lengths)
+    rows = chosen.select(jsonl.read_rows(path, FIELDS, OPTIONAL, chosen))
     if split == "val" and config.val_samples is not None:
-        rows = Subset(rows, jsonl.first_of_permutation(len(rows), config.val_samples, path))
+        rows = Subset(rows, jsonl.select_validation_rows(len(rows), config.val_samples, path))
     return rows, jsonl.fingerprint(folder)
 
 
-def _require_as_many(row: Row, where: str) -> None:
+def _require_equal_lengths(row: Row, where: str) -> None:
     """Raises DataError where a list that says something of each context has more or fewer entries."""
     for field in ("useful_contexts", "titles_list"):
         values, contexts = row.get(field), row.get("contexts_list") or []
@@ -67,10 +67,10 @@ def all_contexts(row: Row) -> list[str]:
 def useful_contexts(row: Row) -> list[str]:
     """All of them where none is marked."""
     contexts = all_contexts(row)
-    return [contexts[i] for i in useful(row)]
+    return [contexts[i] for i in useful_indices(row)]
 
 
-def useful(row: Row) -> list[int]:
+def useful_indices(row: Row) -> list[int]:
     """Numbers of the contexts that are marked as useful; all where none is."""
     marked = [i for i, mark in enumerate(row.get("useful_contexts") or []) if mark]
     return marked or list(range(len(all_contexts(row))))

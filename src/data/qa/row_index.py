@@ -14,7 +14,7 @@ def check(places: Places, data: RowsConfig, split: str, name: str | None) -> Non
         DataError: the data set lacks it; says what there is.
         ConfigError: the numbers would be those of other rows.
     """
-    folder = jsonl.corpus(places, data.corpus)
+    folder = jsonl.corpus_folder(places, data.corpus)
     jsonl.require_file(folder, f"{split}.jsonl")
     if name is None:
         return
@@ -34,4 +34,4 @@ def read(places: Places, data: RowsConfig, name: str) -> list[int]:
     Raises:
         DataError: the data set or the file is missing, or a line is no number; names it.
     """
-    return answers.read_row_indices(jsonl.require_file(jsonl.corpus(places, data.corpus), name))
+    return answers.read_row_indices(jsonl.require_file(jsonl.corpus_folder(places, data.corpus), name))

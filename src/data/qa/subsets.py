@@ -96,7 +96,7 @@ class RowFilter:
                 self._numbers.append(self._count)
         self._count += 1
 
-    def of(self, rows: Sequence[Row]) -> Sequence[Row]:
+    def select(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Those of the `rows`, all of which were shown, that are used.
 
         Raises:
@@ -127,7 +127,7 @@ class Subset(Sequence[Row]):
         return self.rows[self.numbers[index]]
 
 
-def number(rows: Sequence[Row], index: int) -> int:
+def row_number(rows: Sequence[Row], index: int) -> int:
     """Where row `index` of `rows` stands in the whole file, counted from 0."""
     while isinstance(rows, Subset):
         rows, index = rows.rows, rows.numbers[index]

@@ -46,17 +46,17 @@ class Prompter:
         self._encoder = encoder
         self._template = TEMPLATES[template]
         self.fixed_tokens = len(self._assemble([], []))
-        self._marker = encoder.token(CONTEXT_TOKEN)
+        self._marker = encoder.encode_token(CONTEXT_TOKEN)
         self.fixed_context_tokens = self.fixed_tokens + len(self._marker)
         self.fixed_reading_tokens = len(self._assemble([], [], [])) - self.fixed_tokens
         """What a context in the prompt takes besides its own ids."""
 
     def prompt(self, question: str, max_tokens: int) -> list[int]:
         """Ids up to where the answer begins, at most `max_tokens`; a longer question loses its beginning."""
-        ids = self._joined(question, "")
+        ids = self._tokenise(question, "")
         if len(ids) <= max_tokens:
             return ids
-        question_ids = self._encoder.text(question)
+        question_ids = self._encoder.encode(question)
         room = max(0, max_tokens - self.fixed_tokens)
         return self._assemble(question_ids[max(0, len(question_ids) - room) :], [])
 
@@ -65,43 +65,43 @@ class Prompter:
 
         A longer context loses its end, a longer question its beginning; neither has the room that the other leaves.
         """
-        context_ids = self._encoder.text(context)
+        context_ids = self._encoder.encode(context)
         room = max(0, context_tokens - self.fixed_reading_tokens)
-        if len(context_ids) <= room and len(self._joined(question, "")) <= max_tokens:
-            ids = self._joined(question, "", context)
+        if len(context_ids) <= room and len(self._tokenise(question, "")) <= max_tokens:
+            ids = self._tokenise(question, "", context)
             if len(ids) <= context_tokens + max_tokens:
                 return ids
-        question_ids = self._encoder.text(question)
+        question_ids = self._encoder.encode(question)
         left = max(0, max_tokens - self.fixed_tokens)
         return self._assemble(question_ids[max(0, len(question_ids) - left) :], [], context_ids[:room])
 
     def answer(self, answer: str, max_tokens: int) -> list[int]:
         """Ids of the answer and the end token; an answer longer than `max_tokens` loses its end, and the end token with it."""
-        return [*self._encoder.text(self._template.before_answer + answer), self._encoder.eos_id][:max_tokens]
+        return [*self._encoder.encode(self._template.before_answer + answer), self._encoder.eos_id][:max_tokens]
 
     def context(self, context: str, question: str, max_tokens: int) -> list[int]:
         """Encoder input: the template with <|C|> for the question, `question` (or "") before it, the context for the answer.
 
         At most `max_tokens`: a longer context loses its end, then the question its beginning.
         """
-        head = self._joined(question, CONTEXT_TOKEN)
+        head = self._tokenise(question, CONTEXT_TOKEN)
         if len(head) > max_tokens:
-            question_ids = self._encoder.text(question)
+            question_ids = self._encoder.encode(question)
             room = max(0, max_tokens - self.fixed_context_tokens)
             head = self._assemble(question_ids[max(0, len(question_ids) - room) :], self._marker)
-        return (head + self._encoder.text(self._template.before_answer + context if context else ""))[:max_tokens]
+        return (head + self._encoder.encode(self._template.before_answer + context if context else ""))[:max_tokens]
 
-    def _joined(self, question: str, marker: str, context: str | None = None) -> list[int]:
+    def _tokenise(self, question: str, marker: str, context: str | None = None) -> list[int]:
         """Tokenised as the whole text would be: runs of text between control tokens are not cut further."""
         ids, run = list(self._encoder.start), ""
         for piece, is_ours in self._pieces(question, marker, context):
-            control = self._encoder.control(piece) if is_ours else None
+            control = self._encoder.control_id(piece) if is_ours else None
             if control is None:
                 run += piece
             else:
-                ids += [*self._encoder.text(run), control]
+                ids += [*self._encoder.encode(run), control]
                 run = ""
-        return ids + self._encoder.text(run)
+        return ids + self._encoder.encode(run)
 
     def _pieces(self, question: str, marker: str, context: str | None) -> list[tuple[str, bool]]:
         """The text in order, each piece with whether it is ours rather than a user's. context: None where there is none."""
@@ -114,10 +114,10 @@ class Prompter:
     def _assemble(self, question_ids: Sequence[int], marker_ids: Sequence[int], context_ids: Sequence[int] | None = None) -> list[int]:
         """The same from a question and a context that are tokenised already."""
         ours = self._template
-        before = self._tokens(ours.before)
+        before = self._encode_pieces(ours.before)
         if context_ids is not None:
-            before = [*self._tokens(ours.before_context), *context_ids, *self._tokens(ours.after_context)]
-        return [*self._encoder.start, *before, *question_ids, *marker_ids, *self._tokens(ours.after)]
+            before = [*self._encode_pieces(ours.before_context), *context_ids, *self._encode_pieces(ours.after_context)]
+        return [*self._encoder.start, *before, *question_ids, *marker_ids, *self._encode_pieces(ours.after)]
 
-    def _tokens(self, pieces: Sequence[str]) -> list[int]:
-        return [i for piece in pieces for i in self._encoder.token(piece)]
+    def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
+        return [i for piece in pieces for i in self._encoder.encode_token(piece)]

@@ -48,18 +48,18 @@ class Config(DatasetConfig):
     def check(self, places: Places) -> None:
         self.check_splits(places, jsonl.SPLITS)
 
-    def named(self, places: Places) -> tasks.Named:
+    def find_task(self, places: Places) -> tasks.NamedTask:
         """The task, as its corpus or resources/tasks defines it."""
-        return tasks.of_corpus(self.task, jsonl.corpus(places, self.corpus))
+        return tasks.find_in_corpus(self.task, jsonl.corpus_folder(places, self.corpus))
 
     def has_split(self, places: Places, split: str) -> bool:
         """Whether there are rows of a split."""
-        return (jsonl.corpus(places, self.corpus) / f"{split}.jsonl").is_file()
+        return (jsonl.corpus_folder(places, self.corpus) / f"{split}.jsonl").is_file()
 
-    def check_splits(self, places: Places, splits: Sequence[str]) -> tasks.Named:
+    def check_splits(self, places: Places, splits: Sequence[str]) -> tasks.NamedTask:
         """`check` of some splits; the task."""
-        folder = jsonl.corpus(places, self.corpus)
-        task = tasks.of_corpus(self.task, folder)
+        folder = jsonl.corpus_folder(places, self.corpus)
+        task = tasks.find_in_corpus(self.task, folder)
         for split in splits:
             if split == "train" and not task.task.trained:
                 raise ConfigError(f"data.task: {self.task!r} has no rows to train on. Name it in predictions.also.")
@@ -68,7 +68,7 @@ class Config(DatasetConfig):
 
     def weight(self, places: Places) -> float | None:
         """Examples of the task in T5's mixtures, in proportion to those of others; None where they leave it out."""
-        return tasks.of_corpus(self.task, jsonl.corpus(places, self.corpus)).task.weight
+        return tasks.find_in_corpus(self.task, jsonl.corpus_folder(places, self.corpus)).task.weight
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)
@@ -97,7 +97,7 @@ class Config(DatasetConfig):
 
         rows: Sequence[Row] = jsonl.read_rows(path, dict.fromkeys(task.task.columns, str), OPTIONAL, check_row)
         if split == "val" and self.val_samples is not None:
-            rows = [rows[i] for i in jsonl.first_of_permutation(len(rows), self.val_samples, path)]
+            rows = [rows[i] for i in jsonl.select_validation_rows(len(rows), self.val_samples, path)]
         digest = hashlib.sha256(f"{jsonl.fingerprint(folder)} {task.fingerprint}".encode()).hexdigest()
         return TaskDataset(self, task, rows, tokenizer, digest)
 
@@ -109,7 +109,7 @@ class Sample(TypedDict):
     targets: list[int]
 
 
-def _require_columns(task: tasks.Named, path: Path) -> None:
+def _require_columns(task: tasks.NamedTask, path: Path) -> None:
     """Raises DataError where the first row of a file lacks a column of the task: most likely it is of another."""
     with reading(path, DataError), open(path, "rb") as file:
         row = jsonl.parse(file.readline(), f"{path}:1")
@@ -133,17 +133,17 @@ class TaskDataset:
     """Samples are the same in every epoch."""
 
     def __init__(
-        self, config: Config, task: tasks.Named, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerFast", fingerprint: str
+        self, config: Config, task: tasks.NamedTask, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerFast", fingerprint: str
     ) -> None:
         self.task, self.fingerprint = task, fingerprint
         self.target_tokens = config.target_tokens
         self._config, self._rows, self._encoder = config, rows, SafeTokenizer(tokenizer)
         self._seen, self._read, self._cut, self._next = bytearray(len(rows)), 0, 0, 1
-        self.answer_ids = [self._target(text) for text in task.answers]
+        self.answer_ids = [self._encode_target(text) for text in task.answers]
         """Ids of every text that may be written, each with its end token; empty where they cannot be listed."""
-        self._require_written(tokenizer)
+        self._require_writable_targets(tokenizer)
 
-    def _require_written(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+    def _require_writable_targets(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         """Raises DataError where a target is too long, or comes back from the tokenizer as another text."""
         texts, place = self.task.answers, f"task {self.task.name!r}"
         for text, ids in zip(texts, self.answer_ids, strict=True):
@@ -152,7 +152,7 @@ class TaskDataset:
                 raise DataError(f"{place}: this tokenizer writes label {text!r} as {back!r}, so no answer could be right. Take another.")
         if not texts:
             texts = [self.task.target(row.get("label")) for row in self._rows]
-        for text, ids in zip(texts, self.answer_ids or self._encoder.texts(texts), strict=True):
+        for text, ids in zip(texts, self.answer_ids or self._encoder.encode_all(texts), strict=True):
             length = len(ids) + (not self.answer_ids)
             if length > self.target_tokens:
                 raise DataError(
@@ -187,11 +187,11 @@ class TaskDataset:
         """Input and target of a row, whatever the epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        return {"inputs": self._input(index), "targets": self._target(self.target(index))}
+        return {"inputs": self._encode_input(index), "targets": self._encode_target(self.target(index))}
 
     def prompt(self, index: int) -> Sample:
         """A sample without its target."""
-        return {"inputs": self._input(index), "targets": [self._encoder.eos_id]}
+        return {"inputs": self._encode_input(index), "targets": [self._encoder.eos_id]}
 
     def input(self, index: int) -> str:
         """What the model reads, before it is cut to `input_tokens`."""
@@ -222,21 +222,21 @@ class TaskDataset:
         """The prompts, each with the target `answer`, one of `answer_ids`."""
         return self.collate([{"inputs": sample["inputs"], "targets": list(answer)} for sample in samples])
 
-    def _input(self, index: int) -> list[int]:
-        ids, most = self._encoder.text(self.input(index)), self._config.input_tokens - 1
+    def _encode_input(self, index: int) -> list[int]:
+        ids, most = self._encoder.encode(self.input(index)), self._config.input_tokens - 1
         if not self._seen[index]:
             self._seen[index] = 1
             self._read += 1
             self._cut += len(ids) > most
             if self._cut >= self._next:
-                self._tell()
+                self._warn()
         return [*ids[:most], self._encoder.eos_id]
 
-    def _tell(self) -> None:
+    def _warn(self) -> None:
         """At the first input that is cut, the 10th, the 100th and so on."""
         found = f"{self._cut} of {self._read} inputs that this process has read so far lost their end"
         log.warning("%s: %s: data.input_tokens is %d.", self._config.corpus, found, self._config.input_tokens)
         self._next = 10 ** len(str(self._cut))
 
-    def _target(self, text: str) -> list[int]:
-        return [*self._encoder.text(text), self._encoder.eos_id]
+    def _encode_target(self, text: str) -> list[int]:
+        return [*self._encoder.encode(text), self._encoder.eos_id]

@@ -120,7 +120,7 @@ def _require_distinct(field: str, values: list[str]) -> None:
         raise ValueError(f"{field}: {', '.join(map(repr, twice))} stands there twice.")
 
 
-class Named:
+class NamedTask:
     """A task with its name: everything that is said in words."""
 
     def __init__(self, name: str, task: Task) -> None:
@@ -137,14 +137,14 @@ class Named:
         return self.task.form
 
     @property
-    def optimised(self) -> str:
+    def optimised_metric(self) -> str:
         """The metric to optimise."""
         return self.task.optimise or self.task.metrics[0]
 
-    def hundredths(self, scores: Mapping[str, float]) -> float:
+    def percent(self, scores: Mapping[str, float]) -> float:
         """The metric to optimise, from 0 (or -100) to 100."""
-        value = scores[self.optimised]
-        return value if self.optimised in _IN_HUNDREDS else 100 * value
+        value = scores[self.optimised_metric]
+        return value if self.optimised_metric in _IN_HUNDREDS else 100 * value
 
     def input(self, row: Mapping[str, str]) -> str:
         """What the model reads of a row."""
@@ -178,7 +178,7 @@ class Named:
         return [bind(METRICS, {"name": "classification", "scores": self.task.metrics, "labels": self.task.labels})]
 
 
-def find(name: str, own: Path | None = None) -> Named:
+def find(name: str, own: Path | None = None) -> NamedTask:
     """The task called `name`. own: a user's file, in which it may stand beside those of resources/tasks.
 
     Raises:
@@ -187,31 +187,31 @@ def find(name: str, own: Path | None = None) -> Named:
     known: dict[str, Path] = {}
     entries: dict[str, Any] = {}
     for path in [*sorted(FOLDER.glob("*.yaml")), *([own] if own else [])]:
-        for task, raw in _read(path).items():
+        for task, raw in _read_tasks(path).items():
             if task in known:
                 raise ConfigError(f"{path}: {task}: a task of this name stands in {known[task]}. Call it otherwise.")
             known[task], entries[task] = path, raw
     if name not in entries:
         raise ConfigError(f"task: {unknown_text('task', name, known)} Another is added by an entry in a file of {FOLDER}.")
-    return Named(name, load_config(Task, entries[name], f"{known[name]}: {name}"))
+    return NamedTask(name, load_config(Task, entries[name], f"{known[name]}: {name}"))
 
 
-def of_corpus(name: str, folder: Path) -> Named:
+def find_in_corpus(name: str, folder: Path) -> NamedTask:
     """The task `name`, which the prepared data set `folder` may have brought itself."""
     return find(name, folder / OWN if (folder / OWN).is_file() else None)
 
 
-def every() -> list[Named]:
+def all_tasks() -> list[NamedTask]:
     """All tasks of resources/tasks, checked."""
-    return [find(name) for path in sorted(FOLDER.glob("*.yaml")) for name in _read(path)]
+    return [find(name) for path in sorted(FOLDER.glob("*.yaml")) for name in _read_tasks(path)]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return _parsed(path, path.stat().st_mtime_ns if path.is_file() else 0)
+def _read_tasks(path: Path) -> dict[str, Any]:
+    return _parse_tasks(path, path.stat().st_mtime_ns if path.is_file() else 0)
 
 
 @lru_cache(maxsize=16)
-def _parsed(path: Path, written: int) -> dict[str, Any]:
+def _parse_tasks(path: Path, written: int) -> dict[str, Any]:
     """The entries of a file, as it was `written`."""
     del written
     raw = read_yaml(path, "tasks by name")

@@ -53,7 +53,7 @@ class Config(DatasetConfig):
             raise DataError(f"{found.path}: fewer than {self.sequence_tokens} tokens, which is one sequence of data.sequence_tokens.")
         chosen = None
         if split == "val" and self.val_sequences is not None:
-            chosen = jsonl.first_of_permutation(len(rows), self.val_sequences, found.path)
+            chosen = jsonl.select_validation_rows(len(rows), self.val_sequences, found.path)
         return TextDataset(rows, found.fingerprint, chosen)
 
 

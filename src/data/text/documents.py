@@ -25,7 +25,7 @@ def check(places: Places, corpus: str) -> None:
     Raises:
         DataError: says what makes it.
     """
-    folder = jsonl.corpus(places, corpus)
+    folder = jsonl.corpus_folder(places, corpus)
     if token_files.is_tokenised(folder):
         token_files.require(folder)
     else:
@@ -40,7 +40,7 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
     Raises:
         DataError: the data set is missing, incomplete or malformed, or was tokenised with another tokenizer.
     """
-    folder = jsonl.corpus(places, corpus)
+    folder = jsonl.corpus_folder(places, corpus)
     encoder = SafeTokenizer(tokenizer)
     if token_files.is_tokenised(folder):
         manifest = token_files.require(folder, [split])
@@ -48,7 +48,7 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
         return StoredDocuments(folder, split, encoder.eos_id)
     path = jsonl.require_file(folder, f"{split}.jsonl")
     texts = [row["text"] for row in jsonl.read_rows(path, {"text": str})]
-    return Documents([join_documents(encoder.texts(texts), encoder.eos_id)], encoder.eos_id, jsonl.fingerprint(folder), path)
+    return Documents([join_documents(encoder.encode_all(texts), encoder.eos_id)], encoder.eos_id, jsonl.fingerprint(folder), path)
 
 
 def join_documents(documents: Iterable[Sequence[int]], eos_id: int) -> token_files.Shard:
@@ -102,7 +102,7 @@ class Documents:
 
         return np.concatenate([np.diff(shard.ends) - 1 for shard in self._shards]) if self._shards else np.empty(0, np.int64)
 
-    def joined(self, first: int, last: int) -> "np.ndarray":
+    def slice_tokens(self, first: int, last: int) -> "np.ndarray":
         """Tokens `first` to `last` (not included) of all documents joined, each ended by the end token: (last - first,) int32."""
         if not 0 <= first <= last <= self.num_tokens:
             raise IndexError(f"tokens {first} to {last} of {self.num_tokens}")
@@ -110,9 +110,9 @@ class Documents:
         start = self._first_tokens[number]
         if last <= self._first_tokens[min(number + 1, len(self._shards))]:
             return self._shards[min(number, len(self._shards) - 1)].ids[first - start : last - start].astype("int32")
-        return self._over_shards(number, first, last)
+        return self._join_shards(number, first, last)
 
-    def _over_shards(self, number: int, first: int, last: int) -> "np.ndarray":
+    def _join_shards(self, number: int, first: int, last: int) -> "np.ndarray":
         """What `join_documents` gives, from shard `number` on."""
         import numpy as np
 

@@ -33,4 +33,4 @@ class Packed:
         """
         if not 0 <= index < self._count:
             raise IndexError(f"row {index} of {self._count}")
-        return self.documents.joined(index * self.length, (index + 1) * self.length)
+        return self.documents.slice_tokens(index * self.length, (index + 1) * self.length)

@@ -34,7 +34,7 @@ class Shard:
     """(documents + 1,) int64: 0, then where each document ends in `ids`, behind its end token."""
 
 
-def type_of(vocab_size: int) -> str:
+def id_dtype(vocab_size: int) -> str:
     """The smallest type on disk for ids below `vocab_size`."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
@@ -82,15 +82,15 @@ def open_split(folder: Path, split: str) -> list[Shard]:
     dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
     shards = []
     for facts in manifest["splits"][split]:
-        ids = _mapped(folder / (facts["name"] + IDS), dtype, facts["tokens"])
-        ends = _mapped(folder / (facts["name"] + ENDS), np.dtype("<i8"), facts["documents"] + 1)
+        ids = _map_file(folder / (facts["name"] + IDS), dtype, facts["tokens"])
+        ends = _map_file(folder / (facts["name"] + ENDS), np.dtype("<i8"), facts["documents"] + 1)
         if ends[0] != 0 or ends[-1] != len(ids):
             raise DataError(f"{folder / (facts['name'] + ENDS)}: damaged: ends at {int(ends[-1])}, not at {len(ids)}. {AGAIN}")
         shards.append(Shard(ids, ends))
     return shards
 
 
-def _mapped(path: Path, dtype: "np.dtype", count: int) -> "np.ndarray":
+def _map_file(path: Path, dtype: "np.dtype", count: int) -> "np.ndarray":
     import numpy as np
 
     try:

@@ -25,12 +25,12 @@ def load(source: str | Path) -> "PreTrainedTokenizerFast":
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if not os.path.isdir(source) and _names_a_folder(source):
-        raise DataError(f"{source}: no such tokenizer folder. {jsonl.made_by(Path(source))}".rstrip())
+    if not os.path.isdir(source) and _is_path(source):
+        raise DataError(f"{source}: no such tokenizer folder. {jsonl.preparation_hint(Path(source))}".rstrip())
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
     except Exception as error:  # a damaged file gives a bare Exception, or whatever a wrong type leads to
-        raise DataError(_unreadable(source, error)) from error
+        raise DataError(_describe_error(source, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(f"{source}: {type(tokenizer).__name__} is not a fast tokenizer. Save it as tokenizer.json first.")
     if tokenizer.eos_token_id is None:
@@ -38,7 +38,7 @@ def load(source: str | Path) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def _unreadable(source: str | Path, error: Exception) -> str:
+def _describe_error(source: str | Path, error: Exception) -> str:
     """What is wrong with a tokenizer that transformers answers with `error`."""
     if os.path.isdir(source) and not os.path.isfile(Path(source) / "tokenizer.json"):
         return f"{source}: no tokenizer can be read from this folder. It should hold tokenizer.json."
@@ -48,10 +48,10 @@ def _unreadable(source: str | Path, error: Exception) -> str:
             "or give the path of a folder with tokenizer.json."
         )
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"{source}: its tokenizer cannot be read ({reason[:200]}). {jsonl.made_by(Path(source)) or 'Get it again.'}"
+    return f"{source}: its tokenizer cannot be read ({reason[:200]}). {jsonl.preparation_hint(Path(source)) or 'Get it again.'}"
 
 
-def _names_a_folder(source: str | Path) -> bool:
+def _is_path(source: str | Path) -> bool:
     """A hub id is "name" or "owner/name"; anything else can only be a path."""
     return isinstance(source, Path) or source.startswith((".", "/", "~")) or source.count("/") > 1
 
@@ -70,38 +70,38 @@ class SafeTokenizer:
         self._backend.no_truncation()
         self._backend.encode_special_tokens = True
         self._controls = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        _cut_spelled(self._backend, self._controls)
+        _split_spelled_controls(self._backend, self._controls)
         eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
         assert isinstance(eos, int), "load refuses a tokenizer without an end token"
         self.eos_id = eos
         self.pad_id = pad if isinstance(pad, int) else eos
-        self.start: list[int] = _start(tokenizer)
+        self.start: list[int] = _start_ids(tokenizer)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._backend.encode_special_tokens = True  # a copy in another process forgets it
 
-    def text(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Ids of user text; no control token is among them."""
         return self._backend.encode(text, add_special_tokens=False).ids if text else []
 
-    def texts(self, texts: Sequence[str]) -> Iterator[list[int]]:
+    def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """`text` of each, many at once on all cores."""
         for first in range(0, len(texts), _BATCH):
             for encoding in self._backend.encode_batch_fast(list(texts[first : first + _BATCH]), add_special_tokens=False):
                 yield encoding.ids
 
-    def control(self, token: str) -> int | None:
+    def control_id(self, token: str) -> int | None:
         """Id of a control token, None where the vocabulary has none of that name."""
         return self._controls.get(token)
 
-    def token(self, token: str) -> list[int]:
+    def encode_token(self, token: str) -> list[int]:
         """A control token as one id, or as the ids of its characters where the vocabulary lacks it."""
-        index = self.control(token)
-        return self.text(token) if index is None else [index]
+        index = self.control_id(token)
+        return self.encode(token) if index is None else [index]
 
 
-def _cut_spelled(backend: "Tokenizer", controls: Iterable[str]) -> None:
+def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> None:
     """Cut text that spells a control token behind its first character, where the model of `backend` would else take it for one piece.
 
     So it is with models of unigrams that have control tokens among their pieces, as transformers' own T5Tokenizer makes them. Other text
@@ -126,7 +126,7 @@ def _cut_spelled(backend: "Tokenizer", controls: Iterable[str]) -> None:
     backend.pre_tokenizer = split if before is None else pre_tokenizers.Sequence([before, split])
 
 
-def _start(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+def _start_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     """What the tokenizer itself puts before every sequence, as Llama's <s>; often nothing."""
     ids = list(tokenizer("")["input_ids"])
     if ids and ids[-1] == tokenizer.eos_token_id != tokenizer.bos_token_id:

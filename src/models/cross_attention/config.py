@@ -138,7 +138,7 @@ class Config(ModelConfig):
             return None
         made = self.plan(sizes)
         block = 2 * made.num_key_value_heads * (made.hidden_size // made.num_heads)
-        return kv_cache_size.of_cross_attention(sizes, 1 if self.shared_weights else self.num_layers, block, value_bytes)
+        return kv_cache_size.cross_attention_bytes(sizes, 1 if self.shared_weights else self.num_layers, block, value_bytes)
 
     def trains_base(self) -> bool:
         """Whether the base changes in training, so that no context can be encoded before it."""
@@ -161,7 +161,7 @@ class Config(ModelConfig):
             raise ConfigError(f"cross_attention: {given} is for Llama-style bases; on {base.model_type!r} it would be ignored. Remove it.")
         hidden, heads = self.hidden_size or base.hidden_size, self.num_heads or base.num_heads
         groups = (self.num_key_value_heads or base.num_key_value_heads) if family.gated else heads
-        made = Plan(family, placement(base.num_layers, self.num_layers, self.stride), hidden, heads, groups)
+        made = Plan(family, layer_indices(base.num_layers, self.num_layers, self.stride), hidden, heads, groups)
         _check_heads(made, self.shared_projections)
         return made
 
@@ -171,14 +171,14 @@ class Plan:
     """A config with every choice made, for one base."""
 
     family: Family
-    places: list[int]
+    layer_indices: list[int]
     """Decoder layers that get a block, the topmost first."""
     hidden_size: int
     num_heads: int
     num_key_value_heads: int
 
 
-def placement(num_decoder_layers: int, num_layers: int, stride: int) -> list[int]:
+def layer_indices(num_decoder_layers: int, num_layers: int, stride: int) -> list[int]:
     """Indices of the decoder layers that get a block: the last, then every `stride`-th below it, `num_layers` of them.
 
     Raises:

@@ -98,15 +98,15 @@ class ContextCache:
         mask = context_mask.bool()
         ids, real = context_ids.view(B * C, S).cpu(), mask.view(B * C, S).cpu()
         keys = {n: self.key(ids[n][real[n]]) for n in range(B * C) if real[n].any()}
-        found = {key: self._read(key) for key in dict.fromkeys(keys.values())}
+        found = {key: self._read_entry(key) for key in dict.fromkeys(keys.values())}
         missing = {key: n for n, key in keys.items() if found[key] is None}
         self.hits += len(found) - len(missing)
         self.misses += len(missing)
         encoded = self._encode(context_ids.view(B * C, S), mask.view(B * C, S), list(missing.values())) if missing else []
         for key, states in zip(missing, encoded, strict=True):
-            stored = self._stored(states)
-            self._write(key, stored)
-            found[key] = self._states(stored)
+            stored = self._to_disk(states)
+            self._write_entry(key, stored)
+            found[key] = self._from_disk(stored)
         hidden = torch.zeros(B * C, S, self._hidden_size, dtype=self._read_as)
         for n, key in keys.items():
             states = found[key]
@@ -136,7 +136,7 @@ class ContextCache:
                 self._model.train(training)
         return [states[real].cpu() for states, real in zip(hidden, mask, strict=True)]
 
-    def _stored(self, states: Tensor) -> dict[str, Tensor]:
+    def _to_disk(self, states: Tensor) -> dict[str, Tensor]:
         if self.dtype == "int8":
             scales = states.float().abs().amax(dim=-1).clamp(min=1e-12) / 127
             stored = {"states": (states.float() / scales[:, None]).round().to(torch.int8), "scales": scales}
@@ -149,10 +149,10 @@ class ContextCache:
             )
         return stored
 
-    def _states(self, stored: dict[str, Tensor]) -> Tensor:
+    def _from_disk(self, stored: dict[str, Tensor]) -> Tensor:
         return stored["states"] * stored["scales"][:, None] if self.dtype == "int8" else stored["states"]
 
-    def _read(self, key: str) -> Tensor | None:
+    def _read_entry(self, key: str) -> Tensor | None:
         """States (S, D) of an entry; None where there is none. A damaged one is deleted."""
         path = self._path(key)
         try:
@@ -173,9 +173,9 @@ class ContextCache:
             return None
         with contextlib.suppress(OSError):  # gone meanwhile, or a folder that may only be read
             os.utime(path)
-        return self._states(stored)
+        return self._from_disk(stored)
 
-    def _write(self, key: str, stored: dict[str, Tensor]) -> None:
+    def _write_entry(self, key: str, stored: dict[str, Tensor]) -> None:
         path = self._path(key)
         data = save({**stored, "checksum": torch.tensor(_checksum(key, stored))})
         if len(data) > self.max_bytes:
@@ -185,18 +185,18 @@ class ContextCache:
             path.parent.mkdir(exist_ok=True)
             try:
                 beside.write_bytes(data)
-                with self._locked() as lock:
+                with self._lock() as lock:
                     if path.exists():  # another process was faster
                         return
-                    total = self._total(lock) + len(data)
-                    _set_total(lock, total)  # before the file is there: who is killed between leaves it too large, never too small
+                    total = self._total_bytes(lock) + len(data)
+                    _write_total(lock, total)  # before the file is there: who is killed between leaves it too large, never too small
                     os.replace(beside, path)
                     if total > self.max_bytes:
-                        _set_total(lock, self._evict())
+                        _write_total(lock, self._evict())
             finally:
                 beside.unlink(missing_ok=True)
 
-    def _total(self, lock: int) -> int:
+    def _total_bytes(self, lock: int) -> int:
         """Bytes of all entries, as the file of the lock says; counted where it is new, or was lost."""
         data = os.pread(lock, 8, 0)
         return struct.unpack("<q", data)[0] if len(data) == 8 else self.num_bytes()
@@ -232,7 +232,7 @@ class ContextCache:
         """Check that the folder is this base's, or make it so."""
         path = self.folder / "cache.json"
         mine = {"format": FORMAT, "base": self._base, "name": name, "dtype": self.dtype}
-        with writing(path), self._locked():
+        with writing(path), self._lock():
             if not path.exists():
                 write_json(path, mine)
                 return
@@ -248,7 +248,7 @@ class ContextCache:
             raise ConfigError(f"{self.folder}: caches {made['dtype']}, not {self.dtype}. Name another folder, or delete this one.")
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
+    def _lock(self) -> Iterator[int]:
         """Hold the lock of all writers; gives its file, which holds the bytes of all entries."""
         descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -258,7 +258,7 @@ class ContextCache:
             os.close(descriptor)
 
 
-def _set_total(lock: int, total: int) -> None:
+def _write_total(lock: int, total: int) -> None:
     os.pwrite(lock, struct.pack("<q", total), 0)
 
 

@@ -39,7 +39,7 @@ class ActiveContext:
     """A context while the decoder reads it."""
 
     context: Context
-    projected: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kv_cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys and values by block: they depend on the context alone, so they are computed once, not once for each place and token."""
 
 
@@ -171,27 +171,27 @@ class CrossAttentionLM(Wrapper):
             ConfigError: `base` is of no known family, or the blocks do not fit it.
         """
         super().__init__()
-        sizes, layers = _fit(config, base)
+        sizes, layers = _plan_for(config, base)
         self.base = base.requires_grad_(config.train_all_params)
         self.settings = config
-        keys = ["shared"] if config.shared_weights else [str(i) for i in sizes.places]
-        self.places = sizes.places
+        keys = ["shared"] if config.shared_weights else [str(i) for i in sizes.layer_indices]
+        self.layer_indices = sizes.layer_indices
         """Indices of the decoder layers that have a block, the topmost first."""
         blocks = {key: Block(config, base.config, sizes) for key in keys}
         self.blocks = nn.ModuleDict(blocks)
         """By the index of the decoder layer, or one for all of them."""
         self._reading: ActiveContext | None = None
-        self.passes: Callable[[int], int] = lambda needed: needed
+        self.num_passes: Callable[[int], int] = lambda needed: needed
         """How many passes through the base `encode` makes where it needs so many. More where processes wait for each other in them."""
-        for i in sizes.places:
+        for i in sizes.layer_indices:
             block = blocks["shared" if config.shared_weights else str(i)]
             if config.final_layer:
-                layers[i].register_forward_hook(partial(self._after, block), with_kwargs=True)
+                layers[i].register_forward_hook(partial(self._post_hook, block), with_kwargs=True)
             else:
-                layers[i].register_forward_pre_hook(partial(self._before, block), with_kwargs=True)
+                layers[i].register_forward_pre_hook(partial(self._pre_hook, block), with_kwargs=True)
         self.train()
 
-    def each_block(self) -> list[Block]:
+    def unique_blocks(self) -> list[Block]:
         """The blocks, one that stands at several places once."""
         return cast(list[Block], list(self.blocks.values()))
 
@@ -211,7 +211,7 @@ class CrossAttentionLM(Wrapper):
         training = self.base.training
         self.base.eval()
         with self.reading(None):
-            hidden = encode(self.base, context_ids.reshape(B * C, S), mask.reshape(B * C, S), self.passes)
+            hidden = encode(self.base, context_ids.reshape(B * C, S), mask.reshape(B * C, S), self.num_passes)
         self.base.train(training)
         return Context(hidden.view(B, C * S, -1), mask.reshape(B, C * S))
 
@@ -231,7 +231,7 @@ class CrossAttentionLM(Wrapper):
         Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each predicted from the
         tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token after it.
         """
-        with self._read_now(context_ids, context_mask, context_hidden):
+        with self._reading_batch(context_ids, context_mask, context_hidden):
             hidden = last_hidden(self.base, input_ids, attention_mask)
         if loss_mask is not None:
             hidden = hidden[:, :-1][loss_mask[:, 1:]]
@@ -257,20 +257,20 @@ class CrossAttentionLM(Wrapper):
         Raises:
             ConfigError: there is no context, neither here nor around.
         """
-        with self._read_now(context_ids, context_mask, context_hidden):
+        with self._reading_batch(context_ids, context_mask, context_hidden):
             return self.base.generate(input_ids=input_ids, attention_mask=attention_mask.long(), **kwargs)
 
-    def _read_now(
+    def _reading_batch(
         self, context_ids: Tensor | None, context_mask: Tensor | None, context_hidden: Tensor | None
     ) -> AbstractContextManager[None]:
         """While the contexts of a batch are read; those that are being read already where it has none."""
         if context_mask is not None:
-            return self.reading(self.read(context_ids, context_mask, context_hidden))
+            return self.reading(self.make_context(context_ids, context_mask, context_hidden))
         if self._reading is None:
             raise ConfigError("no context to read: give context_ids and context_mask, or call it inside `with model.reading(context):`.")
         return nullcontext()
 
-    def read(self, context_ids: Tensor | None, context_mask: Tensor, context_hidden: Tensor | None = None) -> Context:
+    def make_context(self, context_ids: Tensor | None, context_mask: Tensor, context_hidden: Tensor | None = None) -> Context:
         """Contexts to be read: (B, C, S) ids and mask are encoded now; states (B, P, D) were before, and the mask is (B, P)."""
         if context_hidden is not None:
             return Context(context_hidden, context_mask.bool())
@@ -290,29 +290,29 @@ class CrossAttentionLM(Wrapper):
         finally:
             self._reading = outer
 
-    def _read(self, block: Block, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def _apply_block(self, block: Block, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
         assert self._reading is not None
         reading = self._reading
-        if block not in reading.projected:
-            reading.projected[block] = block.project(reading.context.hidden, reading.context.mask)
-        return block(h, *reading.projected[block], reading.context.mask, kwargs.get("position_ids"))
+        if block not in reading.kv_cache:
+            reading.kv_cache[block] = block.project(reading.context.hidden, reading.context.mask)
+        return block(h, *reading.kv_cache[block], reading.context.mask, kwargs.get("position_ids"))
 
-    def _before(self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pre_hook(self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pre-hook: the layer gets what the block makes of its input."""
         if self._reading is None:
             return None
-        return (self._read(block, args[0], kwargs), *args[1:]), kwargs
+        return (self._apply_block(block, args[0], kwargs), *args[1:]), kwargs
 
-    def _after(self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _post_hook(self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Hook: the next layer gets what the block makes of this layer's output."""
         if self._reading is None:
             return None
         if isinstance(output, tuple):
-            return (self._read(block, output[0], kwargs), *output[1:])
-        return self._read(block, output, kwargs)
+            return (self._apply_block(block, output[0], kwargs), *output[1:])
+        return self._apply_block(block, output, kwargs)
 
 
-def _fit(config: Config, base: PreTrainedModel) -> tuple[Plan, nn.ModuleList]:
+def _plan_for(config: Config, base: PreTrainedModel) -> tuple[Plan, nn.ModuleList]:
     """The choices for this base, and its list of layers."""
     known = architecture.from_dict(base.config.to_dict())
     if known is None or known.model_type not in FAMILIES:

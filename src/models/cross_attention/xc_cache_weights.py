@@ -42,14 +42,14 @@ _PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
 
 def names(model: "CrossAttentionLM") -> dict[str, list[str]]:
     """What XC-Cache calls each weight of the blocks, by our name; several names where a block stands at several places."""
-    block = model.each_block()[0]
+    block = model.unique_blocks()[0]
     gated, together = block.mlp.gate is not None, block.attention.k is None
     table = _LLAMA if gated else _GPT_TOGETHER if together else _GPT_APART
     found = {}
     for key in model.blocks.state_dict():
         place, _, rest = key.partition(".")
         part, _, kind = rest.rpartition(".")
-        indices = model.places if place == "shared" else [int(place)]
+        indices = model.layer_indices if place == "shared" else [int(place)]
         found[f"blocks.{key}"] = [f"{_PREFIX}.{i}.{table[part]}.{kind}" for i in indices]
     return found
 
@@ -79,10 +79,10 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
     """
     import torch
 
-    _agree(model, folder)
+    _check_config(model, folder)
     saved: dict[str, Tensor] = {}
     for path in require(folder):
-        saved |= _read(path)
+        saved |= _read_blocks(path)
     wanted, weights = names(model), model.state_dict()
     expected = {theirs for several in wanted.values() for theirs in several}
     if saved.keys() != expected:
@@ -103,7 +103,7 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
             weights[ours].copy_(saved[several[0]])
 
 
-def _agree(model: "CrossAttentionLM", folder: Path) -> None:
+def _check_config(model: "CrossAttentionLM", folder: Path) -> None:
     """Refuse blocks that stand or compute otherwise, as far as their config.json tells."""
     path = folder / "config.json"
     told = read_json(path, CheckpointError) if path.is_file() else {}
@@ -132,7 +132,7 @@ def save(model: "CrossAttentionLM", folder: Path) -> None:
 
 def _settings(model: "CrossAttentionLM") -> dict[str, Any]:
     """The blocks' sizes, as XC-Cache writes them into config.json."""
-    config, attention = model.settings, model.each_block()[0].attention
+    config, attention = model.settings, model.unique_blocks()[0].attention
     return {
         "_name_or_path": model.name_or_path,
         "n_cross_attn_layers": config.num_layers,
@@ -149,7 +149,7 @@ def _settings(model: "CrossAttentionLM") -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> "Mapping[str, Tensor]":
+def _read_blocks(path: Path) -> "Mapping[str, Tensor]":
     """The blocks' weights in one file."""
     import pickle
 

@@ -46,7 +46,7 @@ class FusionInDecoder(Wrapper):
         logits = self.base(
             encoder_outputs=BaseModelOutput(last_hidden_state=hidden),  # type: ignore[arg-type]  a subclass of the tensor it asks for
             attention_mask=mask.long(),
-            decoder_input_ids=self._started(input_ids),
+            decoder_input_ids=self._with_start_token(input_ids),
             decoder_attention_mask=attention_mask.long(),
             use_cache=False,
         ).logits
@@ -63,11 +63,11 @@ class FusionInDecoder(Wrapper):
         return self.base.generate(
             encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
             attention_mask=mask.long(),
-            decoder_input_ids=self._started(input_ids),
+            decoder_input_ids=self._with_start_token(input_ids),
             **kwargs,
         )
 
-    def _started(self, input_ids: Tensor) -> Tensor:
+    def _with_start_token(self, input_ids: Tensor) -> Tensor:
         """(B, T) with the base's start token in the first column."""
         started = input_ids.clone()
         started[:, 0] = self.config.decoder_start_token_id

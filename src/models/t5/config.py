@@ -79,9 +79,9 @@ class Config(ModelConfig):
         """
         self.check(places)
         if self.random:
-            model: Any = _random(self.random, self.dropout_rate or 0.0, places.data / self.random.tokenizer)
+            model: Any = _build_random(self.random, self.dropout_rate or 0.0, places.data / self.random.tokenizer)
         else:
-            model = self._pretrained().load(places, "T5ForConditionalGeneration")
+            model = self._hf_config().load(places, "T5ForConditionalGeneration")
             if self.dropout_rate is not None:
                 _set_dropout(model, self.dropout_rate)
         t5_masks.accept(model)
@@ -91,8 +91,8 @@ class Config(ModelConfig):
         if self.random:
             prepared_tokenizer.require(places.data / self.random.tokenizer)
             return
-        self._pretrained().require_files(places)
-        known = self._pretrained().architecture(places)
+        self._hf_config().require_files(places)
+        known = self._hf_config().architecture(places)
         if known is None or known.model_type not in ("t5", "mt5"):
             raise ConfigError(f"{self.path}: a model of type {known.model_type if known else 'unknown'!r}; expected a T5.")
 
@@ -100,12 +100,12 @@ class Config(ModelConfig):
         if self.random:
             sizes = self.random
             return Architecture("t5", sizes.num_layers, sizes.hidden_size, sizes.num_heads, num_key_value_heads=sizes.num_heads)
-        found = self._pretrained().architecture(places)
+        found = self._hf_config().architecture(places)
         return replace(found, max_positions=None) if found else None
 
     def fingerprint(self, places: Places) -> str | None:
         """Of the pretrained weights; None where there are none."""
-        return None if self.random else self._pretrained().fingerprint(places)
+        return None if self.random else self._hf_config().fingerprint(places)
 
     def tokenizer_folder(self, places: Places) -> Path | None:
         """Where the tokenizer of random weights lies; None for pretrained ones."""
@@ -114,11 +114,11 @@ class Config(ModelConfig):
     def kind(self, places: Places | None) -> str:
         return ENCODER_DECODER
 
-    def _pretrained(self) -> hf.Config:
+    def _hf_config(self) -> hf.Config:
         return hf.Config(path=self.path or "", dtype=self.dtype or "float32", revision=self.revision)
 
 
-def _random(sizes: Random, dropout_rate: float, folder: Path) -> "T5ForConditionalGeneration":
+def _build_random(sizes: Random, dropout_rate: float, folder: Path) -> "T5ForConditionalGeneration":
     """Weights drawn as in T5 (Raffel et al. 2020, arXiv 1910.10683).
 
     v1.1's matrix for the logits is drawn with standard deviation hidden_size^-0.5, so that logits begin with variance 1 and the loss at

@@ -25,17 +25,17 @@ def accept(model: "T5ForConditionalGeneration") -> None:
 
 def _without_cross_mask(encoder: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     given.pop(CROSS_MASK, None)
-    return args, _taken(encoder, given, "attention_mask")
+    return args, _to_additive(encoder, given, "attention_mask")
 
 
 def _with_cross_mask(decoder: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     cross_mask = given.pop(CROSS_MASK, None)
     if cross_mask is not None:
         given["encoder_attention_mask"] = cross_mask
-    return args, _taken(decoder, given, "attention_mask", "encoder_attention_mask")
+    return args, _to_additive(decoder, given, "attention_mask", "encoder_attention_mask")
 
 
-def _taken(stack: Any, given: dict[str, Any], *names: str) -> dict[str, Any]:
+def _to_additive(stack: Any, given: dict[str, Any], *names: str) -> dict[str, Any]:
     """`given`, with masks of four axes as the attention of `stack` takes them: eager attention adds them to its logits."""
     import torch
 

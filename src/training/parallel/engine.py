@@ -64,8 +64,8 @@ class Engine(ABC):
         """Make every rank run the same number of forward passes: sharded models deadlock otherwise."""
         if self.sharded:
             for part in self.module.modules():
-                if "passes" in vars(part):
-                    vars(part)["passes"] = distributed.all_reduce_max
+                if "num_passes" in vars(part):
+                    vars(part)["num_passes"] = distributed.all_reduce_max
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around one forward and backward pass; after the `last` of a step the gradients are the mean over processes."""

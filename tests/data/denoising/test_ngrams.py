@@ -35,7 +35,7 @@ def sentence_piece():
 def make(sentence_piece, tmp_path):
     def made(lines, density=0.15, mean_span=3.0):
         (tmp_path / "ngrams.txt").write_text("".join(f"{line}\n" for line in lines))
-        vocabulary = ngrams.read(tmp_path / "ngrams.txt")
+        vocabulary = ngrams.read_vocabulary(tmp_path / "ngrams.txt")
         return ngrams.Ngrams(Words(sentence_piece), vocabulary, (density, mean_span), SENTINELS, EOS)
 
     return made
@@ -43,7 +43,7 @@ def make(sentence_piece, tmp_path):
 
 def words_of(tokenizer, row):
     words = Words(tokenizer)
-    return words.spelled(row, np.append(words.starts(row).nonzero()[0], len(row)))
+    return words.word_texts(row, np.append(words.starts(row).nonzero()[0], len(row)))
 
 
 def test_words_by_the_marks_of_sentence_piece(sentence_piece):
@@ -181,7 +181,7 @@ def test_draws_are_functions_of_the_generator(make):
 def test_vocabularies_that_are_refused(tmp_path, content, message):
     (tmp_path / "ngrams.txt").write_bytes(content)
     with pytest.raises(DataError, match=re.escape(f"ngrams.txt{message}" if message[0] == ":" else message)):
-        ngrams.read(tmp_path / "ngrams.txt")
+        ngrams.read_vocabulary(tmp_path / "ngrams.txt")
 
 
 def test_as_an_option_of_span_corruption(places, write_corpus, make_tokenizer):

@@ -54,7 +54,7 @@ def test_every_token_is_read_once_an_epoch_by_denoisers_in_their_shares(build):
     for epoch in (0, 1):
         rows, made = {}, Counter()
         for index in range(len(data)):
-            number, first = data.placed(epoch, index)
+            number, first = data.locate(epoch, index)
             sample = data.sample(epoch, index)
             inputs, targets = sample["input_ids"].tolist(), sample["labels"].tolist()
             mode = [[BYTES + ord("R")], [2], []][number]
@@ -71,7 +71,7 @@ def test_every_token_is_read_once_an_epoch_by_denoisers_in_their_shares(build):
 
 def test_the_denoiser_is_a_function_of_seed_epoch_and_index(build):
     def placed(data, epoch):
-        return [data.placed(epoch, i) for i in range(len(data))]
+        return [data.locate(epoch, i) for i in range(len(data))]
 
     assert placed(build(), 2) == placed(build(), 2)
     assert placed(build(), 0) != placed(build(), 1)

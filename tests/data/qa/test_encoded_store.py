@@ -12,7 +12,7 @@ import torch
 from src.config import load
 from src.data.qa import cross_attention as qa
 from src.data.qa import encoded_store, templates
-from src.data.qa.encoded_shards import RECORD, Writer, read_index, recover, unlisted
+from src.data.qa.encoded_shards import RECORD, Writer, read_index, recover, unlisted_shards
 from src.data.qa.encoder_inputs import EncoderInputs, EncodingOptions
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError
@@ -36,7 +36,7 @@ def write_store(folder, chunks, dtype="bfloat16", shards=2, **facts):
     for n in range(shards):
         writer = Writer(folder, f"s{n}", D, dtype)
         for ids in chunks[n::shards]:
-            writer.append(encoded_store.key_of(ids), states_of(ids))
+            writer.append(encoded_store.context_key(ids), states_of(ids))
         writer.close()
         listed[f"s{n}"] = {"entries": len(chunks[n::shards]), "tokens": sum(map(len, chunks[n::shards]))}
     store = {"format": 1, "model": {"name": "hf", "path": "p", "fingerprint": "f"}, "hidden_size": D, "dtype": dtype, "shards": listed}
@@ -59,7 +59,7 @@ def test_what_was_written_comes_out_bit_for_bit(tmp_path, dtype):
 
 def test_batches_have_each_chunk_where_encoding_puts_it(tmp_path):
     store = write_store(tmp_path / "e", CHUNKS, "float32")
-    hidden, mask = store.padded([[[4], [1, 2]], [[1, 2, 3]]])
+    hidden, mask = store.pad([[[4], [1, 2]], [[1, 2, 3]]])
     expected = torch.zeros(2, 6, D)
     expected[0, 0], expected[0, 3:5], expected[1, :3] = states_of([4])[0], states_of([1, 2]), states_of([1, 2, 3])
     assert torch.equal(hidden, expected)
@@ -70,7 +70,7 @@ def test_keys_that_begin_alike_are_told_apart(tmp_path):
     folder = tmp_path / "e"
     folder.mkdir()
     writer = Writer(folder, "s", D, "float32")
-    key = encoded_store.key_of([1])
+    key = encoded_store.context_key([1])
     writer.append(key[:8] + bytes(24), states_of([9]))
     writer.append(key, states_of([1]))
     writer.close()
@@ -204,20 +204,20 @@ def test_what_a_run_trained_around_a_base_is_encoded_by_that_base(tmp_path, plac
 def test_a_killed_writer_leaves_what_it_committed(tmp_path):
     writer = Writer(tmp_path, "s", D, "float32")
     for ids in CHUNKS[:2]:
-        writer.append(encoded_store.key_of(ids), states_of(ids))
+        writer.append(encoded_store.context_key(ids), states_of(ids))
     writer.commit()
-    writer.append(encoded_store.key_of(CHUNKS[2]), states_of(CHUNKS[2]))
+    writer.append(encoded_store.context_key(CHUNKS[2]), states_of(CHUNKS[2]))
     writer._states.flush()
     with open(tmp_path / "s.index", "ab") as file:
         file.write(b"torn")
     writer._index.close()  # as the system does for a killed process
     writer._states.close()
     records = recover(tmp_path, "s", D * 4)
-    assert [bytes(r["key"]) for r in records] == [encoded_store.key_of(ids) for ids in CHUNKS[:2]]
+    assert [bytes(r["key"]) for r in records] == [encoded_store.context_key(ids) for ids in CHUNKS[:2]]
     assert (tmp_path / "s.states").stat().st_size == 4 * D * 4
     assert (tmp_path / "s.index").stat().st_size == 2 * RECORD.itemsize
-    assert unlisted(tmp_path, []) == ["s"]
-    assert unlisted(tmp_path, ["s"]) == []
+    assert unlisted_shards(tmp_path, []) == ["s"]
+    assert unlisted_shards(tmp_path, ["s"]) == []
 
 
 def test_recovery_cuts_at_the_first_damage(tmp_path):

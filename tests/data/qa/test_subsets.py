@@ -166,7 +166,7 @@ def test_encoded_contexts_are_those_of_the_chosen_rows(build, places, write_corp
     tokens = 0
     for i, row in enumerate(ROWS):  # of all rows of the file; each one's states say its number
         (ids,) = inputs.chunks(row, row["question"])
-        writer.append(encoded_store.key_of(ids), torch.full((len(ids), 1), i + 1.0))
+        writer.append(encoded_store.context_key(ids), torch.full((len(ids), 1), i + 1.0))
         tokens += len(ids)
     writer.close()
     made = {**vars(rules), "corpus": qa.jsonl.fingerprint(folder), "tokenizer": encoded_store.tokenizer_digest(tokenizer)}

@@ -6,7 +6,7 @@ import pytest
 
 from src.config import load
 from src.data.tasks import task_table as tasks
-from src.data.tasks.task_table import Named, Task, find
+from src.data.tasks.task_table import NamedTask, Task, find
 from src.errors import ConfigError
 
 A = {name: name[0].upper() for name in ("choice1", "choice2", "premise", "hypothesis", "question", "passage", "sentence", "answer", "word")}
@@ -62,16 +62,16 @@ def test_what_the_model_reads(task: str, expected: str):
 
 def test_every_task_is_in_the_test_above():
     (marker,) = (mark for mark in test_what_the_model_reads.pytestmark if mark.name == "parametrize")  # type: ignore[attr-defined]
-    assert sorted(name for name, _ in marker.args[1]) == sorted(task.name for task in tasks.every())
+    assert sorted(name for name, _ in marker.args[1]) == sorted(task.name for task in tasks.all_tasks())
 
 
 def test_columns_keep_their_order_and_a_row_without_a_label_has_one_text():
     """Google's test of `preprocessors.glue`."""
-    qqp = Named("qqp", load(Task, {**PLAIN, "columns": ["q1", "q2", "q3"], "labels": ["not_duplicate", "duplicate"]}, "t"))
+    qqp = NamedTask("qqp", load(Task, {**PLAIN, "columns": ["q1", "q2", "q3"], "labels": ["not_duplicate", "duplicate"]}, "t"))
     row = {"q3": "Who?", "q1": "How so?", "q2": "Why not?"}
     assert qqp.input(row) == "qqp q1: How so? q2: Why not? q3: Who?"
     assert (qqp.target("not_duplicate"), qqp.target(None)) == ("not_duplicate", "<unk>")
-    other = Named("qqp", load(Task, {**PLAIN, "columns": ["q2", "q1"]}, "t"))
+    other = NamedTask("qqp", load(Task, {**PLAIN, "columns": ["q2", "q1"]}, "t"))
     assert other.input(row) == "qqp q2: Why not? q1: How so?"
 
 
@@ -138,7 +138,7 @@ class TestDefectsOfTheSeed:
     def test_cola_has_one_colon_and_is_optimised_by_its_correlation(self):
         cola = find("cola")
         assert cola.input({"sentence": "x"}).count(":") == 1
-        assert cola.optimised == "matthews"
+        assert cola.optimised_metric == "matthews"
 
     def test_ax_is_asked_as_mnli_and_never_trained_on(self):
         ax, mnli = find("ax"), find("mnli")
@@ -170,7 +170,7 @@ def test_how_answers_are_scored(task: str, metrics: list[str]):
 
 
 def test_the_weights_of_t5():
-    found = {task.name: task.task.weight for task in tasks.every()}
+    found = {task.name: task.task.weight for task in tasks.all_tasks()}
     assert [found[name] for name in ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")] == [
         *(8551, 67349, 3668, 363849, 5749, 392702, 104743, 2490),
         None,
@@ -180,7 +180,7 @@ def test_the_weights_of_t5():
 
 
 def test_the_files_that_glue_takes():
-    found = {task.name: task.task.submission for task in tasks.every() if task.task.submission}
+    found = {task.name: task.task.submission for task in tasks.all_tasks() if task.task.submission}
     assert {name: (given.file, given.label) for name, given in found.items()} == {
         "cola": ("CoLA.tsv", "number"),
         "sst2": ("SST-2.tsv", "number"),
@@ -197,8 +197,8 @@ def test_the_files_that_glue_takes():
 
 
 def test_scores_in_hundredths():
-    assert find("cola").hundredths({"matthews": 30.0, "accuracy": 0.5}) == 30.0
-    assert find("rte").hundredths({"accuracy": 0.5}) == 50.0
+    assert find("cola").percent({"matthews": 30.0, "accuracy": 0.5}) == 30.0
+    assert find("rte").percent({"accuracy": 0.5}) == 50.0
 
 
 def test_classes_by_number():
@@ -255,6 +255,6 @@ def test_a_task_of_ones_own(tmp_path: Path):
 
 
 def test_another_entry_is_another_fingerprint():
-    one, other = (Named("t", load(Task, {**PLAIN, "columns": [name]}, "t")) for name in ("a", "b"))
+    one, other = (NamedTask("t", load(Task, {**PLAIN, "columns": [name]}, "t")) for name in ("a", "b"))
     assert one.fingerprint != other.fingerprint
-    assert one.fingerprint == Named("t", one.task).fingerprint != Named("u", one.task).fingerprint
+    assert one.fingerprint == NamedTask("t", one.task).fingerprint != NamedTask("u", one.task).fingerprint

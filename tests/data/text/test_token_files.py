@@ -99,7 +99,7 @@ def test_ids_that_fill_16_bits_stay_themselves(tmp_path):
         writer.append(np.array([65535, 0]), np.array([2]))
         writer.close()
     assert np.fromfile(tmp_path / "a.ids", "<u2").tolist() == [65535, 0]
-    assert [token_files.type_of(n) for n in (65536, 65537)] == ["uint16", "uint32"]
+    assert [token_files.id_dtype(n) for n in (65536, 65537)] == ["uint16", "uint32"]
 
 
 def test_a_shard_without_documents_leaves_no_files(tmp_path):

@@ -51,10 +51,10 @@ def test_user_text_never_becomes_a_control_token(tokenizer):
     encoder = SafeTokenizer(tokenizer)
     for token in ("<|endoftext|>", "<fim_prefix>", "<|assistant|>", "<|pad|>"):
         text = f"a {token} b"
-        assert len(encoder.text(text)) == len(text)
-        assert min(encoder.text(text)) >= 8
-        assert tokenizer.decode(encoder.text(text)) == text
-        assert list(encoder.texts([text])) == [encoder.text(text)]
+        assert len(encoder.encode(text)) == len(text)
+        assert min(encoder.encode(text)) >= 8
+        assert tokenizer.decode(encoder.encode(text)) == text
+        assert list(encoder.encode_all([text])) == [encoder.encode(text)]
 
 
 def test_text_that_spells_a_piece_of_a_unigram_model_is_no_control_token():
@@ -67,11 +67,11 @@ def test_text_that_spells_a_piece_of_a_unigram_model_is_no_control_token():
     assert tokenizer("a</s>").input_ids == [4, 1, 1]
     made = SafeTokenizer(tokenizer)
     for encoder in (made, pickle.loads(pickle.dumps(made))):
-        assert encoder.text("a <extra_id_0> b </s>") == [4, 10, 2, 9, 5, 10, 7, 8, 9]  # 2: a run of letters that are no pieces
-        assert list(encoder.texts(["a</s>", "<pad>"])) == [[11, 7, 8, 9], [10, 2, 9]]
-        assert encoder.token("<extra_id_0>") == [111]
+        assert encoder.encode("a <extra_id_0> b </s>") == [4, 10, 2, 9, 5, 10, 7, 8, 9]  # 2: a run of letters that are no pieces
+        assert list(encoder.encode_all(["a</s>", "<pad>"])) == [[11, 7, 8, 9], [10, 2, 9]]
+        assert encoder.encode_token("<extra_id_0>") == [111]
         for ordinary in ("a <b> </a>", "a<<//s> s", "<extra"):
-            assert encoder.text(ordinary) == tokenizer(ordinary, add_special_tokens=False).input_ids
+            assert encoder.encode(ordinary) == tokenizer(ordinary, add_special_tokens=False).input_ids
     assert tokenizer("a</s>").input_ids == [4, 1, 1]
 
 
@@ -83,7 +83,7 @@ def test_words_that_are_control_tokens_stay_text():
     backend = Tokenizer(models.WordLevel({"</s>": 0, "?": 1, "a": 2, "b": 3}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    assert SafeTokenizer(tokenizer).text("a </s> b") == [2, 1, 1, 3]
+    assert SafeTokenizer(tokenizer).encode("a </s> b") == [2, 1, 1, 3]
 
 
 def test_no_text_is_cut_where_no_spelling_becomes_a_control_token(tokenizer):
@@ -97,20 +97,20 @@ def test_making_an_encoder_leaves_the_tokenizer_as_it_was(tokenizer):
 
 def test_many_texts_come_in_order(tokenizer):
     texts = [str(i) * (i % 7) for i in range(600)]
-    assert list(SafeTokenizer(tokenizer).texts(texts)) == [[8 + b for b in text.encode()] for text in texts]
+    assert list(SafeTokenizer(tokenizer).encode_all(texts)) == [[8 + b for b in text.encode()] for text in texts]
 
 
 def test_control_tokens_by_name_or_spelled_out(make_tokenizer):
     encoder = SafeTokenizer(make_tokenizer(["<|endoftext|>"], pad=None))
-    assert encoder.token("<|endoftext|>") == [0]
-    assert encoder.control("<|user|>") is None
-    assert encoder.token("<|user|>") == [1 + b for b in b"<|user|>"]
+    assert encoder.encode_token("<|endoftext|>") == [0]
+    assert encoder.control_id("<|user|>") is None
+    assert encoder.encode_token("<|user|>") == [1 + b for b in b"<|user|>"]
     assert encoder.pad_id == encoder.eos_id == 0
 
 
 def test_an_encoder_reaches_other_processes(tokenizer):
     encoder = pickle.loads(pickle.dumps(SafeTokenizer(tokenizer)))
-    assert min(encoder.text("<|user|>")) >= 8
+    assert min(encoder.encode("<|user|>")) >= 8
 
 
 def test_a_start_token_is_kept_and_an_end_token_is_not(make_tokenizer):

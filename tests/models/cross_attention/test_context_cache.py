@@ -135,7 +135,7 @@ def test_the_least_recently_read_go_first(make, contexts, tmp_path):
     assert cache.num_bytes() == size * 9
     cache.hits = cache.misses = 0
     for n, found in ((0, True), (1, False)):
-        assert (cache._read(cache.key(ids[n, 0])) is not None) is found
+        assert (cache._read_entry(cache.key(ids[n, 0])) is not None) is found
     for n in range(20):
         cache.contexts(ids[n : n + 1], mask[n : n + 1])
         assert cache.num_bytes() <= size * 10
@@ -280,7 +280,7 @@ def test_who_comes_second_does_not_count_a_context_again(make, contexts, tmp_pat
     cache = ContextCache(tmp_path / "c", make(), PLENTY)
     cache.contexts(*contexts)
     for _ in range(2):
-        cache._write(cache.key(contexts[0][0, 0]), cache._stored(torch.zeros(9, 16)))
+        cache._write_entry(cache.key(contexts[0][0, 0]), cache._to_disk(torch.zeros(9, 16)))
     assert int.from_bytes((tmp_path / "c" / ".lock").read_bytes(), "little") == cache.num_bytes()
     assert cache.contexts(*contexts).hidden[0].any()
 

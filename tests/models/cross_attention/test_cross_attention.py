@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from src.errors import ConfigError
-from src.models.cross_attention.config import FAMILIES, placement
+from src.models.cross_attention.config import FAMILIES, layer_indices
 from src.weights import load_trained, trained_weights
 
 FAMILY_NAMES = sorted(FAMILIES)
@@ -24,20 +24,20 @@ FAMILY_NAMES = sorted(FAMILIES)
     ],
 )
 def test_placement(depth, num_layers, stride, expected):
-    assert placement(depth, num_layers, stride) == expected
+    assert layer_indices(depth, num_layers, stride) == expected
 
 
 def test_placement_that_does_not_fit():
     with pytest.raises(
         ConfigError, match=r"num_layers 6 x stride 3 needs 18 decoder layers, the base has 16. Fits: num_layers up to 5 or stride up to 2."
     ):
-        placement(16, 6, 3)
+        layer_indices(16, 6, 3)
     with pytest.raises(ConfigError, match=r"num_layers 2 x stride 9 .* the base has 8. Fits: stride up to 4."):
-        placement(8, 2, 9)
+        layer_indices(8, 2, 9)
     with pytest.raises(ConfigError, match=r"Both must be smaller: their product may be 4 at most"):
-        placement(4, 5, 6)
+        layer_indices(4, 5, 6)
     with pytest.raises(ConfigError, match=r"num_layers 0 and stride 1 must be at least 1"):
-        placement(4, 0, 1)
+        layer_indices(4, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,12 @@ class Config(DatasetConfig):
     @model_validator(mode="after")
     def _has_room(self) -> "Config":
         try:
-            self._room(self.input_tokens)
+            self._make_room(self.input_tokens)
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return self
 
-    def _room(self, num_sentinels: int) -> Room:
+    def _make_room(self, num_sentinels: int) -> Room:
         return Room(self.input_tokens, self.target_tokens, self.noise_density, self.mean_span_tokens, num_sentinels)
 
     @property
@@ -75,10 +75,10 @@ class Config(DatasetConfig):
         jsonl.require_splits(places, self.corpus)
 
     def check_tokenizer(self, folder: Path | None) -> None:
-        added = sentinels.added_ahead(folder)
+        added = sentinels.read_added_tokens(folder)
         if added is not None:
             _require_sentence_tokens([name for name, (_, special) in added.items() if special], self.num_sentences, str(folder))
-            sentinels.require_ahead(folder, 1, "data")
+            sentinels.require_in_folder(folder, 1, "data")
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)
@@ -95,16 +95,16 @@ class Config(DatasetConfig):
                 than `val_sequences`.
             ConfigError: the sentinels are too few for any text.
         """
-        folder = jsonl.corpus(places, self.corpus)
+        folder = jsonl.corpus_folder(places, self.corpus)
         path = jsonl.require_file(folder, f"{split}.jsonl")
         words = Words(tokenizer, self.num_sentences)
         rows = jsonl.read_rows(path, {"text": str})
-        room = self._room(len(words.sentinels))
+        room = self._make_room(len(words.sentinels))
         groups = Groups((row["text"] for row in rows), tokenizer, room, self.num_sentences, jsonl.fingerprint(folder))
         if not len(groups):
             raise DataError(f"{path}: no text but white space.")
         some = self.val_sequences if split == "val" else None
-        chosen = range(len(groups)) if some is None else jsonl.first_of_permutation(len(groups), some, path)
+        chosen = range(len(groups)) if some is None else jsonl.select_validation_rows(len(groups), some, path)
         return DepthDataset(self, groups, chosen, words, (split, seed))
 
 
@@ -170,9 +170,9 @@ class DepthDataset:
         # Not turned round, the mask would end with the last word of the text, and so tell which sentence is the last.
         mask = noise.noise_mask(len(ids), config.noise_density, config.mean_span_tokens, rng, roll=True)
         inputs, targets = corrupt(ids, bounds, mask, order, self._words.sentinels)
-        return {"input_ids": self._marked(inputs, names, order), "labels": self._marked(targets, names, range(count))}
+        return {"input_ids": self._join_sentences(inputs, names, order), "labels": self._join_sentences(targets, names, range(count))}
 
-    def _marked(self, pieces: "Sequence[np.ndarray]", names: "np.ndarray", order: Iterable[int]) -> "np.ndarray":
+    def _join_sentences(self, pieces: "Sequence[np.ndarray]", names: "np.ndarray", order: Iterable[int]) -> "np.ndarray":
         """The `pieces` of sentences in this order, each behind <eosen> and its name."""
         import numpy as np
 
@@ -197,7 +197,7 @@ class DepthDataset:
         sizes = (config.input_tokens, config.target_tokens) if config.fixed_length else (0, 0)
         plain = collate.seq2seq([s["input_ids"] for s in samples], [s["labels"] for s in samples], pad, pad)
         sentence_ids = torch.from_numpy(self._words.sentences)
-        batch = hierarchy.with_masks(hierarchy.padded(plain, *sizes, pad), sentence_ids)
+        batch = hierarchy.with_masks(hierarchy.pad_to(plain, *sizes, pad), sentence_ids)
         names_BT = torch.isin(batch["labels"], sentence_ids)
         if self._sentences_alone:
             return {**batch, "labels": batch["labels"].where(names_BT, collate.NOT_LEARNED), "loss_mask": names_BT}

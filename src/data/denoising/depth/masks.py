@@ -37,7 +37,7 @@ def with_masks(batch: Seq2SeqBatch, sentence_ids: Tensor) -> DepthBatch:
     return {**batch, "encoder_mask": encoder_BSS, "decoder_mask": decoder_BTT, "cross_mask": cross_BTS}
 
 
-def padded(batch: Seq2SeqBatch, inputs: int, targets: int, pad_id: int) -> Seq2SeqBatch:
+def pad_to(batch: Seq2SeqBatch, inputs: int, targets: int, pad_id: int) -> Seq2SeqBatch:
     """The batch with inputs and targets of at least so many tokens."""
 
     def longer(tensor: Tensor, length: int, fill: int) -> Tensor:

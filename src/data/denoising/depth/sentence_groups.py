@@ -57,7 +57,7 @@ class Groups:
         self._room, self._num_sentences = room, num_sentences
         pieces: list[np.ndarray] = []
         firsts: list[int] = []
-        for document in _tokenised(texts, SafeTokenizer(tokenizer)):
+        for document in _tokenise(texts, SafeTokenizer(tokenizer)):
             cut = [ids[place : place + room.most(1)] for ids in document for place in range(0, len(ids), room.most(1))]
             firsts += (len(pieces) + first for first in self._firsts([len(ids) for ids in cut]))
             pieces += cut
@@ -88,14 +88,14 @@ class Groups:
             tokens, held = tokens + length, held + 1
 
 
-def _tokenised(texts: Iterable[str], encoder: SafeTokenizer) -> "Iterator[list[np.ndarray]]":
+def _tokenise(texts: Iterable[str], encoder: SafeTokenizer) -> "Iterator[list[np.ndarray]]":
     """Of each document the ids of its sentences, none empty."""
     import numpy as np
 
     waiting: list[list[str]] = []
 
     def encoded() -> "Iterator[list[np.ndarray]]":
-        ids = encoder.texts([sentence for document in waiting for sentence in document])
+        ids = encoder.encode_all([sentence for document in waiting for sentence in document])
         for document in waiting:
             found = [np.array(next(ids), np.int32) for _ in document]
             yield [sentence for sentence in found if len(sentence)]
