@@ -87,7 +87,7 @@ def test_of_overlapping_ngrams_the_longest_and_of_equals_any(make):
 def check(masker, row, seed, density=0.15, mean_span=3.0):
     """Lengths are exact. Returns the mask."""
     wanted = noise.counts(len(row), density, mean_span)
-    mask, starts = masker.masked(row, np.random.default_rng(seed))
+    mask, starts = masker.draw_mask(row, np.random.default_rng(seed))
     assert mask.sum() == wanted.noise
     assert starts.sum() == wanted.spans
     assert not (starts & ~mask).any()

@@ -262,8 +262,8 @@ def test_a_long_context_is_cut_short_cut_in_chunks_or_refused(inputs, tokenizer)
     assert texts() == ["0123"]
     assert texts(too_long="chunk") == ["0123", "4567", "89"]
     assert texts(context_tokens=16, too_long="refuse") == ["0123456789"]
-    assert inputs(too_long="chunk").counted(row, "q")[1] == 1
-    assert inputs(context_tokens=16).counted(row, "q")[1] == 0
+    assert inputs(too_long="chunk").chunks_and_cuts(row, "q")[1] == 1
+    assert inputs(context_tokens=16).chunks_and_cuts(row, "q")[1] == 0
     with pytest.raises(
         DataError, match=r"a context of 16 tokens with its template, but data\.context_tokens is 10, .* begins '0123456789'"
     ):

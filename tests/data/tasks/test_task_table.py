@@ -196,7 +196,7 @@ def test_the_files_that_glue_takes():
     }
 
 
-def test_scores_in_hundredths():
+def test_scores_in_percent():
     assert find("cola").percent({"matthews": 30.0, "accuracy": 0.5}) == 30.0
     assert find("rte").percent({"accuracy": 0.5}) == 50.0
 
