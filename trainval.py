@@ -73,20 +73,20 @@ def act(args: argparse.Namespace) -> int:
     selected = select(args, groups)
     # Other groups are needed only where these start from experiments of theirs; their own group too, if --set has changed it.
     others = {name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group}
-    known = plan.known(others) if any(parents.parents(item.exp) for item in selected) else {}
+    known = plan.load_all(others) if any(parents.parent_ids(item.exp) for item in selected) else {}
     known |= {item.exp_id: item for item in selected}
     places = Places(args.data_path, args.savedir_base, {exp_id: item.exp for exp_id, item in known.items()})
     if args.list:
         for item in selected:
             print(f"{item.exp_id}  {item.where}  {json.dumps(item.exp)}")
         return 0
-    planned = plan.with_parents(selected, known, args.with_parents)
+    planned = plan.add_parents(selected, known, args.with_parents)
     chosen = {item.exp_id for item in selected}
     if args.job_option in ("status", "logs", "kill"):
         return look(args.job_option, [item.exp_id for item in planned], places)
     given = resources.load_named(args.job_scheduler, places.runs, [item.exp for item in planned]) if args.job_scheduler else None
     queued = actions.pending_parents(places.runs, planned) if given else ()
-    lacks = plan.problems(planned, places, chosen if args.reset or args.job_option == "reset" else (), queued)
+    lacks = plan.find_problems(planned, places, chosen if args.reset or args.job_option == "reset" else (), queued)
     if args.dry_run:
         return show(planned, lacks, places)
     if lacks:
@@ -104,7 +104,7 @@ def select(args: argparse.Namespace, groups: Any) -> list[Any]:
         assignments.append(("loop.steps", args.steps))
     if args.exp_group:
         return plan.load_groups(groups, args.exp_group, assignments)
-    item = plan.find(args.exp_id, plan.known(groups), args.savedir_base)
+    item = plan.find(args.exp_id, plan.load_all(groups), args.savedir_base)
     return plan.load_groups({item.group: [item.exp]}, [item.group], assignments) if assignments else [item]
 
 
@@ -185,26 +185,26 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
     """Train one experiment in its save directory; a finished one is left as it is."""
     from src import distributed
     from src.errors import ConfigError
-    from src.registry import resolved
+    from src.registry import resolved_dict
     from src.runs import metadata, parents
-    from src.runs.context import Run, written_log
+    from src.runs.context import Run, log_to_file
     from src.runs.environment import describe
     from src.runs.run_dir import RunDir
 
     opened: list[RunDir] = []
 
     def begin() -> str:
-        lacks = parents.missing(item.exp, places)
+        lacks = parents.missing_parents(item.exp, places)
         if lacks and (reset or metadata.state_of(places.runs / item.exp_id) != "done"):
             raise ConfigError("\n".join(lacks))
         facts = {"groups": list(item.groups), **describe(sys.argv)}
-        opened.append(RunDir.open(places.runs, item.exp, resolved(item.recipe, key="recipe"), reset=reset, facts=facts))
+        opened.append(RunDir.open(places.runs, item.exp, resolved_dict(item.recipe, key="recipe"), reset=reset, facts=facts))
         return opened[0].status()["state"]
 
     distributed.defer_stop()  # until `carry_out` keeps the status true
     state = distributed.broadcast_from_rank0(begin)
     run_dir = opened[0] if opened else RunDir.attach(places.runs / item.exp_id)
-    with run_dir, written_log(run_dir.logs, LOGGERS if distributed.is_main() else ()):
+    with run_dir, log_to_file(run_dir.logs, LOGGERS if distributed.is_main() else ()):
         if state == "done":
             log.info("%s %s: done already.", item.where, item.exp_id)
         else:

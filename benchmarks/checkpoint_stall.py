@@ -28,7 +28,7 @@ from src.config import Places
 from src.data.text import tokenizers
 from src.experiments.grid import set_path
 from src.interfaces import load_experiment
-from src.registry import resolved
+from src.registry import resolved_dict
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training.checkpointing.background import Writer
@@ -95,7 +95,7 @@ def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, floa
         model = config.model.build(places)
         tokenizer = tokenizers.load(model.name_or_path)
         train = config.data.build(places, tokenizer, "train", config.seed)
-        with RunDir.open(places.runs, exp, resolved(recipe, key="recipe")) as run_dir:
+        with RunDir.open(places.runs, exp, resolved_dict(recipe, key="recipe")) as run_dir:
             options = Options(log_every=config.loop.steps if mode == "none" else half // 2, statistics_every=0)
             fit(
                 TrainSpec(model, CheckpointMetadata({}, tokenizer), train, {}, loss, evaluate),

@@ -37,9 +37,9 @@ from benchmarks.turns import Turns, one_arena
 from src import distributed
 from src.config import Places
 from src.data.text import tokenizers
-from src.experiments.grid import changed, parse_assignment
+from src.experiments.grid import override, parse_assignment
 from src.interfaces import RecipeConfig, load_experiment
-from src.registry import resolved
+from src.registry import resolved_dict
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training import data_order, loader
@@ -134,7 +134,7 @@ def ours(work: Work) -> None:
         opened: list[RunDir] = []
 
         def begin() -> Path:
-            opened.append(stack.enter_context(RunDir.open(work.places.runs, work.exp, resolved(work.recipe, key="recipe"))))
+            opened.append(stack.enter_context(RunDir.open(work.places.runs, work.exp, resolved_dict(work.recipe, key="recipe"))))
             return opened[0].path
 
         path = distributed.broadcast_from_rank0(begin)
@@ -265,7 +265,7 @@ def main() -> None:
     one_arena()
     memory.reuse_freed_memory()
     (exp,) = exp_configs.EXP_GROUPS[args.group]
-    exp = changed(exp, {"loop.steps": args.steps, "loop.eval_every": args.steps, **dict(map(parse_assignment, args.set))})
+    exp = override(exp, {"loop.steps": args.steps, "loop.eval_every": args.steps, **dict(map(parse_assignment, args.set))})
     names = ["fit", *args.against]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with quiet(), distributed.session():

@@ -23,7 +23,7 @@ from src.config import Places
 from src.data.text import tokenizers
 from src.experiments.grid import set_path
 from src.interfaces import load_experiment
-from src.registry import resolved
+from src.registry import resolved_dict
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training.checkpointing.folder import CheckpointMetadata
@@ -44,7 +44,7 @@ def trained(exp: dict[str, Any], data: Path, every: int, rows: int) -> tuple[tor
         model = config.model.build(places)
         tokenizer = tokenizers.load(model.name_or_path)
         train = config.data.build(places, tokenizer, "train", config.seed)
-        with RunDir.open(places.runs, exp, resolved(recipe, key="recipe")) as run_dir:
+        with RunDir.open(places.runs, exp, resolved_dict(recipe, key="recipe")) as run_dir:
             run = Run(run_dir, places, Options(log_every=rows, statistics_every=every))
             task = TrainSpec(model, CheckpointMetadata({}, tokenizer), train, {}, causal_lm_loss, lambda _: {"val_loss": 0.0})
             began = time.process_time()

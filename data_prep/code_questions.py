@@ -144,9 +144,9 @@ def _questions(node: Definition, word: str, lines: Sequence[str]) -> Iterator[Qu
 def _body_questions(node: ast.FunctionDef | ast.AsyncFunctionDef, word: str) -> Iterator[Question]:
     if (running := _running(node)) is None:
         return
-    if 0 < len(raised := _raised(node, running)) <= _MAX_NAMES:
+    if 0 < len(raised := _raised_classes(node, running)) <= _MAX_NAMES:
         yield Question("raises", f"Which exceptions does this {word} raise?", ", ".join(raised))
-    if 0 < len(called := _called(running)) <= _MAX_NAMES:
+    if 0 < len(called := _called_names(running)) <= _MAX_NAMES:
         yield Question("calls", f"Which names does this {word} call?", ", ".join(called))
 
 
@@ -195,7 +195,7 @@ def _running(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.AST] | No
     return found
 
 
-def _raised(node: ast.FunctionDef | ast.AsyncFunctionDef, running: Sequence[ast.AST]) -> list[str]:
+def _raised_classes(node: ast.FunctionDef | ast.AsyncFunctionDef, running: Sequence[ast.AST]) -> list[str]:
     """Exception classes in the order of their raise statements; empty where one raises what is not visibly a class, or raises again."""
     local = {inner.id for inner in running if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
     local |= {inner.name for inner in running if isinstance(inner, ast.ExceptHandler) and inner.name}
@@ -203,14 +203,14 @@ def _raised(node: ast.FunctionDef | ast.AsyncFunctionDef, running: Sequence[ast.
     found = []
     for inner in running:
         if isinstance(inner, ast.Raise):
-            name = inner.exc and _dotted(inner.exc.func if isinstance(inner.exc, ast.Call) else inner.exc)
+            name = inner.exc and _dotted_name(inner.exc.func if isinstance(inner.exc, ast.Call) else inner.exc)
             if not name or name in local or not _is_class_name(name.split(".")[-1]):
                 return []
             found.append((inner.lineno, inner.col_offset, name))
     return _in_order(found)
 
 
-def _called(running: Sequence[ast.AST]) -> list[str]:
+def _called_names(running: Sequence[ast.AST]) -> list[str]:
     """Last names of what is called, as `join` of `os.path.join(…)`, in source order, each once."""
     found = []
     for inner in running:
@@ -225,11 +225,11 @@ def _in_order(found: Sequence[tuple[int, int, str]]) -> list[str]:
     return list(dict.fromkeys(name for _, _, name in sorted(found)))
 
 
-def _dotted(node: ast.expr) -> str | None:
+def _dotted_name(node: ast.expr) -> str | None:
     """`a.b.c` as written, None for anything else."""
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute) and (head := _dotted(node.value)):
+    if isinstance(node, ast.Attribute) and (head := _dotted_name(node.value)):
         return f"{head}.{node.attr}"
     return None
 

@@ -103,13 +103,13 @@ def inputs(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[E
         DataError: the tokenizer cannot be had.
         ConfigError: the template alone takes all the tokens.
     """
-    tokenizer = tokenizers.load(base.tokenizer_folder(places) or _named(base, places))
+    tokenizer = tokenizers.load(base.tokenizer_folder(places) or _base_path(base, places))
     prompter = templates.Prompter(tokenizers.SafeTokenizer(tokenizer), rules.template)
     questions.require_room("context_tokens", rules.context_tokens, prompter.fixed_context_tokens + 1)
     return EncoderInputs(prompter, rules), encoded_store.tokenizer_digest(tokenizer)
 
 
-def _named(base: ModelConfig, places: Places) -> str | Path:
+def _base_path(base: ModelConfig, places: Places) -> str | Path:
     """The folder below the prepared data that the base is named by, else its path or hub id."""
     path: str = base.path  # type: ignore[attr-defined]  hf has one
     return places.data / path if os.path.isdir(places.data / path) else path

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def exclusive_lock(folder: Path) -> Iterator[None]:
     """Raises RunError where another process encodes into `folder`."""
     with files.writing(folder), open(folder / ".lock", "w") as file:
         try:
@@ -25,7 +25,7 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def opened(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
+def open_or_create(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
     """store.json, made where there is none."""
     if not (folder / encoded_store.STORE).exists():
         store = {"format": encoded_store.FORMAT, **mine, "shards": {}, "prepared": []}
@@ -40,7 +40,7 @@ def opened(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
     return store
 
 
-def recovered(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
+def recover(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
     """Keys of all whole entries. `store` is changed: every shard is listed as it is; what is not whole is cut off."""
     size, broken = encoded_store.row_bytes(store), encoded_store.defects(folder, store)
     for message in broken.values():

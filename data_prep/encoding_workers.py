@@ -106,17 +106,17 @@ def encode_all(job: Job, batches: Iterable[Batch], devices: Sequence[str]) -> in
     if first is None:
         return 0
     if len(devices) > 1:
-        _in_processes(job, _chained(first, stream), devices, progress)
+        _in_processes(job, _chain(first, stream), devices, progress)
         return progress.sequences
     encoding = Encoding(job, devices[0])
     try:
-        for batch in _chained(first, stream):
+        for batch in _chain(first, stream):
             encoding.take(batch)
             progress.count(batch)
     except UserError:
         raise
     except Exception as error:  # whatever the device raises
-        raise RunError(_told(devices[0], _line(error))) from error
+        raise RunError(_worker_error(devices[0], _line(error))) from error
     finally:
         encoding.close()
     return progress.sequences
@@ -126,11 +126,11 @@ def _line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _told(device: str, what: str) -> str:
+def _worker_error(device: str, what: str) -> str:
     return f"{device}: {what.rstrip('.')}. Start again when that is mended: what was finished is kept."
 
 
-def _chained(first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
+def _chain(first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
     yield first
     yield from rest
 
@@ -187,7 +187,7 @@ def _serve(pipe: Any, workers: dict[Any, tuple[Any, str, list[Batch]]], batches:
         del workers[pipe]
         return
     if message is not None:
-        raise RunError(_told(device, message))
+        raise RunError(_worker_error(device, message))
     progress.count(given.pop(0))
     batch = next(batches, None)
     if batch is not None:
@@ -199,7 +199,7 @@ def _serve(pipe: Any, workers: dict[Any, tuple[Any, str, list[Batch]]], batches:
 
 def _lost(process: Any, device: str) -> RunError:
     process.join()
-    return RunError(_told(device, f"its process ended with exit code {process.exitcode}"))
+    return RunError(_worker_error(device, f"its process ended with exit code {process.exitcode}"))
 
 
 def _work(job: Job, device: str, threads: int, pipe: Connection) -> None:

@@ -116,7 +116,7 @@ def read_model(path: Path) -> Any:
         eos_token_id=2,
     )
     model = LlamaForCausalLM(settings)
-    model.load_state_dict(_renamed(read, sizes), strict=sizes.vocab_size < 0)
+    model.load_state_dict(_rename_weights(read, sizes), strict=sizes.vocab_size < 0)
     return model
 
 
@@ -145,7 +145,7 @@ def _shapes(sizes: Sizes, path: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _renamed(read: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+def _rename_weights(read: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """The weights by transformers' names. llama2.c turns neighbours by one angle, transformers the halves of a head."""
     top = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
     made = {top[name]: tensor for name, tensor in read.items() if name in top}

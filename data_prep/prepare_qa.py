@@ -79,7 +79,7 @@ def prepare(data_path: Path, options: Options) -> bool:
     folder = data_path / options.name
     releases = {split: [Release(source, split, options.layout, options.evidence) for source in getattr(options, split)] for split in SPLITS}
     only = Release(options.only_questions_of, "train") if options.only_questions_of else None
-    made_from = _made_from(options, releases, only)
+    made_from = _provenance(options, releases, only)
     if files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from:
         print(f"{folder}: whole and made from these sources with these options: nothing to do.")
         return False
@@ -119,7 +119,7 @@ def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _made_from(options: Options, releases: dict[str, list[Release]], only: Release | None) -> dict[str, Any]:
+def _provenance(options: Options, releases: dict[str, list[Release]], only: Release | None) -> dict[str, Any]:
     """All that the bytes of the folder depend on.
 
     Raises:

@@ -99,7 +99,7 @@ def prepare(data_path: Path, options: Options) -> bool:
     if options.train and not task.task.trained:
         raise DataError(f"--train: {task.name!r} has no rows to train on. Give --val or --test.")
     sources = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
-    made_from = _made_from(options, sources)
+    made_from = _provenance(options, sources)
     if files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from:
         print(f"{folder}: whole and made from these sources with these options: nothing to do.")
         return False
@@ -120,7 +120,7 @@ def _write(beside: Path, options: Options, sources: dict[str, list[Source]], tas
         every = (row for source in sources[split] for row in task_rows.rows(source, kept))
         rows[split] = list(tqdm(every, desc=split, unit="", disable=None, leave=False))
     if options.val_percent is not None:
-        rows["train"], rows["val"] = _set_apart(rows["train"], options.val_percent, options.seed)
+        rows["train"], rows["val"] = _split_off_validation(rows["train"], options.val_percent, options.seed)
     written = [split for split in SPLITS if rows[split] or getattr(options, split) or (split == "val" and options.val_percent is not None)]
     inputs: dict[str, set[str]] = {}
     for split in written:
@@ -142,7 +142,7 @@ def _write(beside: Path, options: Options, sources: dict[str, list[Source]], tas
     }
 
 
-def _set_apart(rows: list[task_rows.Row], percent: float, seed: int) -> tuple[list[task_rows.Row], list[task_rows.Row]]:
+def _split_off_validation(rows: list[task_rows.Row], percent: float, seed: int) -> tuple[list[task_rows.Row], list[task_rows.Row]]:
     """Rows for training, rows for validation; rows of one group (a question's answers) stay together."""
     groups = {row.get("group") or str(number): None for number, row in enumerate(rows)}
     count = max(1, round(len(groups) * percent / 100))
@@ -165,7 +165,7 @@ def _counts(rows: list[task_rows.Row], task: tasks.NamedTask) -> dict[str, Any]:
     return {"rows": {task.name: len(rows)}, **({"labels": dict(sorted(labels.items()))} if labels else {})}
 
 
-def _made_from(options: Options, sources: dict[str, list[Source]]) -> dict[str, Any]:
+def _provenance(options: Options, sources: dict[str, list[Source]]) -> dict[str, Any]:
     """All that the bytes of the folder depend on.
 
     Raises:

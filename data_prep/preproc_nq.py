@@ -86,16 +86,16 @@ def prepare(request: Request) -> distinct_inputs.Counts:
     folder = folder_of(request) / encoded_store.FOLDER
     with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with encoding_store.alone(folder):
-        store = encoding_store.opened(folder, {"model": base, "hidden_size": hidden_size, "dtype": request.dtype})
-        known = encoding_store.recovered(folder, store, request.verify)
+    with encoding_store.exclusive_lock(folder):
+        store = encoding_store.open_or_create(folder, {"model": base, "hidden_size": hidden_size, "dtype": request.dtype})
+        known = encoding_store.recover(folder, store, request.verify)
         inputs, tokenizer = encoding_options.inputs(request.model, request.places, request.rules)
         counts = distinct_inputs.Counts()
         missing = distinct_inputs.missing(source, inputs, known, counts)
         job = encoding_workers.Job(request.model, request.places, folder, hidden_size, request.dtype, request.commit_seconds)
         counts.encoded = encoding_workers.encode_all(job, distinct_inputs.batches(missing, request.batch_size), request.devices)
         counts.inputs, counts.kept = len(counts.keys), len(counts.keys) - counts.encoded
-        encoding_store.recovered(folder, store, verify=False)
+        encoding_store.recover(folder, store, verify=False)
         made = {
             **asdict(request.rules),
             "corpus": jsonl.fingerprint(source),

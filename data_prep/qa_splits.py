@@ -156,7 +156,7 @@ class SplitFile:
         """
         options = self._options
         position = options.position or ("random" if shuffled else "given")
-        placed = Placing(options.seed, options.distractors, position, self._pool).placed(question)
+        placed = Placing(options.seed, options.distractors, position, self._pool).place(question)
         distractors = sum(not passage.useful for passage in placed.passages)
         self.fewer_distractors += distractors < (options.distractors or 0)
         self.unanswerable += question.answers == (UNANSWERABLE,)

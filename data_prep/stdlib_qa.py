@@ -72,7 +72,7 @@ def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None)
         raise DataError(f"--vocab_size: expected at least {needed}, got {vocab_size}.")
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     sources = read_sources(stdlib)
-    made_from = _made_from(sources, vocab_size)
+    made_from = _provenance(sources, vocab_size)
     if all(_is_made_from(data_path / name, made_from) for name in FOLDERS):
         print(f"{data_path}: {', '.join(FOLDERS)} are whole and made from this Python with these settings: nothing to do.")
         return False
@@ -171,7 +171,7 @@ def _rows_of(snippet: code_questions.Snippet, module: str, first_index: int) -> 
         }
 
 
-def _made_from(sources: Mapping[str, str], vocab_size: int) -> dict[str, Any]:
+def _provenance(sources: Mapping[str, str], vocab_size: int) -> dict[str, Any]:
     """All that the bytes of the folders depend on."""
     scripts = (Path(__file__), Path(code_questions.__file__))
     return {

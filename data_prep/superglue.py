@@ -73,13 +73,13 @@ def wsc(record: Record, split: str, where: str) -> Iterator[Record]:
     target = record.get("target") or record
     noun, noun_at = _get(target, "span1_text", str, where), _get(target, "span1_index", int, where)
     pronoun, pronoun_at = _get(target, "span2_text", str, where), _get(target, "span2_index", int, where)
-    text = _marked(_get(record, "text", str, where), noun, noun_at, "*", where)
+    text = _mark_span(_get(record, "text", str, where), noun, noun_at, "*", where)
     # The marks around the noun are two words more.
-    text = _marked(text, pronoun, pronoun_at + 2 * (noun_at < pronoun_at), "#", where)
+    text = _mark_span(text, pronoun, pronoun_at + 2 * (noun_at < pronoun_at), "#", where)
     yield {"text": text, "label": record.get("label"), "index": record.get("idx")}
 
 
-def _marked(text: str, span: str, word: int, mark: str, where: str) -> str:
+def _mark_span(text: str, span: str, word: int, mark: str, where: str) -> str:
     """`text` with marks around `span`, which begins at word number `word`."""
     found = re.match(rf"((?:\S+\s){{{word}}}){re.escape(span)}", text)
     if found is None:

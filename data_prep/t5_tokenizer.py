@@ -96,7 +96,7 @@ def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str) -> "PreTrain
 
     _refuse_sentinels(tokenizer.get_vocab(), where)
     eos, pad = tokenizer.eos_token, tokenizer.pad_token
-    backend = _copied(tokenizer)
+    backend = _copy_backend(tokenizer)
     if pad is None or pad == eos:
         pad = PAD
         backend.add_special_tokens([PAD])
@@ -125,7 +125,7 @@ def add_sentences(tokenizer: "PreTrainedTokenizerFast", number: int, where: str)
     tokenizer.add_tokens(wanted, special_tokens=True)
 
 
-def _copied(tokenizer: "PreTrainedTokenizerFast") -> Any:
+def _copy_backend(tokenizer: "PreTrainedTokenizerFast") -> Any:
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())

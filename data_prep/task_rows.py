@@ -33,14 +33,14 @@ def rows(source: Source, skipped: list[str] | None) -> Iterator[Row]:
 
 def _row(record: Record, source: Source, where: str) -> Row:
     task = source.task.task
-    found: Row = {"index": _index(_named(record, source, "index"))}
+    found: Row = {"index": _index(_column_value(record, source, "index"))}
     for column in task.columns:
-        value = _named(record, source, column)
+        value = _column_value(record, source, column)
         if not isinstance(value, str):
             got = f"got {str(value)[:60]!r} ({type(value).__name__})" if value is not None else f"there is: {', '.join(record)}"
             raise DataError(f"{where}: expected text as {' or '.join(map(repr, source.names(column)))}, {got}.")
         found[column] = value
-    found["label"] = _label(_named(record, source, "label"), source, where)
+    found["label"] = _label(_column_value(record, source, "label"), source, where)
     if found["label"] is None and source.split != "test":
         raise DataError(f"{where}: no label, under {' or '.join(map(repr, source.names('label')))}. Rows without one are for --test.")
     if isinstance(record.get("answers"), list):
@@ -50,7 +50,7 @@ def _row(record: Record, source: Source, where: str) -> Row:
     return found
 
 
-def _named(record: Record, source: Source, column: str) -> Any:
+def _column_value(record: Record, source: Source, column: str) -> Any:
     """The value of a column under the first of its names that the record has."""
     return next((record[name] for name in source.names(column) if record.get(name) is not None), None)
 

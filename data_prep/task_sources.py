@@ -30,7 +30,7 @@ class Source:
             DataError: there is no such source.
         """
         self.source, self.split, self.task = source, split, task
-        self._rows = _loaded(source, split)
+        self._rows = _load_datasets(source, split)
         if self._rows is None and not Path(source).is_file():
             hint = f' A set of the hub is written "{HUB}{source}".' if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+)?", source) else ""
             raise DataError(f"{source}: no such file.{hint}")
@@ -126,7 +126,7 @@ def _text(path: Path) -> str:
         raise DataError(f"{path}:{line}: not UTF-8 text: {bad.reason}.") from None
 
 
-def _loaded(source: str, split: str) -> Any:
+def _load_datasets(source: str, split: str) -> Any:
     """What `datasets` gives for a set of the hub, or for a folder that it has saved; None for a file."""
     if not source.startswith(HUB) and not Path(source).is_dir():
         return None

@@ -101,7 +101,7 @@ def open_source(name: str, split: str, how: Reading) -> Source:
     if name.startswith(HUB):
         return _hub(name, split, how)
     if path.is_dir():
-        return _saved(path, split, how)
+        return _open_saved(path, split, how)
     if not path.is_file():
         hint = f' A set of the hub is written "{HUB}{name}".' if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w.-]+)?", name) else ""
         raise DataError(f"{name}: no such file.{hint}")
@@ -110,11 +110,11 @@ def open_source(name: str, split: str, how: Reading) -> Source:
     if name.endswith(_LINES):
         return Source(name, facts, lambda _state: _line_batches(path))
     if name.endswith(_TEXT):
-        return Source(name, facts, lambda _state: _grouped(name, _text_documents(path, how.documents_by)))
+        return Source(name, facts, lambda _state: _group_documents(name, _text_documents(path, how.documents_by)))
     if name.endswith(".parquet"):
-        return Source(name, facts, lambda _state: _grouped(name, _parquet(path, how.field)))
+        return Source(name, facts, lambda _state: _group_documents(name, _parquet(path, how.field)))
     if name.endswith((".json", ".json.gz")):
-        return Source(name, facts, lambda _state: _grouped(name, _rows(json_stream.records(path), how.field)))
+        return Source(name, facts, lambda _state: _group_documents(name, _rows(json_stream.records(path), how.field)))
     kinds = ", ".join((*_LINES, *_TEXT, ".json", ".json.gz", ".parquet"))
     raise DataError(f"{name}: what kind of file this is cannot be told from its name. Known: {kinds}.")
 
@@ -124,7 +124,7 @@ def _rows(records: Iterable[tuple[str, dict[str, Any]]], field: str) -> Iterator
         yield where, text_of(row, field, where)
 
 
-def _grouped(source: str, documents: Iterable[tuple[str, str]], state: Callable[[], Any] = lambda: None) -> Iterator[Batch]:
+def _group_documents(source: str, documents: Iterable[tuple[str, str]], state: Callable[[], Any] = lambda: None) -> Iterator[Batch]:
     """state: gives that of the batch whose last document was read last."""
     batch, size = [], 0
     for where, text in documents:
@@ -198,7 +198,7 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[str, str]]:
         raise DataError(f"{path}: no parquet file, or a damaged one: {_first_line(bad)}") from None
 
 
-def _saved(folder: Path, split: str, how: Reading) -> Source:
+def _open_saved(folder: Path, split: str, how: Reading) -> Source:
     if not any((folder / name).is_file() for name in _SAVED):
         raise DataError(f"{folder}: a folder, but not one that `datasets` saved: it has neither {' nor '.join(_SAVED)}.")
     import datasets
@@ -207,7 +207,7 @@ def _saved(folder: Path, split: str, how: Reading) -> Source:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # noqa: BLE001  whatever the library says of a damaged folder
         raise DataError(f"{folder}: `datasets` cannot read it: {_first_line(error)}") from None
-    rows = _chosen(loaded, str(folder), split) if isinstance(loaded, dict) else loaded
+    rows = _choose_split(loaded, str(folder), split) if isinstance(loaded, dict) else loaded
     return _table(str(folder), folder.name, rows, how)
 
 
@@ -218,10 +218,10 @@ def _table(name: str, short: str, rows: Any, how: Reading) -> Source:
     with reading(Path(name), DataError):
         digest = hashlib.sha256("".join(map(sha256, paths)).encode()).hexdigest()
     facts = {"name": short, "rows": len(rows), "sha256": digest}
-    return Source(name, facts, lambda _state: _grouped(name, _numbered(rows, name, how.field)))
+    return Source(name, facts, lambda _state: _group_documents(name, _number_rows(rows, name, how.field)))
 
 
-def _numbered(rows: Any, name: str, field: str) -> Iterator[tuple[str, str]]:
+def _number_rows(rows: Any, name: str, field: str) -> Iterator[tuple[str, str]]:
     return _rows(((f"{name}: row {number}", row) for number, row in enumerate(rows.select_columns([field]), 1)), field)
 
 
@@ -242,15 +242,15 @@ def _hub(name: str, split: str, how: Reading) -> Source:
             f"{name}: cannot be had from the hub or its cache: {_first_line(error)} Where there is a network, save it with "
             "`datasets` (save_to_disk), copy the folder, and name it here; or name its files."
         ) from None
-    rows = _chosen(loaded, name, split)
+    rows = _choose_split(loaded, name, split)
     if builder is None:
         return _table(name, name, rows, how)
     _require_column(rows, name, how.field)
     facts = {"name": name, "split": split, "version": str(builder.info.version), "hash": builder.hash}
-    return Source(name, facts, lambda state: _streamed(rows.select_columns([how.field]), name, how.field, state))
+    return Source(name, facts, lambda state: _stream_rows(rows.select_columns([how.field]), name, how.field, state))
 
 
-def _streamed(rows: Any, name: str, field: str, state: dict[str, Any] | None) -> Iterator[Batch]:
+def _stream_rows(rows: Any, name: str, field: str, state: dict[str, Any] | None) -> Iterator[Batch]:
     """Rows that come over the network; a file that was read before `state` is not fetched again."""
     if state is not None:
         rows.load_state_dict(state["rows"])
@@ -262,10 +262,10 @@ def _streamed(rows: Any, name: str, field: str, state: dict[str, Any] | None) ->
             count += 1
             yield f"{name}: row {count}", row
 
-    yield from _grouped(name, _rows(placed(), field), lambda: {"rows": rows.state_dict(), "count": count})
+    yield from _group_documents(name, _rows(placed(), field), lambda: {"rows": rows.state_dict(), "count": count})
 
 
-def _chosen(loaded: Any, name: str, split: str) -> Any:
+def _choose_split(loaded: Any, name: str, split: str) -> Any:
     names = {"train": ("train",), "val": ("validation", "val", "dev", "test")}[split]
     for candidate in names:
         if candidate in loaded:

@@ -97,7 +97,7 @@ class Shards:
             left = source.read(begun.state)
             if begun.state is None:
                 left = itertools.islice(left, begun.batches, None)
-            results = _told(source.name, tokenise(begun.noted(left)))
+            results = _log_progress(source.name, tokenise(begun.noted(left)))
             while not self._segment(split, begun, results, shard_tokens):
                 pass
         self._source += 1
@@ -163,7 +163,7 @@ class _Begun:
         self.batches += 1
 
 
-def _told(name: str, results: Iterator[tuple[Tokens, Tokens]]) -> Iterator[tuple[Tokens, Tokens]]:
+def _log_progress(name: str, results: Iterator[tuple[Tokens, Tokens]]) -> Iterator[tuple[Tokens, Tokens]]:
     """The `results`; says every few seconds how far it is."""
     tokens = 0
     began = told = time.monotonic()

@@ -49,7 +49,7 @@ def is_validation(text: str, rate: float) -> bool:
     return int.from_bytes(digest[:8], "big") < rate * 2.0**64
 
 
-def tokenised(job: Job, batch: Batch) -> tuple[Tokens, Tokens]:
+def tokenise_batch(job: Job, batch: Batch) -> tuple[Tokens, Tokens]:
     """The documents of a batch that are for training, and those for validation, in their order.
 
     Raises:
@@ -85,7 +85,7 @@ class Workers:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def each(self, batches: Iterable[Batch]) -> Iterator[tuple[Tokens, Tokens]]:
-        """`tokenised` of every batch, in their order.
+        """`tokenise_batch` of every batch, in their order.
 
         Raises:
             RunError: a process was killed.
@@ -93,7 +93,7 @@ class Workers:
         """
         if self._pool is None:
             for batch in batches:
-                yield tokenised(self._job, batch)
+                yield tokenise_batch(self._job, batch)
             return
         stream = iter(batches)
         given: deque[Future[tuple[Tokens, Tokens]]] = deque()
@@ -124,4 +124,4 @@ def _end_with_parent() -> None:
 
 
 def _tokenise(batch: Batch) -> tuple[Tokens, Tokens]:
-    return tokenised(_jobs[0], batch)
+    return tokenise_batch(_jobs[0], batch)

@@ -97,7 +97,7 @@ def tokenise(data_path: Path, options: Options) -> bool:
         "vocab_size": len(tokenizer),
     }
     sources = _sources(data_path, options)
-    made_from = _made_from(options, about, sources)
+    made_from = _provenance(options, about, sources)
     if files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from:
         token_shards.discard(folder)
         print(f"{folder}: whole and made from these sources with these options: nothing to do.")
@@ -154,7 +154,7 @@ def _sources(data_path: Path, options: Options) -> list[tuple[str, text_sources.
     return found
 
 
-def _made_from(options: Options, about: dict[str, Any], sources: Sequence[tuple[str, text_sources.Source]]) -> dict[str, Any]:
+def _provenance(options: Options, about: dict[str, Any], sources: Sequence[tuple[str, text_sources.Source]]) -> dict[str, Any]:
     """All that the bytes of the folder depend on."""
     ignored = ("name", "tokenizer", "train", "val", "corpus", "processes")
     return {

@@ -44,7 +44,7 @@ class Plot:
                     source.data = data
             return
         self._sources = [ColumnDataSource(_data(line)) for line in lines]
-        self.pane.object = _drawn(self._sources, metric, x, logarithmic)
+        self.pane.object = _draw(self._sources, metric, x, logarithmic)
         self._made_for = wanted
 
 
@@ -52,7 +52,7 @@ def _data(line: Line) -> dict[str, Any]:
     return {"x": line.x, "mean": line.mean, "low": line.low, "high": line.high, "label": [line.label] * len(line.x)}
 
 
-def _drawn(sources: Sequence[ColumnDataSource], metric: str, x: str, logarithmic: bool) -> Any:
+def _draw(sources: Sequence[ColumnDataSource], metric: str, x: str, logarithmic: bool) -> Any:
     drawn = figure(
         height=HEIGHT,
         sizing_mode="stretch_width",

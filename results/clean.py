@@ -35,12 +35,12 @@ class Found:
     plans: list[retention.Plan] = field(default_factory=list)
     snapshots: list[Path] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    needed: retention.Needed = frozenset()
+    needed: retention.NeededCheckpoints = frozenset()
     """By other experiments, when this was decided."""
 
     @property
     def paths(self) -> list[Path]:
-        return [*(path for plan in self.plans for path in plan.doomed), *self.snapshots]
+        return [*(path for plan in self.plans for path in plan.deletable), *self.snapshots]
 
 
 @run_arguments.command
@@ -49,18 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.keep_last < 0 or options.older_than < 0:
         raise ConfigError("--keep-last and --older-than: expected a number of at least 0.")
-    rule = retention.Rule(options.keep_last, options.keep_best, options.older_than * _DAY)
+    rule = retention.CleanupRule(options.keep_last, options.keep_best, options.older_than * _DAY)
     # No job is submitted between the look and the deletion: a new child may start from what would go.
     with submissions.lock(options.runs) if options.apply and options.runs.is_dir() else contextlib.nullcontext():
         found = look(options.runs, rule, options.group, options.where)
-        sizes = {path: retention.size(path) for path in found.paths}
+        sizes = {path: retention.folder_bytes(path) for path in found.paths}
         failed = delete(options.runs, found) if options.apply else []
     run_arguments.warn([*found.warnings, *failed])
     _report({path: bytes_ for path, bytes_ in sizes.items() if not (options.apply and path.exists())}, options.apply)
     return 1 if failed else 0
 
 
-def look(runs: Path, rule: retention.Rule, group: str | None = None, question: str | None = None) -> Found:
+def look(runs: Path, rule: retention.CleanupRule, group: str | None = None, question: str | None = None) -> Found:
     """What may go of the chosen runs, and which snapshots of code, if all runs are chosen.
 
     Raises:
@@ -68,7 +68,7 @@ def look(runs: Path, rule: retention.Rule, group: str | None = None, question: s
         ConfigError: no such group, or a question that cannot be understood.
     """
     rows, warnings = results.select(runs, group, question)
-    by_others, unread = retention.needed(runs)
+    by_others, unread = retention.needed_by_children(runs)
     found = Found(warnings=warnings + unread, needed=by_others)
     now = time.time()
     for row in rows:
@@ -77,8 +77,8 @@ def look(runs: Path, rule: retention.Rule, group: str | None = None, question: s
         except UserError as error:
             found.warnings.append(f"skipped: {error}")
             continue
-        if plan.spared:
-            found.warnings.append(f"{plan.run}: nothing of it goes: {plan.spared}.")
+        if plan.reason_to_keep:
+            found.warnings.append(f"{plan.run}: nothing of it goes: {plan.reason_to_keep}.")
         found.plans.append(plan)
     if group is None and question is None:
         found.snapshots = _snapshots(runs, now - max(rule.older_than_seconds, _DAY), found.warnings)
@@ -113,10 +113,10 @@ def _may_run(run: Path, submission: str) -> bool:
 def delete(runs: Path, found: Found) -> list[str]:
     """Delete what `look` found, but nothing of what an experiment starts from since; a message for each that was not."""
     failed = []
-    now, _ = retention.needed(runs)
+    now, _ = retention.needed_by_children(runs)
     parents = {name for name, _ in now - found.needed}
     for plan in found.plans:
-        if plan.doomed and plan.run.name in parents:
+        if plan.deletable and plan.run.name in parents:
             failed.append(f"{plan.run}: another experiment starts from it since a moment ago, so nothing of it was deleted. Look again.")
             continue
         try:

@@ -124,7 +124,7 @@ class Dashboard:
         known = overview.metrics(self.shown)
         _offer(self.metric, known)
         _offer(self.x, ["step", "seconds", *(name for name in known if name != self.metric.value)])
-        _offer(self.by, results.varying(self.shown.rows))
+        _offer(self.by, results.varying_keys(self.shown.rows))
         _offer(self.scores, results.score_names(self.shown.rows))
         self.show_results()
         self.show_curves()
@@ -182,7 +182,7 @@ class Dashboard:
         row = self.found.row(name)
         if row is None:
             return markup.note("It has no experiment dict yet, or one that cannot be read.")
-        config = markup.plain_table(("config", "value"), [(key, overview.spelled(row[key])) for key in results.config_keys(row)])
+        config = markup.plain_table(("config", "value"), [(key, overview.format_value(row[key])) for key in results.config_keys(row)])
         return config + markup.plain_table(("last start", ""), overview.environment(self.runs, name).items())
 
     def _differences(self, name: str) -> str:

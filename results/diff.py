@@ -14,7 +14,7 @@ from results.run_arguments import RUNS
 from src.errors import CheckpointError, ConfigError, DataError, RunError, UserError
 from src.files import read_json, reading
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.metadata import CONFIG, DIFF, ENV, attempts, flat, read_exp_dict, read_status, state_of
+from src.runs.metadata import CONFIG, DIFF, ENV, attempts, flatten, read_exp_dict, read_status, state_of
 from src.runs.scores import SCORES
 from src.runs.summary import summarize
 
@@ -63,7 +63,7 @@ def resolve(runs: Path, given: str) -> str:
 def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str]]:
     """By section, the values that differ between two save directories; and a warning for each file that cannot be read."""
     sections: dict[str, Callable[[Path], Values]] = {
-        "experiment": lambda run: flat(read_exp_dict(run)),
+        "experiment": lambda run: flatten(read_exp_dict(run)),
         "config": _config,
         "code": _code,
         "environment": _environment,
@@ -80,7 +80,7 @@ def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str
                     both.append(values(run))
             except UserError as error:
                 warnings.append(f"{name} not compared: {error}")
-        if len(both) == 2 and (changed := _changed(*both)):
+        if len(both) == 2 and (changed := _changes(*both)):
             found[name] = changed
     if "config" in found:  # what the dict says is in both; the config adds defaults
         found["config"] = {key: pair for key, pair in found["config"].items() if pair != found.get("experiment", {}).get(key)}
@@ -89,7 +89,7 @@ def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str
     return found, warnings
 
 
-def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> Difference:
+def _changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> Difference:
     found = {}
     for key in dict.fromkeys([*one, *other]):
         pair = {side: values[key] for side, values in (("a", one), ("b", other)) if key in values}
@@ -99,7 +99,7 @@ def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> Difference:
 
 
 def _config(run: Path) -> Values:
-    return flat(_dict(run / CONFIG))
+    return flatten(_dict(run / CONFIG))
 
 
 def _dict(path: Path) -> Values:
@@ -124,12 +124,12 @@ def _code(run: Path) -> Values:
 
 
 def _environment(run: Path) -> Values:
-    return flat({key: value for key, value in _dict(run / ENV).items() if key not in _IGNORED})
+    return flatten({key: value for key, value in _dict(run / ENV).items() if key not in _IGNORED})
 
 
 def _data(run: Path) -> Values:
     """Fingerprints of what the training read, as its newest checkpoint holds them; none where the checkpoints are gone."""
-    for checkpoint in reversed(checkpoints.every(run)):
+    for checkpoint in reversed(checkpoints.list_all(run)):
         if (checkpoint / "state.json").exists():
             state = read_json(checkpoint / "state.json", CheckpointError)
             inputs = state.get("inputs") if isinstance(state, dict) else None

@@ -72,15 +72,15 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if all(number is None or isinstance(number, int | float) for number in numbers) else None
 
 
-def _of(context: str) -> Callable[[Mapping[str, Any]], bool]:
+def _context_filter(context: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda record: record.get("context") == context and "type" not in record
 
 
 _KINDS = (
-    ("Gradients: mean |g|", _of("hp_grad"), "abs_var_mean"),
-    ("Weights: mean |w|", _of("hp"), "abs_var_mean"),
-    ("Update ratio: |update| / |w|", _of("effective_update"), "update_rate"),
-    ("Adam: mean of exp_avg_sq", _of("exp_avg_sq"), "abs_var_mean"),
+    ("Gradients: mean |g|", _context_filter("hp_grad"), "abs_var_mean"),
+    ("Weights: mean |w|", _context_filter("hp"), "abs_var_mean"),
+    ("Update ratio: |update| / |w|", _context_filter("effective_update"), "update_rate"),
+    ("Adam: mean of exp_avg_sq", _context_filter("exp_avg_sq"), "abs_var_mean"),
     ("Activations: mean |output|", lambda record: "type" in record and record.get("context") in ("output", "output[0]"), "abs_var_mean"),
 )
 

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = run_arguments.parse(_parser(), arguments)
     found = lineage.build(options.runs)
     if options.groups:
-        found = found.family(name for group in options.groups for name in lineage.of_group(options.runs, found, group).nodes)
+        found = found.family(name for group in options.groups for name in lineage.group_family(options.runs, found, group).nodes)
     if options.exp_id:
         found = found.family([found.find(options.exp_id)])
     run_arguments.warn([*found.warnings, *found.problems])
@@ -69,9 +69,9 @@ def dot(found: Lineage) -> str:
     """A graph for Graphviz: `… --format dot | dot -Tsvg > lineage.svg`."""
     lines = ["digraph lineage {", "  rankdir=LR;", '  node [shape=box, style="rounded,filled", fontname="sans-serif"];']
     for node in found.nodes.values():
-        label = "\\n".join(_quoted(line, {"\\": "\\\\", '"': '\\"', "\n": " "}) for line in _label(node))
+        label = "\\n".join(_escape(line, {"\\": "\\\\", '"': '\\"', "\n": " "}) for line in _label(node))
         lines.append(f'  "{node.exp_id}" [label="{label}", fillcolor="{_colour(node)}"];')
-    lines += [f'  "{edge.parent}" -> "{edge.child}" [label="{_quoted(edge.checkpoint, {chr(34): ""})}"];' for edge in found.edges]
+    lines += [f'  "{edge.parent}" -> "{edge.child}" [label="{_escape(edge.checkpoint, {chr(34): ""})}"];' for edge in found.edges]
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -80,13 +80,13 @@ def mermaid(found: Lineage) -> str:
     escapes = {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "`": "#96;", "\n": " "}
     lines = ["flowchart LR"]
     for node in found.nodes.values():
-        label = "<br/>".join(_quoted(line, escapes) for line in _label(node))
+        label = "<br/>".join(_escape(line, escapes) for line in _label(node))
         lines += [f'  e{node.exp_id}["{label}"]', f"  style e{node.exp_id} fill:{_colour(node)}"]
-    lines += [f'  e{edge.parent} -- "{_quoted(edge.checkpoint, escapes)}" --> e{edge.child}' for edge in found.edges]
+    lines += [f'  e{edge.parent} -- "{_escape(edge.checkpoint, escapes)}" --> e{edge.child}' for edge in found.edges]
     return "\n".join(lines) + "\n"
 
 
-def as_json(found: Lineage) -> str:
+def to_json(found: Lineage) -> str:
     """Everything, for other programs: {"nodes": […], "edges": […], "problems": […], "warnings": […]}."""
     value = {
         "nodes": [asdict(node) for node in found.nodes.values()],
@@ -97,7 +97,7 @@ def as_json(found: Lineage) -> str:
     return json.dumps(value, indent=4, allow_nan=False) + "\n"
 
 
-FORMATS: dict[str, Callable[[Lineage], str]] = {"table": table, "tree": tree, "dot": dot, "mermaid": mermaid, "json": as_json}
+FORMATS: dict[str, Callable[[Lineage], str]] = {"table": table, "tree": tree, "dot": dot, "mermaid": mermaid, "json": to_json}
 
 
 def _ancestors_first(found: Lineage) -> list[Node]:
@@ -144,7 +144,7 @@ def _colour(node: Node) -> str:
     return _COLOURS.get(node.state, _BAD_COLOUR)
 
 
-def _quoted(text: str, escapes: dict[str, str]) -> str:
+def _escape(text: str, escapes: dict[str, str]) -> str:
     return "".join(escapes.get(character, character) for character in text)
 
 

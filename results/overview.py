@@ -105,7 +105,7 @@ def select(found: Overview, states: Sequence[str] = (), where: str = "", text: s
     if states:
         listed = [job for job in listed if job.state in states]
     if where.strip():
-        holds = {row["exp_id"] for row in results.where(rows, where, "expression")}
+        holds = {row["exp_id"] for row in results.filter_rows(rows, where, "expression")}
         listed = [job for job in listed if job.exp_id in holds]
     if text.strip():
         said = {row["exp_id"]: _words(row) for row in rows}
@@ -146,7 +146,7 @@ def tabulate(
 def metrics(found: Overview) -> list[str]:
     """Every score, the one that tables are sorted by first."""
     known = results.score_names(found.rows)
-    first = table.default_metric(results.headline(known))
+    first = table.default_metric(results.headline_scores(known))
     return [first, *(name for name in known if name != first)] if first else []
 
 
@@ -154,9 +154,11 @@ def curves(found: Overview, metric: str, x: str = "step", spread: str = "std") -
     """Learning curves of the best `LINES` configurations. x: "step", a score such as "tokens", or "seconds" of training."""
     if metric not in results.score_names(found.rows):
         return Curves()
-    keys = results.distinguishing(found.rows)
+    keys = results.distinguishing_keys(found.rows)
     groups = results.group_rows(found.rows, keys)
-    best = results.best_first([{**results.aggregate(group, [], [metric])[0], "group": group} for group in _having(groups, metric)], metric)
+    best = results.sort_best_first(
+        [{**results.aggregate(group, [], [metric])[0], "group": group} for group in _having(groups, metric)], metric
+    )
     shown = [row["group"] for row in best[:LINES]]
     try:
         (bands,), notes = banded.bands(found.runs, shown, [metric], x)
@@ -169,9 +171,11 @@ def curves(found: Overview, metric: str, x: str = "step", spread: str = "std") -
 
 def differing(found: Overview) -> dict[str, str]:
     """Exp id -> what tells it from the others: "stride=2, seed=0"."""
-    keys = results.varying(found.rows)
+    keys = results.varying_keys(found.rows)
     names = results.short_names(keys)
-    return {row["exp_id"]: ", ".join(f"{names[key]}={spelled(row[key])[:16] if key in row else '–'}" for key in keys) for row in found.rows}
+    return {
+        row["exp_id"]: ", ".join(f"{names[key]}={format_value(row[key])[:16] if key in row else '–'}" for key in keys) for row in found.rows
+    }
 
 
 def job_cells(job: launched.Row, told: str) -> list[str]:
@@ -202,7 +206,7 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.0f} s"
 
 
-def spelled(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value of a config: a text as it is, all else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -217,7 +221,7 @@ def differences(runs: Path, one: str, other: str) -> tuple[list[tuple[str, str, 
 
 
 def _side(pair: Mapping[str, Any], side: str) -> str:
-    return spelled(pair[side])[:MOST_CHARACTERS] if side in pair else "absent"
+    return format_value(pair[side])[:MOST_CHARACTERS] if side in pair else "absent"
 
 
 def environment(runs: Path, exp_id: str) -> dict[str, str]:
@@ -254,7 +258,7 @@ def tail(path: Path, lines: int) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, str):
         return value[:8] if _ID.fullmatch(value) else value
-    return "–" if value is None else spelled(value)
+    return "–" if value is None else format_value(value)
 
 
 def _score(row: dict[str, Any], name: str, spread: str) -> str:
@@ -281,7 +285,7 @@ def _having(groups: Iterable[list[results.Row]], metric: str) -> list[list[resul
 
 
 def _line(band: banded.Band, label: str, spread: str) -> Line:
-    points = sorted(zip(band.x.tolist(), band.mean.tolist(), band.half(spread).tolist(), strict=True), key=lambda point: point[0])
+    points = sorted(zip(band.x.tolist(), band.mean.tolist(), band.half_width(spread).tolist(), strict=True), key=lambda point: point[0])
     halves = [0.0 if math.isnan(half) else half for _, _, half in points]  # of a single run there is no deviation
     means = [mean for _, mean, _ in points]
     low, high = ([mean + sign * half for mean, half in zip(means, halves, strict=True)] for sign in (-1, 1))

@@ -110,7 +110,7 @@ def draw_panels(
         axes = figure.add_subplot(1, len(chosen), place, xlabel=x, ylabel=metric)
         axes.grid(alpha=0.3)
         for group, band in zip(groups, bands, strict=True):
-            half = numpy.nan_to_num(band.half(interval))
+            half = numpy.nan_to_num(band.half_width(interval))
             draw_line(axes, band.x, band.mean, band.mean - half, band.mean + half, label(group, keys))
         if keys:
             axes.legend(fontsize="small")

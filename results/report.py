@@ -50,7 +50,7 @@ def render(found: overview.Overview, groups: Sequence[str] | None = None, metric
     for name in metrics or ():
         if name not in known:
             raise unknown("score", name, known, str(found.runs))
-    drawn = list(metrics) if metrics else results.headline(overview.metrics(found))[:PANELS]
+    drawn = list(metrics) if metrics else results.headline_scores(overview.metrics(found))[:PANELS]
     title = f"Experiments: {', '.join(groups)}" if groups else "Experiments"
     body = "".join(
         [
@@ -104,7 +104,7 @@ def _best(found: overview.Overview) -> str:
 
 
 def _num_keys(found: overview.Overview) -> int:
-    return len(results.distinguishing(found.rows))
+    return len(results.distinguishing_keys(found.rows))
 
 
 def _results(found: overview.Overview) -> str:
@@ -169,11 +169,11 @@ def _configuration(found: overview.Overview) -> str:
     """What all share, once; what differs, for each experiment."""
     if not found.rows:
         return ""
-    varying = results.varying(found.rows)
+    varying = results.varying_keys(found.rows)
     shared = [key for key in results.config_keys(found.rows[0]) if key not in varying]
     names = results.short_names(varying)
-    different = [[row["exp_id"][:8], *(overview.spelled(row[key]) if key in row else "–" for key in varying)] for row in found.rows]
-    tables = [markup.plain_table(("in all", ""), [(key, overview.spelled(found.rows[0][key])) for key in shared])] if shared else []
+    different = [[row["exp_id"][:8], *(overview.format_value(row[key]) if key in row else "–" for key in varying)] for row in found.rows]
+    tables = [markup.plain_table(("in all", ""), [(key, overview.format_value(found.rows[0][key])) for key in shared])] if shared else []
     return "".join([*tables, markup.plain_table(("different", *(names[key] for key in varying)), different)] if varying else tables)
 
 

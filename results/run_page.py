@@ -13,7 +13,7 @@ from results.diff import resolve
 from results.plot import PLOTS
 from results.run_arguments import RUNS
 from src.runs import jsonl_records, ledger
-from src.runs.metadata import flat, read_exp_dict, read_status, state_of
+from src.runs.metadata import flatten, read_exp_dict, read_status, state_of
 from src.runs.scores import SCORES, Scores
 
 PERF = "perf.jsonl"
@@ -61,13 +61,17 @@ def render(run: Path) -> str:
         [
             _header(run, status, rows),
             report.section("", markup.warnings(warnings + wrong), "warned"),
-            report.section("Losses", _panels({"loss": _named(rows, _is_loss)}, size=(10, 3.6)) if rows else ""),
+            report.section("Losses", _panels({"loss": _lines_by_name(rows, _is_loss)}, size=(10, 3.6)) if rows else ""),
             report.section("Training", _grid(rows, perf)),
-            report.section("Loss by source", _panels({"by source": _named(perf, lambda name: name.startswith("loss/"))}, size=(10, 3.2))),
-            report.section("Other scores", _grid_of({name: _named(rows, name.__eq__) for name in _others(rows)})),
+            report.section(
+                "Loss by source", _panels({"by source": _lines_by_name(perf, lambda name: name.startswith("loss/"))}, size=(10, 3.2))
+            ),
+            report.section("Other scores", _grid_of({name: _lines_by_name(rows, name.__eq__) for name in _others(rows)})),
             report.section("Layers", _layers(kinds)),
             report.section("Events", _events(run)),
-            report.section("Experiment", markup.plain_table(("key", "value"), [(k, overview.spelled(v)) for k, v in flat(exp).items()])),
+            report.section(
+                "Experiment", markup.plain_table(("key", "value"), [(k, overview.format_value(v)) for k, v in flatten(exp).items()])
+            ),
         ]
     )
     return report.page(f"Run {run.resolve().name[:8]}", body)
@@ -92,7 +96,7 @@ def read_perf(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
 Line = tuple[list[int], list[float]]
 
 
-def _named(rows: Sequence[Mapping[str, Any]], fits: Any) -> dict[str, Line]:
+def _lines_by_name(rows: Sequence[Mapping[str, Any]], fits: Any) -> dict[str, Line]:
     """Steps and values of each column whose name fits; a value that is no number is left out of its line."""
     lines: dict[str, Line] = {}
     for row in rows:
@@ -114,7 +118,7 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _grid(rows: Sequence[Mapping[str, Any]], perf: Sequence[Mapping[str, Any]]) -> str:
-    return _grid_of({told: _named(rows, name.__eq__) or _named(perf, name.__eq__) for name, told in _NAMED.items()})
+    return _grid_of({told: _lines_by_name(rows, name.__eq__) or _lines_by_name(perf, name.__eq__) for name, told in _NAMED.items()})
 
 
 def _grid_of(panels: Mapping[str, Mapping[str, Line]]) -> str:
@@ -165,7 +169,7 @@ def _events(run: Path) -> str:
 
 
 def _facts(event: Mapping[str, Any]) -> str:
-    return "\n".join(f"{key}: {overview.spelled(value)}" for key, value in event.items() if key not in _OF_EVENT)
+    return "\n".join(f"{key}: {overview.format_value(value)}" for key, value in event.items() if key not in _OF_EVENT)
 
 
 def _header(run: Path, status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -78,7 +78,7 @@ def share(runs: Path, rows: Sequence[results.Row], output: Path, group: str | No
                 _add(zipped, "table.csv", render(*tabulate(rows, None, ["all"]), "csv").encode())
                 for name in sorted(row["exp_id"] for row in rows):
                     for path in _files(runs / name, wandb, warnings):
-                        content = _scrubbed(path, warnings)
+                        content = _scrub(path, warnings)
                         if content is not None:
                             _add(zipped, path.relative_to(runs).as_posix(), content)
                 count = len(zipped.infolist())
@@ -110,7 +110,7 @@ def _files(run: Path, wandb: bool, warnings: list[str]) -> Iterator[Path]:
                 yield path
 
 
-def _scrubbed(path: Path, warnings: list[str]) -> bytes | None:
+def _scrub(path: Path, warnings: list[str]) -> bytes | None:
     """The content without keys; None: it is left out.
 
     Raises:
@@ -121,7 +121,7 @@ def _scrubbed(path: Path, warnings: list[str]) -> bytes | None:
             content = path.read_bytes()
     except FileNotFoundError:
         return None  # a live run has replaced it since
-    clean, count = _KEYS.subn(_hidden, content)
+    clean, count = _KEYS.subn(_hide, content)
     if not count:
         return content
     if path.name == EXP_DICT:
@@ -133,7 +133,7 @@ def _scrubbed(path: Path, warnings: list[str]) -> bytes | None:
     return clean
 
 
-def _hidden(match: re.Match[bytes]) -> bytes:
+def _hide(match: re.Match[bytes]) -> bytes:
     return match["scheme"] + b"***@" if match["scheme"] else (match["name"] or match["word"] or b"") + b"***"
 
 

@@ -53,7 +53,7 @@ def remarks(rows: Sequence[results.Row], keys: Sequence[str]) -> list[str]:
     waiting = sum(row["state"] not in ("done", "haven") for row in rows)
     if waiting:
         found.append(f"{waiting} of {len(rows)} runs are not done; the table holds their latest scores.")
-    if others := [key for key in results.distinguishing(rows) if key not in keys and "exp_id" not in keys]:
+    if others := [key for key in results.distinguishing_keys(rows) if key not in keys and "exp_id" not in keys]:
         found.append(f"the means are over different {', '.join(others)}.")
     missing = results.missing_seeds(rows, keys)
     return (
@@ -80,7 +80,7 @@ def tabulate(
     known = results.score_names(rows)
     keys = results.grouping_keys(rows, by)
     if scores is None:
-        shown = results.headline(known)
+        shown = results.headline_scores(known)
     else:
         shown = known if list(scores) == ["all"] else list(scores)
     if metric is None:
@@ -89,7 +89,7 @@ def tabulate(
         shown = [metric, *shown]
     table = results.aggregate(rows, keys, shown)
     if metric is not None:
-        table = results.best_first(table, metric, None if best is None else best == "min")
+        table = results.sort_best_first(table, metric, None if best is None else best == "min")
     return table, keys, shown
 
 
@@ -105,7 +105,7 @@ def pivot_score(rows: Sequence[results.Row], index: str, columns: str, metric: s
     Raises:
         ConfigError: a key or a score that no run has, or no score at all.
     """
-    score = metric or default_metric(results.headline(results.score_names(rows)))
+    score = metric or default_metric(results.headline_scores(results.score_names(rows)))
     if score is None:
         raise ConfigError("--pivot: no run has any score yet.")
     return results.pivot(rows, index, columns, score), score

@@ -62,12 +62,12 @@ def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, s
     """Turn pydantic's report into (dotted path, message) pairs; parts of parts are flattened."""
     for item in error.errors(include_url=False):
         loc, context = item["loc"], item.get("ctx", {})
-        path = dotted(loc)
+        path = dotted_path(loc)
         cause = context.get("error")
         if isinstance(cause, Problems):
             yield from ((join(path, below), text) for below, text in cause.found)
         elif item["type"] == "extra_forbidden":
-            yield dotted(loc[:-1]), unknown_text("key", str(loc[-1]), _config_at(cls, loc[:-1]).model_fields)
+            yield dotted_path(loc[:-1]), unknown_text("key", str(loc[-1]), _config_at(cls, loc[:-1]).model_fields)
         elif item["type"] == "missing":
             yield path, "missing. It has no default, so write it."
         elif item["type"] == "literal_error" and isinstance(item["input"], str) and "'" in context["expected"]:
@@ -75,7 +75,7 @@ def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, s
         elif cause is not None:
             yield path, str(cause)
         else:
-            yield path, f"{_expected(item['type'], item['msg'], context)}, got {_got(item['input'])}."
+            yield path, f"{_describe_expected(item['type'], item['msg'], context)}, got {_describe_value(item['input'])}."
 
 
 def unknown(kind: str, got: str, known: Iterable[str], where: str) -> ConfigError:
@@ -91,7 +91,7 @@ def unknown_text(kind: str, got: str, known: Iterable[str]) -> str:
     return f"unknown {kind} {got!r}.{hint} Known: {', '.join(choices) or 'none'}."
 
 
-def dotted(loc: Iterable[int | str]) -> str:
+def dotted_path(loc: Iterable[int | str]) -> str:
     """("loop", "betas", 0) -> "loop.betas[0]"."""
     path = ""
     for key in loc:
@@ -134,7 +134,7 @@ _TYPES = {
 _BOUNDS = {"greater_than": (">", "gt"), "greater_than_equal": (">=", "ge"), "less_than": ("<", "lt"), "less_than_equal": ("<=", "le")}
 
 
-def _expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
+def _describe_expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
     if kind in _BOUNDS:
         sign, key = _BOUNDS[kind]
         return f"expected a number {sign} {context[key]}"
@@ -151,7 +151,7 @@ def _expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
     return message.replace("Input should be", "expected", 1)
 
 
-def _got(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 

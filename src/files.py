@@ -81,36 +81,36 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             with open(beside, "wb") as file:
                 file.write(data.encode() if isinstance(data, str) else data)
                 file.flush()
-                if _synced_apart.folder is None:
+                if _deferred_sync.folder is None:
                     os.fsync(file.fileno())
             os.replace(beside, path)
         except BaseException:
             beside.unlink(missing_ok=True)
             raise
-        if _synced_apart.folder is None:
+        if _deferred_sync.folder is None:
             sync_directory(path.parent)
 
 
 @contextlib.contextmanager
-def synced_once(folder: Path) -> Iterator[None]:
+def defer_sync(folder: Path) -> Iterator[None]:
     """Within the block this thread's `write_atomic` leaves syncing to the end, for thousands of small files below `folder` at once.
 
     A crash of the process still leaves each file old or new. A power cut within the block may leave files that are empty:
     only for what is written again by whoever finds it damaged.
     """
-    _synced_apart.folder = folder
+    _deferred_sync.folder = folder
     try:
         yield
     finally:
-        _synced_apart.folder = None
+        _deferred_sync.folder = None
         _sync_file_system(folder)
 
 
-class _Apart(threading.local):
+class _DeferredSync(threading.local):
     folder: Path | None = None
 
 
-_synced_apart = _Apart()
+_deferred_sync = _DeferredSync()
 
 
 def _sync_file_system(folder: Path) -> None:

@@ -17,7 +17,7 @@ from pydantic import PlainSerializer, PlainValidator
 from src.config import Config, Places, Problems
 from src.errors import ConfigError, check_all
 from src.kinds import DECODER, KINDS
-from src.registry import DATASETS, METRICS, MODELS, RECIPES, bind, name_of, resolved
+from src.registry import DATASETS, METRICS, MODELS, RECIPES, bind, name_of, resolved_dict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -121,7 +121,7 @@ class ModelConfig(Component):
 
     def longest_sequence(self, places: Places) -> int | None:
         """Most tokens of a sequence that it can read; None where that is not known or there is no limit."""
-        sizes = once(self.architecture, places)
+        sizes = call_once(self.architecture, places)
         return sizes.max_positions if sizes else None
 
 
@@ -326,8 +326,8 @@ _results: dict[Any, Any] | None = None
 
 
 @contextlib.contextmanager
-def remembering() -> Iterator[None]:
-    """Within the block, `once` calls each method of equal components once: a thousand experiments on one data set look at it once.
+def remember_calls() -> Iterator[None]:
+    """Within the block, `call_once` calls each method of equal components once: a thousand experiments on one data set look at it once.
 
     No file that they look at may change meanwhile.
     """
@@ -339,8 +339,8 @@ def remembering() -> Iterator[None]:
         _results = None
 
 
-def once(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """`method(*args)`, where `method` is one of a component; or what it gave before, within `remembering`."""
+def call_once(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """`method(*args)`, where `method` is one of a component; or what it gave before, within `remember_calls`."""
     component = getattr(method, "__self__", None)
     assert component is not None, "a method of a component"
     key = (type(component), component, method.__name__, tuple(id(a) if isinstance(a, Places) else a for a in args))
@@ -355,9 +355,9 @@ def once(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     return _results[key][1]
 
 
-ModelField = Annotated[ModelConfig, PlainValidator(partial(bind, MODELS)), PlainSerializer(resolved)]
-DatasetField = Annotated[DatasetConfig, PlainValidator(partial(bind, DATASETS)), PlainSerializer(resolved)]
-MetricField = Annotated[MetricConfig, PlainValidator(partial(bind, METRICS)), PlainSerializer(resolved)]
+ModelField = Annotated[ModelConfig, PlainValidator(partial(bind, MODELS)), PlainSerializer(resolved_dict)]
+DatasetField = Annotated[DatasetConfig, PlainValidator(partial(bind, DATASETS)), PlainSerializer(resolved_dict)]
+MetricField = Annotated[MetricConfig, PlainValidator(partial(bind, METRICS)), PlainSerializer(resolved_dict)]
 
 
 def load_experiment(raw: dict[str, Any], where: str) -> RecipeConfig:

@@ -111,21 +111,21 @@ def bind(table: ComponentTable, raw: Any, key: str = "name") -> Any:
         raise Problems(problems(cls, error)) from None
 
 
-def resolved(component: Config, key: str = "name") -> dict[str, Any]:
+def resolved_dict(component: Config, key: str = "name") -> dict[str, Any]:
     """The dict of `component` with every default written out, JSON values only."""
     return {key: name_of(component), **component.model_dump(mode="json")}
 
 
-def canonical(raw: dict[str, Any], recipe: Config) -> dict[str, Any]:
+def canonical_dict(raw: dict[str, Any], recipe: Config) -> dict[str, Any]:
     """`raw` with 1 written as 1.0 wherever the config takes a float, so that one experiment has one id."""
-    return _spelled(raw, recipe)
+    return _match_number_types(raw, recipe)
 
 
-def _spelled(raw: Any, loaded: Any) -> Any:
+def _match_number_types(raw: Any, loaded: Any) -> Any:
     if isinstance(raw, dict):
         inner = vars(loaded) if isinstance(loaded, Config) else loaded if isinstance(loaded, dict) else {}
-        return {k: _spelled(v, inner.get(k)) for k, v in raw.items()}
+        return {k: _match_number_types(v, inner.get(k)) for k, v in raw.items()}
     if isinstance(raw, list):
         items = loaded if isinstance(loaded, (list, tuple)) else [None] * len(raw)
-        return [_spelled(r, x) for r, x in zip(raw, items, strict=True)]
+        return [_match_number_types(r, x) for r, x in zip(raw, items, strict=True)]
     return float(raw) if type(raw) is int and type(loaded) is float else raw

@@ -43,9 +43,8 @@ def load_trained(model: "nn.Module", file: Path) -> None:
         raise CheckpointError(f"{file}: damaged, not readable as safetensors ({error}).") from None
     names = trained_weights(model)
     if saved.keys() != names.keys():
-        raise CheckpointError(
-            f"{file}: of another model. Missing: {some(names.keys() - saved.keys())}; unexpected: {some(saved.keys() - names.keys())}."
-        )
+        absent, extra = names.keys() - saved.keys(), saved.keys() - names.keys()
+        raise CheckpointError(f"{file}: of another model. Missing: {summarize_names(absent)}; unexpected: {summarize_names(extra)}.")
     for name, tensor in names.items():
         if saved[name].shape != tensor.shape:
             raise CheckpointError(f"{file}: of another model. {name} is {list(saved[name].shape)}, expected {list(tensor.shape)}.")
@@ -55,7 +54,7 @@ def load_trained(model: "nn.Module", file: Path) -> None:
             state[name].copy_(tensor)
 
 
-def some(names: Iterable[str]) -> str:
+def summarize_names(names: Iterable[str]) -> str:
     """At most three names and how many more."""
     listed = sorted(names)
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""

@@ -10,10 +10,10 @@ from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, mo
 
 from src import config as configs
 from src import registry
-from src.config import Config, dotted, join, load, unknown
+from src.config import Config, dotted_path, join, load, unknown
 from src.errors import ConfigError
 from src.interfaces import Component, load_experiment
-from src.registry import ComponentTable, bind, canonical, resolved
+from src.registry import ComponentTable, bind, canonical_dict, resolved_dict
 
 
 class Loop(Config):
@@ -182,7 +182,7 @@ def test_unknown_names_the_nearest_and_all():
     ("loc", "path"), [((), ""), (("a",), "a"), (("a", "b"), "a.b"), (("a", 0, "b"), "a[0].b"), ((0, 1), "[0][1]"), (("a", 0, 1), "a[0][1]")]
 )
 def test_dotted(loc: tuple[int | str, ...], path: str):
-    assert dotted(loc) == path
+    assert dotted_path(loc) == path
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def things(monkeypatch: pytest.MonkeyPatch) -> ComponentTable:
     """Two entries: a leaf, and a wrapper whose `base` is again one of the two."""
     table = ComponentTable("thing", {"leaf": "made_leaf", "wrap": "made_wrap"})
 
-    Thing = Annotated[Component, PlainValidator(partial(bind, table)), PlainSerializer(resolved)]  # as src/interfaces.py does it
+    Thing = Annotated[Component, PlainValidator(partial(bind, table)), PlainSerializer(resolved_dict)]  # as src/interfaces.py does it
 
     class Wrap(Component):
         base: Thing
@@ -274,8 +274,8 @@ def test_mistakes_in_parts_are_named_by_the_whole_path(things: ComponentTable, r
 def test_resolved_writes_every_default(things: ComponentTable):
     raw = {"name": "wrap", "base": {"name": "leaf", "width": 2}}
     full = {"name": "wrap", "base": {"name": "leaf", "width": 2.0, "note": None}, "parts": [], "rank": 8}
-    assert resolved(bind(things, raw)) == full
-    assert resolved(bind(things, full)) == full
+    assert resolved_dict(bind(things, raw)) == full
+    assert resolved_dict(bind(things, full)) == full
 
 
 def test_canonical_spells_ints_as_floats_where_the_config_says_float(things: ComponentTable):
@@ -285,15 +285,15 @@ def test_canonical_spells_ints_as_floats_where_the_config_says_float(things: Com
         "parts": [{"name": "leaf"}, {"name": "leaf", "width": 3}],
         "rank": 4,
     }
-    spelled = canonical(raw, bind(things, raw))
+    spelled = canonical_dict(raw, bind(things, raw))
     assert spelled == raw
     assert repr(spelled) == repr(raw).replace("'width': 2", "'width': 2.0").replace("'width': 3", "'width': 3.0")
-    assert canonical(spelled, bind(things, spelled)) == spelled
+    assert canonical_dict(spelled, bind(things, spelled)) == spelled
 
 
 def test_canonical_reaches_lists_dicts_and_options():
     raw = {"loop": {"steps": 1, "betas": [0, 1]}, "maybe": {"steps": 2, "rate": 1}, "names": {"a": 1}, "loops": [{"steps": 1, "rate": 0}]}
-    assert repr(canonical(raw, load(Outer, raw, "here"))) == repr(
+    assert repr(canonical_dict(raw, load(Outer, raw, "here"))) == repr(
         {
             "loop": {"steps": 1, "betas": [0.0, 1.0]},
             "maybe": {"steps": 2, "rate": 1.0},

@@ -8,10 +8,10 @@ import torch
 
 import exp_configs
 from src.config import Places
-from src.experiments.grid import changed
+from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.interfaces import load_experiment
-from src.registry import canonical
+from src.registry import canonical_dict
 from tests.models.conftest import VOCABULARY, make_base
 
 BASES = {
@@ -52,7 +52,7 @@ def test_every_experiment_loads_under_an_id_of_its_own():
         assert experiments, group
         for i, exp in enumerate(experiments):
             recipe = load_experiment(exp, f"{group}[{i}]")
-            found = exp_id(canonical(exp, recipe))
+            found = exp_id(canonical_dict(exp, recipe))
             assert found not in ids, f"{group}[{i}] is {ids[found]}"
             ids[found] = f"{group}[{i}]"
 
@@ -79,7 +79,7 @@ def test_it_is_built_on_a_small_base_of_its_family(group: str, tmp_path: Path):
     family, depth, positions = BASES[exp["model"]["base"]["path"]]
     heads = {} if family == "gpt_bigcode" else {"num_key_value_heads": 4 if family == "llama" else 2}
     make_base(family, num_hidden_layers=depth, max_position_embeddings=positions, **heads).save_pretrained(tmp_path / "base")
-    config: Any = load_experiment(changed(exp, {"model.base.path": str(tmp_path / "base"), "model.base.dtype": "float32"}), group)
+    config: Any = load_experiment(override(exp, {"model.base.path": str(tmp_path / "base"), "model.base.dtype": "float32"}), group)
     places = Places(tmp_path / "data", tmp_path / "runs")
     config.model.check(places)
     config.data.check_length(config.model.longest_sequence(places))

@@ -390,7 +390,7 @@ def test_many_small_files_are_synced_once(tmp_path: Path, monkeypatch: pytest.Mo
     synced: list[int] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), real(descriptor))[1])
-    with files.synced_once(tmp_path):
+    with files.defer_sync(tmp_path):
         for i in range(3):
             files.write_atomic(tmp_path / f"{i}", "x")
         assert not synced
@@ -400,7 +400,7 @@ def test_many_small_files_are_synced_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_folder_that_is_gone_cannot_be_synced(tmp_path: Path):
-    with pytest.raises(RunError, match="gone"), files.synced_once(tmp_path / "gone"):
+    with pytest.raises(RunError, match="gone"), files.defer_sync(tmp_path / "gone"):
         pass
 
 

@@ -14,7 +14,7 @@ from src import interfaces, registry
 from src.config import Config, Places
 from src.errors import DataError
 from src.files import new_directory
-from src.interfaces import once, remembering
+from src.interfaces import call_once, remember_calls
 from src.launch.job import LauncherConfig
 from src.registry import TABLES, ComponentTable
 
@@ -119,9 +119,9 @@ def test_equal_parts_are_asked_once_within_a_block(tmp_path: Path):
             (folder / f"{split}.jsonl").write_text('{"text": "a", "source": "b"}\n')
     places = Places(tmp_path, tmp_path)
     first, second = (registry.bind(registry.DATASETS, {"name": "text", "corpus": "corpus", "sequence_tokens": 2}) for _ in range(2))
-    with remembering():
-        once(first.check, places)
+    with remember_calls():
+        call_once(first.check, places)
         shutil.rmtree(tmp_path / "corpus")
-        once(second.check, places)
+        call_once(second.check, places)
     with pytest.raises(DataError, match="no such data set"):
         second.check(places)

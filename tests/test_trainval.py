@@ -20,7 +20,7 @@ from src.experiments.identity import exp_id
 from src.files import sha256
 from src.interfaces import load_experiment
 from src.launch.arguments import parse
-from src.registry import resolved
+from src.registry import resolved_dict
 from src.runs.run_dir import RunDir
 from tests import toy
 
@@ -412,7 +412,7 @@ class TestBadInput:
 
     def test_a_held_save_directory(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         recipe = load_experiment(SHORT, "g")
-        with RunDir.open(folder / "runs", SHORT, resolved(recipe, key="recipe")):
+        with RunDir.open(folder / "runs", SHORT, resolved_dict(recipe, key="recipe")):
             assert f"process {os.getpid()}" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
 
     def test_a_damaged_checkpoint_falls_back_to_the_one_before(self, folder: Path, caplog: pytest.LogCaptureFixture):

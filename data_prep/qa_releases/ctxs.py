@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.qa_releases.question import Passage, Question, Skipped, accepted, field, identifier, passages, text
+from data_prep.qa_releases.question import Passage, Question, Skipped, clean_answers, field, identifier, passages, text
 
 DESCRIPTION = 'retrieved passages: {"question", "answers", "ctxs": [{"title", "text", "isgold"}]}, with or without "isgold"'
 
@@ -29,7 +29,7 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
         where=where,
         id=identifier(record, "id", where) if "id" in record else None,
         text=text(field(record, "question", str, where), "question", where),
-        answers=accepted(field(record, "answers", list[str], where), where),
+        answers=clean_answers(field(record, "answers", list[str], where), where),
         passages=kept,
         dataset="nq_open",
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.qa_releases.question import Passage, Question, Skipped, accepted, field, passages, text
+from data_prep.qa_releases.question import Passage, Question, Skipped, clean_answers, field, passages, text
 
 DESCRIPTION = 'DPR: [{"question", "answers", "positive_ctxs": [{"title", "text"}], "hard_negative_ctxs", "negative_ctxs"}]'
 MANY_DISTRACTORS = True
@@ -36,7 +36,7 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
         where=where,
         id=None,
         text=text(field(record, "question", str, where), "question", where),
-        answers=accepted(field(record, "answers", list[str], where), where),
+        answers=clean_answers(field(record, "answers", list[str], where), where),
         passages=kept,
         dataset=named.partition("_")[0],
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.qa_releases.question import Passage, Question, Skipped, accepted, field, identifier, passages, text
+from data_prep.qa_releases.question import Passage, Question, Skipped, clean_answers, field, identifier, passages, text
 from src.errors import DataError
 
 DESCRIPTION = 'HotpotQA: [{"_id", "question", "answer", "supporting_facts": [[title, sentence]], "context": [[title, [sentence]]]}]'
@@ -40,7 +40,7 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
         where=where,
         id=identifier(record, "_id" if "_id" in record else "id", where),
         text=text(field(record, "question", str, where), "question", where),
-        answers=accepted([field(record, "answer", str, where)], where),
+        answers=clean_answers([field(record, "answer", str, where)], where),
         passages=kept,
         dataset="hotpotqa",
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.qa_releases.question import UNANSWERABLE, Passage, Question, Skipped, accepted, field, identifier, passages, text
+from data_prep.qa_releases.question import UNANSWERABLE, Passage, Question, Skipped, clean_answers, field, identifier, passages, text
 from src.errors import DataError
 
 DESCRIPTION = 'MS MARCO: {"query_id", "query", "passages": [{"is_selected", "passage_text", "url"}], "answers"}, in lines or in columns'
@@ -35,7 +35,7 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
         where=where,
         id=identifier(record, "query_id", where),
         text=text(field(record, "query", str, where), "query", where),
-        answers=accepted(real, where) if real else (UNANSWERABLE,),
+        answers=clean_answers(real, where) if real else (UNANSWERABLE,),
         passages=kept,
         dataset="msmarco",
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from data_prep.qa_releases.question import UNANSWERABLE, Passage, Question, Skipped, accepted, field, identifier, text
+from data_prep.qa_releases.question import UNANSWERABLE, Passage, Question, Skipped, clean_answers, field, identifier, text
 from src.errors import DataError
 
 DESCRIPTION = 'Natural Questions: lines with "annotations" and "document_text" (simplified) or "document_tokens" (original)'
@@ -48,7 +48,7 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
         yield Skipped("no long answer, so no context")
         return
     has_answer = len(answered) >= enough
-    answers = accepted([text for a in answered for text in a.answers], where) if has_answer else (UNANSWERABLE,)
+    answers = clean_answers([text for a in answered for text in a.answers], where) if has_answer else (UNANSWERABLE,)
     asked = record["question"] if isinstance(record.get("question"), dict) else {"text": record.get("question_text")}
     yield Question(
         where=where,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.qa_releases.question import Question, accepted, field, text
+from data_prep.qa_releases.question import Question, clean_answers, field, text
 
 DESCRIPTION = 'NQ-open: lines {"question", "answer": [text]}; it has no contexts'
 
@@ -23,7 +23,7 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question]:
         where=where,
         id=None,
         text=text(field(record, "question", str, where), "question", where),
-        answers=accepted(field(record, "answer", list[str], where), where),
+        answers=clean_answers(field(record, "answer", list[str], where), where),
         passages=(),
         dataset="nq_open",
     )

@@ -31,7 +31,7 @@ class Placing:
         if self.distractors is not None and self.distractors < 0:
             raise DataError(f"--distractors: expected a number from 0, got {self.distractors}.")
 
-    def placed(self, question: Question) -> Question:
+    def place(self, question: Question) -> Question:
         """The question with its passages chosen and in order. Where none is marked useful, only "random" moves them.
 
         Raises:
@@ -44,7 +44,7 @@ class Placing:
         others = [passage for passage in question.passages if not passage.useful]
         if self.distractors is not None:
             others = others[: self.distractors]
-            others += self._drawn(question, self.distractors - len(others)) if self.pool else []
+            others += self._draw_distractors(question, self.distractors - len(others)) if self.pool else []
         if self.position == "random":
             order = useful + others
             self._random("order", question).shuffle(order)
@@ -58,7 +58,7 @@ class Placing:
             order = others[:before] + useful + others[before:]
         return replace(question, passages=tuple(order))
 
-    def _drawn(self, question: Question, count: int) -> list[Passage]:
+    def _draw_distractors(self, question: Question, count: int) -> list[Passage]:
         """Passages of the pool, none of them the question's own, none twice, none with an accepted answer in it."""
         taken = {passage.text for passage in question.passages}
         answers = [answer.lower() for answer in question.answers if answer not in {UNANSWERABLE, "Yes", "No"}]

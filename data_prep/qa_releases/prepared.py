@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.qa_releases.question import Passage, Question, Skipped, accepted, field, identifier, passages, text
+from data_prep.qa_releases.question import Passage, Question, Skipped, clean_answers, field, identifier, passages, text
 from src.errors import DataError
 
 DESCRIPTION = 'prepared data: {"contexts_list", "titles_list", "useful_contexts", "question", "answer", "dataset"}, as xc-cache has it'
@@ -41,7 +41,7 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
         where=where,
         id=identifier(record, "id", where) if record.get("id") is not None else None,
         text=text(field(record, "question", str, where), "question", where),
-        answers=accepted([field(record, "answer", str, where), *others], where),
+        answers=clean_answers([field(record, "answer", str, where), *others], where),
         passages=kept,
         dataset=text(field(record, "dataset", str, where), "name of the dataset", where),
     )

@@ -80,13 +80,13 @@ def text(value: str, what: str, where: str) -> str:
     return stripped
 
 
-def accepted(answers: Iterable[str], where: str) -> tuple[str, ...]:
+def clean_answers(answers: Iterable[str], where: str) -> tuple[str, ...]:
     """The answers that are not blank, each once, "yes" and "no" as Yes and No.
 
     Raises:
         DataError: none is left.
     """
-    kept = tuple(dict.fromkeys(_spelled(answer.strip()) for answer in answers if answer.strip()))
+    kept = tuple(dict.fromkeys(_capitalize_yes_no(answer.strip()) for answer in answers if answer.strip()))
     if not kept:
         raise DataError(f"{where}: every answer is empty. A question without an answer must be marked as one.")
     return kept
@@ -101,5 +101,5 @@ def passages(found: Iterable[Passage]) -> tuple[Passage, ...]:
     return tuple(kept.values())
 
 
-def _spelled(answer: str) -> str:
+def _capitalize_yes_no(answer: str) -> str:
     return answer.capitalize() if answer.lower() in {"yes", "no"} else answer

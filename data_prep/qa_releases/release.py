@@ -97,7 +97,7 @@ class Release:
             loaded = datasets.load_from_disk(str(folder))
         except Exception as error:  # noqa: BLE001  whatever the library says of a damaged folder
             raise DataError(f"{folder}: `datasets` cannot read it: {_first_line(error)}") from None
-        return _one_split(loaded, self.source, self.split)
+        return _select_split(loaded, self.source, self.split)
 
 
 def _from_hub(source: str, split: str) -> "Dataset":
@@ -113,19 +113,19 @@ def _from_hub(source: str, split: str) -> "Dataset":
             f"`python -c \"import datasets; datasets.load_dataset({arguments}).save_to_disk('FOLDER')\"`, copy the folder, and name it "
             "here; or name the file of the original release."
         ) from None
-    return _one_split(loaded, source, split)
+    return _select_split(loaded, source, split)
 
 
-def _one_split(loaded: Any, source: str, split: str) -> "Dataset":
+def _select_split(loaded: Any, source: str, split: str) -> "Dataset":
     if not isinstance(loaded, dict):
-        return _read_alone(loaded)
+        return _drop_unused_columns(loaded)
     for name in _HUB_SPLITS[split]:
         if name in loaded:
-            return _read_alone(loaded[name])
+            return _drop_unused_columns(loaded[name])
     raise DataError(f"{source}: has no split {' or '.join(map(repr, _HUB_SPLITS[split]))}. It holds: {', '.join(loaded)}.")
 
 
-def _read_alone(rows: "Dataset") -> "Dataset":
+def _drop_unused_columns(rows: "Dataset") -> "Dataset":
     """Without the fields that would be unpacked for nothing."""
     return rows.remove_columns([name for name in rows.column_names if name in prepared.DROPPED])
 

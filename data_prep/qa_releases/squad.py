@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.qa_releases.question import UNANSWERABLE, Passage, Question, accepted, field, identifier, passages, text
+from data_prep.qa_releases.question import UNANSWERABLE, Passage, Question, clean_answers, field, identifier, passages, text
 from src.errors import DataError
 
 DESCRIPTION = 'SQuAD 1.1 or 2.0: {"data": [{"title", "paragraphs": [{"context", "qas": [{"id", "question", "answers"}]}]}]}'
@@ -44,7 +44,7 @@ def _question(asked: dict[str, Any], title: str, context: str, where: str) -> Qu
         where=where,
         id=identifier(asked, "id", where),
         text=text(field(asked, "question", str, where), "question", where),
-        answers=accepted(given, where) if given and not impossible else (UNANSWERABLE,),
+        answers=clean_answers(given, where) if given and not impossible else (UNANSWERABLE,),
         passages=passages([Passage(text(context, "context", where) and context, title, useful=True)]),
         dataset="squad" if impossible is None else "squad_v2",
     )

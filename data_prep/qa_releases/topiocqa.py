@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.qa_releases.question import Passage, Question, Skipped, accepted, field, identifier, passages, text
+from data_prep.qa_releases.question import Passage, Question, Skipped, clean_answers, field, identifier, passages, text
 from src.errors import DataError
 
 DESCRIPTION = 'TopiOCQA: [{"Conversation_no", "Turn_no", "Context": [earlier questions and answers], "Question", "Answer"}]'
@@ -42,7 +42,7 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
         where=where,
         id=f"{identifier(record, 'Conversation_no', where)}/{identifier(record, 'Turn_no', where)}",
         text=asked,
-        answers=accepted([field(answer, "Answer", str, where) for answer in (record, *others)], where),
+        answers=clean_answers([field(answer, "Answer", str, where) for answer in (record, *others)], where),
         passages=kept,
         dataset="topiocqa",
         family=turns[0] if turns else asked,

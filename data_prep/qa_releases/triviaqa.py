@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.qa_releases.question import Passage, Question, Skipped, accepted, field, identifier, passages, text
+from data_prep.qa_releases.question import Passage, Question, Skipped, clean_answers, field, identifier, passages, text
 from src.errors import DataError
 from src.files import reading
 
@@ -47,7 +47,7 @@ def questions(record: dict[str, Any], where: str, evidence: Path | None = None) 
         where=where,
         id=identifier(record, "question_id" if hub else "QuestionId", where),
         text=text(field(record, "question" if hub else "Question", str, where), "question", where),
-        answers=accepted([value, *aliases], where),
+        answers=clean_answers([value, *aliases], where),
         passages=kept,
         dataset="triviaqa",
     )
@@ -59,7 +59,7 @@ def _from_release(record: dict[str, Any], where: str, evidence: Path | None) -> 
             place = f"{where}: {name}[{index}]"
             title = field(page, "Title", str, place) if page.get("Title") else ""
             if evidence is not None and page.get("Filename"):
-                yield Passage(_read(evidence, folder, field(page, "Filename", str, place), place), title)
+                yield Passage(_read_evidence(evidence, folder, field(page, "Filename", str, place), place), title)
             elif page.get("Description"):
                 yield Passage(field(page, "Description", str, place), title)
 
@@ -72,7 +72,7 @@ def _from_hub(record: dict[str, Any], where: str) -> Iterator[Passage]:
             yield Passage(page, titles[index] if index < len(titles) else "")
 
 
-def _read(evidence: Path, folder: str, name: str, where: str) -> str:
+def _read_evidence(evidence: Path, folder: str, name: str, where: str) -> str:
     path = evidence / folder / name
     if not path.resolve().is_relative_to(evidence.resolve()):
         raise DataError(f"{where}: field 'Filename': {name!r} leads out of {evidence}.")

@@ -38,7 +38,7 @@ def evaluate_only(model: nn.Module, run: Run, config: Evaluation, evaluate: Meas
         RunError: the disk refuses; another process took over.
     """
     with distributed.raise_together():
-        config.check_accelerate(run.options.told)
+        config.check_accelerate(run.options.launcher_settings)
         accelerator = engines.plain_accelerator(config.precision, "evaluation.precision")
     if run.options.deepspeed or run.options.fsdp:
         log.info("%s: nothing is trained, so every process has the whole model.", run.path)
@@ -76,7 +76,7 @@ def _ledger_session(run: Run) -> Iterator[None]:
             ledger.append(run.path, ledger.event(name, step=0, **facts))
 
     with distributed.raise_together():
-        tell("start", world_size=distributed.world_size(), engine="evaluation", **ledger.started_with(run.path))
+        tell("start", world_size=distributed.world_size(), engine="evaluation", **ledger.last_start(run.path))
     try:
         yield
     except distributed.TrainingStopped as stopped:

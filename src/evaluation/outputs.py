@@ -129,7 +129,7 @@ class ResumableOutputs:
     def _append(self, batch: Sequence[str], step: int) -> None:
         with writing(self.part), open(self.part, "ab") as file:
             file.write("".join(json.dumps(text) + "\n" for text in batch).encode())
-        heartbeat.still(self.run.path, self.run.dir.attempt, step)
+        heartbeat.refresh(self.run.path, self.run.dir.attempt, step)
 
     def _write(self, texts: Sequence[str], key: dict[str, Any]) -> None:
         self.run.dir.confirm()

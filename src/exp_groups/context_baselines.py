@@ -1,12 +1,12 @@
 """What cross-attention is compared with on the same questions: prompts with and without a context, and Fusion-in-Decoder."""
 
 from src.exp_groups.crossattn import BASE_TINY, CROSSATTN_TINY, CROSSATTN_TULU
-from src.experiments.grid import changed, grid, ref
+from src.experiments.grid import grid, override, ref
 
 # The baselines that XC-Cache compares with. That tiny decoder with the context in its prompt, or without any:
 # as it stands, with adapters, trained whole.
 TINY_QUESTIONS = {"corpus": "stdlib_qa", "sequence_tokens": 64, "loss_on": "answer", "val_samples": 192}
-PROMPTED_TINY = changed(
+PROMPTED_TINY = override(
     CROSSATTN_TINY,
     {
         "recipe": "prompted",
@@ -19,7 +19,7 @@ PROMPTED_TINY_AS_IT_IS = {
     "model": ref(BASE_TINY),
     "evaluation": {"micro_batch": 8},
 }
-FID_TINY = changed(
+FID_TINY = override(
     CROSSATTN_TINY,
     {
         "recipe": "fid",
@@ -42,7 +42,7 @@ FID_TINY = changed(
 )
 # Prompted Tulu 2: the adapters and rates of XC-Cache's larger configuration, which has its base in 8 bits, and as many context tokens
 # as cross-attention reads there. In bfloat16; run with --gradient_checkpointing.
-PROMPTED_TULU = changed(
+PROMPTED_TULU = override(
     CROSSATTN_TULU,
     {
         "recipe": "prompted",
@@ -101,14 +101,14 @@ FID_T5 = {
 
 GROUPS = {
     "prompted_tiny": [
-        changed(PROMPTED_TINY_AS_IT_IS, {"data": {"name": "prompted_qa", "contexts": "none", **TINY_QUESTIONS}}),
+        override(PROMPTED_TINY_AS_IT_IS, {"data": {"name": "prompted_qa", "contexts": "none", **TINY_QUESTIONS}}),
         PROMPTED_TINY_AS_IT_IS,
         PROMPTED_TINY,
-        changed(PROMPTED_TINY, {"model": ref(BASE_TINY), "loop.learning_rate": 1e-3}),
+        override(PROMPTED_TINY, {"model": ref(BASE_TINY), "loop.learning_rate": 1e-3}),
     ],
     "fid_tiny": [FID_TINY],
     "prompted_tulu-7b": [PROMPTED_TULU_AS_IT_IS],
     "prompted_tulu-7b_lora": [PROMPTED_TULU],
     "fid_t5": grid(FID_T5, {"model.base.path": ["google-t5/t5-base", "google-t5/t5-large"]}),
-    "fid_flan-t5-xl": [changed(FID_T5, {"model.base.path": "google/flan-t5-xl", "loop.micro_batch": 1})],
+    "fid_flan-t5-xl": [override(FID_T5, {"model.base.path": "google/flan-t5-xl", "loop.micro_batch": 1})],
 }

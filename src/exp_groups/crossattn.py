@@ -1,6 +1,6 @@
 """Cross-attention layers in a frozen code model: the tiny pair of the demo, and the published configurations (XC-Cache)."""
 
-from src.experiments.grid import changed, ref
+from src.experiments.grid import override, ref
 
 # A GPTBigCode model of 2.4 M parameters, trained from scratch on the source of the Python standard library.
 BASE_TINY = {
@@ -72,7 +72,7 @@ CROSSATTN = {
         "eval_every": 1_000,
     },
 }
-CROSSATTN_STARCODERBASE_3B = changed(
+CROSSATTN_STARCODERBASE_3B = override(
     CROSSATTN,
     {
         "model": {
@@ -94,7 +94,7 @@ CROSSATTN_STARCODERBASE_3B = changed(
     },
 )
 # In bfloat16; run these with --gradient_checkpointing.
-CROSSATTN_STARCHAT = changed(
+CROSSATTN_STARCHAT = override(
     CROSSATTN,
     {
         "model": {
@@ -116,7 +116,7 @@ CROSSATTN_STARCHAT = changed(
         "loop.precision": "bfloat16",
     },
 )
-CROSSATTN_TULU = changed(
+CROSSATTN_TULU = override(
     CROSSATTN,
     {
         "model": {
@@ -137,11 +137,13 @@ CROSSATTN_TULU = changed(
         "loop.precision": "bfloat16",
     },
 )
-CROSSATTN_TULU_ABLATION = changed(CROSSATTN_TULU, {"model.context_dropout_rate": 0.2, "loop.schedule": "cosine", "loop.weight_decay": 1e-3})
+CROSSATTN_TULU_ABLATION = override(
+    CROSSATTN_TULU, {"model.context_dropout_rate": 0.2, "loop.schedule": "cosine", "loop.weight_decay": 1e-3}
+)
 
 GROUPS = {
     "crossattn_santacoder": [
-        changed(
+        override(
             CROSSATTN,
             {
                 "model.num_layers": 6,
@@ -154,10 +156,10 @@ GROUPS = {
         )
     ],
     "crossattn_starcoder": [
-        changed(CROSSATTN, {"model.num_layers": 8, "model.stride": 4, "model.base.path": "bigcode/starcoder"}),
+        override(CROSSATTN, {"model.num_layers": 8, "model.stride": 4, "model.base.path": "bigcode/starcoder"}),
     ],
     "crossattn_starcoderbase-1b": [
-        changed(
+        override(
             CROSSATTN,
             {
                 "model.num_layers": 6,
@@ -173,9 +175,9 @@ GROUPS = {
         )
     ],
     # Its contexts are encoded by data_prep.preproc_nq, before the training; those of the others at each step.
-    "crossattn_starcoderbase-3b": [changed(CROSSATTN_STARCODERBASE_3B, {"data.encoded_contexts": True})],
+    "crossattn_starcoderbase-3b": [override(CROSSATTN_STARCODERBASE_3B, {"data.encoded_contexts": True})],
     "crossattn_starcoderbase-7b": [
-        changed(
+        override(
             CROSSATTN_STARCODERBASE_3B,
             {
                 "model.num_layers": 8,
@@ -195,17 +197,17 @@ GROUPS = {
     "crossattn_starchat-alpha": [CROSSATTN_STARCHAT],
     "crossattn_tulu-7b": [CROSSATTN_TULU],
     "crossattn_mistral-7b": [
-        changed(CROSSATTN_TULU, {"model.base.path": "mistralai/Mistral-7B-Instruct-v0.2", "data.template": "instruct"})
+        override(CROSSATTN_TULU, {"model.base.path": "mistralai/Mistral-7B-Instruct-v0.2", "data.template": "instruct"})
     ],
     # Llama 2 reads 4,096 tokens at most; the published configuration asks for 6,144.
     **{
         f"crossattn_llama-{size}": [
-            changed(CROSSATTN_TULU, {"model.base.path": f"meta-llama/Llama-2-{size}-chat-hf", "data.context_tokens": 4096})
+            override(CROSSATTN_TULU, {"model.base.path": f"meta-llama/Llama-2-{size}-chat-hf", "data.context_tokens": 4096})
         ]
         for size in ("7b", "13b")
     },
     **{
-        f"crossattn_tulu-7b_{n}x{s}": [changed(CROSSATTN_TULU_ABLATION, {"model.num_layers": n, "model.stride": s})]
+        f"crossattn_tulu-7b_{n}x{s}": [override(CROSSATTN_TULU_ABLATION, {"model.num_layers": n, "model.stride": s})]
         for n, s in [(2, 8), (8, 2), (8, 3)]
     },
 }

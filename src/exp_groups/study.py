@@ -1,6 +1,6 @@
 """`make study`: cross-attention beside prompting and beside no context, on real questions."""
 
-from src.experiments.grid import changed, grid, seeds
+from src.experiments.grid import grid, override, seeds
 
 # A study on real questions that one core can carry out: a decoder of 260 thousand parameters that knows children's stories is to
 # answer from 192 tokens of Wikipedia. Data and base: `make study`.
@@ -22,7 +22,7 @@ STUDY_CROSSATTN = {
     },
     "inference": {"split": "val", "rows": 128, "max_new_tokens": 16, "metrics": [{"name": "squad"}]},
 }
-STUDY_PROMPTED = changed(
+STUDY_PROMPTED = override(
     STUDY_CROSSATTN,
     {
         "recipe": "prompted",
@@ -31,7 +31,7 @@ STUDY_PROMPTED = changed(
     },
 )
 
-STUDY_CLOSED_BOOK = changed(
+STUDY_CLOSED_BOOK = override(
     STUDY_PROMPTED,
     {"data": {"name": "prompted_qa", "contexts": "none", **{key: STUDY_DATA[key] for key in STUDY_DATA if key != "context_tokens"}}},
 )

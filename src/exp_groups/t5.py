@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from src.experiments.grid import changed, ref
+from src.experiments.grid import override, ref
 
 # A small T5 learns on this machine to fill gaps in the documentation of Python's standard library.
 TINY_TEXT = {"corpus": "stdlib_text", "input_tokens": 128, "val_sequences": 128}
@@ -71,7 +71,7 @@ T5_V1_1_BASE: dict[str, Any] = {
 }
 
 # Goes on from Google's weights, whose tokenizer is another file than ours: the corpus is tokenised with it.
-T5_BASE_CONTINUED = changed(
+T5_BASE_CONTINUED = override(
     T5_V1_1_BASE,
     {
         "model": {"name": "t5", "path": "google/t5-v1_1-base", "dropout_rate": 0.0},
@@ -120,11 +120,11 @@ def task(name: str) -> dict[str, Any]:
     """T5-base on one task of GLUE."""
     rows, epochs, eval_every, metric = TASKS[name]
     changes = {"loop.steps": rows * epochs // 16, "loop.eval_every": eval_every, "loop.best_metric": metric}
-    return changed(T5_BASE_TASK, {"data.task": name, "data.corpus": name, **changes})
+    return override(T5_BASE_TASK, {"data.task": name, "data.corpus": name, **changes})
 
 
 # All of GLUE but WNLI at once, mixed by T5's numbers of examples; T5's constant rate, 2^18 steps of 128 sequences.
-T5_BASE_GLUE = changed(
+T5_BASE_GLUE = override(
     T5_BASE_TASK,
     {
         "data": {
@@ -144,7 +144,7 @@ T5_BASE_GLUE = changed(
 )
 
 # The small T5 on real tasks: `t5_tiny` goes on, and the same model from random weights beside it.
-T5_TINY_TASK = changed(
+T5_TINY_TASK = override(
     T5_BASE_TASK,
     {
         "model": ref(T5_TINY),
@@ -161,13 +161,13 @@ T5_TINY_TASK = changed(
 
 def tiny_task(name: str) -> list[dict[str, Any]]:
     """The small T5 on one task, pre-trained and not."""
-    trained = changed(T5_TINY_TASK, {"data.task": name, "data.corpus": name, "loop.best_metric": TASKS[name][3]})
-    return [trained, changed(trained, {"model": T5_TINY["model"]})]
+    trained = override(T5_TINY_TASK, {"data.task": name, "data.corpus": name, "loop.best_metric": TASKS[name][3]})
+    return [trained, override(trained, {"model": T5_TINY["model"]})]
 
 
 def budget(steps: int, warmup: int) -> dict[str, Any]:
     """nanoT5's recipe for so many steps of 256 sequences, in halves."""
-    return changed(
+    return override(
         T5_V1_1_BASE,
         {"loop.steps": steps, "loop.warmup_rate": warmup / steps, "loop.sequences_per_step": 256, "loop.eval_every": steps // 4},
     )
@@ -190,15 +190,15 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     "t5_base_glue": [T5_BASE_GLUE],
     **{f"t5_tiny_{name}": tiny_task(name) for name in ("rte", "sst2", "cola")},
     "t5_tiny_objectives": [
-        changed(T5_TINY, {"data": {"name": "prefix_lm", "corpus": "stdlib_text", "sequence_tokens": 157, "val_sequences": 128}}),
-        changed(T5_TINY, {"data": {"name": "ul2", "denoisers": TINY_DENOISERS, **TINY_TEXT}}),
-        changed(T5_TINY, {"data": {"name": "depth", **TINY_TEXT, "target_tokens": 128}}),
+        override(T5_TINY, {"data": {"name": "prefix_lm", "corpus": "stdlib_text", "sequence_tokens": 157, "val_sequences": 128}}),
+        override(T5_TINY, {"data": {"name": "ul2", "denoisers": TINY_DENOISERS, **TINY_TEXT}}),
+        override(T5_TINY, {"data": {"name": "depth", **TINY_TEXT, "target_tokens": 128}}),
     ],
     "t5_tiny_optimizers": [
-        changed(T5_TINY, {"loop.optimizer": "adamw_scale", "loop.learning_rate": 2e-2, "loop.schedule": schedule})
+        override(T5_TINY, {"loop.optimizer": "adamw_scale", "loop.learning_rate": 2e-2, "loop.schedule": schedule})
         for schedule in ("cosine", "inverse_sqrt")
     ],
     "t5_v1_1_base_ul2": [
-        changed(T5_V1_1_BASE, {"data": {"name": "ul2", "corpus": "c4_en_t5", "input_tokens": 400}, "loop.compile": False})
+        override(T5_V1_1_BASE, {"data": {"name": "ul2", "corpus": "c4_en_t5", "input_tokens": 400}, "loop.compile": False})
     ],
 }

@@ -66,14 +66,14 @@ class _Parser:
                 tree = ast.parse(self.line, mode="eval")
             if _depth(tree.body) > MAX_DEPTH:
                 raise RecursionError
-            value = self.read(tree.body)
+            value = self.compile_node(tree.body)
         except SyntaxError as error:
-            self.refuse_at((error.offset or len(self.line) + 1) - 1, self.spelled(error))
+            self.refuse_at((error.offset or len(self.line) + 1) - 1, self.advice(error))
         except (RecursionError, MemoryError, ValueError):
             raise ConfigError(f"{self.where}: nested more than {MAX_DEPTH} deep, or with a zero byte: {self.line[:60]!r}.") from None
         return Query(self.text, frozenset(self.names), value)
 
-    def read(self, node: ast.expr) -> _Value:
+    def compile_node(self, node: ast.expr) -> _Value:
         """The function of a row that `node` stands for."""
         match node:
             case ast.Constant(value=None | bool() | int() | float() | str() as constant):
@@ -86,14 +86,14 @@ class _Parser:
                 signed = -number if isinstance(sign, ast.USub) else number
                 return lambda _: signed
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                inner = self.read(operand)
+                inner = self.compile_node(operand)
                 return lambda row: not inner(row)
             case ast.BoolOp(op=op, values=values):
-                parts = [self.read(value) for value in values]
+                parts = [self.compile_node(value) for value in values]
                 combined = all if isinstance(op, ast.And) else any
                 return lambda row: combined(part(row) for part in parts)
             case ast.List(elts=items) | ast.Tuple(elts=items):
-                members = [self.read(item) for item in items]
+                members = [self.compile_node(item) for item in items]
                 return lambda row: [member(row) for member in members]
             case ast.Compare():
                 return self.comparison(node)
@@ -118,7 +118,7 @@ class _Parser:
         return lambda row: row.get(name)
 
     def comparison(self, node: ast.Compare) -> _Value:
-        values = [self.read(value) for value in (node.left, *node.comparators)]
+        values = [self.compile_node(value) for value in (node.left, *node.comparators)]
         tests = []
         for sign, right in zip(node.ops, node.comparators, strict=True):
             if isinstance(sign, ast.Is | ast.IsNot):
@@ -132,7 +132,7 @@ class _Parser:
             case ast.Call(func=ast.Name(id="value"), args=[ast.Constant(value=str() as name)], keywords=[]):
                 return self.look_up(name)
             case ast.Call(func=ast.Name(id="matches"), args=[searched, ast.Constant(value=str() as pattern) as given], keywords=[]):
-                text = self.read(searched)
+                text = self.compile_node(searched)
                 try:
                     search = re.compile(pattern).search
                 except (re.error, RecursionError, OverflowError) as error:
@@ -142,7 +142,7 @@ class _Parser:
             node, f"the only calls are matches(name, 'regular expression') and value('name'), got {ast.unparse(node)[:40]!r}"
         )
 
-    def spelled(self, error: SyntaxError) -> str:
+    def advice(self, error: SyntaxError) -> str:
         if "~" in self.line:
             return "to search, write matches(name, 'regular expression') instead of ~"
         if "&&" in self.line or "||" in self.line:
@@ -172,33 +172,33 @@ def _depth(tree: ast.expr) -> int:
 def _test(sign: ast.cmpop) -> Callable[[Any, Any], bool]:
     match sign:
         case ast.Eq():
-            return _same
+            return _is_equal
         case ast.NotEq():
-            return lambda left, right: not _same(left, right)
+            return lambda left, right: not _is_equal(left, right)
         case ast.In():
-            return _contained
+            return _is_in
         case ast.NotIn():
-            return lambda left, right: not _contained(left, right)
+            return lambda left, right: not _is_in(left, right)
     compare = _ORDER[type(sign)]
-    return lambda left, right: _ordered(left, right) and compare(left, right)
+    return lambda left, right: _have_order(left, right) and compare(left, right)
 
 
-def _same(left: Any, right: Any) -> bool:
+def _is_equal(left: Any, right: Any) -> bool:
     """As in Python, but that True is not 1."""
     if isinstance(left, bool) or isinstance(right, bool):
         return left is right
     if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_same, left, right))
+        return len(left) == len(right) and all(map(_is_equal, left, right))
     return left == right
 
 
-def _contained(left: Any, right: Any) -> bool:
+def _is_in(left: Any, right: Any) -> bool:
     if isinstance(right, list):
-        return any(_same(left, item) for item in right)
+        return any(_is_equal(left, item) for item in right)
     return isinstance(left, str) and isinstance(right, str) and left in right
 
 
-def _ordered(left: Any, right: Any) -> bool:
+def _have_order(left: Any, right: Any) -> bool:
     return (_is_number(left) and _is_number(right)) or (isinstance(left, str) and isinstance(right, str))
 
 

@@ -10,7 +10,7 @@ from src.config import unknown
 from src.errors import ConfigError
 from src.experiments.identity import check_values, exp_id
 from src.interfaces import load_experiment
-from src.registry import canonical
+from src.registry import canonical_dict
 
 Experiment = dict[str, Any]
 Axes = Mapping[str, list[Any]]
@@ -26,21 +26,21 @@ def grid(base: Experiment, axes: Axes, where: Callable[[Experiment], bool] | Non
     """
     _check_axes(axes, "grid")
     combinations = itertools.product(*axes.values())
-    experiments = [_combined(base, zip(axes, values, strict=True)) for values in combinations]
+    experiments = [_combine(base, zip(axes, values, strict=True)) for values in combinations]
     return [exp for exp in experiments if where is None or where(exp)]
 
 
-def zipped(base: Experiment, axes: Axes) -> list[Experiment]:
+def zip_axes(base: Experiment, axes: Axes) -> list[Experiment]:
     """One experiment for each position in the axes: the first values together, the second values together, and so on.
 
     Raises:
         ConfigError: axes of different lengths, a path that is not in `base`, or an axis without values.
     """
-    _check_axes(axes, "zipped")
+    _check_axes(axes, "zip_axes")
     lengths = {path: len(values) for path, values in axes.items()}
     if len(set(lengths.values())) > 1:
-        raise ConfigError(f"zipped: axes of equal length are needed, got {', '.join(f'{p}: {n}' for p, n in lengths.items())}.")
-    return [_combined(base, zip(axes, values, strict=True)) for values in zip(*axes.values(), strict=True)]
+        raise ConfigError(f"zip_axes: axes of equal length are needed, got {', '.join(f'{p}: {n}' for p, n in lengths.items())}.")
+    return [_combine(base, zip(axes, values, strict=True)) for values in zip(*axes.values(), strict=True)]
 
 
 def seeds(experiments: Iterable[Experiment], seeds: int | Sequence[int]) -> list[Experiment]:
@@ -62,7 +62,7 @@ def ref(parent: Experiment, checkpoint: str = "last") -> dict[str, Any]:
         ConfigError: `parent` is not a valid experiment.
     """
     check_values(parent, "ref")
-    return {"name": "experiment", "exp_id": exp_id(canonical(parent, load_experiment(parent, "ref"))), "checkpoint": checkpoint}
+    return {"name": "experiment", "exp_id": exp_id(canonical_dict(parent, load_experiment(parent, "ref"))), "checkpoint": checkpoint}
 
 
 def set_path(exp: Experiment, path: str, value: Any, must_exist: bool) -> Experiment:
@@ -73,12 +73,12 @@ def set_path(exp: Experiment, path: str, value: Any, must_exist: bool) -> Experi
     Raises:
         ConfigError: names the key that is not there, or that leads to no dict.
     """
-    changed = _copied(exp)
+    changed = _copy_experiment(exp)
     _assign(changed, path, value, must_exist)
     return changed
 
 
-def changed(exp: Experiment, values: Mapping[str, Any]) -> Experiment:
+def override(exp: Experiment, values: Mapping[str, Any]) -> Experiment:
     """A copy of `exp` with other values: dotted path -> value. A last key may be new: whether it may stand there is checked later.
 
     Raises:
@@ -107,14 +107,14 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set: {path.strip()}: nested too deeply, or a number of too many digits: {shown}.") from None
 
 
-def _combined(base: Experiment, values: Iterable[tuple[str, Any]]) -> Experiment:
-    exp = _copied(base)
+def _combine(base: Experiment, values: Iterable[tuple[str, Any]]) -> Experiment:
+    exp = _copy_experiment(base)
     for path, value in values:
         _assign(exp, path, value, must_exist=True)
     return exp
 
 
-def _copied(exp: Any) -> Experiment:
+def _copy_experiment(exp: Any) -> Experiment:
     if not isinstance(exp, dict):
         raise ConfigError(f"expected a dict of an experiment, got {reprlib.repr(exp)} ({type(exp).__name__}).")
     try:

@@ -36,7 +36,7 @@ def check_values(exp: Any, where: str) -> None:
     """
     _check_depth(exp, where)
     if type(exp) is not dict:
-        raise ConfigError(f"{where}: expected a dict, got {_shown(exp)}.")
+        raise ConfigError(f"{where}: expected a dict, got {_describe_value(exp)}.")
     _check_dict(exp, where)
 
 
@@ -54,7 +54,7 @@ def _check_depth(value: Any, where: str) -> None:
 def _check_dict(value: dict[Any, Any], where: str) -> None:
     for key, item in value.items():
         if type(key) is not str:
-            raise ConfigError(f"{where}: expected keys of type str, got {_shown(key)}.")
+            raise ConfigError(f"{where}: expected keys of type str, got {_describe_value(key)}.")
         if not key or "." in key:
             raise ConfigError(f"{where}: a key must not be empty or hold a dot, got {key!r}. Nest the dicts instead.")
         _check_text(key, where)
@@ -74,7 +74,9 @@ def _check(value: Any, where: str) -> None:
         raise ConfigError(f"{where}: expected a number of at most 300 digits, got a longer one.")
     elif value is not None and type(value) not in (bool, int, float):
         hint = " Write a list instead." if isinstance(value, (tuple, set, frozenset)) else ""
-        raise ConfigError(f"{where}: expected a JSON value (dict, list, str, int, float, bool or None), got {_shown(value)}.{hint}")
+        raise ConfigError(
+            f"{where}: expected a JSON value (dict, list, str, int, float, bool or None), got {_describe_value(value)}.{hint}"
+        )
 
 
 def _check_list(value: list[Any], where: str) -> None:
@@ -94,9 +96,9 @@ def _holds_dict(value: list[Any]) -> bool:
 
 def _check_text(value: str, where: str) -> None:
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-        raise ConfigError(f"{where}: expected text that UTF-8 can hold, got {_shown(value)}.")
+        raise ConfigError(f"{where}: expected text that UTF-8 can hold, got {_describe_value(value)}.")
 
 
-def _shown(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     text = ascii(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

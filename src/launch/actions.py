@@ -55,7 +55,7 @@ class Request:
 def pending_parents(runs: Path, planned: Sequence[Planned]) -> set[str]:
     """Parents of `planned` that are queued or running as jobs, so that a job can wait for them."""
     here = {item.exp_id for item in planned}
-    parents = [parent for item in planned for parent in references.parents(item.exp) if parent not in here]
+    parents = [parent for item in planned for parent in references.parent_ids(item.exp) if parent not in here]
     tracked = status.track(runs, list(dict.fromkeys(parents)))[0] if parents else {}
     return {exp_id for exp_id, job in tracked.items() if _is_alive(job)}
 
@@ -102,7 +102,7 @@ def _build_jobs(request: Request, given: Resources, todo: Sequence[Planned], opt
     own = {item.exp_id: given.config_for(item.exp) for item in todo}
     code = snapshot.take(request.root, request.runs.resolve() / SNAPSHOTS, (request.runs, *request.leave_out))
     runs = request.runs.resolve()
-    with files.synced_once(runs):
+    with files.defer_sync(runs):
         for item in todo:
             _prepare(request, runs / item.exp_id, item, option)
     return [
@@ -113,7 +113,7 @@ def _build_jobs(request: Request, given: Resources, todo: Sequence[Planned], opt
             runs / item.exp_id,
             runs / status.LOGS,
             request.python_binary,
-            tuple(references.parents(item.exp)),
+            tuple(references.parent_ids(item.exp)),
             after_jobs[item.exp_id],
             own[item.exp_id],
         )
@@ -135,13 +135,13 @@ def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) 
         LaunchError: a parent that will not end well as things are, or that another launcher has.
     """
     here = {item.exp_id for item in todo}
-    outside = list(dict.fromkeys(p for item in todo for p in references.parents(item.exp) if p not in here))
+    outside = list(dict.fromkeys(p for item in todo for p in references.parent_ids(item.exp) if p not in here))
     rows = {row.exp_id: row for row in status.table(request.runs, outside)}
     tracked = status.track(request.runs, outside)[0] if outside else {}
     found, wrong = {}, []
     for item in todo:
         waits = []
-        for parent in references.parents(item.exp):
+        for parent in references.parent_ids(item.exp):
             if parent in here or rows[parent].state == "done":
                 continue
             row, job = rows[parent], tracked.get(parent)
@@ -171,7 +171,7 @@ def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) 
 
 def _submit(request: Request, given: Resources, made: Sequence[Job]) -> list[str]:
     """Write the intent, hand the jobs over, note their ids."""
-    resolved = registry.resolved(given.launcher, key="launcher")
+    resolved = registry.resolved_dict(given.launcher, key="launcher")
     commands = {job.exp_id: job.args for job in made}
     submission = submissions.create(request.runs, resolved, given.name, made[0].cwd.name, commands)
     try:

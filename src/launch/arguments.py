@@ -121,7 +121,7 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
         ConfigError: they contradict each other.
     """
     from src.launch import accelerate_env
-    from src.runs.checkpoints.retention import Keep
+    from src.runs.checkpoints.retention import RotationRule
     from src.runs.context import Limits, Options, Wandb
 
     choices = accelerate_env.take_choices(os.environ, processes, args.deepspeed, args.fsdp)
@@ -137,8 +137,8 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
         statistics_every=args.statistics_every,
         limits=Limits(args.stop_after and time.monotonic() + args.stop_after, args.max_host_memory),
         num_workers=args.num_workers,
-        keep=Keep(**{name: value for name in ("last", "every", "best") if (value := getattr(args, f"keep_{name}")) is not None}),
-        told=choices.told,
+        keep=RotationRule(**{name: value for name in ("last", "every", "best") if (value := getattr(args, f"keep_{name}")) is not None}),
+        launcher_settings=choices.told,
     )
 
 

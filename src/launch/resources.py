@@ -10,7 +10,7 @@ from src.config import Problems, join, top_level, unknown
 from src.errors import ConfigError
 from src.experiments import expressions
 from src.launch.job import LauncherConfig, bind_launcher
-from src.runs.metadata import flat
+from src.runs.metadata import flatten
 
 ENV_PATH = "ENV_PATH"
 """Environment variable: the folder of the Python environment of the jobs."""
@@ -40,7 +40,7 @@ class Resources:
         Raises:
             ConfigError: the overrides do not fit together.
         """
-        row = flat(exp)
+        row = flatten(exp)
         own = [changes for where, changes in self.overrides if where.matches(row)]
         if not own:
             return None
@@ -57,7 +57,7 @@ class Resources:
         """
         if not any(where.names for where, _ in self.overrides):
             return
-        known = {name for exp in experiments for name in flat(exp)}
+        known = {name for exp in experiments for name in flatten(exp)}
         for i, (where, _) in enumerate(self.overrides):
             for name in sorted(where.names - known):
                 raise unknown("name", name, known, f"{self.where}.overrides[{i}].where")

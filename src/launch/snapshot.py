@@ -14,7 +14,7 @@ from pathlib import Path
 
 from src.errors import LaunchError
 from src.files import MANIFEST, defect, new_directory, reading
-from src.runs.environment import SECRET_FILES, SNAPSHOT, code
+from src.runs.environment import SECRET_FILES, SNAPSHOT, code_version
 
 MAX_FILE_BYTES = 20_000_000
 MAX_BYTES = 200_000_000
@@ -55,7 +55,7 @@ def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
         try:
             with new_directory(final) as folder:
                 _copy(found, folder)
-                (folder / SNAPSHOT).write_text(json.dumps(code(root), indent=4) + "\n", encoding="utf-8")
+                (folder / SNAPSHOT).write_text(json.dumps(code_version(root), indent=4) + "\n", encoding="utf-8")
         except _ChangedError:
             continue
         return final

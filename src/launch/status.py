@@ -189,7 +189,7 @@ def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, trouble: str | Non
     if state in ("failed", "stopped", "lost", "queued") and (parent := _failed_parents(runs, exp)) and parent not in reason:
         reason = f"{reason}; {parent}" if reason else parent
     starts = _try_read(lambda: metadata.attempts(run), 0)[0]
-    event, damaged = _try_read(lambda: events.latest(run, starts), None) if state not in ("done", "never") else (None, "")
+    event, damaged = _try_read(lambda: events.latest_problem(run, starts), None) if state not in ("done", "never") else (None, "")
     notes = [text for text in (reason, events.describe(event) if event else "", complaint, more, damaged) if text]
     loop = exp.get("loop") if isinstance(exp.get("loop"), dict) else {}
     groups = metadata.read_groups(run)
@@ -264,7 +264,7 @@ def _try_read(read: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
 def _failed_parents(runs: Path, exp: Mapping[str, Any]) -> str:
     """Names the parents that have failed; "" where none has."""
     failed = []
-    for parent in parents.parents(dict(exp)):
+    for parent in parents.parent_ids(dict(exp)):
         with contextlib.suppress(UserError):
             if (state := metadata.state_of(runs / parent)) in ("failed", "lost"):
                 failed.append(f"its parent {parent} {'has failed' if state == 'failed' else 'is lost'}")

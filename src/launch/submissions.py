@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import ConfigError, LaunchError, RunError
-from src.files import read_json, reading, synced_once, write_json, writing
+from src.files import defer_sync, read_json, reading, write_json, writing
 from src.launch import resources
 from src.launch.job import LauncherConfig
 from src.runs import metadata
@@ -171,7 +171,7 @@ def note(submission: Submission, jobs: Mapping[str, str], complete: bool = False
 
 def _note_in_runs(submission: Submission, jobs: Mapping[str, str]) -> None:
     runs = submission.folder.parent.parent
-    with synced_once(runs):
+    with defer_sync(runs):
         for exp_id, job_id in jobs.items():
             metadata.write_job(runs / exp_id, job_id, submission.commands.get(exp_id, ""), submission.name)
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from src.config import Places, unknown_text
 from src.errors import ConfigError
-from src.interfaces import Architecture, ModelConfig, ModelField, once
+from src.interfaces import Architecture, ModelConfig, ModelField, call_once
 from src.kinds import CROSS_ATTENTION
 
 if TYPE_CHECKING:
@@ -88,13 +88,13 @@ class Config(ModelConfig):
         return model
 
     def check(self, places: Places) -> None:
-        once(self.base.check, places)
+        call_once(self.base.check, places)
         known = self.architecture(places)
         if known and known.model_type in MATRICES:
             _require_known(self.target_modules, MATRICES[known.model_type])
 
     def architecture(self, places: Places) -> Architecture | None:
-        return once(self.base.architecture, places)
+        return call_once(self.base.architecture, places)
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
         return self.base.cache_bytes(places, value_bytes)

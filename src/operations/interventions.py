@@ -74,7 +74,7 @@ def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> lis
     if dry_run:
         if lease.holder_is_dead(run) is False:
             raise RunError(f"{run}: a process on {lease.holder_host(run)} trains it now. Stop it first.")
-        if began := journal.unfinished(run):
+        if began := journal.describe_unfinished(run):
             return [f"{run}: was interrupted: {began}. Without --dry-run that is finished first."]
         return [f"{run}: would go", *_plan_lines(decide()), "Nothing was changed."]
     held = Lease.acquire(run)
@@ -85,7 +85,7 @@ def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> lis
             return said
         plan = decide()
         held.confirm()
-        plan.carry_out()
+        plan.apply()
         return [*said, f"{run}: went", *_plan_lines(plan)]
     finally:
         held.release()
@@ -153,7 +153,7 @@ def _because(event: dict[str, Any]) -> str:
 
 
 def _plan_lines(plan: Plan) -> list[str]:
-    return [f"  {line}" for line in plan.told]
+    return [f"  {line}" for line in plan.summary]
 
 
 def _parser() -> argparse.ArgumentParser:

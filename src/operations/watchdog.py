@@ -189,7 +189,7 @@ def _incident(run: Path, verdict: Verdict) -> events.Event | None:
         at = f":{verdict.step}" if verdict.state == "hung" else ""
         incident = f"{verdict.state}:{verdict.attempt}{at}"
         event = {"rule": verdict.state, "severity": "error", "line": verdict.reason, **facts, "incident": incident}
-    elif verdict.state in ("running", "done") and (last := events.latest(run, verdict.attempt)) and "incident" in last:
+    elif verdict.state in ("running", "done") and (last := events.latest_problem(run, verdict.attempt)) and "incident" in last:
         event = {"rule": "recovered", "severity": "info", "line": f"goes on after: {last['line']}", **facts}
         event["incident"] = f"recovered:{last['incident']}"
     else:

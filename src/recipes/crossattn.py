@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from src import distributed
 from src.config import Places
-from src.interfaces import once
+from src.interfaces import call_once
 from src.kinds import CROSS_ATTENTION
 from src.recipes.question_answering import QuestionAnswering
 from src.runs.context import Run
@@ -24,7 +24,7 @@ class Config(QuestionAnswering):
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
         """Those of every recipe of questions, and whether this base has encoded the contexts, where they are encoded already."""
-        return [*super().checks(places), lambda: once(self._check_base, places)]
+        return [*super().checks(places), lambda: call_once(self._check_base, places)]
 
     def run(self, run: Run) -> None:
         """Train to the last step, or score the model as it is; then make the inference. Collective."""

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from src import distributed
 from src.config import Places
-from src.interfaces import Dataset, DatasetField, ModelField, RecipeConfig, once
+from src.interfaces import Dataset, DatasetField, ModelField, RecipeConfig, call_once
 from src.kinds import KINDS
-from src.registry import resolved
+from src.registry import resolved_dict
 from src.runs.context import Run
 from src.training.config import LoopConfig
 
@@ -51,8 +51,8 @@ class Pretraining(RecipeConfig):
     def checks(self, places: Places) -> list[Callable[[], object]]:
         """Each raises a UserError for what can be known to fail before anything is loaded."""
         return [
-            lambda: once(self.model.check, places),
-            lambda: once(self.data.check, places),
+            lambda: call_once(self.model.check, places),
+            lambda: call_once(self.data.check, places),
             lambda: self.data.check_tokenizer(self.model.tokenizer_folder(places)),
             lambda: self.data.check_length(self.model.longest_sequence(places)),
             lambda: self.loop.compile and self.data.check_compiled(),
@@ -97,7 +97,7 @@ class Pretraining(RecipeConfig):
         def training_loss(module: torch.nn.Module, batch: Any) -> torch.Tensor:
             return loss(module, batch, self.loop.label_smoothing, self.loop.z_loss)
 
-        about = CheckpointMetadata(resolved(self.model), tokenizer)
+        about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
         fit(TrainSpec(model, about, train, inputs, training_loss, evaluate), run, self.loop, self.seed)
 
     def more_scores(self, val: Dataset, measured: Callable[[Dataset], Any]) -> dict[str, float]:

@@ -13,8 +13,8 @@ from src import distributed
 from src.config import Places
 from src.errors import ConfigError
 from src.evaluation.config import Answers, Inference, score_names
-from src.interfaces import DatasetField, ModelField, RecipeConfig, once
-from src.registry import resolved
+from src.interfaces import DatasetField, ModelField, RecipeConfig, call_once
+from src.registry import resolved_dict
 from src.runs.context import Run
 from src.training.config import Evaluation, LoopConfig
 
@@ -66,10 +66,10 @@ class QuestionAnswering(RecipeConfig):
 
         new_tokens = max((asked.max_new_tokens for asked in (self.answers, inference) if asked), default=0)
         checks: list[Callable[[], object]] = [
-            lambda: once(self.model.check, places),
+            lambda: call_once(self.model.check, places),
             lambda: self.model.check_kind(self.model_kind, places),
             check_trainable,
-            lambda: once(data.check, places),
+            lambda: call_once(data.check, places),
             lambda: data.check_length(self.model.longest_sequence(places), new_tokens),
             lambda: inference and row_index.check(places, data, inference.split, inference.index_file),
         ]
@@ -140,6 +140,6 @@ class QuestionAnswering(RecipeConfig):
             return
         assert self.loop and train is not None, "the validator has checked that it trains or evaluates"  # noqa: PT018  one reason
         smoothing, z_loss = self.loop.label_smoothing, self.loop.z_loss
-        about = CheckpointMetadata(resolved(self.model), tokenizer)
+        about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
         task = TrainSpec(model, about, train, inputs, lambda module, batch: loss(module, batch, smoothing, z_loss), evaluate, finish)
         fit(task, run, self.loop, self.seed)

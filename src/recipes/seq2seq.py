@@ -10,9 +10,9 @@ from src import distributed
 from src.config import Places, unknown_text
 from src.errors import ConfigError
 from src.evaluation.config import Answering, Predictions
-from src.interfaces import DatasetConfig, DatasetField, ModelField, RecipeConfig, once
+from src.interfaces import DatasetConfig, DatasetField, ModelField, RecipeConfig, call_once
 from src.kinds import ENCODER_DECODER
-from src.registry import resolved
+from src.registry import resolved_dict
 from src.runs.context import Run
 from src.training.config import Evaluation, LoopConfig
 
@@ -93,10 +93,10 @@ class Config(RecipeConfig):
             loop.check({loop.best_metric.partition("/")[0]})
 
         return [
-            lambda: once(self.model.check, places),
+            lambda: call_once(self.model.check, places),
             lambda: self.model.check_kind(ENCODER_DECODER, places),
             check_trainable,
-            lambda: once(self.data.check, places),
+            lambda: call_once(self.data.check, places),
             lambda: self.data.check_length(self.model.longest_sequence(places)),
             check_tasks_not_trained,
             check_ranking,
@@ -186,7 +186,7 @@ class Config(RecipeConfig):
         def training_loss(module: torch.nn.Module, batch: Any) -> torch.Tensor:
             return seq2seq_loss(module, batch, smoothing, z_loss)
 
-        about = CheckpointMetadata(resolved(self.model), tokenizer)
+        about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
         fit(TrainSpec(model, about, train, inputs, training_loss, evaluate, finish), run, self.loop, self.seed)
 
 

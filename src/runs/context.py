@@ -8,7 +8,7 @@ from pathlib import Path
 
 from src.config import Places
 from src.files import writing
-from src.runs.checkpoints.retention import Keep
+from src.runs.checkpoints.retention import RotationRule
 from src.runs.run_dir import RunDir
 
 
@@ -52,9 +52,9 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     num_workers: int | None = None
     """Processes that read data beside each training process; None: 2 beside a GPU, else none."""
-    keep: Keep = field(default_factory=Keep)
+    keep: RotationRule = field(default_factory=RotationRule)
     """Which checkpoints stay."""
-    told: Mapping[str, str | float] = field(default_factory=dict)
+    launcher_settings: Mapping[str, str | float] = field(default_factory=dict)
     """What the launcher was told of the experiment, by name: `LoopConfig.agree` refuses what differs."""
 
 
@@ -73,7 +73,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def written_log(folder: Path, loggers: Iterable[str]) -> Iterator[None]:
+def log_to_file(folder: Path, loggers: Iterable[str]) -> Iterator[None]:
     """Append what `loggers` say to <folder>/train.log, as long as the disk takes it. None given: nothing is written.
 
     Raises:

@@ -44,7 +44,7 @@ SECRET_FILES = (
 )
 """Names of files that hold keys: what is in them goes into no record."""
 SNAPSHOT = "snapshot.json"
-"""In a copy of the code that was made for a job: what `code` said of the original."""
+"""In a copy of the code that was made for a job: what `code_version` said of the original."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 _HIDDEN = "***"
 
@@ -57,15 +57,15 @@ def describe(command: Sequence[str]) -> dict[str, Any]:
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": redacted(command),
-        **code(_ROOT),
+        "command": redact(command),
+        **code_version(_ROOT),
         "python": platform.python_version(),
-        "packages": packages(sys.path),
+        "packages": installed_packages(sys.path),
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "gpus": gpus(),
+        "gpus": gpu_names(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
@@ -76,7 +76,7 @@ def slurm_job(variables: Mapping[str, str]) -> str | None:
     return f"{array}_{task}" if array and task else variables.get("SLURM_JOB_ID")
 
 
-def code(root: Path) -> dict[str, Any]:
+def code_version(root: Path) -> dict[str, Any]:
     """Which code lies in the folder `root`: "commit", "branch", "dirty", and the "diff" of the uncommitted changes; None: not known.
 
     A copy that was made for a job has no git: it carries what was true of the original.
@@ -91,7 +91,7 @@ def code(root: Path) -> dict[str, Any]:
     return {"commit": commit, "branch": branch, "dirty": None if diff is None else bool(diff), "diff": diff and _shorten(diff)}
 
 
-def redacted(command: Sequence[str]) -> list[str]:
+def redact(command: Sequence[str]) -> list[str]:
     """`command` with the values of secrets hidden: `--api_key x`, `--api_key=x`, `WANDB_API_KEY=x`, `https://user:x@host`."""
     shown: list[str] = []
     hide_next = False
@@ -107,7 +107,7 @@ def redacted(command: Sequence[str]) -> list[str]:
     return shown
 
 
-def packages(paths: Iterable[str]) -> dict[str, str]:
+def installed_packages(paths: Iterable[str]) -> dict[str, str]:
     """Name -> version of every installed distribution, from the names of its metadata folders: opening 200 files would take longer."""
     found: dict[str, str] = {}
     for path in paths:
@@ -122,7 +122,7 @@ def packages(paths: Iterable[str]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def gpus() -> list[str]:
+def gpu_names() -> list[str]:
     """Model names of this machine's NVIDIA GPUs; empty where there is none. Loads no CUDA."""
     named = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):

@@ -47,7 +47,7 @@ def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False)
     if not any(path.is_file() for path in logs):
         return []
     new: list[Event] = []
-    with jsonl_records.opened(run / EVENTS) as notes:
+    with jsonl_records.open_locked(run / EVENTS) as notes:
         cursors = _read_cursors(run)
         known = {_identity(event) for event in notes.rows()}
 
@@ -69,14 +69,14 @@ def note_once(run: Path, event: Mapping[str, Any]) -> bool:
         RunError: the disk refuses.
         DataError: events.jsonl holds a line that is no event.
     """
-    with jsonl_records.opened(run / EVENTS) as notes:
+    with jsonl_records.open_locked(run / EVENTS) as notes:
         if any(old.get("incident") == event["incident"] for old in notes.rows()):
             return False
         notes.append({"time": now(), **event})
     return True
 
 
-def latest(run: Path, attempt: int) -> Event | None:
+def latest_problem(run: Path, attempt: int) -> Event | None:
     """The last warning or error of the start `attempt` that is not over; None where there is none. A cause goes before what it entails.
 
     Raises:
@@ -115,7 +115,7 @@ def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note:
             cursor = cursors.get(name)
             if cursor is None or facts.st_ino != cursor["inode"] or facts.st_size < cursor["offset"]:
                 cursor = cursors[name] = {"offset": 0, "inode": facts.st_ino, "last": {}}
-            _read_on(file, name, cursor, ended, note)
+            _match_new_lines(file, name, cursor, ended, note)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -125,7 +125,7 @@ def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note:
         write_json(run / CURSORS, cursors)
 
 
-def _read_on(file: Any, name: str, cursor: dict[str, Any], ended: bool, note: Callable[[Event], None]) -> None:
+def _match_new_lines(file: Any, name: str, cursor: dict[str, Any], ended: bool, note: Callable[[Event], None]) -> None:
     """Match every whole line from the cursor on."""
     last = cursor["last"]
     for start, text in _pieces(file, cursor["offset"], ended):
@@ -135,7 +135,7 @@ def _read_on(file: Any, name: str, cursor: dict[str, Any], ended: bool, note: Ca
             last[rule.name] = offset
             if previous is not None and offset - previous < SAME_INCIDENT:
                 continue
-            event = {"rule": rule.name, "severity": rule.severity, "line": _line(text[begin:end]), "offset": offset}
+            event = {"rule": rule.name, "severity": rule.severity, "line": _clean_line(text[begin:end]), "offset": offset}
             note({**event, "log": name, "advice": rule.advice})
         cursor["offset"] = start + len(text)
 
@@ -157,7 +157,7 @@ def _pieces(file: Any, offset: int, ended: bool) -> Iterator[tuple[int, bytes]]:
         offset += whole
 
 
-def _line(text: bytes) -> str:
+def _clean_line(text: bytes) -> str:
     decoded = text.decode("utf-8", errors="replace")
     clean = "".join(c if c.isprintable() else " " for c in decoded).strip()
     return clean if len(clean) <= _SHOWN else clean[: _SHOWN - 3] + "..."

@@ -54,7 +54,7 @@ class Heartbeat:
         """Nothing is open."""
 
 
-def still(run: Path, attempt: int, step: int) -> None:
+def refresh(run: Path, attempt: int, step: int) -> None:
     """Say that something goes on after `step` that is no step, such as an inference. Costs a look at the file, as often as one likes."""
     path = run / HEARTBEAT
     with contextlib.suppress(UserError, OSError):

@@ -42,7 +42,7 @@ class Records:
 
 
 @contextlib.contextmanager
-def opened(path: Path, mend: bool = True) -> Iterator[Records]:
+def open_locked(path: Path, mend: bool = True) -> Iterator[Records]:
     """Lock the file `path`, made where it is missing; its folder must exist. mend: delete a line that a killed writer left half written.
 
     Not twice in one process: it waits.
@@ -50,11 +50,11 @@ def opened(path: Path, mend: bool = True) -> Iterator[Records]:
     Raises:
         RunError: no such folder, no locks on this file system, or the disk refuses.
     """
-    descriptor = _open_locked(path)
+    descriptor = _lock_file(path)
     try:
         if mend:
             whole, _ = next(lines_from_end(path), (0, b""))
-            _cut(path, whole)
+            _truncate(path, whole)
         yield Records(path, descriptor)
     finally:
         with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ def truncate_after(path: Path, step: int, kind: str) -> None:
         if of_line <= step:
             whole = end
             break
-    _cut(path, whole)
+    _truncate(path, whole)
 
 
 def rows(path: Path) -> list[Line]:
@@ -166,8 +166,8 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
         return
 
 
-class Piece(NamedTuple):
-    """What `read_on` found in a file of lines."""
+class AppendedLines(NamedTuple):
+    """What `read_appended` found in a file of lines."""
 
     start: int
     """The bytes before this were known already."""
@@ -181,7 +181,7 @@ class Piece(NamedTuple):
         return self.start + len(self.lines)
 
 
-def read_on(path: Path, size: int = 0, tail: str = _EMPTY) -> Piece:
+def read_appended(path: Path, size: int = 0, tail: str = _EMPTY) -> AppendedLines:
     """The complete lines of a file after the first `size` bytes, if these still end with `tail`; else all of it. Empty without a file.
 
     A file is only ever appended to, or replaced by one that differs before its end: what `Scores` does.
@@ -195,15 +195,15 @@ def read_on(path: Path, size: int = 0, tail: str = _EMPTY) -> Piece:
             file.seek(start)
             content = file.readall()
     except FileNotFoundError:
-        return Piece(0, b"", _EMPTY)
+        return AppendedLines(0, b"", _EMPTY)
     known, lines = content[: size - start], content[size - start :]
     if len(known) != size - start or hashlib.sha256(known).hexdigest() != tail:
-        return read_on(path) if size else Piece(0, b"", _EMPTY)
+        return read_appended(path) if size else AppendedLines(0, b"", _EMPTY)
     lines = lines[: lines.rfind(b"\n") + 1]
-    return Piece(size, lines, hashlib.sha256((known + lines[-TAIL_BYTES:])[-TAIL_BYTES:]).hexdigest() if lines else tail)
+    return AppendedLines(size, lines, hashlib.sha256((known + lines[-TAIL_BYTES:])[-TAIL_BYTES:]).hexdigest() if lines else tail)
 
 
-def _open_locked(path: Path) -> int:
+def _lock_file(path: Path) -> int:
     while True:
         with writing(path):
             new = not path.exists()
@@ -242,7 +242,7 @@ def _append(descriptor: int, text: bytes, durable: bool = True) -> None:
         raise
 
 
-def _cut(path: Path, size: int) -> None:
+def _truncate(path: Path, size: int) -> None:
     """Drop what a file holds after `size` bytes, if anything."""
     if path.exists() and path.stat().st_size > size:
         with writing(path):

@@ -58,13 +58,13 @@ class Lease:
             RunError: another process, or this one, holds it; or the disk refuses.
         """
         lease = cls(path, stale_seconds, beat_seconds)
-        seen = lease._try(None)
+        seen = lease._try_acquire(None)
         if seen is not None:
             log.warning("%s: waiting up to %g s to see whether its holder is alive: %s", path, stale_seconds, _holder(seen))
             until = time.monotonic() + stale_seconds
             while time.monotonic() < until and _read(path) == seen:
                 time.sleep(min(1.0, stale_seconds / 20))
-            if lease._try(seen) is not None:
+            if lease._try_acquire(seen) is not None:
                 raise _held_error(path, _read(path) or seen)
         lease._thread.start()
         return lease
@@ -77,7 +77,7 @@ class Lease:
         """
         if self._released.is_set():
             raise RunError(f"{self.path}: the lease was released; nothing more may be written.")
-        self._look()
+        self._check_owner()
         if self.lost:
             now = _read(self.path)
             by = f"held by {_holder(now)} now" if now else "gone"
@@ -90,7 +90,7 @@ class Lease:
         self._released.set()
         self._thread.join()
         try:
-            with guarded(self.path, create=False):
+            with directory_lock(self.path, create=False):
                 if _parse(_read(self.path)).get("token") == self._facts["token"]:
                     (self.path / LEASE).unlink()
         except (OSError, RunError) as error:
@@ -103,19 +103,19 @@ class Lease:
             RunError: the lease was lost, or the disk refuses.
         """
         self.confirm()
-        with guarded(self.path), writing(target):
+        with directory_lock(self.path), writing(target):
             os.rename(self.path, target)
             (target / LEASE).unlink(missing_ok=True)
             self._released.set()
         self._thread.join()
 
-    def _try(self, silent: bytes | None) -> bytes | None:
+    def _try_acquire(self, silent: bytes | None) -> bytes | None:
         """Take the lease where it is free, dead, or still the `silent` bytes. Else the bytes of a holder that must be watched.
 
         Raises:
             RunError: the holder is known to be alive.
         """
-        with guarded(self.path):
+        with directory_lock(self.path):
             now = _read(self.path)
             if now is not None and now != silent:
                 alive = _alive(_parse(now))
@@ -136,8 +136,8 @@ class Lease:
         while not self._released.wait(self._beat_seconds):
             beat += 1
             try:
-                with guarded(self.path, create=False):
-                    self._look()
+                with directory_lock(self.path, create=False):
+                    self._check_owner()
                     if self.lost or self._released.is_set():
                         return
                     self._write(beat)
@@ -145,7 +145,7 @@ class Lease:
                 # A full disk may have room again before anyone else calls us dead.
                 log.warning("%s: no heartbeat: %s", self.path, error)
 
-    def _look(self) -> None:
+    def _check_owner(self) -> None:
         try:
             found = _read(self.path)
         except RunError as error:
@@ -207,7 +207,7 @@ def process_start(pid: int) -> int | None:
 
 
 @contextlib.contextmanager
-def guarded(path: Path, create: bool = True) -> Iterator[None]:
+def directory_lock(path: Path, create: bool = True) -> Iterator[None]:
     """Hold the guard of the save directory `path`; makes both where they are missing, if `create`. Not twice in one process: it waits.
 
     For what others than the holder of the lease may write, too.
@@ -228,7 +228,7 @@ def _open_guard(path: Path, create: bool) -> int:
     until = time.monotonic() + GUARD_SECONDS
     while True:
         if create:
-            _make(path)
+            _make_directory(path)
         try:
             descriptor = os.open(path / GUARD, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:
@@ -255,7 +255,7 @@ def _open_guard(path: Path, create: bool) -> int:
         time.sleep(_POLL_SECONDS)
 
 
-def _make(path: Path) -> None:
+def _make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:

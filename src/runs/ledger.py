@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def event(name: str, **facts: Any) -> dict[str, Any]:
     """An event called `name` that happens now: with "when" (UTC), "who" (user@host) and `facts`, JSON values only."""
-    return {"event": name, "when": datetime.now(UTC).isoformat(timespec="seconds"), "who": who(), **facts}
+    return {"event": name, "when": datetime.now(UTC).isoformat(timespec="seconds"), "who": user_and_host(), **facts}
 
 
 def append(run: Path, what: Mapping[str, Any]) -> None:
@@ -37,7 +37,7 @@ def append(run: Path, what: Mapping[str, Any]) -> None:
     Raises:
         RunError: the disk refuses. The ledger holds what it held before.
     """
-    with jsonl_records.opened(run / FILE, mend=False) as file:
+    with jsonl_records.open_locked(run / FILE, mend=False) as file:
         if what.get("id") is None or all(known.get("id") != what["id"] for known in read(run)):
             file.append(what, ensure_ascii=False)
 
@@ -68,7 +68,7 @@ def read(run: Path) -> list[dict[str, Any]]:
     return events
 
 
-def who() -> str:
+def user_and_host() -> str:
     """user@host of this process."""
     try:
         user = getpass.getuser()
@@ -80,10 +80,10 @@ def who() -> str:
 @functools.cache
 def commit() -> str | None:
     """The git commit of this code, with "+" where it has uncommitted changes; None where that cannot be known. Asked once."""
-    return _commit(environment.code(_ROOT))
+    return _commit(environment.code_version(_ROOT))
 
 
-def started_with(run: Path) -> dict[str, str | None]:
+def last_start(run: Path) -> dict[str, str | None]:
     """The "commit" that the last start of the save directory `run` trains with, as `commit` names it, and the scheduler's "job" it is in.
 
     Both from env.json; None where it does not say.

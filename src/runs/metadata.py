@@ -15,7 +15,7 @@ from src.config import join
 from src.errors import ConfigError, RunError
 from src.experiments.identity import check_values, exp_id
 from src.files import read_json, reading, write_json, writing
-from src.runs.lease import guarded, holder_is_dead
+from src.runs.lease import directory_lock, holder_is_dead
 
 EXP_DICT = "exp_dict.json"
 CONFIG = "config.json"
@@ -95,7 +95,7 @@ def join_groups(path: Path, groups: Iterable[str]) -> None:
     """
     if not (wanted := dict.fromkeys(groups)):
         return
-    with guarded(path):
+    with directory_lock(path):
         noted = read_groups(path)
         if joined := [group for group in wanted if group not in noted]:
             write_json(path / GROUPS, [*noted, *joined])
@@ -133,7 +133,7 @@ def prepare(path: Path, exp: Mapping[str, Any], groups: Iterable[str]) -> None:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else was faster
                     raise
     if not (path / EXP_DICT).exists():
-        with guarded(path):
+        with directory_lock(path):
             write_json(path / EXP_DICT, exp)
     join_groups(path, groups)
 
@@ -151,7 +151,7 @@ def write_job(path: Path, job_id: str, command: str, submission: str = "") -> No
         with contextlib.suppress(RunError):  # moved away just now, or refused; the next line tells
             write_json(path / JOB, job)
             return
-    with guarded(path):
+    with directory_lock(path):
         write_json(path / JOB, job)
 
 
@@ -178,17 +178,17 @@ def read_job(path: Path) -> dict[str, str] | None:
 
 def differences(old: Any, new: Any) -> list[tuple[str, str, str]]:
     """(dotted path, old, new) for each value that differs in value or type; "absent" stands for a key that is not there."""
-    before, after = flat(old), flat(new)
+    before, after = flatten(old), flatten(new)
     keys = [*before, *(key for key in after if key not in before)]
     shown = [(key, _json(before, key), _json(after, key)) for key in keys]
     return [change for change in shown if change[1] != change[2]]
 
 
-def flat(value: Any, path: str = "") -> dict[str, Any]:
+def flatten(value: Any, path: str = "") -> dict[str, Any]:
     """{"model": {"depth": 2}} -> {"model.depth": 2}. Lists, and dicts without keys, are values."""
     if not isinstance(value, dict) or (not value and path):
         return {path: value}
-    return {key: leaf for name, item in value.items() for key, leaf in flat(item, join(path, name)).items()}
+    return {key: leaf for name, item in value.items() for key, leaf in flatten(item, join(path, name)).items()}
 
 
 def _json(values: Mapping[str, Any], key: str) -> str:

@@ -15,14 +15,14 @@ Seen = dict[tuple[str, str], str | None]
 """What is wrong with each checkpoint (id, "last" or "best") that was looked at; None: nothing."""
 
 
-def parents(exp: Experiment) -> list[str]:
+def parent_ids(exp: Experiment) -> list[str]:
     """Ids of the experiments that `exp` names at any depth, in the order in which they stand, each once."""
-    return list(dict.fromkeys(parent for parent, _ in named(exp)))
+    return list(dict.fromkeys(parent for parent, _ in parent_checkpoints(exp)))
 
 
-def named(exp: Experiment) -> list[tuple[str, str]]:
+def parent_checkpoints(exp: Experiment) -> list[tuple[str, str]]:
     """(id, "last" or "best") of the checkpoints that `exp` names at any depth, in the order in which they stand, each once."""
-    return list(dict.fromkeys(_named(exp)))
+    return list(dict.fromkeys(_walk_checkpoints(exp)))
 
 
 def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
@@ -37,7 +37,7 @@ def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def visit(value: Experiment) -> None:
-        for parent, which in named(value):
+        for parent, which in parent_checkpoints(value):
             key = f"{parent}/{which}"
             if key not in found:
                 folder = checkpoints.best(runs / parent) if which == "best" else checkpoints.last(runs / parent)
@@ -50,15 +50,15 @@ def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
     return found
 
 
-def _named(value: Any) -> Iterator[tuple[str, str]]:
+def _walk_checkpoints(value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         if value.get("name") == "experiment" and isinstance(value.get("exp_id"), str):
             yield value["exp_id"], value.get("checkpoint", "last")
         for item in value.values():
-            yield from _named(item)
+            yield from _walk_checkpoints(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _named(item)
+            yield from _walk_checkpoints(item)
 
 
 def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], with_parents: bool) -> list[str]:
@@ -75,7 +75,7 @@ def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], w
         if name in visited or name not in everything:
             return
         visited.add(name)
-        for parent in parents(everything[name]):
+        for parent in parent_ids(everything[name]):
             visit(parent)
         if with_parents or name in selected:
             ordered.append(name)
@@ -85,7 +85,7 @@ def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], w
     return ordered
 
 
-def missing(exp: Experiment, places: Places, ahead: Container[str] = (), seen: Seen | None = None) -> list[str]:
+def missing_parents(exp: Experiment, places: Places, ahead: Container[str] = (), seen: Seen | None = None) -> list[str]:
     """One message for each parent of `exp` that is not `ahead` and cannot be started from: its id, what it lacks, and how to get it.
 
     Of a checkpoint only the sizes of its files are compared: `checkpoints.last` and `best` read them when they are used.
@@ -94,21 +94,21 @@ def missing(exp: Experiment, places: Places, ahead: Container[str] = (), seen: S
     """
     seen = {} if seen is None else seen
     found = []
-    for parent, which in named(exp):
+    for parent, which in parent_checkpoints(exp):
         if parent not in ahead:
             if (parent, which) not in seen:
-                seen[parent, which] = _lack(parent, which, places)
+                seen[parent, which] = _describe_lack(parent, which, places)
             if how := seen[parent, which]:
                 found.append(f"it starts from experiment {parent}, {how}")
     return list(dict.fromkeys(found))
 
 
-def _lack(parent: str, which: str, places: Places) -> str | None:
+def _describe_lack(parent: str, which: str, places: Places) -> str | None:
     run = places.runs / parent
     try:
         state = state_of(run)
         if state == "done":
-            return _checkpoint_lack(run, which)
+            return _describe_checkpoint_lack(run, which)
     except UserError as error:
         return f"which cannot be read: {error}"
     if state == "running":
@@ -122,7 +122,7 @@ def _lack(parent: str, which: str, places: Places) -> str | None:
     return f"which is {state}, not done, and no longer in exp_configs.py. Finish it with --exp_id {parent}."
 
 
-def _checkpoint_lack(run: Path, which: str) -> str | None:
+def _describe_checkpoint_lack(run: Path, which: str) -> str | None:
     """What the checkpoint "last" or "best" of a run that is done lacks, as far as names and sizes of files tell."""
     if which == "best":
         pointer = run / "checkpoints" / "best.json"

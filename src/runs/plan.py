@@ -11,8 +11,8 @@ from src.config import Places, unknown
 from src.errors import ConfigError, RunError, UserError
 from src.experiments.grid import set_path
 from src.experiments.identity import check_values, exp_id
-from src.interfaces import RecipeConfig, load_experiment, remembering
-from src.registry import canonical
+from src.interfaces import RecipeConfig, load_experiment, remember_calls
+from src.registry import canonical_dict
 from src.runs import metadata, parents
 
 Experiment = dict[str, Any]
@@ -47,7 +47,7 @@ def load(exp: Experiment, group: str, where: str) -> Planned:
     """
     check_values(exp, where)
     recipe = load_experiment(exp, where)
-    spelled = canonical(exp, recipe)
+    spelled = canonical_dict(exp, recipe)
     return Planned(exp_id(spelled), spelled, recipe, (group,) if group else (), where)
 
 
@@ -102,7 +102,7 @@ def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str,
     return exp
 
 
-def known(groups: Groups) -> dict[str, Planned]:
+def load_all(groups: Groups) -> dict[str, Planned]:
     """Every experiment of `groups` by its id. Those that are not valid are left out: they do not stand in the way of others."""
     found: dict[str, Planned] = {}
     for name, experiments in groups.items():
@@ -147,7 +147,7 @@ def find(wanted: str, known: Mapping[str, Planned], runs: Path) -> Planned:
     return replace(item, groups=tuple(metadata.read_groups(run)) or item.groups)
 
 
-def with_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: bool) -> list[Planned]:
+def add_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: bool) -> list[Planned]:
     """`selected` with parents before children; `add` puts in the ancestors that `known` holds."""
     chosen = {item.exp_id: item for item in selected}
     everything = {**known, **chosen}
@@ -155,17 +155,19 @@ def with_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add:
     return [everything[name] for name in ordered]
 
 
-def problems(planned: Sequence[Planned], places: Places, reset: Container[str] = (), ahead: Collection[str] = ()) -> dict[str, list[str]]:
+def find_problems(
+    planned: Sequence[Planned], places: Places, reset: Container[str] = (), ahead: Collection[str] = ()
+) -> dict[str, list[str]]:
     """What this machine lacks for each experiment, by id. Parents that are planned to run before are not missed. Loads no model.
 
     ahead: ids whose jobs will have ended before, so that they are not missed as parents.
     reset: ids that start over. Any other experiment that is done lacks nothing: neither parent nor data is read again.
     """
-    with remembering():
-        return _problems(planned, places, reset, ahead)
+    with remember_calls():
+        return _find_problems(planned, places, reset, ahead)
 
 
-def _problems(planned: Sequence[Planned], places: Places, reset: Container[str], queued: Collection[str]) -> dict[str, list[str]]:
+def _find_problems(planned: Sequence[Planned], places: Places, reset: Container[str], queued: Collection[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     ahead = set(queued)
     seen: parents.Seen = {}
@@ -176,7 +178,7 @@ def _problems(planned: Sequence[Planned], places: Places, reset: Container[str],
                 continue
         except UserError as error:
             lacks.append(str(error))
-        lacks += parents.missing(item.exp, places, ahead, seen)
+        lacks += parents.missing_parents(item.exp, places, ahead, seen)
         try:
             item.recipe.check(places)
         except UserError as error:

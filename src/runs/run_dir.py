@@ -63,7 +63,7 @@ class RunDir:
 
         Its status is then "running", unless it is "done": a finished run is left as it is, but for the groups that asked for it.
 
-        exp: canonical (`registry.canonical`). resolved: with every default (`registry.resolved`).
+        exp: canonical (`registry.canonical_dict`). resolved: with every default (`registry.resolved_dict`).
         reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … where that exists.
             The groups that asked for it, and the job that was submitted for it, stay noted.
         facts: for env.json; "groups" lists those that ask for it now, and "diff", if any, goes to diff.patch.
@@ -85,10 +85,10 @@ class RunDir:
             _sweep(path)
             journal.finish(path)
             if reset and _is_used(path):
-                backup = _backup(runs / DELETED, identity)
+                backup = _free_backup_path(runs / DELETED, identity)
                 lease.move_directory(backup)
                 lease = Lease.acquire(path)
-                _bring_back(backup, path)
+                _restore_notes(backup, path)
             run = cls(path, identity, exp, attempts(path), lease)
             run._check_dict()
             run._check_config(dict(resolved))
@@ -145,7 +145,7 @@ class RunDir:
         else:
             kept = {"started": now} | {key: value for key, value in before.items() if key == "step"}
         with contextlib.suppress(UserError):  # scores that cannot be read are named by whoever reads them
-            facts[SUMMARY] = summarize(self.path / SCORES, parse_summary(before.get(SUMMARY))).as_json()
+            facts[SUMMARY] = summarize(self.path / SCORES, parse_summary(before.get(SUMMARY))).to_json()
         write_json(self.path / STATUS, {**kept, **facts, "state": state, "attempt": self.attempt, "updated": now})
 
     def status(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def start_over(path: Path) -> None:
     try:
         _sweep(path)
         if _is_used(path):
-            backup = _backup(path.parent / DELETED, path.name)
+            backup = _free_backup_path(path.parent / DELETED, path.name)
             lease.move_directory(backup)
             join_groups(path, read_groups(backup))
         with writing(path):
@@ -248,7 +248,7 @@ def _is_used(path: Path) -> bool:
     return any(entry.name not in _BEFORE_A_START for entry in path.iterdir())
 
 
-def _backup(deleted: Path, identity: str) -> Path:
+def _free_backup_path(deleted: Path, identity: str) -> Path:
     """The first free name, so that no older backup is replaced."""
     with writing(deleted):
         os.makedirs(deleted, exist_ok=True)
@@ -261,14 +261,14 @@ def _backup(deleted: Path, identity: str) -> Path:
 
 def _sweep(path: Path) -> None:
     """Delete what killed writers left half written. Whoever writes here holds the lease, as this process does, or the guard."""
-    with leases.guarded(path), writing(path):
+    with leases.directory_lock(path), writing(path):
         for folder in (path, path / "checkpoints", *path.glob("attempts/*")):
             for entry in folder.glob(".*"):
                 if TEMPORARY.fullmatch(entry.name) and entry.is_file():
                     entry.unlink()
 
 
-def _bring_back(backup: Path, path: Path) -> None:
+def _restore_notes(backup: Path, path: Path) -> None:
     """What others noted in the directory that was moved to `backup`: it is not this start's to forget."""
     join_groups(path, read_groups(backup))
     if (backup / JOB).exists() and not (path / JOB).exists():

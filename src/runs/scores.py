@@ -46,16 +46,16 @@ class Scores:
             RunError: the disk refuses. The file holds what it held before.
         """
         self._check_writable()
-        values = self._values(row)
+        values = self._json_values(row)
         if not self._mended:
-            self._cut(math.inf)  # a killed process may have left a torn line
+            self._truncate(math.inf)  # a killed process may have left a torn line
         step = row["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"{self.path}: step {step} cannot follow step {self._last_step}: truncate first.")
         jsonl_records.append(self.path, [values])
         self._last_step = step
 
-    def complete(self, scores: Mapping[str, Any]) -> None:
+    def add_to_last_row(self, scores: Mapping[str, Any]) -> None:
         """Add scores to the last row, in place of those of the same names: what is measured once, when the training is over.
 
         Raises:
@@ -63,8 +63,8 @@ class Scores:
             RunError: the disk refuses. The file holds what it held before.
         """
         self._check_writable()
-        *before, (_, last) = self._read()
-        added = self._values({**scores, "step": last["step"]})
+        *before, (_, last) = self._read_lines()
+        added = self._json_values({**scores, "step": last["step"]})
         lines = [*(line for line, _ in before), json.dumps({**last, **added}).encode()]
         write_atomic(self.path, b"".join(line + b"\n" for line in lines))
 
@@ -75,7 +75,7 @@ class Scores:
             DataError: a line that is not a row; names the file and the line.
             RunError: the file cannot be read.
         """
-        return [row for _, row in self._read()]
+        return [row for _, row in self._read_lines()]
 
     def truncate(self, step: int) -> None:
         """Drop the rows after `step`, and a line that was cut by a crash: what a run does that resumes from `step`.
@@ -85,7 +85,7 @@ class Scores:
             RunError: the disk refuses. The file holds what it held before.
         """
         self._check_writable()
-        self._cut(step)
+        self._truncate(step)
 
     def export_haven(self) -> None:
         """Write score_list.pkl beside, from the rows; null becomes NaN, which haven's tables skip.
@@ -101,7 +101,7 @@ class Scores:
         if self._read_only:
             raise RunError(f"{self.path}: opened for reading only; the process that holds the lease writes.")
 
-    def _values(self, row: Mapping[str, Any]) -> Row:
+    def _json_values(self, row: Mapping[str, Any]) -> Row:
         """As they are written."""
         if type(row.get("step")) is not int:
             raise TypeError(f"{self.path}: a row needs an int 'step', got {row!r}.")
@@ -115,9 +115,9 @@ class Scores:
                 values[key] = None
         return values
 
-    def _cut(self, step: float) -> None:
+    def _truncate(self, step: float) -> None:
         """Drop the rows after `step` and a torn line, and find the last step."""
-        rows = list(itertools.takewhile(lambda pair: pair[1]["step"] <= step, self._read()))
+        rows = list(itertools.takewhile(lambda pair: pair[1]["step"] <= step, self._read_lines()))
         size = sum(len(line) + 1 for line, _ in rows)
         if self.path.exists() and self.path.stat().st_size > size:
             with writing(self.path):
@@ -125,7 +125,7 @@ class Scores:
         self._last_step = rows[-1][1]["step"] if rows else None
         self._mended = True
 
-    def _read(self) -> list[tuple[bytes, Row]]:
+    def _read_lines(self) -> list[tuple[bytes, Row]]:
         """Complete lines, without their newlines, and the rows in them."""
         lines = jsonl_records.complete_lines(self.path)
         return list(zip(lines, parse_lines(lines, self.path), strict=True))
@@ -138,13 +138,13 @@ def parse_lines(lines: Sequence[bytes], path: Path) -> list[Row]:
         DataError: a line that is not a row; names the file and the line.
     """
     # One call for all lines: several times faster than one for each.
-    rows = _load(b"[" + b",".join(lines) + b"]")
+    rows = _load_list(b"[" + b",".join(lines) + b"]")
     if len(rows) != len(lines) or not all(map(_is_row, rows)):
         rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     return rows
 
 
-def _load(text: bytes) -> list[Any]:
+def _load_list(text: bytes) -> list[Any]:
     """A JSON list; empty where it is none. By orjson, but for integers of more than 63 bits, which it would read as floats."""
     import orjson  # 20 ms, which a start need not spend
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import DataError
-from src.runs.jsonl_records import Piece, read_on
+from src.runs.jsonl_records import AppendedLines, read_appended
 from src.runs.scores import Row, parse_lines
 
 SUMMARY = "scores"
@@ -35,7 +35,7 @@ class Summary:
                     self.last.setdefault(name)
         self.last.pop("step", None)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """To be read by `parse_summary`, whatever order the keys of objects are written in."""
         return {"bytes": self.size, "tail": self.tail, "step": self.step, "names": list(self.last), "values": list(self.last.values())}
 
@@ -46,7 +46,7 @@ def is_finite(value: Any) -> bool:
 
 
 def parse_summary(value: Any) -> Summary | None:
-    """What `as_json` gave; None for anything else."""
+    """What `to_json` gave; None for anything else."""
     if not isinstance(value, dict):
         return None
     size, tail, step, names, values = (value.get(key) for key in ("bytes", "tail", "step", "names", "values"))
@@ -66,14 +66,14 @@ def summarize(path: Path, known: Summary | None = None) -> Summary:
         DataError: a line that is not a row; names the file and the line.
         RunError: the file cannot be read.
     """
-    piece = read_on(path, known.size, known.tail) if known else read_on(path)
+    piece = read_appended(path, known.size, known.tail) if known else read_appended(path)
     if known is None or piece.start == 0:
         summary = Summary()
     else:
         summary = Summary(known.size, known.tail, known.step, dict(known.last))
     if piece.lines:
         try:
-            summary.add(rows_of(piece, path))
+            summary.add(parse_rows(piece, path))
         except DataError:
             if piece.start:
                 return summarize(path)  # which counts its lines from the beginning
@@ -82,7 +82,7 @@ def summarize(path: Path, known: Summary | None = None) -> Summary:
     return summary
 
 
-def rows_of(piece: Piece, path: Path) -> list[Row]:
+def parse_rows(piece: AppendedLines, path: Path) -> list[Row]:
     """The rows in the lines of `piece`.
 
     Raises:

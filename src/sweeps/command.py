@@ -115,7 +115,7 @@ def find_source(command: Command, groups: Any, runs: Path) -> Source:
     Raises:
         ConfigError: none or several, or the command's own --set does not fit.
     """
-    known = plan.known(groups)
+    known = plan.load_all(groups)
     if command.chosen is None:
         assert command.exp_id is not None
         item = plan.find(command.exp_id, known, runs)

@@ -128,7 +128,7 @@ class Sweep:
         Raises:
             ConfigError: one line for each lack.
         """
-        lacks = plan.problems([self.example], self.places) if self.example else {}
+        lacks = plan.find_problems([self.example], self.places) if self.example else {}
         if lacks:
             raise ConfigError("\n".join(message for messages in lacks.values() for message in messages))
 

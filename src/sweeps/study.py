@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from src.errors import ConfigError, RunError
 from src.files import writing
-from src.runs.lease import guarded
+from src.runs.lease import directory_lock
 from src.sweeps.plan import EarlyTerminate, SweepFile
 from src.sweeps.space import SearchDimension, grid_indices
 from src.sweeps.trial import TrialResult
@@ -57,7 +57,7 @@ class Study:
         self.name, self.sweep, self.dimensions = name, sweep, dimensions
         self.folder, file = runs / "sweeps" / name, runs / "sweeps" / f"{name}.sqlite"
         self.grid = grid_indices(dimensions) if sweep.method == "grid" else None
-        with guarded(self.folder), writing(file):
+        with directory_lock(self.folder), writing(file):
             try:
                 self.storage = optuna.storages.RDBStorage(
                     f"sqlite:///{file.resolve()}",
@@ -98,7 +98,7 @@ class Study:
         import optuna
         from optuna.storages._heartbeat import get_heartbeat_thread
 
-        with guarded(self.folder):
+        with directory_lock(self.folder):
             for trial in self.trials():
                 if trial.state.name == "RUNNING" and trial.user_attrs.get(HEARTBEAT) != trial.number:
                     self._begin_heartbeat(trial._trial_id, trial.number)  # its worker died just before; Optuna would wait for ever

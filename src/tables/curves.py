@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from src.errors import DataError, UserError
 from src.files import reading
-from src.runs.jsonl_records import read_on
+from src.runs.jsonl_records import read_appended
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
-from src.runs.summary import is_finite, rows_of
+from src.runs.summary import is_finite, parse_rows
 from src.tables import cache as stored
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Band:
     count: "np.ndarray"
     """Runs that have a finite value."""
 
-    def half(self, interval: str = "std") -> "np.ndarray":
+    def half_width(self, interval: str = "std") -> "np.ndarray":
         """Half the width of the band: "std", or "ci95", the 95 % interval of the mean. NaN where there is one run."""
         import numpy as np
 
@@ -72,7 +72,7 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
         for name in batch:
             try:
                 with reading(runs / name):
-                    history = _read(runs / name, known.get(name))
+                    history = _read_history(runs / name, known.get(name))
             except UserError as error:
                 warnings.append(f"not plotted: {error}")
                 continue
@@ -97,7 +97,7 @@ def bands(
     wanted = list(dict.fromkeys([*scores, *names, x]))
     found, warnings = histories(runs, [row["exp_id"] for group in groups for row in group], wanted)
     if x != "step":
-        places = {name: _places(runs / name, columns, x) for name, columns in found.items()}
+        places = {name: _x_values(runs / name, columns, x) for name, columns in found.items()}
         if not any(len(of_run) for of_run in places.values()):
             raise DataError(f"{runs}: no run has {x!r} in its scores, nor in its {PERF}, to be drawn over.")
     else:
@@ -131,7 +131,7 @@ def _pack(history: _History) -> dict[str, bytes]:
     return {_HEAD: json.dumps(head).encode()} | {json.dumps(score): column.tobytes() for score, column in history.columns.items()}
 
 
-def _read(path: Path, known: _History | None) -> _History:
+def _read_history(path: Path, known: _History | None) -> _History:
     """The history of the run in `path`: `known` itself where nothing was appended, else with all its columns.
 
     Raises:
@@ -140,17 +140,17 @@ def _read(path: Path, known: _History | None) -> _History:
     """
     import numpy as np
 
-    piece = read_on(path / SCORES, known.size, known.tail) if known else read_on(path / SCORES)
+    piece = read_appended(path / SCORES, known.size, known.tail) if known else read_appended(path / SCORES)
     if known and piece.start:
         if not piece.lines:
             return known
         whole = _read_cache(path.parent, [path.name], known.scores).get(path.name)
         if whole is None or whole.tail != known.tail:
-            return _read(path, None)
+            return _read_history(path, None)
         try:
-            new = _columns(rows_of(piece, path / SCORES))
+            new = _columns(parse_rows(piece, path / SCORES))
         except DataError:
-            return _read(path, None)  # which counts its lines from the beginning
+            return _read_history(path, None)  # which counts its lines from the beginning
         lengths = len(whole.columns["step"]), len(new["step"])
         absent = [np.full(length, np.nan) for length in lengths]
         names = dict.fromkeys([*whole.columns, *new])
@@ -158,7 +158,7 @@ def _read(path: Path, known: _History | None) -> _History:
     elif not piece.lines and not (path / SCORES).exists() and (path / SCORE_LIST).exists():
         columns = _columns(read_score_list(path / SCORE_LIST))
     else:
-        columns = _columns(rows_of(piece, path / SCORES))
+        columns = _columns(parse_rows(piece, path / SCORES))
     return _History(piece.end, piece.tail, list(columns), columns)
 
 
@@ -177,7 +177,7 @@ def _column(values: list[Any]) -> "np.ndarray":
         return np.array([float(value) if is_finite(value) and abs(value) < 1e308 else np.nan for value in values])
 
 
-def _places(path: Path, columns: Columns, x: str) -> "np.ndarray":
+def _x_values(path: Path, columns: Columns, x: str) -> "np.ndarray":
     """Where each row of a run stands on the axis `x`; NaN where that is not known. Empty where it is nowhere known."""
     import numpy as np
 
@@ -186,7 +186,7 @@ def _places(path: Path, columns: Columns, x: str) -> "np.ndarray":
     if x != "seconds":
         return np.array([])
     try:
-        rows = rows_of(read_on(path / PERF), path / PERF)
+        rows = parse_rows(read_appended(path / PERF), path / PERF)
     except UserError:
         return np.array([])
     took = {row["step"]: row["seconds"] for row in rows if is_finite(row.get("seconds"))}  # the last word on a step that was repeated
@@ -211,15 +211,15 @@ def _band(runs: Sequence[tuple[Any, Any, Any]]) -> Band:
     grid = first if rising else np.unique(np.concatenate([steps for steps, _, _ in chosen]))
     at = [np.searchsorted(grid, steps) for steps, _, _ in chosen]
     count = np.bincount(np.concatenate(at), minlength=len(grid))
-    mean = _sum(at, [values for _, values, _ in chosen], len(grid)) / count
-    squares = _sum(at, [(values - mean[where]) ** 2 for where, (_, values, _) in zip(at, chosen, strict=True)], len(grid))
+    mean = _compensated_sum(at, [values for _, values, _ in chosen], len(grid)) / count
+    squares = _compensated_sum(at, [(values - mean[where]) ** 2 for where, (_, values, _) in zip(at, chosen, strict=True)], len(grid))
     with np.errstate(divide="ignore", invalid="ignore"):
         std = np.where(count > 1, np.sqrt(squares / (count - 1)), np.nan)
-    x = grid if all(steps is places for steps, _, places in chosen) else _sum(at, [p for _, _, p in chosen], len(grid)) / count
+    x = grid if all(steps is places for steps, _, places in chosen) else _compensated_sum(at, [p for _, _, p in chosen], len(grid)) / count
     return Band(x, mean, std, count)
 
 
-def _sum(at: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]", size: int) -> "np.ndarray":
+def _compensated_sum(at: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]", size: int) -> "np.ndarray":
     """Sums of values by their places, each as good as rounded once (Neumaier, 1974): two lists of runs give the same curve in any order."""
     import numpy as np
 

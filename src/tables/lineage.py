@@ -119,13 +119,13 @@ def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
         if name not in nodes and not (runs / name / "exp_dict.json").exists():
             nodes[name] = Node(name, "new", item.group, str(item.exp.get("recipe", "")))
             dicts[name] = item.exp
-    edges = [Edge(name, parent, which) for name, exp in dicts.items() for parent, which in references.named(exp)]
+    edges = [Edge(name, parent, which) for name, exp in dicts.items() for parent, which in references.parent_checkpoints(exp)]
     for parent in dict.fromkeys(edge.parent for edge in edges if edge.parent not in nodes):
-        nodes[parent] = _absent(runs, parent, warnings)
+        nodes[parent] = _absent_node(runs, parent, warnings)
     return Lineage(nodes, tuple(edges), tuple(_problems(runs, dicts, planned)), tuple(warnings))
 
 
-def of_group(runs: Path, lineage: Lineage, group: str) -> Lineage:
+def group_family(runs: Path, lineage: Lineage, group: str) -> Lineage:
     """The family of the runs that `group` asked for.
 
     Raises:
@@ -151,13 +151,13 @@ def _rows(runs: Path, may_be_empty: bool) -> tuple[list[results.Row], list[str]]
 
 def _node(runs: Path, row: results.Row) -> Node:
     recipe = row.get("recipe", "")
-    scores = {name: row[name] for name in results.headline(row.scores)}
+    scores = {name: row[name] for name in results.headline_scores(row.scores)}
     reason = "" if row["state"] in ("done", "haven") else str(read_status(runs / row["exp_id"]).get("reason", ""))
     begun = tuple((branch.number, branch.from_step) for branch in branches.read(runs / row["exp_id"]))
     return Node(row["exp_id"], row["state"], row["group"], str(recipe), row["step"], scores, reason, begun)
 
 
-def _absent(runs: Path, parent: str, warnings: Iterable[str]) -> Node:
+def _absent_node(runs: Path, parent: str, warnings: Iterable[str]) -> Node:
     """The node of a parent without a row: no directory, or one that cannot be read."""
     if not (runs / parent).exists():
         return Node(parent, "missing", reason=f"no directory in {runs}")
@@ -167,7 +167,7 @@ def _absent(runs: Path, parent: str, warnings: Iterable[str]) -> Node:
 def _problems(runs: Path, dicts: Mapping[str, dict[str, Any]], planned: Mapping[str, Planned]) -> list[str]:
     places = Places(data=runs, runs=runs, experiments={name: item.exp for name, item in planned.items()})
     seen: references.Seen = {}
-    return [f"{name}: {text}" for name, exp in dicts.items() for text in references.missing(exp, places, seen=seen)]
+    return [f"{name}: {text}" for name, exp in dicts.items() for text in references.missing_parents(exp, places, seen=seen)]
 
 
 def _group_edges(edges: Iterable[Edge], end: Callable[[Edge], str]) -> dict[str, list[Edge]]:

@@ -72,7 +72,7 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[lis
     return rows, warnings
 
 
-def history(path: Path) -> list[dict[str, Any]]:
+def read_history(path: Path) -> list[dict[str, Any]]:
     """All rows of scores of the save directory `path`; haven's where only haven's are there.
 
     Raises:
@@ -83,15 +83,15 @@ def history(path: Path) -> list[dict[str, Any]]:
     return Scores(path / SCORES, read_only=True).rows()
 
 
-def varying(rows: Sequence[Row]) -> list[str]:
+def varying_keys(rows: Sequence[Row]) -> list[str]:
     """Dotted config keys that are not the same in all rows, a key that is missing somewhere included: what names a run by what differs."""
     keys = dict.fromkeys(key for row in rows for key in config_keys(row))
     return [key for key in keys if len({_spell(row, key) for row in rows}) > 1]
 
 
-def distinguishing(rows: Sequence[Row]) -> list[str]:
-    """`varying` without what belongs to the seed: the seed itself, and the id of a parent where each seed has a parent of its own."""
-    keys = [key for key in varying(rows) if key != "seed"]
+def distinguishing_keys(rows: Sequence[Row]) -> list[str]:
+    """`varying_keys` without what belongs to the seed: the seed itself, and the id of a parent where each seed has a parent of its own."""
+    keys = [key for key in varying_keys(rows) if key != "seed"]
     parents = [key for key in keys if key.endswith(".exp_id")]
     alike = group_rows(rows, [key for key in keys if key not in parents])
 
@@ -112,7 +112,7 @@ def score_names(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.scores))
 
 
-def headline(names: Sequence[str]) -> list[str]:
+def headline_scores(names: Sequence[str]) -> list[str]:
     """The scores that a reader wants first: not the loop's diagnostics, not parts such as "em/nq"; all where nothing else is left.
 
     "inference/em" is no part: it is of the trained model, over all that was asked.
@@ -135,7 +135,7 @@ def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None) -> list[str]:
         ConfigError: a key of `by` that no row has.
     """
     if by is None:
-        return distinguishing(rows)
+        return distinguishing_keys(rows)
     _check_known("key", by, {key for row in rows for key in [*config_keys(row), *FACTS]})
     return list(by)
 
@@ -160,7 +160,7 @@ def lower_is_better(name: str) -> bool:
     return any(word in _LOWER_IS_BETTER for word in re.split(r"[^a-z0-9]+", name.lower()))
 
 
-def best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | None = None) -> list[dict[str, Any]]:
+def sort_best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | None = None) -> list[dict[str, Any]]:
     """Rows sorted by `metric`; those without it last. `lowest`: True puts the lowest first, None decides by the metric's name."""
     lowest = lower_is_better(metric) if lowest is None else lowest
 
@@ -182,7 +182,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def select(runs: Path, group: str | Sequence[str] | None = None, question: str | None = None) -> tuple[list[Row], list[str]]:
-    """`load_rows` and, if there is a `question`, `where`; at least one row, unless none can be read.
+    """`load_rows` and, if there is a `question`, `filter_rows`; at least one row, unless none can be read.
 
     Raises:
         DataError: there is no such folder, or it holds no run.
@@ -191,7 +191,7 @@ def select(runs: Path, group: str | Sequence[str] | None = None, question: str |
     rows, warnings = load_rows(runs, group)
     if question is None or not rows:
         return rows, warnings
-    chosen = where(rows, question)
+    chosen = filter_rows(rows, question)
     if not chosen:
         names = [name for name in sorted(expressions.compile(question).names) if name in config_keys(rows[0]) or name in FACTS]
         values = {name: list(dict.fromkeys(str(row.get(name)) for row in rows)) for name in names}
@@ -200,7 +200,7 @@ def select(runs: Path, group: str | Sequence[str] | None = None, question: str |
     return chosen, warnings
 
 
-def where(rows: Sequence[Row], text: str, place: str = "--where") -> list[Row]:
+def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[Row]:
     """The rows for which the question `text` holds: see `query`. "status" is the same as "state", unless an experiment says "status".
 
     Without rows no name is known: then any will do. place: where the question was asked, for messages.
@@ -221,7 +221,7 @@ def missing_seeds(rows: Sequence[Row], by: Sequence[str]) -> list[str]:
     """A sentence for each combination of `by` that lacks seeds which others have: its mean is over fewer runs, and other ones."""
     if "seed" in by:
         return []
-    seeds = sorted({_spell(row, "seed"): row["seed"] for row in rows if "seed" in row}.items(), key=lambda pair: _place(pair[1]))
+    seeds = sorted({_spell(row, "seed"): row["seed"] for row in rows if "seed" in row}.items(), key=lambda pair: _sort_key(pair[1]))
     found = []
     for group in group_rows(rows, by):
         has = {_spell(row, "seed") for row in group}
@@ -251,12 +251,12 @@ def pivot(rows: Sequence[Row], index: str, columns: str, score: str) -> Pivot:
     """
     cells = {(_spell(cell, index), _spell(cell, columns)): cell for cell in aggregate(rows, [index, columns], [score])}
     downwards, across = ({_spell(row, key): row.get(key) for row in rows} for key in (index, columns))
-    down, over = (sorted(values, key=lambda spelled, values=values: _place(values[spelled])) for values in (downwards, across))
+    down, over = (sorted(values, key=lambda spelled, values=values: _sort_key(values[spelled])) for values in (downwards, across))
     table = [[cells.get((one, other)) for other in over] for one in down]
     return Pivot([downwards[one] for one in down], [across[other] for other in over], table)
 
 
-def frame(rows: Sequence[Row]) -> "pandas.DataFrame":
+def to_frame(rows: Sequence[Row]) -> "pandas.DataFrame":
     """The rows as a pandas DataFrame: facts first, then the config, then the scores."""
     import pandas
 
@@ -276,7 +276,7 @@ def _row(path: Path, record: RunRecord, group: str) -> Row:
     return row
 
 
-def _place(value: Any) -> tuple[int, Any, str]:
+def _sort_key(value: Any) -> tuple[int, Any, str]:
     """What to sort values of a key by: numbers by size, then texts, then all else."""
     if is_finite(value):
         return 0, value, ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from src.errors import RunError
 from src.files import read_json, reading
-from src.runs.metadata import ENV, EXP_DICT, GROUPS, STATUS, flat, read_exp_dict, read_groups, read_status
+from src.runs.metadata import ENV, EXP_DICT, GROUPS, STATUS, flatten, read_exp_dict, read_groups, read_status
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
 from src.runs.summary import SUMMARY, Summary, parse_summary, summarize
 from src.tables import cache
@@ -97,7 +97,7 @@ def _file_key(path: Path) -> tuple[str, bool]:
 def _read_record(path: Path, groups: list[str]) -> RunRecord:
     written_by_haven = not (path / STATUS).exists() and (path / SCORE_LIST).exists()
     status = {"state": "haven"} if written_by_haven else read_status(path)
-    config = flat(read_exp_dict(path))
+    config = flatten(read_exp_dict(path))
     summary = summarize(path / SCORES, parse_summary(status.get(SUMMARY)))
     if summary.size == 0 and not (path / SCORES).exists() and (path / SCORE_LIST).exists():
         summary.add(read_score_list(path / SCORE_LIST))

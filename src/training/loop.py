@@ -116,7 +116,7 @@ class Loop:
         self.spec, self.run, self.config, self.seed, self.accelerator = spec, run, config, seed, accelerator
         self.engine: Engine  # made by `restore`, when the weights are there
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
-        self.learning_rate = branches.learning_rate(schedule.learning_rate(config), self.branches)
+        self.learning_rate = branches.override_learning_rate(schedule.learning_rate(config), self.branches)
         self.selection = ModelSelection(config)
         self.saver = Saver(run, spec.about, config)
         self.guard = DivergenceGuard(run, config, Source(spec.train, spec.about.tokenizer, seed, self.branches), self.saver.wait)
@@ -145,7 +145,7 @@ class Loop:
         epoch, offset = divmod(data_order.position(self.state.step, self.config.sequences_per_step, self.branches), len(self.spec.train))
         with distributed.raise_together():
             facts = {"engine": self.engine.name, "world_size": distributed.world_size(), "cursor": {"epoch": epoch, "offset": offset}}
-            self._record_event("start", **facts, **ledger.started_with(self.run.path))
+            self._record_event("start", **facts, **ledger.last_start(self.run.path))
         try:
             yield
         except distributed.TrainingStopped as stopped:
@@ -280,7 +280,7 @@ class Loop:
                 memory.checkpoint_layers(self.spec.model)
         self.engine = engines.build_engine(self.accelerator, self.spec.model, self.config, self.run.options)
         if folder is not None:
-            if branches.reset_optimizer(self.branches, self.state.step):
+            if branches.must_reset_optimizer(self.branches, self.state.step):
                 log.info("%s: the optimizer's moments begin anew, as branch.json says.", self.run.path)
             else:
                 self.engine.load_optimizer(folder)

@@ -11,7 +11,7 @@ from src.config import load
 from src.data.mixture import dataset as mixture
 from src.data.mixture.interleaving import Interleaving, feistel_permute, rates, shares
 from src.errors import ConfigError, DataError
-from src.registry import DATASETS, bind, resolved
+from src.registry import DATASETS, bind, resolved_dict
 
 
 @pytest.mark.parametrize("counts", [[3, 1], [5, 2], [1], [100, 33, 7, 1], [1000, 1], [40, 40], [31, 32, 33], [3] * 150, [1] * 90 + [700]])
@@ -254,7 +254,7 @@ def test_parts_whose_tokenizer_lacks_sentinels_are_told_ahead(make_tokenizer, tm
 def test_a_mixture_may_be_a_part_of_another():
     inner = {"name": "mixture", "parts": {"a": TEXT, "b": TEXT}}
     part = bind(DATASETS, {"name": "mixture", "parts": {"c": inner, "d": TEXT}, "rates": {"c": 2, "d": 1}})
-    assert resolved(part)["parts"]["c"]["parts"]["a"]["corpus"] == "t"
+    assert resolved_dict(part)["parts"]["c"]["parts"]["a"]["corpus"] == "t"
 
 
 def test_the_loop_reads_every_sample_of_an_epoch_and_tells_the_parts_apart(build):

@@ -6,7 +6,7 @@ import pytest
 
 from data_prep import prepare_qa
 from data_prep.qa_splits import Options
-from src.experiments.grid import changed
+from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.files import new_directory
 from tests import toy
@@ -28,8 +28,8 @@ def folder(shared_data, tmp_path):
     return tmp_path
 
 
-BASE = changed(toy.BASE, {"model.tokenizer": "starcoder", "loop.steps": 1, "loop.eval_every": 1})
-SHORT = changed(
+BASE = override(toy.BASE, {"model.tokenizer": "starcoder", "loop.steps": 1, "loop.eval_every": 1})
+SHORT = override(
     toy.CROSSATTN,
     {
         "model.base": toy.ref(BASE),
@@ -46,8 +46,8 @@ SHORT = changed(
 ASKED = {key: SHORT[key] for key in ("loop", "answers", "seed")}
 RANDOM_T5 = {"tokenizer": "starcoder", "hidden_size": 32, "feed_forward_size": 48, "num_layers": 1, "num_heads": 2}
 VARIANTS = [
-    changed(SHORT, {"model.shared_weights": True, "model.num_layers": 2, "data.chunked_contexts": True}),
-    changed(SHORT, {"data.questions_on_contexts": True, "data.include_contexts": True, "data.loss_on": "all"}),
+    override(SHORT, {"model.shared_weights": True, "model.num_layers": 2, "data.chunked_contexts": True}),
+    override(SHORT, {"data.questions_on_contexts": True, "data.include_contexts": True, "data.loss_on": "all"}),
     {
         "recipe": "prompted",
         "model": SHORT["model"]["base"],

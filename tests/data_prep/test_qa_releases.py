@@ -10,7 +10,7 @@ import pytest
 
 from data_prep.qa_releases.detection import LAYOUTS, layout_of
 from data_prep.qa_releases.placing import Placing
-from data_prep.qa_releases.question import UNANSWERABLE, Passage, Question, Skipped, accepted, passages
+from data_prep.qa_releases.question import UNANSWERABLE, Passage, Question, Skipped, clean_answers, passages
 from data_prep.qa_releases.release import Release
 from src.errors import DataError
 
@@ -384,7 +384,7 @@ def test_a_malformed_record_is_named(record, message):
 
 
 def test_answers_and_passages_are_kept_once():
-    assert accepted([" a", "YES", "a", "", "no", "Nothing"], "here") == ("a", "Yes", "No", "Nothing")
+    assert clean_answers([" a", "YES", "a", "", "no", "Nothing"], "here") == ("a", "Yes", "No", "Nothing")
     first, again, useful = Passage("x", "A", useful=False), Passage("x", "B", useful=False), Passage("x", "C", useful=True)
     assert passages([first, again, Passage(" ")]) == (first,)
     assert passages([first, useful, again]) == (useful,)
@@ -394,7 +394,7 @@ LETTERS = Question("here", "7", "?", ("z",), tuple(Passage(c, useful=c in "UV") 
 
 
 def order(question=LETTERS, **options):
-    return "".join(passage.text for passage in Placing(**{"seed": 0, **options}).placed(question).passages)
+    return "".join(passage.text for passage in Placing(**{"seed": 0, **options}).place(question).passages)
 
 
 def test_useful_passages_stand_where_they_should():
@@ -418,11 +418,11 @@ def test_a_random_order_depends_on_the_seed_and_the_question_alone():
 
 def test_distractors_may_be_drawn_from_other_questions():
     pool = [*LETTERS.passages, *(Passage(text, useful=True) for text in ("p", "q", "has Z in it", "p", "r"))]
-    placed = Placing(0, distractors=8, position="first", pool=pool).placed(LETTERS).passages
+    placed = Placing(0, distractors=8, position="first", pool=pool).place(LETTERS).passages
     assert [p.text for p in placed[:6]] == list("UVabcd")
     assert sorted(p.text for p in placed[6:]) == ["p", "q", "r"], "none with the answer, none twice, none of its own"
     assert [p.useful for p in placed] == [True] * 2 + [False] * 7
-    few = Placing(0, distractors=5, position="given", pool=pool).placed(LETTERS).passages
+    few = Placing(0, distractors=5, position="given", pool=pool).place(LETTERS).passages
     assert "".join(p.text for p in few[:6]) == "abUcVd"
     assert len(few) == 7
 

@@ -142,8 +142,8 @@ def test_a_second_run_does_nothing_and_a_change_is_made_anew(data, capsys):
 def tokenised_sources(monkeypatch):
     """Counts the batches that are tokenised."""
     counted = []
-    original = token_workers.tokenised
-    monkeypatch.setattr(token_workers, "tokenised", lambda job, batch: counted.append(batch) or original(job, batch))
+    original = token_workers.tokenise_batch
+    monkeypatch.setattr(token_workers, "tokenise_batch", lambda job, batch: counted.append(batch) or original(job, batch))
     return counted
 
 

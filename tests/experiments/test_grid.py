@@ -3,10 +3,10 @@
 import pytest
 
 from src.errors import ConfigError
-from src.experiments.grid import grid, parse_assignment, ref, seeds, set_path, zipped
+from src.experiments.grid import grid, parse_assignment, ref, seeds, set_path, zip_axes
 from src.experiments.identity import exp_id
 from src.interfaces import load_experiment
-from src.registry import canonical
+from src.registry import canonical_dict
 
 BASE = {"recipe": "r", "seed": 0, "model": {"stride": 1, "sizes": [1, 2]}}
 
@@ -52,11 +52,11 @@ def test_grid_refuses(axes: dict, message: str):
         grid(BASE, axes)
 
 
-def test_zipped_goes_position_by_position():
-    experiments = zipped(BASE, {"model.stride": [1, 2], "seed": [7, 8]})
+def test_zip_axes_goes_position_by_position():
+    experiments = zip_axes(BASE, {"model.stride": [1, 2], "seed": [7, 8]})
     assert [(e["model"]["stride"], e["seed"]) for e in experiments] == [(1, 7), (2, 8)]
-    with pytest.raises(ConfigError, match=r"^zipped: axes of equal length are needed, got model\.stride: 1, seed: 2\.$"):
-        zipped(BASE, {"model.stride": [1], "seed": [7, 8]})
+    with pytest.raises(ConfigError, match=r"^zip_axes: axes of equal length are needed, got model\.stride: 1, seed: 2\.$"):
+        zip_axes(BASE, {"model.stride": [1], "seed": [7, 8]})
 
 
 def test_seeds_by_number_or_by_list():
@@ -108,7 +108,7 @@ def test_an_assignment_that_python_cannot_hold_is_refused(value: str):
 
 @pytest.mark.parametrize("base", [None, "x", [BASE]])
 def test_a_base_that_is_no_dict_is_refused(base: object):
-    for make in (lambda b: grid(b, {"seed": [1]}), lambda b: grid(b, {}), lambda b: zipped(b, {"seed": [1]}), lambda b: seeds([b], 1)):
+    for make in (lambda b: grid(b, {"seed": [1]}), lambda b: grid(b, {}), lambda b: zip_axes(b, {"seed": [1]}), lambda b: seeds([b], 1)):
         with pytest.raises(ConfigError, match=r"^expected a dict of an experiment, got "):
             make(base)
 
@@ -116,7 +116,7 @@ def test_a_base_that_is_no_dict_is_refused(base: object):
 def test_ref_is_the_id_of_the_canonical_parent(toy_recipe: None):
     whole, spelled = ({"recipe": "toy", "seed": 0, "rate": rate} for rate in (1, 1.0))
     assert ref(whole) == ref(spelled) == {"name": "experiment", "exp_id": exp_id(spelled), "checkpoint": "last"}
-    assert exp_id(canonical(whole, load_experiment(whole, "x"))) == exp_id(spelled) != exp_id(whole)
+    assert exp_id(canonical_dict(whole, load_experiment(whole, "x"))) == exp_id(spelled) != exp_id(whole)
     assert ref(whole, checkpoint="best")["checkpoint"] == "best"
     assert ref({**whole, "seed": 1})["exp_id"] != ref(whole)["exp_id"]
 

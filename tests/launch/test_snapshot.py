@@ -163,7 +163,7 @@ def test_the_snapshot_knows_the_commit_and_what_was_not_committed(root: Path, tm
     taken = snapshot.take(root, root / "results" / "snapshots")
     commit = git(root, "rev-parse", "HEAD")
     git(root, "commit", "-q", "-a", "-m", "later")
-    facts = environment.code(taken)
+    facts = environment.code_version(taken)
     assert (facts["commit"], facts["branch"], facts["dirty"]) == (commit, "main", True)
     assert "+print('changed')" in facts["diff"]
     assert json.loads((taken / "snapshot.json").read_text()) == facts

@@ -313,7 +313,7 @@ def test_a_submission_that_queued_nothing_is_made_again(world: World):
     item = planned("end")
     world.run([])
     given = world.given()
-    submissions.create(world.runs, registry.resolved(given.launcher, key="launcher"), "here", "x", {item.exp_id: ["trainval.py"]})
+    submissions.create(world.runs, registry.resolved_dict(given.launcher, key="launcher"), "here", "x", {item.exp_id: ["trainval.py"]})
     (world.runs / "submissions" / "20260101-000000-00000000").mkdir()
     world.run([item])
     assert world.ended([item]) == ["done"]

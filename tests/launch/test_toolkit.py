@@ -23,7 +23,7 @@ from src.launch.job import Job, SchedulerState, bind_launcher
 from src.launch.toolkit import eai
 from src.launch.toolkit.launcher import LEFT, Config
 from src.launch.toolkit.service import JobGone, NameTaken, NotReached, OutcomeUnknown
-from src.registry import resolved
+from src.registry import resolved_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).parent / "fake_eai"
@@ -142,7 +142,7 @@ class TestConfig:
         }
         part = bind_launcher(raw)
         assert part.scheduler() == ("eai", "a", True)
-        assert bind_launcher(resolved(part, "launcher")) == part
+        assert bind_launcher(resolved_dict(part, "launcher")) == part
 
 
 class TestSubmit:

@@ -14,7 +14,7 @@ from src.config import Places
 from src.errors import CheckpointError, ConfigError, DataError
 from src.files import new_directory, write_json
 from src.interfaces import ModelConfig
-from src.registry import MODELS, bind, resolved
+from src.registry import MODELS, bind, resolved_dict
 from src.weights import load_trained, trained_weights
 
 GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 4, "num_heads": 4, "max_positions": 32}
@@ -33,7 +33,7 @@ def save_checkpoint(model: torch.nn.Module, raw: dict, places: Places, step: int
     write_json(run / "status.json", {"state": "done", "step": step})
     with new_directory(run / "checkpoints" / f"step-{step:08d}") as folder:
         save_file(trained_weights(model), folder / "model.safetensors")
-        write_json(folder / "model.json", resolved(part(raw)))
+        write_json(folder / "model.json", resolved_dict(part(raw)))
         shutil.copytree(places.data / "tokenizer", folder / "tokenizer")
     return run / "checkpoints" / f"step-{step:08d}"
 
@@ -190,7 +190,7 @@ def test_cross_attention_on_another_experiment_from_its_own_checkpoint(parent, p
     assert torch.equal(child.base.lm_head.weight, parent.lm_head.weight)
     assert child.name_or_path.endswith("tokenizer")
     save_file(trained_weights(child), tmp_path / "child.safetensors")
-    again = part(json.loads(json.dumps(resolved(part(raw))))).build(places).eval()
+    again = part(json.loads(json.dumps(resolved_dict(part(raw))))).build(places).eval()
     load_trained(again, tmp_path / "child.safetensors")
     ids, mask = torch.arange(3, 9)[None], torch.ones(1, 6, dtype=torch.bool)
     inputs = {"input_ids": ids, "attention_mask": mask, "context_ids": ids[None], "context_mask": mask[None]}

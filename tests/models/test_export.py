@@ -13,7 +13,7 @@ from src.errors import CheckpointError
 from src.files import new_directory, write_json
 from src.models.export import main
 from src.models.load import load
-from src.registry import MODELS, bind, resolved
+from src.registry import MODELS, bind, resolved_dict
 from src.runs.checkpoints import folder as checkpoints
 from src.weights import trained_weights
 
@@ -30,7 +30,7 @@ def trained(raw: dict[str, Any], places, step: int) -> Any:
         tensor += torch.randn(tensor.shape, generator=generator) / 8
     with new_directory(checkpoints.folder(places.runs / "run", step)) as folder:
         save_file(trained_weights(model), folder / "model.safetensors")
-        write_json(folder / "model.json", resolved(bind(MODELS, raw)))
+        write_json(folder / "model.json", resolved_dict(bind(MODELS, raw)))
         shutil.copytree(places.data / "tokenizer", folder / "tokenizer")
     return model.eval()
 

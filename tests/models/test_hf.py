@@ -12,7 +12,7 @@ from src.errors import CheckpointError, ConfigError, DataError
 from src.files import write_json
 from src.interfaces import ModelConfig
 from src.models.architecture import Architecture
-from src.registry import MODELS, bind, resolved
+from src.registry import MODELS, bind, resolved_dict
 
 GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 4, "num_heads": 4, "max_positions": 32}
 
@@ -163,7 +163,7 @@ def test_hf_fingerprint_of_a_folder_is_that_of_its_weights(pretrained, places, t
     shutil.copytree(pretrained, tmp_path / "copy")
     (tmp_path / "copy" / "README.md").write_text("not loaded")
     assert part({"name": "hf", "path": str(tmp_path / "copy")}).fingerprint(places) == first
-    assert part({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": resolved(raw)}).fingerprint(places) == first
+    assert part({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": resolved_dict(raw)}).fingerprint(places) == first
     assert part({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT}).fingerprint(places) is None
     weights = load_file(pretrained / "model.safetensors")
     save_file({**weights, "model.norm.weight": torch.zeros(16)}, pretrained / "model.safetensors", metadata={"format": "pt"})

@@ -13,7 +13,7 @@ from src.errors import ConfigError
 from src.files import new_directory, write_json
 from src.interfaces import ModelConfig
 from src.models import lora
-from src.registry import MODELS, bind, resolved
+from src.registry import MODELS, bind, resolved_dict
 from src.runs.checkpoints import folder as checkpoints
 from src.weights import load_trained, trained_weights
 from tests.models.conftest import make_base
@@ -158,7 +158,7 @@ def write_parent(places) -> Any:
     model = moved(bind(MODELS, raw).build(places))
     with new_directory(checkpoints.folder(places.runs / PARENT, 4)) as folder:
         save_file(trained_weights(model), folder / "model.safetensors")
-        write_json(folder / "model.json", resolved(bind(MODELS, raw)))
+        write_json(folder / "model.json", resolved_dict(bind(MODELS, raw)))
         (folder / "tokenizer").mkdir()
     write_json(places.runs / PARENT / "exp_dict.json", {"recipe": "lm", "model": raw})
     write_json(places.runs / PARENT / "status.json", {"state": "done", "step": 4})

@@ -11,7 +11,7 @@ from src.config import Places
 from src.errors import CheckpointError, ConfigError
 from src.files import new_directory, write_json
 from src.interfaces import ModelConfig
-from src.registry import MODELS, bind, resolved
+from src.registry import MODELS, bind, resolved_dict
 from src.runs.checkpoints import folder as checkpoints
 from src.weights import trained_weights
 
@@ -29,7 +29,7 @@ def write(places: Places, step: int) -> torch.nn.Module:
     model = bind(MODELS, GPT).build(places)
     with new_directory(checkpoints.folder(places.runs / PARENT, step)) as folder:
         save_file(trained_weights(model), folder / "model.safetensors")
-        write_json(folder / "model.json", resolved(bind(MODELS, GPT)))
+        write_json(folder / "model.json", resolved_dict(bind(MODELS, GPT)))
         shutil.copytree(places.data / "tokenizer", folder / "tokenizer")
     return model
 

@@ -85,7 +85,7 @@ class World:
         return [row for row in rows if stage in ("", row["stage"]) and result in ("", row["result"])]
 
     def steps(self) -> list[int]:
-        return [checkpoints.step_of(path) for path in checkpoints.every(self.run)]
+        return [checkpoints.step_of(path) for path in checkpoints.list_all(self.run)]
 
     def uploaded(self, step: int, which: str, name: str) -> Path:
         return self.there / ID / f"branch-0-step-{step:08d}" / which / name

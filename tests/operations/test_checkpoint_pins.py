@@ -13,7 +13,7 @@ from src.files import write_json
 from src.runs import metadata
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins, retention
-from src.runs.checkpoints.retention import Keep, Rotation
+from src.runs.checkpoints.retention import Rotation, RotationRule
 from tests.operations.test_checkpoint_jobs import World, poll
 
 
@@ -46,7 +46,7 @@ def pinned(world: World) -> list[Path]:
 
 def go_on(world: World, *steps: int) -> list[int]:
     """Write more checkpoints as a training does; what is left then."""
-    rotation = Rotation(world.run, Keep(last=1), "val_loss", "min")
+    rotation = Rotation(world.run, RotationRule(last=1), "val_loss", "min")
     for step in steps:
         world.checkpoint(step)
         rotation.rotate(step, None)
@@ -93,16 +93,16 @@ def test_the_pins_of_the_dead_are_taken_away_by_the_next(world: World, watcher: 
 
 def test_what_is_evaluated_in_a_finished_run_is_not_cleaned_away(world: World):
     write_json(world.run / metadata.STATUS, {"state": "done", "step": 10, "attempt": 1})
-    rule = retention.Rule(keep_last=0, keep_best=False)
+    rule = retention.CleanupRule(keep_last=0, keep_best=False)
     process = world.start("--every", "0.1")
     try:
         poll(lambda: pinned(world))
         decided = retention.plan(world.run, rule, set(), time.time() + 1)
-        assert decided.doomed == ()
-        assert "what could go is worked on" in decided.spared
+        assert decided.deletable == ()
+        assert "what could go is worked on" in decided.reason_to_keep
         (world.folder / "gate-10").touch()
         poll(lambda: not pinned(world))
-        assert retention.plan(world.run, rule, set(), time.time() + 1).doomed == (checkpoints.folder(world.run, 10),)
+        assert retention.plan(world.run, rule, set(), time.time() + 1).deletable == (checkpoints.folder(world.run, 10),)
     finally:
         process.kill()
         process.wait()

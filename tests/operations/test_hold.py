@@ -51,9 +51,11 @@ def test_a_job_is_held_and_released_and_the_ledger_says_by_whom_and_why(run: Pat
     assert interventions.main(["release", str(run)]) == 0
     assert calls.read_text() == "hold 7_3\nrelease 7_3\n"
     held, released = ledger.read(run)
-    assert (held["event"], held["job"], held["who"], held["why"]) == ("hold", "7_3", ledger.who(), "the data moves")
+    assert (held["event"], held["job"], held["who"], held["why"]) == ("hold", "7_3", ledger.user_and_host(), "the data moves")
     assert (released["event"], released["job"]) == ("release", "7_3")
-    assert capsys.readouterr().out == f"{run}: released job 7_3, which {ledger.who()} held since {held['when']} (the data moves)\n"
+    assert (
+        capsys.readouterr().out == f"{run}: released job 7_3, which {ledger.user_and_host()} held since {held['when']} (the data moves)\n"
+    )
 
 
 def test_a_job_that_haven_submitted_is_held(run: Path, calls: Path):

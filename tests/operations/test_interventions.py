@@ -20,7 +20,7 @@ from src.files import new_directory, write_json
 from src.operations import interventions
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints.retention import Keep, Rotation
+from src.runs.checkpoints.retention import Rotation, RotationRule
 from src.runs.history import branches
 from src.runs.history import transaction as journal
 from src.runs.lease import Lease
@@ -92,7 +92,7 @@ def test_a_rewind_puts_everything_after_the_step_aside(run: Path, capsys: pytest
     assert [row["step"] for row in read_score_list(run / "score_list.pkl")] == [10, 20, 30]
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["step"], status["steps"], status["attempt"]) == ("stopped", 30, 100, 1)
-    assert status["reason"] == f"rewound to step 30 by {ledger.who()} (spike); start it again to continue"
+    assert status["reason"] == f"rewound to step 30 by {ledger.user_and_host()} (spike); start it again to continue"
     assert "loss" not in status
     assert checkpoints.best(run) == checkpoints.folder(run, 20)
     (branch,) = branches.read(run)
@@ -117,7 +117,7 @@ def test_the_ledger_says_who_when_why_what_and_of_which_content(run: Path):
     (event,) = ledger.read(run)
     assert (event["event"], event["who"], event["why"], event["step"], event["was_at"]) == (
         "rewind",
-        ledger.who(),
+        ledger.user_and_host(),
         "loss spike at 41",
         30,
         50,
@@ -143,7 +143,7 @@ def test_undo_keeps_what_was_trained_since(run: Path):
     before = state(run)
     assert tell(run, "rewind", "--to", "30") == 0
     train(run, 30, 60, "others")
-    Rotation(run, Keep(), "val_loss", "min").rotate(60, 20)  # retention deletes what was there before the rewind
+    Rotation(run, RotationRule(), "val_loss", "min").rotate(60, 20)  # retention deletes what was there before the rewind
     assert steps(run / "checkpoints") == [20, 50, 60]
     trained = {name: value for name, value in state(run).items() if "step-" in name and "00020" not in name}
     assert tell(run, "undo") == 0
@@ -355,7 +355,7 @@ def test_the_ledger_is_shown(run: Path, capsys: pytest.CaptureFixture[str]):
     assert tell(run, "rewind", "--to", "30", "--why", "spike") == 0
     capsys.readouterr()
     assert tell(run, "ledger") == 0
-    assert capsys.readouterr().out.endswith(f"  rewind step 30  {ledger.who()} (spike)\n")
+    assert capsys.readouterr().out.endswith(f"  rewind step 30  {ledger.user_and_host()} (spike)\n")
 
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.truncate"}

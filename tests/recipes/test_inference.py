@@ -157,7 +157,7 @@ def test_scores_can_be_had_again_from_the_file_alone(world: World):
 
 def test_tables_show_the_scores_of_the_trained_model(world: World):
     rows, _ = results.load_rows(world.folder / "runs")
-    shown = results.headline(results.score_names(rows))
+    shown = results.headline_scores(results.score_names(rows))
     assert {"inference/em", "inference/f1", "cache_bytes_per_context_token"} <= set(shown)
     assert not {"inference/em/one", "projected_bytes_per_context_token", "decoder_cache_bytes_per_context_token"} & set(shown)
 

@@ -28,7 +28,7 @@ def make(runs: Path, seed: int, state: str = "done", group: str = "g") -> Path:
 
 
 def steps(run: Path) -> list[int]:
-    return [checkpoints.step_of(path) for path in checkpoints.every(run)]
+    return [checkpoints.step_of(path) for path in checkpoints.list_all(run)]
 
 
 def test_a_dry_run_deletes_nothing_and_says_what_would_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -56,7 +56,7 @@ def test_apply_deletes_by_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_what_a_child_starts_from_since_the_look_stays(tmp_path: Path):
     parent, other = make(tmp_path, 0), make(tmp_path, 1)
-    found = clean.look(tmp_path, retention.Rule(keep_last=0, keep_best=False))
+    found = clean.look(tmp_path, retention.CleanupRule(keep_last=0, keep_best=False))
     exp = {"recipe": "toy", "seed": 2, "model": {"name": "experiment", "exp_id": parent.name, "checkpoint": "best"}}
     with RunDir.open(tmp_path, exp, exp):
         (message,) = clean.delete(tmp_path, found)

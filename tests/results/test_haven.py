@@ -32,7 +32,7 @@ def test_havens_histories_are_our_rows(manager: ResultManager, runs: Path):
     histories = manager.get_score_lists(return_as_dict=True)
     assert len(histories) == 6
     for name, rows in histories.items():
-        assert rows == results.history(runs / name)
+        assert rows == results.read_history(runs / name)
 
 
 def test_havens_table_is_ours(manager: ResultManager, runs: Path, capsys: pytest.CaptureFixture[str]):

@@ -7,7 +7,7 @@ import pytest
 
 from src.errors import ConfigError, RunError
 from src.runs.history import branches
-from src.runs.history.branches import Branch, Rate, chain, learning_rate, parse_data, parse_rate, reset_optimizer
+from src.runs.history.branches import Branch, Rate, chain, must_reset_optimizer, override_learning_rate, parse_data, parse_rate
 
 
 def base(step: int) -> float:
@@ -20,21 +20,21 @@ def branch(number: int, step: int, rate: str | None = None, **others: object) ->
 
 
 def test_without_branches_the_rate_is_the_schedules():
-    assert learning_rate(base, []) is base
+    assert override_learning_rate(base, []) is base
 
 
 def test_a_factor_holds_from_the_first_step_of_the_branch():
-    rate = learning_rate(base, [branch(1, 8, "x0.75")])
+    rate = override_learning_rate(base, [branch(1, 8, "x0.75")])
     assert [rate(step) for step in (7, 8, 12)] == [base(7), 0.75 * base(8), 0.75 * base(12)]
 
 
 def test_factors_of_a_chain_multiply():
-    rate = learning_rate(base, [branch(1, 8, "x0.5"), branch(2, 12, "x0.5")])
+    rate = override_learning_rate(base, [branch(1, 8, "x0.5"), branch(2, 12, "x0.5")])
     assert [rate(step) for step in (4, 8, 12)] == [1.0, 0.375, 0.125]
 
 
 def test_a_value_is_the_first_steps_and_the_schedule_goes_on_from_there():
-    rate = learning_rate(base, [branch(1, 6, "x0.5"), branch(2, 12, "=1e-4")])
+    rate = override_learning_rate(base, [branch(1, 6, "x0.5"), branch(2, 12, "=1e-4")])
     assert rate(12) == 1e-4, "exactly"
     assert rate(16) == pytest.approx(1e-4 * 4 / 8)
     assert rate(20) == 0
@@ -43,26 +43,26 @@ def test_a_value_is_the_first_steps_and_the_schedule_goes_on_from_there():
 
 def test_a_value_needs_a_shape():
     with pytest.raises(ConfigError, match=r"branch 1: the schedule's learning rate is 0 after step 20"):
-        learning_rate(base, [branch(1, 20, "=1e-4")])
+        override_learning_rate(base, [branch(1, 20, "=1e-4")])
 
 
 def test_a_hold_ends_by_itself():
-    rate = learning_rate(base, [branch(1, 8, "hold0:3")])
+    rate = override_learning_rate(base, [branch(1, 8, "hold0:3")])
     assert [rate(step) for step in range(7, 13)] == [base(7), 0, 0, 0, base(11), base(12)]
 
 
 def test_a_hold_ends_early_where_a_later_branch_names_a_rate():
     held = branch(1, 8, "hold0:8")
-    assert [learning_rate(base, [held, branch(2, 10)])(step) for step in (9, 10, 15, 16)] == [0, 0, 0, base(16)]
-    assert [learning_rate(base, [held, branch(2, 10, "x2")])(step) for step in (9, 10, 15)] == [0, 2 * base(10), 2 * base(15)]
-    assert [learning_rate(base, [held, branch(2, 10, "=0.125")])(step) for step in (9, 10, 15)] == [0, 0.125, 0.0625]
-    again = learning_rate(base, [held, branch(2, 10, "hold0:1")])
+    assert [override_learning_rate(base, [held, branch(2, 10)])(step) for step in (9, 10, 15, 16)] == [0, 0, 0, base(16)]
+    assert [override_learning_rate(base, [held, branch(2, 10, "x2")])(step) for step in (9, 10, 15)] == [0, 2 * base(10), 2 * base(15)]
+    assert [override_learning_rate(base, [held, branch(2, 10, "=0.125")])(step) for step in (9, 10, 15)] == [0, 0.125, 0.0625]
+    again = override_learning_rate(base, [held, branch(2, 10, "hold0:1")])
     assert [again(step) for step in (9, 10, 11)] == [0, 0, base(11)]
 
 
 def test_moments_begin_anew_wherever_the_branch_is_begun_and_nowhere_else():
     chained = [branch(1, 8, reset_optimizer=True), branch(2, 12), branch(3, 14, reset_optimizer=True)]
-    assert [step for step in range(20) if reset_optimizer(chained, step)] == [8, 14]
+    assert [step for step in range(20) if must_reset_optimizer(chained, step)] == [8, 14]
 
 
 def test_who_goes_back_before_a_change_is_rid_of_it():
@@ -75,7 +75,7 @@ def test_who_goes_back_before_a_change_is_rid_of_it():
 
 def test_a_checkpoint_is_told_from_that_of_another_branch():
     chained = [branch(1, 8), branch(2, 12)]
-    assert [branches.passed(chained, step) for step in (8, 9, 12, 13)] == [[], [1], [1], [1, 2]]
+    assert [branches.branch_numbers(chained, step) for step in (8, 9, 12, 13)] == [[], [1], [1], [1, 2]]
 
 
 @pytest.mark.parametrize(

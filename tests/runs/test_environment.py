@@ -40,7 +40,7 @@ def test_everything_is_there_quickly_and_fits_json():
     ],
 )
 def test_secrets_in_the_command_are_hidden(command: list[str], shown: list[str]):
-    assert environment.redacted(command) == shown
+    assert environment.redact(command) == shown
 
 
 def test_only_listed_variables_are_kept(monkeypatch: pytest.MonkeyPatch):

@@ -8,18 +8,18 @@ from src.runs import heartbeat
 
 
 def test_what_is_no_step_beats_too_but_not_often(tmp_path: Path):
-    heartbeat.still(tmp_path, attempt=2, step=30)
+    heartbeat.refresh(tmp_path, attempt=2, step=30)
     beat = heartbeat.read(tmp_path)
     assert beat is not None
     assert (beat.attempt, beat.step, beat.step_seconds) == (2, 30, None)
 
     file = tmp_path / heartbeat.HEARTBEAT
     young = file.stat()
-    heartbeat.still(tmp_path, attempt=2, step=31)
+    heartbeat.refresh(tmp_path, attempt=2, step=31)
     assert (file.stat().st_ino, json.loads(file.read_text())["step"]) == (young.st_ino, 30), "the last one is young"
 
     os.utime(file, (young.st_mtime - 6, young.st_mtime - 6))
-    heartbeat.still(tmp_path, attempt=2, step=31)
+    heartbeat.refresh(tmp_path, attempt=2, step=31)
     beat = heartbeat.read(tmp_path)
     assert beat is not None
     assert beat.step == 31
@@ -27,4 +27,4 @@ def test_what_is_no_step_beats_too_but_not_often(tmp_path: Path):
 
 
 def test_a_disk_that_refuses_stops_nothing(tmp_path: Path):
-    heartbeat.still(tmp_path / "nowhere", attempt=1, step=1)
+    heartbeat.refresh(tmp_path / "nowhere", attempt=1, step=1)

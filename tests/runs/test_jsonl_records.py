@@ -9,7 +9,7 @@ import pytest
 
 from src.errors import DataError, RunError
 from src.runs import jsonl_records
-from src.runs.jsonl_records import append, lines_from_end, read_on, truncate_after
+from src.runs.jsonl_records import append, lines_from_end, read_appended, truncate_after
 
 DURABLE = pytest.mark.parametrize("durable", [True, False])
 
@@ -84,13 +84,13 @@ def test_a_file_is_cut_after_a_step(tmp_path: Path):
 
 def test_only_what_is_new_is_read(tmp_path: Path):
     path = tmp_path / "lines"
-    assert read_on(path).lines == b""
+    assert read_appended(path).lines == b""
     path.write_bytes(b"x" * 9000 + b"\n")
-    first = read_on(path)
+    first = read_appended(path)
     with open(path, "ab") as file:
         file.write(b"new\nto")
-    second = read_on(path, first.end, first.tail)
+    second = read_appended(path, first.end, first.tail)
     assert (second.start, second.lines) == (9001, b"new\n")
-    assert read_on(path, second.end, second.tail) == (second.end, b"", second.tail)
+    assert read_appended(path, second.end, second.tail) == (second.end, b"", second.tail)
     path.write_bytes(b"y" * 9000 + b"\n")
-    assert read_on(path, second.end, second.tail) == read_on(path)
+    assert read_appended(path, second.end, second.tail) == read_appended(path)

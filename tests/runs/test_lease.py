@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from src.errors import RunError
-from src.runs.lease import GUARD, LEASE, Lease, guarded, holder_is_dead, this_process
+from src.runs.lease import GUARD, LEASE, Lease, directory_lock, holder_is_dead, this_process
 
 ROOT = Path(__file__).resolve().parents[2]
 STALE = 0.4
@@ -275,7 +275,7 @@ def test_the_guard_of_a_directory_that_was_moved_away_is_not_the_guard(tmp_path:
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", moved_just_before)
-    with guarded(run), open(run / GUARD, "wb") as other, pytest.raises(BlockingIOError):
+    with directory_lock(run), open(run / GUARD, "wb") as other, pytest.raises(BlockingIOError):
         flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -310,7 +310,7 @@ def test_a_save_directory_that_cannot_be_made_is_one_line(tmp_path: Path, base: 
 
 def test_a_directory_that_vanishes_each_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("src.runs.lease.GUARD_SECONDS", 0.05)
-    monkeypatch.setattr("src.runs.lease._make", lambda path: None)  # as if another process moved it away each time
+    monkeypatch.setattr("src.runs.lease._make_directory", lambda path: None)  # as if another process moved it away each time
     with pytest.raises(RunError, match=r"/run: the save directory cannot be made"):
         Lease.acquire(tmp_path / "run")
 

@@ -316,7 +316,7 @@ def test_scanners_at_once_and_killed_at_any_moment_note_each_event_once(world: W
 
 def test_the_table_shows_the_cause_not_what_it_entails(world: World):
     def shown() -> str | None:
-        event = events.latest(world.run, 0)
+        event = events.latest_problem(world.run, 0)
         return event["rule"] if event else None
 
     assert shown() is None
@@ -325,7 +325,7 @@ def test_the_table_shows_the_cause_not_what_it_entails(world: World):
         world.write(f"{line}\n")
         world.scan()
         assert shown() == expected
-    assert events.latest(world.run, 1) is None
+    assert events.latest_problem(world.run, 1) is None
     assert {name for name in LINES if log_rules.is_aftermath(name)} == {
         "collective_timeout",
         "peer_lost",

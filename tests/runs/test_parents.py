@@ -10,7 +10,7 @@ from src.errors import CheckpointError
 from src.experiments.identity import exp_id
 from src.files import new_directory, write_json
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.parents import fingerprints, missing, named, order, parents
+from src.runs.parents import fingerprints, missing_parents, order, parent_checkpoints, parent_ids
 from src.runs.run_dir import RunDir
 
 
@@ -27,9 +27,9 @@ KNOWN = {exp_id(e): e for e in (YOUNG, MIDDLE, OLD)}
 def test_parents_are_found_at_any_depth_once_and_in_order():
     a, b = "a" * 32, "b" * 32
     exp = {"model": {"name": "x", "base": {"name": "experiment", "exp_id": b}}, "heads": [{"base": {"name": "experiment", "exp_id": a}}]}
-    assert parents(exp) == [b, a]
-    assert parents({**exp, "again": exp["model"]}) == [b, a]
-    assert parents({"model": {"name": "hf", "exp_id": a}}) == []
+    assert parent_ids(exp) == [b, a]
+    assert parent_ids({**exp, "again": exp["model"]}) == [b, a]
+    assert parent_ids({"model": {"name": "hf", "exp_id": a}}) == []
 
 
 def ordered(selected: list[dict[str, Any]], with_parents: bool) -> list[dict[str, Any]]:
@@ -60,29 +60,29 @@ def places(tmp_path: Path) -> Places:
 
 
 def test_a_parent_that_was_never_run_says_how_to_run_it(places: Places):
-    (message,) = missing(MIDDLE, places)
+    (message,) = missing_parents(MIDDLE, places)
     assert message.startswith(f"it starts from experiment {exp_id(OLD)}, which has not been run (recipe 'lm'")
     assert "--with-parents" in message
 
 
 def test_an_unknown_parent_says_where_it_was_looked_for(places: Places):
-    (message,) = missing(child_of("c" * 32), places)
+    (message,) = missing_parents(child_of("c" * 32), places)
     assert "neither in exp_configs.py nor in" in message
 
 
 def test_each_state_of_a_parent_has_its_message(places: Places):
     with RunDir.open(places.runs, OLD, OLD) as run:
-        assert "still running" in missing(MIDDLE, places)[0]
+        assert "still running" in missing_parents(MIDDLE, places)[0]
         run.set_status("failed", reason="boom")
-        assert "is failed, not done" in missing(MIDDLE, places)[0]
+        assert "is failed, not done" in missing_parents(MIDDLE, places)[0]
         forgotten = Places(data=places.data, runs=places.runs)
-        assert f"Finish it with --exp_id {run.exp_id}" in missing(MIDDLE, forgotten)[0]
+        assert f"Finish it with --exp_id {run.exp_id}" in missing_parents(MIDDLE, forgotten)[0]
         run.set_status("running")
-    assert "is lost, not done" in missing(MIDDLE, places)[0]
+    assert "is lost, not done" in missing_parents(MIDDLE, places)[0]
     write_run(places.runs, OLD, "w")
-    assert missing(MIDDLE, places) == []
+    assert missing_parents(MIDDLE, places) == []
     (run.path / "status.json").write_text("{")
-    assert "which cannot be read: " in missing(MIDDLE, places)[0]
+    assert "which cannot be read: " in missing_parents(MIDDLE, places)[0]
 
 
 def write_run(runs: Path, exp: dict, weights: str, step: int = 4) -> str:
@@ -100,8 +100,8 @@ def test_checkpoints_are_named_with_their_parents():
     bases = [
         {"name": "experiment", "exp_id": i, **which} for i, which in ((b, {}), (a, {"checkpoint": "best"}), (b, {"checkpoint": "best"}))
     ]
-    assert named({"model": {"name": "x", "bases": bases}, "again": bases[0]}) == [(b, "last"), (a, "best"), (b, "best")]
-    assert parents({"bases": bases}) == [b, a]
+    assert parent_checkpoints({"model": {"name": "x", "bases": bases}, "again": bases[0]}) == [(b, "last"), (a, "best"), (b, "best")]
+    assert parent_ids({"bases": bases}) == [b, a]
 
 
 def test_fingerprints_are_of_all_that_an_experiment_is_built_on(tmp_path: Path):
@@ -131,26 +131,26 @@ def test_fingerprints_of_what_is_not_there(tmp_path: Path):
 def test_a_parent_that_is_done_but_lost_its_checkpoint_is_missed(places: Places):
     best = {"model": {"name": "experiment", "exp_id": exp_id(OLD), "checkpoint": "best"}}
     run = places.runs / write_run(places.runs, OLD, "weights")
-    assert missing(MIDDLE, places) == []
-    assert "which has no best checkpoint" in missing(best, places)[0]
+    assert missing_parents(MIDDLE, places) == []
+    assert "which has no best checkpoint" in missing_parents(best, places)[0]
     checkpoints.mark_best(run, 4)
-    assert missing(best, places) == []
+    assert missing_parents(best, places) == []
     checkpoints.mark_best(run, 2)
-    assert "whose best checkpoint" in missing(best, places)[0]
+    assert "whose best checkpoint" in missing_parents(best, places)[0]
     (checkpoints.folder(run, 4) / "model.safetensors").write_text("w")
-    (message,) = missing(MIDDLE, places)
+    (message,) = missing_parents(MIDDLE, places)
     assert "model.safetensors: 1 bytes, 7 were written" in message
     assert message.endswith(f"Start it again with --exp_id {run.name} -r 1, or restore it from a copy.")
     (checkpoints.folder(run, 4)).rename(run / "away")
-    assert "whose last checkpoint" in missing(MIDDLE, places)[0]
+    assert "whose last checkpoint" in missing_parents(MIDDLE, places)[0]
     write_json(run / "status.json", {"state": "done"})
-    assert "status.json names no step" in missing(MIDDLE, places)[0]
+    assert "status.json names no step" in missing_parents(MIDDLE, places)[0]
 
 
 def test_a_parent_of_many_is_looked_at_once(places: Places):
     write_run(places.runs, OLD, "w")
     seen: dict[tuple[str, str], str | None] = {}
-    assert missing(MIDDLE, places, (), seen) == []
+    assert missing_parents(MIDDLE, places, (), seen) == []
     assert seen == {(exp_id(OLD), "last"): None}
     seen[exp_id(OLD), "last"] = "which is known"
-    assert missing(child_of(exp_id(OLD), seed=7), places, (), seen) == [f"it starts from experiment {exp_id(OLD)}, which is known"]
+    assert missing_parents(child_of(exp_id(OLD), seed=7), places, (), seen) == [f"it starts from experiment {exp_id(OLD)}, which is known"]

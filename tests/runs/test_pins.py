@@ -15,10 +15,10 @@ from src.errors import RunError
 from src.files import new_directory, write_json
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins, retention
-from src.runs.checkpoints.pins import Pin, Silence
-from src.runs.checkpoints.retention import Keep
+from src.runs.checkpoints.pins import Pin, StalenessProbe
+from src.runs.checkpoints.retention import RotationRule
 from src.runs.history.transaction import manifest_hash
-from src.runs.lease import LEASE, Lease, guarded
+from src.runs.lease import LEASE, Lease, directory_lock
 from tests.conftest import ROOT
 from tests.runs.test_rotation import train
 
@@ -55,8 +55,8 @@ def holder(tmp_path: Path) -> Any:
     lease.release()
 
 
-def held(run: Path, silence: Silence | None = None) -> list[int]:
-    return sorted(checkpoints.step_of(path) for path in pins.held(run, checkpoints.every(run), silence or Silence()))
+def held(run: Path, silence: StalenessProbe | None = None) -> list[int]:
+    return sorted(checkpoints.step_of(path) for path in pins.pinned(run, checkpoints.list_all(run), silence or StalenessProbe()))
 
 
 def elsewhere(folder: Path, beat: int) -> None:
@@ -76,8 +76,8 @@ def test_multiples_and_single_ones(run: Path, holder: Lease):
     assert held(run) == [1, 2, 4]
     save(run, 6)
     assert held(run) == [1, 2, 4, 6], "those to come among them"
-    pins.take_away(run, "one")
-    pins.take_away(run, "one")
+    pins.remove(run, "one")
+    pins.remove(run, "one")
     assert held(run) == [1]
 
 
@@ -97,7 +97,9 @@ def test_another_checkpoint_of_the_same_step_is_another(run: Path, holder: Lease
 def test_who_holds_is_told(run: Path, holder: Lease):
     pins.place(run, "one", Pin("../holder", every=4))
     host = json.loads((holder.path / LEASE).read_text())["host"]
-    assert pins.held(run, checkpoints.every(run), Silence()) == {checkpoints.folder(run, 4): f"{run / 'pins/one.json'}, for {host}"}
+    assert pins.pinned(run, checkpoints.list_all(run), StalenessProbe()) == {
+        checkpoints.folder(run, 4): f"{run / 'pins/one.json'}, for {host}"
+    }
 
 
 def test_the_dead_hold_nothing(run: Path, tmp_path: Path):
@@ -108,7 +110,7 @@ def test_the_dead_hold_nothing(run: Path, tmp_path: Path):
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
-    silence = Silence(stale_seconds=0.0)
+    silence = StalenessProbe(stale_seconds=0.0)
     process.send_signal(signal.SIGSTOP)
     assert [held(run, silence) for _ in range(3)] == [[2, 4]] * 3, "who stands still on this machine is not dead"
     process.kill()
@@ -123,7 +125,7 @@ def test_one_elsewhere_is_dead_when_he_was_seen_standing_still(run: Path, tmp_pa
     (tmp_path / "holder").mkdir()
     elsewhere(tmp_path / "holder", 0)
     pins.place(run, "one", Pin("../holder", every=2))
-    silence = Silence(stale_seconds=20.0)
+    silence = StalenessProbe(stale_seconds=20.0)
     assert held(run, silence) == [2, 4]
     for beat in range(1, 6):
         now += 15
@@ -135,7 +137,7 @@ def test_one_elsewhere_is_dead_when_he_was_seen_standing_still(run: Path, tmp_pa
     assert held(run, silence) == []
     elsewhere(tmp_path / "holder", 6)
     assert held(run, silence) == [2, 4], "he was only asleep"
-    assert held(run, Silence()) == [2, 4], "one look tells nothing"
+    assert held(run, StalenessProbe()) == [2, 4], "one look tells nothing"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_a_pin_of_no_run_is_refused(tmp_path: Path):
 def test_a_pin_waits_for_the_guard(run: Path, holder: Lease):
     script = "import sys; from pathlib import Path; from src.runs.checkpoints.pins import Pin, place; print(1, flush=True); "
     script += "place(Path(sys.argv[1]), 'one', Pin('../holder', every=2))"
-    with guarded(run):
+    with directory_lock(run):
         process = subprocess.Popen([sys.executable, "-c", script, str(run)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "1\n"
@@ -176,17 +178,17 @@ def test_a_pin_waits_for_the_guard(run: Path, holder: Lease):
     assert held(run) == [2, 4]
 
 
-EVERYTHING = retention.Rule(keep_last=0, keep_best=False)
+EVERYTHING = retention.CleanupRule(keep_last=0, keep_best=False)
 
 
 def test_a_cleaning_leaves_what_is_pinned(run: Path, holder: Lease):
     pins.place(run, "one", Pin("../holder", every=2))
     decided = retention.plan(run, EVERYTHING, set(), time.time() + 1)
-    assert [checkpoints.step_of(path) for path in decided.doomed] == [1, 3]
+    assert [checkpoints.step_of(path) for path in decided.deletable] == [1, 3]
     retention.remove(decided)
     decided = retention.plan(run, EVERYTHING, set(), time.time() + 1)
-    assert (decided.doomed, [checkpoints.step_of(path) for path in checkpoints.every(run)]) == ((), [2, 4])
-    assert decided.spared.startswith(f"what could go is worked on: see {run / 'pins/one.json'}, for ")
+    assert (decided.deletable, [checkpoints.step_of(path) for path in checkpoints.list_all(run)]) == ((), [2, 4])
+    assert decided.reason_to_keep.startswith(f"what could go is worked on: see {run / 'pins/one.json'}, for ")
 
 
 def test_a_cleaning_is_called_off_when_something_is_pinned_since_the_look(run: Path, holder: Lease):
@@ -195,13 +197,13 @@ def test_a_cleaning_is_called_off_when_something_is_pinned_since_the_look(run: P
     message = r"step-00000004: somebody works on it since a moment ago \(see .*one\.json, for .*\), so nothing of"
     with pytest.raises(RunError, match=message):
         retention.remove(decided)
-    assert len(checkpoints.every(run)) == 4
+    assert len(checkpoints.list_all(run)) == 4
 
 
 def test_copies_that_were_set_aside_are_nobodys(run: Path, holder: Lease):
     checkpoints.set_aside_newer(run, 3)
     pins.place(run, "one", Pin("../holder", every=4))
-    assert len(retention.plan(run, EVERYTHING, set(), time.time() + 1).doomed) == 4
+    assert len(retention.plan(run, EVERYTHING, set(), time.time() + 1).deletable) == 4
 
 
 def test_a_training_leaves_what_is_pinned_until_the_holder_is_done_or_dead(tmp_path: Path):
@@ -210,16 +212,16 @@ def test_a_training_leaves_what_is_pinned_until_the_holder_is_done_or_dead(tmp_p
     holder = Lease.acquire(tmp_path / "holder")
     try:
         pins.place(run, "one", Pin("../holder", every=4))
-        assert train(run, dict.fromkeys(range(1, 11), 0.0), Keep(last=1)) == [2, 4, 8, 10]
+        assert train(run, dict.fromkeys(range(1, 11), 0.0), RotationRule(last=1)) == [2, 4, 8, 10]
         pins.place(run, "one", Pin("../holder", every=4, ended={"step-00000004": str(manifest_hash(checkpoints.folder(run, 4)))}))
-        assert train(run, {11: 0.0}, Keep(last=1)) == [8, 11]
+        assert train(run, {11: 0.0}, RotationRule(last=1)) == [8, 11]
     finally:
         holder.release()
-    assert train(run, {12: 0.0}, Keep(last=1)) == [12]
+    assert train(run, {12: 0.0}, RotationRule(last=1)) == [12]
 
 
 def test_a_training_keeps_everything_where_a_pin_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "pins").mkdir()
     (tmp_path / "pins" / "one.json").write_text("[]")
-    assert train(tmp_path, dict.fromkeys((1, 3, 5), 0.0), Keep()) == [1, 3, 5]
+    assert train(tmp_path, dict.fromkeys((1, 3, 5), 0.0), RotationRule()) == [1, 3, 5]
     assert "one.json: not a pin: got []. Delete it, if nobody evaluates or uploads the checkpoints of this run. Until that" in caplog.text

@@ -55,7 +55,7 @@ def test_one_experiment_of_a_group_is_named_by_its_place():
 
 
 def test_what_is_found_by_its_id_is_of_the_groups_noted_in_its_directory(tmp_path: Path):
-    known = plan.known({"a": [ONE], "b": [ONE]})
+    known = plan.load_all({"a": [ONE], "b": [ONE]})
     assert plan.find(exp_id(ONE), known, tmp_path).groups == ("a",)
     run = saved(tmp_path, ONE, exp_id(ONE))
     assert plan.find(exp_id(ONE), {}, tmp_path).groups == ()
@@ -112,24 +112,24 @@ def test_a_damaged_status_is_told_of_its_experiment_and_the_others_are_checked(t
     places = Places(data=tmp_path, runs=tmp_path)
     orphan = child_of("c" * 32)
     heir = {**child_of(exp_id(ONE)), "seed": 8}
-    found = plan.problems([item(heir), item(ONE), item(orphan)], places)
+    found = plan.find_problems([item(heir), item(ONE), item(orphan)], places)
     assert list(found) == [exp_id(heir), exp_id(ONE), exp_id(orphan)]
     assert "status.json" in found[exp_id(heir)][0]
     assert found[exp_id(ONE)][0].startswith(f"g[1]: {run}/status.json")
-    assert plan.problems([item(ONE)], places, {exp_id(ONE)}) == {}
+    assert plan.find_problems([item(ONE)], places, {exp_id(ONE)}) == {}
 
 
 def test_what_is_done_lacks_nothing_unless_it_starts_over(tmp_path: Path):
     orphan = child_of("c" * 32)
     (saved(tmp_path, orphan, exp_id(orphan)) / "status.json").write_text('{"state": "done"}')
     places = Places(data=tmp_path, runs=tmp_path)
-    assert plan.problems([item(orphan)], places) == {}
-    assert list(plan.problems([item(orphan)], places, {exp_id(orphan)})) == [exp_id(orphan)]
+    assert plan.find_problems([item(orphan)], places) == {}
+    assert list(plan.find_problems([item(orphan)], places, {exp_id(orphan)})) == [exp_id(orphan)]
 
 
 def test_a_parent_that_is_done_is_not_trained_again_so_its_checkpoint_must_be_there(tmp_path: Path):
     (saved(tmp_path, ONE, exp_id(ONE)) / "status.json").write_text('{"state": "done", "step": 4}')
     places, heir = Places(data=tmp_path, runs=tmp_path), child_of(exp_id(ONE))
-    (message,) = plan.problems([item(ONE), item(heir)], places)[exp_id(heir)]
+    (message,) = plan.find_problems([item(ONE), item(heir)], places)[exp_id(heir)]
     assert "step-00000004 is gone" in message
-    assert plan.problems([item(ONE), item(heir)], places, {exp_id(ONE)}) == {}
+    assert plan.find_problems([item(ONE), item(heir)], places, {exp_id(ONE)}) == {}

@@ -18,7 +18,7 @@ from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import retention
 from src.runs.run_dir import RunDir
 
-EVERYTHING = retention.Rule(keep_last=0, keep_best=False)
+EVERYTHING = retention.CleanupRule(keep_last=0, keep_best=False)
 
 
 def experiment(number: int) -> dict[str, Any]:
@@ -46,11 +46,11 @@ def make(runs: Path, exp: dict[str, Any], steps: int = 3, state: str = "done", b
 
 
 def steps_in(run: Path) -> list[int]:
-    return [checkpoints.step_of(path) for path in checkpoints.every(run)]
+    return [checkpoints.step_of(path) for path in checkpoints.list_all(run)]
 
 
-def clean(runs: Path, run: Path, rule: retention.Rule = EVERYTHING) -> list[int]:
-    decided = retention.plan(run, rule, retention.needed(runs)[0], time.time() + 1)
+def clean(runs: Path, run: Path, rule: retention.CleanupRule = EVERYTHING) -> list[int]:
+    decided = retention.plan(run, rule, retention.needed_by_children(runs)[0], time.time() + 1)
     retention.remove(decided)
     return steps_in(run)
 
@@ -58,12 +58,12 @@ def clean(runs: Path, run: Path, rule: retention.Rule = EVERYTHING) -> list[int]
 def test_a_finished_run_keeps_what_the_rule_says(tmp_path: Path):
     for number, (rule, kept) in enumerate(
         [
-            (retention.Rule(), [1, 4]),
-            (retention.Rule(keep_last=2), [1, 3, 4]),
-            (retention.Rule(keep_best=False), [4]),
+            (retention.CleanupRule(), [1, 4]),
+            (retention.CleanupRule(keep_last=2), [1, 3, 4]),
+            (retention.CleanupRule(keep_best=False), [4]),
             (EVERYTHING, []),
-            (retention.Rule(older_than_seconds=3600), [1, 2, 3, 4]),
-            (retention.Rule(keep_last=9), [1, 2, 3, 4]),
+            (retention.CleanupRule(older_than_seconds=3600), [1, 2, 3, 4]),
+            (retention.CleanupRule(keep_last=9), [1, 2, 3, 4]),
         ]
     ):
         run = make(tmp_path, experiment(number), 4, best=1)
@@ -91,7 +91,7 @@ def test_what_a_child_starts_from_stays(tmp_path: Path):
 def test_where_a_dict_cannot_be_read_anything_may_be_a_parent(tmp_path: Path):
     run = make(tmp_path, experiment(0), best=1)
     (make(tmp_path, experiment(1)) / "exp_dict.json").write_text("{")
-    found, warnings = retention.needed(tmp_path)
+    found, warnings = retention.needed_by_children(tmp_path)
     assert "exp_dict.json:1: not valid JSON" in warnings[0]
     assert clean(tmp_path, run) == [1, 3]
     assert (run.name, "best") in found
@@ -100,9 +100,9 @@ def test_where_a_dict_cannot_be_read_anything_may_be_a_parent(tmp_path: Path):
 def test_where_a_dict_is_lost_anything_may_be_a_parent(tmp_path: Path):
     run = make(tmp_path, experiment(0), best=1)
     (tmp_path / ("ab" * 16)).mkdir()  # of nobody
-    assert retention.needed(tmp_path)[1] == []
+    assert retention.needed_by_children(tmp_path)[1] == []
     (make(tmp_path, child(1, experiment(0), "best")) / "exp_dict.json").unlink()
-    assert "exp_dict.json: no such file" in retention.needed(tmp_path)[1][0]
+    assert "exp_dict.json: no such file" in retention.needed_by_children(tmp_path)[1][0]
     assert clean(tmp_path, run) == [1, 3]
 
 
@@ -111,7 +111,7 @@ def test_what_was_left_behind_goes(tmp_path: Path):
     for name in ("damaged-step-00000009", ".step-00000007.12345678", "mine"):
         (run / "checkpoints" / name).mkdir()
     (checkpoints.folder(run, 2)).mkdir()  # torn: no manifest
-    assert clean(tmp_path, run, retention.Rule()) == [1]
+    assert clean(tmp_path, run, retention.CleanupRule()) == [1]
     assert sorted(os.listdir(run / "checkpoints")) == ["mine", "step-00000001"]
 
 
@@ -119,15 +119,15 @@ def test_a_run_that_is_alive_is_not_touched(tmp_path: Path):
     run = make(tmp_path, experiment(0))
     with RunDir.open(tmp_path, experiment(0), experiment(0)):
         decided = retention.plan(run, EVERYTHING, set(), time.time() + 1)
-    assert decided.doomed == ()
-    assert "running" in decided.spared
+    assert decided.deletable == ()
+    assert "running" in decided.reason_to_keep
 
 
 @pytest.mark.parametrize("change", ["start", "checkpoint", "best", "status"])
 def test_a_run_that_moved_on_since_the_look_is_not_touched(tmp_path: Path, change: str):
     run = make(tmp_path, experiment(0), state="stopped")
-    decided = retention.plan(run, retention.Rule(), set(), time.time() + 1)
-    assert len(decided.doomed) == 2
+    decided = retention.plan(run, retention.CleanupRule(), set(), time.time() + 1)
+    assert len(decided.deletable) == 2
     with contextlib.ExitStack() as stack:
         if change == "start":
             stack.enter_context(RunDir.open(tmp_path, experiment(0), experiment(0)))
@@ -145,7 +145,7 @@ def test_a_run_that_moved_on_since_the_look_is_not_touched(tmp_path: Path, chang
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_the_rule_nothing_that_is_needed_goes(tmp_path: Path, seed: int):
     rng = random.Random(seed)
-    rule = retention.Rule(rng.randrange(3), rng.random() < 0.5)
+    rule = retention.CleanupRule(rng.randrange(3), rng.random() < 0.5)
     with contextlib.ExitStack() as stack:
         parents = [experiment(number) for number in range(4)]
         runs = {}
@@ -156,7 +156,7 @@ def test_whatever_the_rule_nothing_that_is_needed_goes(tmp_path: Path, seed: int
             if rng.random() < 0.3:
                 save(runs[exp["seed"]], steps + 1)
             if rng.random() < 0.3:
-                next((checkpoints.every(runs[exp["seed"]])[-1]).glob("model.*")).unlink()
+                next((checkpoints.list_all(runs[exp["seed"]])[-1]).glob("model.*")).unlink()
         wanted = [(number, rng.choice(["last", "best"])) for number in range(4) if rng.random() < 0.5]
         for number, which in wanted:
             make(tmp_path, child(10 + number, parents[number], which), rng.randrange(3))
@@ -166,7 +166,7 @@ def test_whatever_the_rule_nothing_that_is_needed_goes(tmp_path: Path, seed: int
         else:
             alive = None
         before = shutil.copytree(tmp_path, tmp_path.with_name("before"), symlinks=True)
-        by_others, _ = retention.needed(tmp_path)
+        by_others, _ = retention.needed_by_children(tmp_path)
         for path in [tmp_path / exp_id(exp) for exp in parents]:
             decided = retention.plan(path, rule, by_others, time.time() + 1)
             assert steps_in(path) == steps_in(before / path.name), "a plan changes nothing"

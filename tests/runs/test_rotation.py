@@ -18,7 +18,7 @@ import pytest
 from src.errors import ConfigError
 from src.files import defect
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints.retention import Keep, Rotation
+from src.runs.checkpoints.retention import Rotation, RotationRule
 from src.runs.context import Options
 
 EXP = {"recipe": "toy", "seed": 0, "model": {"name": "m"}}
@@ -39,7 +39,7 @@ def save(run: Path, step: int, words: str = "weights", best: int | None = None) 
 
 
 def steps(run: Path) -> list[int]:
-    return [checkpoints.step_of(path) for path in checkpoints.every(run)]
+    return [checkpoints.step_of(path) for path in checkpoints.list_all(run)]
 
 
 def best_of(losses: Losses, mode: str = "min") -> int | None:
@@ -57,7 +57,7 @@ def write_rows(run: Path, losses: Losses, upto: int) -> None:
     (run / "scores.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def train(run: Path, losses: Losses, keep: Keep, mode: Any = "min", words: str = "weights", first: int = 0) -> list[int]:
+def train(run: Path, losses: Losses, keep: RotationRule, mode: Any = "min", words: str = "weights", first: int = 0) -> list[int]:
     """Rows, checkpoints and rotations of the steps of `losses` from `first` on; what is left."""
     run.mkdir(parents=True, exist_ok=True)
     rotation = Rotation(run, keep, "val_loss", mode)
@@ -78,52 +78,52 @@ VALLEY = {1: 0.0, 2: 5.0, 3: 0.0, 4: 3.0, 5: 0.0, 6: 4.0, 7: 0.0, 8: 6.0, 9: 0.0
 @pytest.mark.parametrize(
     ("keep", "losses", "mode", "left"),
     [
-        (Keep(), FALLING, "min", [9, 10]),
-        (Keep(last=1), FALLING, "min", [10]),
-        (Keep(last=4), FALLING, "min", [7, 8, 9, 10]),
-        (Keep(last=99), FALLING, "min", list(range(1, 11))),
-        (Keep(), VALLEY, "min", [4, 9, 10]),
-        (Keep(last=1, every=3), VALLEY, "min", [3, 4, 6, 9, 10]),
-        (Keep(best=2), VALLEY, "min", [4, 6, 9, 10]),
-        (Keep(best=3), VALLEY, "min", [2, 4, 6, 9, 10]),
-        (Keep(best=99), VALLEY, "min", [2, 4, 6, 8, 9, 10]),  # those between were not evaluated
-        (Keep(last=1, best=3), VALLEY, "max", [2, 8, 10]),
-        (Keep(last=1, every=5, best=2), VALLEY, "min", [4, 5, 6, 10]),
+        (RotationRule(), FALLING, "min", [9, 10]),
+        (RotationRule(last=1), FALLING, "min", [10]),
+        (RotationRule(last=4), FALLING, "min", [7, 8, 9, 10]),
+        (RotationRule(last=99), FALLING, "min", list(range(1, 11))),
+        (RotationRule(), VALLEY, "min", [4, 9, 10]),
+        (RotationRule(last=1, every=3), VALLEY, "min", [3, 4, 6, 9, 10]),
+        (RotationRule(best=2), VALLEY, "min", [4, 6, 9, 10]),
+        (RotationRule(best=3), VALLEY, "min", [2, 4, 6, 9, 10]),
+        (RotationRule(best=99), VALLEY, "min", [2, 4, 6, 8, 9, 10]),  # those between were not evaluated
+        (RotationRule(last=1, best=3), VALLEY, "max", [2, 8, 10]),
+        (RotationRule(last=1, every=5, best=2), VALLEY, "min", [4, 5, 6, 10]),
     ],
 )
-def test_what_the_rule_keeps(tmp_path: Path, keep: Keep, losses: Losses, mode: str, left: list[int]):
+def test_what_the_rule_keeps(tmp_path: Path, keep: RotationRule, losses: Losses, mode: str, left: list[int]):
     assert train(tmp_path, losses, keep, mode) == left
 
 
 def test_of_equals_the_earliest_is_the_better(tmp_path: Path):
     losses = {2: 1.0, 4: 1.0, 6: 1.0, 8: 2.0, 10: 2.0}
-    assert train(tmp_path, losses, Keep(last=1, best=2)) == [2, 4, 10]
+    assert train(tmp_path, losses, RotationRule(last=1, best=2)) == [2, 4, 10]
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 2}
 
 
 def test_what_is_not_finite_is_never_among_the_best(tmp_path: Path):
-    assert train(tmp_path, {2: None, 4: 9.0, 6: None, 8: 10.0, 10: None}, Keep(last=1, best=3)) == [4, 8, 10]
-    assert train(tmp_path / "none", {2: None, 4: None, 6: None}, Keep(last=1, best=2)) == [6]
+    assert train(tmp_path, {2: None, 4: 9.0, 6: None, 8: 10.0, 10: None}, RotationRule(last=1, best=3)) == [4, 8, 10]
+    assert train(tmp_path / "none", {2: None, 4: None, 6: None}, RotationRule(last=1, best=2)) == [6]
 
 
 def test_an_option_of_the_command_line_with_the_default_of_two_newest_and_the_best():
-    assert Options().keep == Keep(last=2, every=None, best=1)
+    assert Options().keep == RotationRule(last=2, every=None, best=1)
 
 
 @pytest.mark.parametrize("given", [{"last": 0}, {"every": 0}, {"best": 0}, {"last": -1}])
 def test_numbers_that_are_too_small_are_refused(given: dict[str, int]):
     ((name, value),) = given.items()
     with pytest.raises(ConfigError, match=f"--keep_{name}: expected a number of at least 1, got {value}"):
-        Keep(**given)
+        RotationRule(**given)
 
 
 def test_an_interval_at_which_no_checkpoint_is_written_is_refused():
-    Keep().check([7])
-    Keep(every=20).check([7, 10])
-    Keep(every=21).check([7, 10])
+    RotationRule().check([7])
+    RotationRule(every=20).check([7, 10])
+    RotationRule(every=21).check([7, 10])
     message = r"--keep_every: .* every 7 and every 10 steps, so .* multiple of 25\. Take a multiple of 7 or of 10, or change --log_every"
     with pytest.raises(ConfigError, match=message) as caught:
-        Keep(every=25).check([10, 7])
+        RotationRule(every=25).check([10, 7])
     assert caught.value.everywhere
 
 
@@ -137,10 +137,10 @@ def test_damaged_ones_do_not_count(tmp_path: Path):
     for step in (2, 4, 5):
         damage(checkpoints.folder(tmp_path, step))
     (checkpoints.folder(tmp_path, 3) / "manifest.json").unlink()
-    Rotation(tmp_path, Keep(), "val_loss", "min").rotate(6, None)
+    Rotation(tmp_path, RotationRule(), "val_loss", "min").rotate(6, None)
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6], "1 is the one to fall back to"
     save(tmp_path, 7)
-    Rotation(tmp_path, Keep(), "val_loss", "min").rotate(7, None)
+    Rotation(tmp_path, RotationRule(), "val_loss", "min").rotate(7, None)
     assert steps(tmp_path) == [6, 7]
 
 
@@ -149,20 +149,20 @@ def test_the_newest_whole_one_stays_whatever_is_newer(tmp_path: Path):
     for step in (2, 3, 4):
         damage(save(tmp_path, step))
     shutil.rmtree(checkpoints.folder(tmp_path, 4))
-    Rotation(tmp_path, Keep(last=1), "val_loss", "min").rotate(4, None)
+    Rotation(tmp_path, RotationRule(last=1), "val_loss", "min").rotate(4, None)
     assert checkpoints.newest_whole(tmp_path) == checkpoints.folder(tmp_path, 1)
     damage(checkpoints.folder(tmp_path, 1))
-    Rotation(tmp_path, Keep(last=1), "val_loss", "min").rotate(4, None)
+    Rotation(tmp_path, RotationRule(last=1), "val_loss", "min").rotate(4, None)
     assert steps(tmp_path) == [1, 2, 3]
     shutil.rmtree(tmp_path / "checkpoints")
-    Rotation(tmp_path, Keep(last=1), "val_loss", "min").rotate(4, None)
+    Rotation(tmp_path, RotationRule(last=1), "val_loss", "min").rotate(4, None)
 
 
 def test_what_lies_behind_the_live_line_neither_counts_nor_goes(tmp_path: Path):
     """Copied back by hand from a branch that was left; the reference system keeps the highest numbers, and deletes the branch in use."""
     for step in (80, 90):
         save(tmp_path, step, "another line")
-    assert train(tmp_path, dict.fromkeys((31, 33, 35), 0.0), Keep()) == [33, 35, 80, 90]
+    assert train(tmp_path, dict.fromkeys((31, 33, 35), 0.0), RotationRule()) == [33, 35, 80, 90]
 
 
 def test_copies_made_by_hand_and_links_stay(tmp_path: Path):
@@ -170,14 +170,14 @@ def test_copies_made_by_hand_and_links_stay(tmp_path: Path):
     shutil.copytree(checkpoints.folder(tmp_path, 1), tmp_path / "checkpoints" / "step-00000001.bak")
     checkpoints.folder(tmp_path, 1).rename(tmp_path / "elsewhere")
     checkpoints.folder(tmp_path, 1).symlink_to(tmp_path / "elsewhere")
-    assert train(tmp_path, dict.fromkeys((3, 5, 7), 0.0), Keep()) == [1, 5, 7]
+    assert train(tmp_path, dict.fromkeys((3, 5, 7), 0.0), RotationRule()) == [1, 5, 7]
     assert defect(tmp_path / "elsewhere") is None
 
 
 def test_steps_of_nine_digits_are_newer_than_steps_of_eight(tmp_path: Path):
     for step in (100_000_000, 20_000_000, 30_000_000):
         save(tmp_path, step)
-    Rotation(tmp_path, Keep(), "val_loss", "min").rotate(100_000_000, None)
+    Rotation(tmp_path, RotationRule(), "val_loss", "min").rotate(100_000_000, None)
     assert steps(tmp_path) == [30_000_000, 100_000_000]
 
 
@@ -185,7 +185,7 @@ def test_damaged_scores_keep_everything_and_are_told(tmp_path: Path, caplog: pyt
     for step in (2, 4, 6):
         save(tmp_path, step)
     (tmp_path / "scores.jsonl").write_text("{\n")
-    Rotation(tmp_path, Keep(last=1, best=2), "val_loss", "min").rotate(6, 2)
+    Rotation(tmp_path, RotationRule(last=1, best=2), "val_loss", "min").rotate(6, 2)
     assert steps(tmp_path) == [2, 4, 6]
     assert "scores.jsonl:1: not a row of scores" in caplog.text
     assert "Until that is mended, checkpoints may stay that could go." in caplog.text
@@ -199,13 +199,13 @@ def test_what_cannot_be_deleted_is_told_and_tried_again(tmp_path: Path, caplog: 
     (stuck / "file").touch()
     hidden: list[Path] = []
     try:
-        assert train(tmp_path, {2: 0.0, 3: 0.0}, Keep()) == [2, 3]
+        assert train(tmp_path, {2: 0.0, 3: 0.0}, RotationRule()) == [2, 3]
         hidden = list((tmp_path / "checkpoints").glob(".step-00000001.*.old"))
         assert len(hidden) == 1
         assert f"{hidden[0]}: could not be deleted; it is tried again" in caplog.text
     finally:
         subprocess.run(["umount", str((hidden[0] if hidden else stuck.parent) / "stuck")], check=True)
-    Rotation(tmp_path, Keep(), "val_loss", "min").rotate(3, None)
+    Rotation(tmp_path, RotationRule(), "val_loss", "min").rotate(3, None)
     assert not hidden[0].exists()
 
 
@@ -242,7 +242,7 @@ def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
 
 @pytest.mark.slow
 def test_killed_at_any_change_of_the_disk_whole_checkpoints_are_left(tmp_path: Path):
-    keep, moment = Keep(last=2, every=4, best=2), 0
+    keep, moment = RotationRule(last=2, every=4, best=2), 0
 
     def rotate(run: Path, step: int = 10) -> None:
         Rotation(run, keep, "val_loss", "min").rotate(step, 4)
@@ -271,7 +271,7 @@ def test_killed_at_any_change_of_the_disk_whole_checkpoints_are_left(tmp_path: P
 @pytest.mark.parametrize("seed", range(12))
 def test_a_run_that_is_killed_and_goes_on_keeps_what_the_undisturbed_one_keeps(tmp_path: Path, seed: int):
     rng = random.Random(seed)
-    keep = Keep(rng.randrange(1, 4), rng.choice([None, 2, 3, 5]), rng.randrange(1, 4))
+    keep = RotationRule(rng.randrange(1, 4), rng.choice([None, 2, 3, 5]), rng.randrange(1, 4))
     losses = {step: rng.choice([None, *range(6)]) for step in range(1, rng.randrange(6, 24))}
     whole = train(tmp_path / "undisturbed", losses, keep)
     run, last = tmp_path / "disturbed", max(losses)

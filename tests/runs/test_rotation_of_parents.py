@@ -11,7 +11,7 @@ from src.experiments.identity import exp_id
 from src.files import write_json
 from src.runs import metadata
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints.retention import Keep
+from src.runs.checkpoints.retention import RotationRule
 from src.runs.history import archive as abandoned
 from src.runs.history import rewind
 from src.runs.history.branches import Branch
@@ -28,11 +28,11 @@ def finish(run: Path) -> None:
 
 
 def go_back(run: Path, step: int) -> None:
-    rewind.plan(run, Branch(number=abandoned.next_number(run), from_step=step)).carry_out()
+    rewind.plan(run, Branch(number=abandoned.next_number(run), from_step=step)).apply()
 
 
 def hashes(run: Path) -> dict[int, str | None]:
-    return {checkpoints.step_of(path): manifest_hash(path) for path in checkpoints.every(run)}
+    return {checkpoints.step_of(path): manifest_hash(path) for path in checkpoints.list_all(run)}
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def parent(tmp_path: Path) -> Path:
     """Done at step 8, the best at 4."""
     run = tmp_path / exp_id(EXP)
     metadata.prepare(run, EXP, [])
-    assert train(run, {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.0}, Keep()) == [4, 6, 8]
+    assert train(run, {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.0}, RotationRule()) == [4, 6, 8]
     finish(run)
     return run
 
@@ -49,7 +49,7 @@ BETTER = {2: 3.0, 4: 1.0, 6: 2.0, 8: 0.5, 10: 0.4, 12: 0.3}
 
 
 def go_on(run: Path, losses: Losses, words: str) -> list[int]:
-    return train(run, losses, Keep(), words=words, first=steps(run)[-1] + 1)
+    return train(run, losses, RotationRule(), words=words, first=steps(run)[-1] + 1)
 
 
 @pytest.mark.parametrize("which", ["best", "last"])
@@ -84,7 +84,7 @@ def test_other_experiments_are_not_read_where_nobody_went_back(tmp_path: Path):
     run, other = tmp_path / exp_id(EXP), tmp_path / exp_id(child("best"))
     metadata.prepare(run, EXP, [])
     metadata.prepare(other, child("best"), [])
-    assert not dies(lambda: train(run, BETTER, Keep()), lambda event, where: event == "open" and str(other) in where)
+    assert not dies(lambda: train(run, BETTER, RotationRule()), lambda event, where: event == "open" and str(other) in where)
     assert steps(run) == [10, 12]
 
 
@@ -106,7 +106,7 @@ def test_what_a_child_started_from_stays_where_the_abandoned_branches_were_delet
 def test_what_a_child_of_a_branch_started_from_stays_when_that_is_undone(tmp_path: Path):
     run = tmp_path / exp_id(EXP)
     metadata.prepare(run, EXP, [])
-    assert train(run, {2: 1.0, 4: 3.0, 6: 2.0}, Keep()) == [2, 4, 6]
+    assert train(run, {2: 1.0, 4: 3.0, 6: 2.0}, RotationRule()) == [2, 4, 6]
     write_json(run / "status.json", {"state": "stopped", "step": 6, "attempt": 1})
     go_back(run, 4)
     assert go_on(run, {2: 1.0, 4: 3.0, 6: 2.0, 8: 2.0}, "branch") == [2, 6, 8]
@@ -114,7 +114,7 @@ def test_what_a_child_of_a_branch_started_from_stays_when_that_is_undone(tmp_pat
     metadata.prepare(tmp_path / exp_id(child("best")), child("best"), [])
     started_from = checkpoints.best(run)
     assert started_from == checkpoints.folder(run, 2)
-    rewind.plan_undo(run).carry_out()
+    rewind.plan_undo(run).apply()
     assert go_on(run, {**BETTER, 2: 1.0, 4: 3.0}, "weights") == [2, 4, 10, 12]
 
 
@@ -122,7 +122,7 @@ def test_what_a_child_of_a_branch_started_from_stays_when_that_is_undone(tmp_pat
 def test_whatever_happens_to_a_run_what_others_started_from_stays(tmp_path: Path, seed: int):
     """Only a rewind or an undo takes it out of the run, to where it is kept."""
     rng = random.Random(seed)
-    run, keep = tmp_path / exp_id(EXP), Keep(rng.randrange(1, 3), rng.choice([None, 4]), rng.randrange(1, 3))
+    run, keep = tmp_path / exp_id(EXP), RotationRule(rng.randrange(1, 3), rng.choice([None, 4]), rng.randrange(1, 3))
     metadata.prepare(run, EXP, [])
     lines: list[dict[int, float | None]] = [{}]
     taken: set[str | None] = set()
@@ -154,7 +154,7 @@ def test_whatever_happens_to_a_run_what_others_started_from_stays(tmp_path: Path
             go_back(run, target)
             lines.append({step: loss for step, loss in lines[-1].items() if step <= target})
         else:
-            rewind.plan_undo(run).carry_out()
+            rewind.plan_undo(run).apply()
             lines.pop()
     kept = {manifest_hash(path.parent) for path in run.rglob("manifest.json")}
     assert taken <= kept, did

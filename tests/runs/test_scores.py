@@ -231,7 +231,7 @@ def test_scores_that_join_the_last_row(scores: Scores):
     scores.append({"step": 1, "em": 0.5})
     scores.append({"step": 2, "em": 0.25, "loss": math.nan})
     for value in (0.5, 0.75):  # made a second time, as after a crash
-        scores.complete({"inference/em": value})
+        scores.add_to_last_row({"inference/em": value})
         assert scores.rows() == [{"step": 1, "em": 0.5}, {"step": 2, "em": 0.25, "loss": None, "inference/em": value}]
     scores.append({"step": 3, "em": 1})
     assert Scores(scores.path).rows()[1:] == [{"step": 2, "em": 0.25, "loss": None, "inference/em": 0.75}, {"step": 3, "em": 1}]
@@ -242,7 +242,7 @@ def test_scores_that_join_a_row_before_a_torn_line(scores: Scores):
     with open(scores.path, "a") as file:
         file.write('{"step": 2, "em"')
     again = Scores(scores.path)
-    again.complete({"em": 1})
+    again.add_to_last_row({"em": 1})
     assert scores.path.read_text() == '{"step": 1, "em": 1}\n'
     again.append({"step": 2})
     assert [row["step"] for row in again.rows()] == [1, 2]
@@ -251,11 +251,11 @@ def test_scores_that_join_a_row_before_a_torn_line(scores: Scores):
 def test_tables_see_what_joins_the_last_row(scores: Scores):
     scores.append({"step": 1, "em": 0.5})
     known = summarize(scores.path)
-    scores.complete({"inference/em": 0.75})
+    scores.add_to_last_row({"inference/em": 0.75})
     assert summarize(scores.path, known).last == {"em": 0.5, "inference/em": 0.75}
 
 
 def test_only_who_holds_the_lease_completes(scores: Scores):
     scores.append({"step": 1})
     with pytest.raises(RunError, match="opened for reading only"):
-        Scores(scores.path, read_only=True).complete({"em": 1})
+        Scores(scores.path, read_only=True).add_to_last_row({"em": 1})

@@ -294,7 +294,7 @@ def test_no_history_is_read_for_a_table_of_runs_that_go_on(tmp_path: Path, monke
             run.scores.append({"step": step, "loss": 1 / step})
             run.set_status("running", step=step)
         with monkeypatch.context() as patched:
-            patched.setattr(summary, "rows_of", None)  # calling it would fail
+            patched.setattr(summary, "parse_rows", None)  # calling it would fail
             (row,), warnings = results.load_rows(tmp_path)
         assert (row["state"], row["step"], row["loss"], warnings) == ("running", 3, 1 / 3, [])
         run.scores.append({"step": 4, "loss": 0.25})  # what a table sees between the two files of a row
@@ -353,7 +353,7 @@ def test_integers_are_those_that_were_written(tmp_path: Path):
 
 
 def columns_of(runs: Path, name: str) -> dict[str, list[float | None]]:
-    rows = results.history(runs / name)
+    rows = results.read_history(runs / name)
     return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
 
 
@@ -395,8 +395,8 @@ def test_only_what_was_appended_is_parsed(runs: Path, monkeypatch: pytest.Monkey
         file.write('{"step": 4, "loss": 0.125}\n')
     tick(runs)
     seen = []
-    real = curves.rows_of
-    monkeypatch.setattr(curves, "rows_of", lambda piece, path: seen.append(piece.lines) or real(piece, path))
+    real = curves.parse_rows
+    monkeypatch.setattr(curves, "parse_rows", lambda piece, path: seen.append(piece.lines) or real(piece, path))
     found, _ = curves.histories(runs, [name], ["loss"])
     assert found[name]["loss"].tolist() == [2.0, 1.5, 1 + 1 / 3, 0.125]
     assert seen == [b'{"step": 4, "loss": 0.125}\n']

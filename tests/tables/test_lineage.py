@@ -128,9 +128,9 @@ def test_a_family_is_what_it_comes_from_and_what_came_from_it(tmp_path: Path):
 def test_a_group_brings_its_ancestors(tmp_path: Path):
     old, middle, _ = make(tmp_path, OLD, "first"), make(tmp_path, MIDDLE, "second"), make(tmp_path, OTHER, "apart")
     found = lineage.build(tmp_path)
-    assert set(lineage.of_group(tmp_path, found, "second").nodes) == {old, middle}
+    assert set(lineage.group_family(tmp_path, found, "second").nodes) == {old, middle}
     with pytest.raises(ConfigError, match=r"unknown group 'secnd'\. Did you mean 'second'\?"):
-        lineage.of_group(tmp_path, found, "secnd")
+        lineage.group_family(tmp_path, found, "secnd")
 
 
 def test_an_id_may_be_cut_as_long_as_it_is_one(tmp_path: Path):

@@ -134,9 +134,9 @@ def test_varying_names_what_differs(tmp_path: Path):
     for exp in (one, two):
         make(tmp_path, exp, [{"step": 1, "loss": 1.0 + exp["seed"]}])
     rows, _ = results.load_rows(tmp_path)
-    assert sorted(results.varying(rows)) == ["model.base.exp_id", "model.base.name", "model.stride", "seed"]
-    assert results.varying(rows[:1]) == []
-    assert results.varying([]) == []
+    assert sorted(results.varying_keys(rows)) == ["model.base.exp_id", "model.base.name", "model.stride", "seed"]
+    assert results.varying_keys(rows[:1]) == []
+    assert results.varying_keys([]) == []
 
 
 def with_parent(stride: int, seed: int, parent: str) -> dict:
@@ -160,7 +160,7 @@ def with_parent(stride: int, seed: int, parent: str) -> dict:
 def test_a_parent_for_each_seed_belongs_to_the_seed(tmp_path: Path, runs: list[tuple[int, int, str]], keys: list[str]):
     for run in runs:
         make(tmp_path, with_parent(*run), [])
-    assert sorted(results.distinguishing(results.load_rows(tmp_path)[0])) == keys
+    assert sorted(results.distinguishing_keys(results.load_rows(tmp_path)[0])) == keys
 
 
 def test_means_are_numpys_to_the_last_digits(tmp_path: Path):
@@ -208,9 +208,9 @@ def test_other_scores_are_best_when_high(name: str):
 
 def test_best_first_with_the_missing_last():
     rows = [{"loss": 2.0}, {"loss": None}, {"loss": 1.0}, {}]
-    assert results.best_first(rows, "loss") == [{"loss": 1.0}, {"loss": 2.0}, {"loss": None}, {}]
-    assert [r.get("loss") for r in results.best_first(rows, "loss", lowest=False)] == [2.0, 1.0, None, None]
-    assert [r["em"] for r in results.best_first([{"em": 0}, {"em": 1}], "em")] == [1, 0]
+    assert results.sort_best_first(rows, "loss") == [{"loss": 1.0}, {"loss": 2.0}, {"loss": None}, {}]
+    assert [r.get("loss") for r in results.sort_best_first(rows, "loss", lowest=False)] == [2.0, 1.0, None, None]
+    assert [r["em"] for r in results.sort_best_first([{"em": 0}, {"em": 1}], "em")] == [1, 0]
 
 
 def test_short_names_stay_distinct():
@@ -233,11 +233,11 @@ def grid(runs: Path, strides: tuple[int, ...] = (1, 2), seeds: tuple[int, ...] =
 
 def test_rows_are_chosen_by_a_question(tmp_path: Path):
     rows = grid(tmp_path)
-    assert {row["model.stride"] for row in results.where(rows, "model.stride > 1 and status == 'done'")} == {2}
-    assert len(results.where(rows, "state == 'failed' or loss < 1.15")) == 3
-    assert results.select(tmp_path, "g", "seed == 0")[0] == results.where(rows, "seed == 0")
+    assert {row["model.stride"] for row in results.filter_rows(rows, "model.stride > 1 and status == 'done'")} == {2}
+    assert len(results.filter_rows(rows, "state == 'failed' or loss < 1.15")) == 3
+    assert results.select(tmp_path, "g", "seed == 0")[0] == results.filter_rows(rows, "seed == 0")
     with pytest.raises(ConfigError, match=r"^--where: unknown name 'model\.strid'\. Did you mean 'model\.stride'\?"):
-        results.where(rows, "model.strid > 1")
+        results.filter_rows(rows, "model.strid > 1")
     with pytest.raises(ConfigError, match=r"^--where: none of 6 runs answers 'seed > 7'\. Among them seed is [012], [012], [012]\.$"):
         results.select(tmp_path, None, "seed > 7")
 
@@ -245,7 +245,7 @@ def test_rows_are_chosen_by_a_question(tmp_path: Path):
 def test_a_status_that_an_experiment_has_is_meant(tmp_path: Path):
     make(tmp_path, {"recipe": "toy", "status": "mine"}, [])
     rows, _ = results.load_rows(tmp_path)
-    assert results.where(rows, "status == 'mine'") == rows
+    assert results.filter_rows(rows, "status == 'mine'") == rows
 
 
 def test_missing_seeds_are_named(tmp_path: Path):
@@ -282,7 +282,7 @@ def test_a_frame_has_a_column_for_each_key(tmp_path: Path):
     rows = grid(tmp_path)
     make(tmp_path, {"recipe": "toy", "seed": 9}, [])
     rows, _ = results.load_rows(tmp_path)
-    found = results.frame(rows)
+    found = results.to_frame(rows)
     assert list(found.columns)[:4] == ["exp_id", "state", "group", "step"]
     assert list(found.columns)[-1] == "loss"
     assert found.shape[0] == 7

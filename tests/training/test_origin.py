@@ -66,7 +66,7 @@ def test_one_of_no_branch_names_none(folder: Path):
 @pytest.mark.parametrize("mode", MODES)
 def test_it_does_so_however_the_model_is_shared(modes: Modes, mode: str):
     run = modes.trained(mode)
-    for path in checkpoints.every(run):
+    for path in checkpoints.list_all(run):
         assert (path / CONFIG).read_bytes() == (run / CONFIG).read_bytes()
 
 
@@ -101,4 +101,4 @@ def test_each_start_is_told_with_its_code_its_job_and_its_place_in_the_data(fold
 )
 def test_what_is_known_of_a_start(tmp_path: Path, env: dict[str, Any], commit: str | None, job: str | None):
     write_json(tmp_path / "env.json", env)
-    assert ledger.started_with(tmp_path) == {"commit": commit, "job": job}
+    assert ledger.last_start(tmp_path) == {"commit": commit, "job": job}

@@ -113,4 +113,4 @@ def test_a_divergence_of_one_takes_both_back_and_past_it(pair: Pair):
     for rank, ends in enumerate(pair.ranks):
         assert ends[name][1]["seen"] == wanted[rank::2], "micro-batches go to the processes in turn"
     assert pair.ends(name, 1)["step"] == STEPS
-    assert checkpoints.step_of(checkpoints.every(pair.run(name))[-1]) == STEPS
+    assert checkpoints.step_of(checkpoints.list_all(pair.run(name))[-1]) == STEPS

@@ -74,7 +74,7 @@ def test_a_signal_leaves_a_checkpoint_of_the_next_step_and_changes_nothing(folde
             small.train(run, learn=send_stop(step))
         # The signal of a step is counted when the next one begins, which is finished.
         assert caught.value.step == step + 1
-        assert [checkpoints.step_of(path) for path in checkpoints.every(run.path)][-1] == step + 1
+        assert [checkpoints.step_of(path) for path in checkpoints.list_all(run.path)][-1] == step + 1
         small.train(run)
         assert outcome(run.path) == undisturbed(folder)
         assert events(run.path)[0] == ("start", 0)

@@ -54,7 +54,7 @@ def test_one_signal_stops_both(modes: Modes, mode: str):
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "stopped"
     assert 8 <= status["step"] < 60
-    *before, last = checkpoints.every(run)
+    *before, last = checkpoints.list_all(run)
     assert last == checkpoints.newest_whole(run)
     assert checkpoints.step_of(last) == status["step"]
     assert all(checkpoints.step_of(folder) % 4 == 0 for folder in before), "each stands where a row does, but for the one of the stop"
@@ -80,7 +80,7 @@ def test_a_stop_file_stops_both_until_it_is_removed(modes: Modes):
     assert "exitcode: 130" in modes.log.read_text()
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["stopped_by"]) == ("stopped", "person")
-    assert checkpoints.step_of(checkpoints.every(run)[-1]) == status["step"] < 600
+    assert checkpoints.step_of(checkpoints.list_all(run)[-1]) == status["step"] < 600
     assert "exitcode: 130" in modes.start("replicated", "longer", more=ROWS), "the file is still there"
     assert json.loads((run / "status.json").read_text())["step"] == status["step"]
     (run / "stop").unlink()

@@ -18,7 +18,7 @@ from pydantic import Field, field_validator, model_validator
 from src.config import Places
 from src.data.mixture.interleaving import Interleaving, feistel_permute, rates, shares
 from src.errors import ConfigError, DataError, UserError, check_all
-from src.interfaces import Dataset, DatasetConfig, DatasetField, once
+from src.interfaces import Dataset, DatasetConfig, DatasetField, call_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ class Config(DatasetConfig):
         return next(iter(self.parts.values())).reader
 
     def check(self, places: Places) -> None:
-        self._check_parts(lambda part: once(part.check, places))
+        self._check_parts(lambda part: call_once(part.check, places))
 
     def check_tokenizer(self, folder: Path | None) -> None:
         self._check_parts(lambda part: part.check_tokenizer(folder))

@@ -18,7 +18,7 @@ from src.config import Places
 from src.data.qa.encoder_inputs import EncodingOptions
 from src.errors import ConfigError, DataError
 from src.files import read_json
-from src.interfaces import ModelConfig, once
+from src.interfaces import ModelConfig, call_once
 from src.kinds import CROSS_ATTENTION
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def base_identity(model: ModelConfig, places: Places) -> dict[str, Any] | None:
         UserError: an experiment that nobody knows, or something damaged.
     """
     base, changed = _find_encoder(model, places)
-    found = None if changed else once(base.identity, places)
+    found = None if changed else call_once(base.identity, places)
     return {"name": base.name, "fingerprint": found, **base.model_dump(mode="json")} if found else None
 
 

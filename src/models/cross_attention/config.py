@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from src.config import Places, unknown_text
 from src.errors import ConfigError
-from src.interfaces import Architecture, ModelConfig, ModelField, once
+from src.interfaces import Architecture, ModelConfig, ModelField, call_once
 from src.kinds import CROSS_ATTENTION
 from src.models import kv_cache_size
 
@@ -110,7 +110,7 @@ class Config(ModelConfig):
     def check(self, places: Places) -> None:
         from src.models.cross_attention import xc_cache_weights
 
-        once(self.base.check, places)
+        call_once(self.base.check, places)
         if self.base.has_random_weights() and not self.train_all_params:
             raise ConfigError(
                 "cross_attention.base: its weights are drawn at random, and frozen they never learn and are in no checkpoint. "
@@ -123,7 +123,7 @@ class Config(ModelConfig):
             self.plan(known)
 
     def architecture(self, places: Places) -> Architecture | None:
-        return once(self.base.architecture, places)
+        return call_once(self.base.architecture, places)
 
     def fingerprint(self, places: Places) -> str | None:
         """Of all weights that `build` loads: the base's, and with `weights` these too; None where it loads none."""

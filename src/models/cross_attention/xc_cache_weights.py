@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from src.errors import CheckpointError
 from src.files import read_json, sha256, write_json
-from src.weights import some
+from src.weights import summarize_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,9 +86,9 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
     wanted, weights = names(model), model.state_dict()
     expected = {theirs for several in wanted.values() for theirs in several}
     if saved.keys() != expected:
+        absent, extra = summarize_names(expected - saved.keys()), summarize_names(saved.keys() - expected)
         raise CheckpointError(
-            f"{folder}: of other blocks. Missing: {some(expected - saved.keys())}; unexpected: {some(saved.keys() - expected)}. "
-            "Compare its config.json with the experiment's model."
+            f"{folder}: of other blocks. Missing: {absent}; unexpected: {extra}. Compare its config.json with the experiment's model."
         )
     for ours, several in wanted.items():
         for theirs in several:

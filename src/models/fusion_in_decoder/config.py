@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import model_validator
 
 from src.config import Places
-from src.interfaces import Architecture, ModelConfig, ModelField, once
+from src.interfaces import Architecture, ModelConfig, ModelField, call_once
 from src.kinds import ENCODER_DECODER, FUSION_IN_DECODER
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class Config(ModelConfig):
         return FusionInDecoder(self.base.build(places))
 
     def check(self, places: Places) -> None:
-        once(self.base.check, places)
+        call_once(self.base.check, places)
         self.base.check_kind(ENCODER_DECODER, places, "fusion_in_decoder.base")
 
     def architecture(self, places: Places) -> Architecture | None:
-        return once(self.base.architecture, places)
+        return call_once(self.base.architecture, places)
 
     def fingerprint(self, places: Places) -> str | None:
         """The base's: of pretrained weights, None where it loads none."""

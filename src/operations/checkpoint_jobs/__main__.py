@@ -60,11 +60,11 @@ def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
     last = status.get("step") if status["state"] == "done" else None
     tasks = list(plan.evaluate.tasks) if plan.evaluate else []
     planned = []
-    for checkpoint in checkpoints.every(run):
+    for checkpoint in checkpoints.list_all(run):
         step = checkpoints.step_of(checkpoint)
         selected = (rules.every and step % rules.every == 0) or (rules.best and step == best) or (rules.last and step == last)
         if selected and defect(checkpoint, hashes=False) is None:
-            branch = max(branches.passed(branches.read(run), step), default=0)
+            branch = max(branches.branch_numbers(branches.read(run), step), default=0)
             names: list[tuple[Stage, str | None]] = [
                 (stage, task) for stage in plan.stages for task in (tasks if stage == "evaluate" else [None])
             ]
@@ -153,7 +153,7 @@ def _attempt(unit: CheckpointStage, lease: Lease) -> None:
         line = {"time": events.now(), "run": unit.run.name, **unit.identity(), "attempt": number, "result": outcome}
         line |= {"exit_code": result.exit_code, "seconds": round(time.monotonic() - began, 3), "reason": why}
         line |= {"log": str(logged.relative_to(unit.run)), "by": f"{holder['host']}:{holder['pid']}"}
-        with jsonl_records.opened(unit.run / JOBS) as rows:
+        with jsonl_records.open_locked(unit.run / JOBS) as rows:
             rows.append(line)
         return why
 

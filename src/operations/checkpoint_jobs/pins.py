@@ -63,13 +63,13 @@ class Pins:
 
     def _take_away(self, run: Path) -> None:
         if self._placed.pop(run, None) is not None:
-            pins.take_away(run, self._name)
+            pins.remove(run, self._name)
 
     def _sweep(self, run: Path) -> None:
         """Take away the pins of those whose lease was swept."""
         for path in (run / pins.FOLDER).glob("[!.]*.json"):
             if not (self._lease.path.parent / path.stem).exists():
-                pins.take_away(run, path.stem)
+                pins.remove(run, path.stem)
 
 
 def _manifest_hashes(checkpoints: Sequence[Path]) -> dict[str, str]:

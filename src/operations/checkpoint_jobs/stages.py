@@ -24,7 +24,7 @@ from src.operations.checkpoint_jobs.plan import Plan, Stage, Trials
 from src.operations.checkpoint_jobs.process import CommandResult, run_command
 from src.runs import events, jsonl_records
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.lease import guarded
+from src.runs.lease import directory_lock
 from src.runs.metadata import read_status
 
 FOLDER = "checkpoint_jobs"
@@ -177,7 +177,7 @@ def _record_scores(unit: CheckpointStage, file: Path) -> None:
         raise RunError(f"{file}: expected a JSON object of numbers by name, got {json.dumps(found)[:100]}.")
     values = {name: value if math.isfinite(value) else None for name, value in found.items()}
     row = {"run": unit.run.name, "branch": unit.branch, "step": unit.step, "task": unit.task, "scores": values, "time": events.now()}
-    with jsonl_records.opened(unit.run / EVALUATIONS) as rows:
+    with jsonl_records.open_locked(unit.run / EVALUATIONS) as rows:
         if read_scores(unit) is None:
             rows.append(row)
 
@@ -211,13 +211,13 @@ def _upload(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
 def reason_to_keep(unit: CheckpointStage) -> str:
     """Why the checkpoint may not be deleted now; "" where it may. Judged on what lies there at this moment.
 
-    Other experiments start from the last or the best checkpoint of a run (`references.named`): these stay, whoever names them.
+    Other experiments start from the last or the best checkpoint of a run (`parents.parent_checkpoints`): these stay, whoever names them.
 
     Raises:
         RunError: best.json or status.json is damaged.
     """
     assert unit.plan.clean_up is not None
-    whole = [path for path in checkpoints.every(unit.run) if not defect(path, hashes=False)]
+    whole = [path for path in checkpoints.list_all(unit.run) if not defect(path, hashes=False)]
     if unit.checkpoint in whole[-unit.plan.clean_up.keep_last :]:
         return f"one of the {unit.plan.clean_up.keep_last} newest"
     if best_step(unit.run) == unit.step:
@@ -267,7 +267,7 @@ def _clean_up(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
 
 def _delete(unit: CheckpointStage, folder: Path, check: Check) -> None:
     """Rename, so that it is gone at once, then delete. Nobody can start the run, or take its lease, in between."""
-    with guarded(unit.run, create=False), writing(folder):
+    with directory_lock(unit.run, create=False), writing(folder):
         check()
         if reason := reason_to_keep(unit):
             raise RunError(f"{unit.checkpoint}: must stay, as it is {reason}. Nothing was deleted.")

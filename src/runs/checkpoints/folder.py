@@ -24,7 +24,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def every(run: Path) -> list[Path]:
+def list_all(run: Path) -> list[Path]:
     """All checkpoints, whole or not, by step. Other folders, such as copies made by hand, are none of ours."""
     return sorted((entry for entry in (run / "checkpoints").glob("step-*") if _NAME.fullmatch(entry.name)), key=step_of)
 
@@ -34,7 +34,7 @@ def newest_whole(run: Path) -> Path | None:
 
     A damaged one is passed over with a warning that names the file.
     """
-    for checkpoint in reversed(every(run)):
+    for checkpoint in reversed(list_all(run)):
         problem = defect(checkpoint)
         if problem is None:
             return checkpoint
@@ -125,7 +125,7 @@ def set_aside_newer(run: Path, step: int) -> None:
     Raises:
         RunError: the disk refuses.
     """
-    for checkpoint in every(run):
+    for checkpoint in list_all(run):
         if step_of(checkpoint) > step:
             number, aside = 0, checkpoint.with_name(f"damaged-{checkpoint.name}")
             while aside.exists():

@@ -15,7 +15,7 @@ from src.errors import RunError
 from src.files import read_json, reading, write_json, writing
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history.transaction import manifest_hash
-from src.runs.lease import LEASE, STALE_SECONDS, guarded, holder_host, holder_is_dead
+from src.runs.lease import LEASE, STALE_SECONDS, directory_lock, holder_host, holder_is_dead
 
 FOLDER = "pins"
 
@@ -41,14 +41,14 @@ class Pin:
         return name in self.steps and self.steps[name] == manifest_hash(checkpoint)
 
 
-class Silence:
+class StalenessProbe:
     """Tells the leases of the dead. One whose holder is elsewhere must be seen standing still, between two looks on our own clock."""
 
     def __init__(self, stale_seconds: float = STALE_SECONDS) -> None:
         self._stale_seconds = stale_seconds
         self._seen: dict[Path, tuple[bytes, float]] = {}
 
-    def is_of_the_dead(self, folder: Path) -> bool:
+    def is_stale(self, folder: Path) -> bool:
         """Whether nobody holds the lease in `folder` any more; False where that cannot be told yet."""
         known = holder_is_dead(folder)
         if known is not None:
@@ -73,12 +73,12 @@ def place(run: Path, name: str, pin: Pin) -> None:
         RunError: there is no such run, or the disk refuses.
     """
     path = run / FOLDER / f"{name}.json"
-    with guarded(run, create=False), writing(path):
+    with directory_lock(run, create=False), writing(path):
         path.parent.mkdir(exist_ok=True)
         write_json(path, asdict(pin))
 
 
-def take_away(run: Path, name: str) -> None:
+def remove(run: Path, name: str) -> None:
     """Pin nothing under this name any more.
 
     Raises:
@@ -89,7 +89,7 @@ def take_away(run: Path, name: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def held(run: Path, among: Collection[Path], silence: Silence) -> dict[Path, str]:
+def pinned(run: Path, among: Collection[Path], silence: StalenessProbe) -> dict[Path, str]:
     """Those of the checkpoints `among` that somebody works on: checkpoint -> who, for people. To be called under the guard of `run`.
 
     Raises:
@@ -97,17 +97,17 @@ def held(run: Path, among: Collection[Path], silence: Silence) -> dict[Path, str
     """
     found: dict[Path, str] = {}
     for path in sorted((run / FOLDER).glob("[!.]*.json")):
-        pin = _read(path)
+        pin = _read_pin(path)
         if pin is None:
             continue
         holder = Path(os.path.normpath(run / pin.holder))
         mine = [checkpoint for checkpoint in among if checkpoint not in found and pin.holds(checkpoint)]
-        if mine and not silence.is_of_the_dead(holder):
+        if mine and not silence.is_stale(holder):
             found |= dict.fromkeys(mine, f"{path}, for {holder_host(holder) or 'somebody'}")
     return found
 
 
-def _read(path: Path) -> Pin | None:
+def _read_pin(path: Path) -> Pin | None:
     """None where it was taken away just now."""
     try:
         raw = read_json(path, RunError)

@@ -21,19 +21,19 @@ from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
 from src.runs.history import archive as abandoned
 from src.runs.history import branches
-from src.runs.lease import guarded, holder_is_dead
+from src.runs.lease import directory_lock, holder_is_dead
 from src.runs.metadata import EXP_DICT, JOB, STATUS, read_exp_dict, read_status
 from src.runs.scores import SCORES, Scores
 
 log = logging.getLogger(__name__)
 _LEFT = ("damaged-step-", ".step-", ".damaged-step-")
 """How copies that a resume set aside, and what killed writers left, begin."""
-Needed = AbstractSet[tuple[str, str]]
+NeededCheckpoints = AbstractSet[tuple[str, str]]
 """(id, "last" or "best") of what other experiments start from."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class CleanupRule:
     """What to keep besides what must be kept."""
 
     keep_last: int = 1
@@ -48,23 +48,23 @@ class Plan:
     """What may go of one run, and what it was decided from."""
 
     run: Path
-    doomed: tuple[Path, ...] = ()
-    spared: str = ""
+    deletable: tuple[Path, ...] = ()
+    reason_to_keep: str = ""
     """Why nothing of this run may go."""
-    seen: tuple[bytes, ...] = ()
+    snapshot: tuple[bytes, ...] = ()
 
 
-def needed(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
+def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
     """What the experiments in the folder `runs` start from; and a warning for each whose dict cannot be read.
 
     What these start from is not known: then the last and the best checkpoint of every run are needed.
     """
     found: set[tuple[str, str]] = set()
     warnings = []
-    names = [entry.name for entry in runs.iterdir() if not entry.name.startswith(".") and _says_something(entry)]
+    names = [entry.name for entry in runs.iterdir() if not entry.name.startswith(".") and _is_run(entry)]
     for name in sorted(names):
         try:
-            found.update(parents.named(read_exp_dict(runs / name)))
+            found.update(parents.parent_checkpoints(read_exp_dict(runs / name)))
         except UserError as error:
             warnings.append(f"{error} What it starts from is not known, so the last and the best checkpoint of every run stay.")
     if warnings:
@@ -72,8 +72,8 @@ def needed(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
     return found, warnings
 
 
-def plan(run: Path, rule: Rule, by_others: Needed, now: float) -> Plan:
-    """What may go of the save directory `run`. by_others: see `needed`. now: seconds since the epoch, of the clock that files are dated by.
+def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float) -> Plan:
+    """What may go of the save directory `run`. by_others: see `needed_by_children`. now: seconds since the epoch, by the clock of the disk.
 
     Copies that were set aside as damaged, and what killed writers left, may go as well.
 
@@ -81,10 +81,10 @@ def plan(run: Path, rule: Rule, by_others: Needed, now: float) -> Plan:
         RunError, CheckpointError: status.json, best.json or a pin is damaged.
     """
     if holder_is_dead(run) is not True:
-        return Plan(run, spared="it is running, or its holder on another machine may be")
-    seen = _seen(run)
+        return Plan(run, reason_to_keep="it is running, or its holder on another machine may be")
+    seen = _snapshot(run)
     whole, torn = [], []
-    for checkpoint in checkpoints.every(run):
+    for checkpoint in checkpoints.list_all(run):
         (torn if defect(checkpoint, hashes=False) else whole).append(checkpoint)
     torn += [path for path in sorted((run / "checkpoints").glob("*")) if path.name.startswith(_LEFT) and path.is_dir()]
     kept = set(whole[len(whole) - rule.keep_last :]) if rule.keep_last else set()
@@ -99,10 +99,10 @@ def plan(run: Path, rule: Rule, by_others: Needed, now: float) -> Plan:
     if state["state"] != "done" and set(old) & set(whole):
         newest = checkpoints.newest_whole(run)  # reads every byte, as a resume does
         old = [path for path in old if path != newest]
-    pinned = _pinned(run, old)
+    pinned = _find_pinned(run, old)
     if old and len(pinned) == len(old):
-        return Plan(run, spared=f"what could go is worked on: see {next(iter(pinned.values()))}")
-    return Plan(run, tuple(path for path in old if path not in pinned), seen=seen)
+        return Plan(run, reason_to_keep=f"what could go is worked on: see {next(iter(pinned.values()))}")
+    return Plan(run, tuple(path for path in old if path not in pinned), snapshot=seen)
 
 
 def remove(decided: Plan) -> None:
@@ -112,18 +112,18 @@ def remove(decided: Plan) -> None:
         RunError: the run was started, or has changed; nothing of it is deleted. Or the disk refuses.
     """
     run = decided.run
-    if not decided.doomed:
+    if not decided.deletable:
         return
     renamed = []
-    with guarded(run, create=False), writing(run):  # nobody can start the run in here, so it must not last
-        if holder_is_dead(run) is not True or _seen(run) != decided.seen:
+    with directory_lock(run, create=False), writing(run):  # nobody can start the run in here, so it must not last
+        if holder_is_dead(run) is not True or _snapshot(run) != decided.snapshot:
             raise RunError(f"{run}: has changed meanwhile, so nothing of it was deleted. Look again.")
-        for path, pin in _pinned(run, decided.doomed).items():
+        for path, pin in _find_pinned(run, decided.deletable).items():
             raise RunError(f"{path}: somebody works on it since a moment ago (see {pin}), so nothing of {run} was deleted. Look again.")
         best = checkpoints.best_step(run)
-        if best is not None and checkpoints.folder(run, best) in decided.doomed:
+        if best is not None and checkpoints.folder(run, best) in decided.deletable:
             checkpoints.forget_best(run)
-        for path in decided.doomed:
+        for path in decided.deletable:
             # Renamed first: a half deleted folder must not look like a checkpoint.
             hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
             renamed.append(path.rename(hidden))
@@ -132,17 +132,17 @@ def remove(decided: Plan) -> None:
             shutil.rmtree(path)
 
 
-def size(path: Path) -> int:
+def folder_bytes(path: Path) -> int:
     """Bytes of the files below a folder."""
     return sum(entry.lstat().st_size for entry in path.rglob("*") if not entry.is_dir())
 
 
-def _pinned(run: Path, among: Sequence[Path]) -> dict[Path, str]:
+def _find_pinned(run: Path, among: Sequence[Path]) -> dict[Path, str]:
     """Those that somebody works on, who may be on another machine; copies that were set aside are nobody's."""
-    return pins.held(run, [path for path in among if not path.name.startswith(_LEFT)], pins.Silence())
+    return pins.pinned(run, [path for path in among if not path.name.startswith(_LEFT)], pins.StalenessProbe())
 
 
-def _says_something(run: Path) -> bool:
+def _is_run(run: Path) -> bool:
     """Whether it is the save directory of an experiment: one whose dict was lost can be started again all the same."""
     try:
         return any((run / name).exists() for name in (EXP_DICT, STATUS, JOB))
@@ -150,7 +150,7 @@ def _says_something(run: Path) -> bool:
         return True
 
 
-def _seen(run: Path) -> tuple[bytes, ...]:
+def _snapshot(run: Path) -> tuple[bytes, ...]:
     """What tells whether a run has moved on: its status, its best checkpoint, and the names of all."""
     contents = [path.read_bytes() if path.exists() else b"" for path in (run / STATUS, run / "checkpoints" / "best.json")]
     folder = run / "checkpoints"
@@ -158,7 +158,7 @@ def _seen(run: Path) -> tuple[bytes, ...]:
 
 
 @dataclass(frozen=True)
-class Keep:
+class RotationRule:
     """A checkpoint stays while any of these holds.
 
     Raises:
@@ -200,10 +200,10 @@ class Rotation:
     the checkpoints up to the one just written, in checkpoints/, from which a rewind has moved those of other branches.
     """
 
-    def __init__(self, run: Path, keep: Keep, metric: str, mode: Literal["min", "max"]) -> None:
+    def __init__(self, run: Path, keep: RotationRule, metric: str, mode: Literal["min", "max"]) -> None:
         self._run, self._keep, self._metric = run, keep, metric
         self._sign = 1 if mode == "min" else -1
-        self._silence = pins.Silence()
+        self._silence = pins.StalenessProbe()
         self._is_parent: bool | None = None
 
     def rotate(self, step: int, best_step: int | None) -> None:
@@ -215,7 +215,7 @@ class Rotation:
         best_step: the one that best.json names. It stays.
         """
         try:
-            if doomed := self._doomed(step, best_step):
+            if doomed := self._deletable(step, best_step):
                 self._hide(doomed)
         except UserError as error:
             log.warning("%s Until that is mended, checkpoints may stay that could go.", error)
@@ -224,10 +224,10 @@ class Rotation:
             if hidden.exists():
                 log.warning("%s: could not be deleted; it is tried again after the next checkpoint.", hidden)
 
-    def _doomed(self, step: int, best_step: int | None) -> list[Path]:
+    def _deletable(self, step: int, best_step: int | None) -> list[Path]:
         """What may go by the rule, unless somebody works on it, oldest first. Looks closer only where something would go."""
         keep = self._keep
-        line = [path for path in checkpoints.every(self._run) if checkpoints.step_of(path) <= step]
+        line = [path for path in checkpoints.list_all(self._run) if checkpoints.step_of(path) <= step]
         whole = [path for path in line if defect(path, hashes=False) is None]  # what is damaged is none to fall back to
         newest = whole[-keep.last :]
         if not newest:
@@ -239,7 +239,7 @@ class Rotation:
         if doomed and keep.best > 1:
             best = self._best(whole)
             doomed = [path for path in doomed if path not in best]
-        if doomed and (before := self._offered_before()):
+        if doomed and (before := self._last_offered_step()):
             doomed = [path for path in doomed if checkpoints.step_of(path) > before]
         return doomed
 
@@ -250,7 +250,7 @@ class Rotation:
         scored.sort(key=lambda item: (self._sign * item[0], item[1]))
         return {path for _, _, path in scored[: self._keep.best]}
 
-    def _offered_before(self) -> int:
+    def _last_offered_step(self) -> int:
         """The last step whose checkpoint another experiment may have started from, which stays; 0 where there is none.
 
         Experiments start from the last or the best checkpoint of a run that is done, and who goes on in such a run has gone back in it
@@ -264,7 +264,7 @@ class Rotation:
         if not before:
             return 0
         if self._is_parent is None:
-            self._is_parent = self._run.name in {name for name, _ in needed(self._run.parent)[0]}
+            self._is_parent = self._run.name in {name for name, _ in needed_by_children(self._run.parent)[0]}
             if self._is_parent:
                 log.info("%s: another experiment starts from it, so its checkpoints up to step %d stay.", self._run, before)
         return before if self._is_parent else 0
@@ -272,8 +272,8 @@ class Rotation:
     def _hide(self, doomed: Collection[Path]) -> None:
         """Rename, so that no half deleted folder looks like a checkpoint; not what somebody works on."""
         folder = self._run / "checkpoints"
-        with guarded(self._run, create=False), writing(folder):
-            pinned = pins.held(self._run, doomed, self._silence)
+        with directory_lock(self._run, create=False), writing(folder):
+            pinned = pins.pinned(self._run, doomed, self._silence)
             for path in doomed:
                 if path not in pinned:
                     with suppress(FileNotFoundError):  # cleaned up by somebody else just now

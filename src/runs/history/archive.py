@@ -36,10 +36,10 @@ class Plan:
     run: Path
     steps: tuple[Step, ...]
     event: dict[str, Any]
-    told: tuple[str, ...]
+    summary: tuple[str, ...]
     """What people should know, a line each."""
 
-    def carry_out(self) -> None:
+    def apply(self) -> None:
         """Do it. The caller holds the lease of the run.
 
         Raises:
@@ -65,27 +65,27 @@ class PlanBuilder:
     def folder(self) -> str:
         return f"{FOLDER}/branch-{self.number}"
 
-    def do(self, what: str, to: str, **facts: Any) -> None:
+    def add_step(self, what: str, to: str, **facts: Any) -> None:
         self.steps.append({"do": what, "to": to, **facts})
 
-    def keep(self, name: str) -> None:
+    def archive_file(self, name: str) -> None:
         """Copy a file of the run before it is changed."""
         self.files[name] = hashlib.sha256((self.run / name).read_bytes()).hexdigest()
-        self.do("keep", f"{self.folder}/before/{name}", **{"from": name})
+        self.add_step("keep", f"{self.folder}/before/{name}", **{"from": name})
 
-    def cut(self, name: str, step: int) -> None:
+    def archive_rows_after(self, name: str, step: int) -> None:
         """Move the rows after `step` out of a file that was kept."""
         _, later = journal.rows_after((self.run / name).read_bytes(), step)
         if later:
             self.archived[name] = {"rows": later.count(b"\n"), "sha256": hashlib.sha256(later).hexdigest()}
-            self.do("cut", name, rest=f"{self.folder}/{name}", step=step, **{"from": f"{self.folder}/before/{name}"})
+            self.add_step("cut", name, rest=f"{self.folder}/{name}", step=step, **{"from": f"{self.folder}/before/{name}"})
 
-    def move_away(self, name: str) -> None:
+    def archive_checkpoint(self, name: str) -> None:
         """Move a checkpoint out of the run."""
         self.moved[name] = journal.manifest_hash(self.run / "checkpoints" / name)
-        self.do("move", f"{self.folder}/checkpoints/{name}", **{"from": f"checkpoints/{name}"})
+        self.add_step("move", f"{self.folder}/checkpoints/{name}", **{"from": f"checkpoints/{name}"})
 
-    def told(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """What goes where, a line each."""
         lines = [f"{name} -> {self.folder}/checkpoints" for name in self.moved]
         return lines + [f"{facts['rows']} rows of {name} -> {self.folder}/{name}" for name, facts in self.archived.items()]
@@ -104,7 +104,7 @@ class PlanBuilder:
         listed = None if every is None else {item: journal.manifest_hash(self.run / "checkpoints" / item) for item in every}
         record = {**event, "before": {"files": self.files, "checkpoints": listed}}
         first: Step = {"do": "write", "to": f"{self.folder}/{RECORD}", "json": record}
-        return Plan(self.run, (first, *self.steps), event, (*told, *self.told()))
+        return Plan(self.run, (first, *self.steps), event, (*told, *self.summary_lines()))
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -128,11 +128,11 @@ def next_number(run: Path) -> int:
     return max([*(int(match[1]) for match in named if match), *(branch.number for branch in branches.read(run))], default=0) + 1
 
 
-def by_rows(run: Path) -> list[str]:
+def files_of_rows(run: Path) -> list[str]:
     """Files of the run whose lines are of a step each."""
     return sorted(path.name for path in run.glob("*.jsonl") if path.name not in _HISTORIES)
 
 
-def changeable(run: Path) -> list[str]:
+def changeable_files(run: Path) -> list[str]:
     """Files of the run that a training or a rewind changes, as far as they are there."""
-    return [name for name in (*by_rows(run), SCORE_LIST, STATUS, branches.FILE, BEST, WANDB) if (run / name).is_file()]
+    return [name for name in (*files_of_rows(run), SCORE_LIST, STATUS, branches.FILE, BEST, WANDB) if (run / name).is_file()]

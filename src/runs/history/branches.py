@@ -34,7 +34,7 @@ class Rate(Config):
     """For so many steps the rate is 0; then it is what it would have been."""
 
     @model_validator(mode="after")
-    def _one(self) -> "Rate":
+    def _exactly_one(self) -> "Rate":
         if sum(item is not None for item in (self.factor, self.value, self.hold_steps)) != 1:
             raise ValueError("expected exactly one of factor, value and hold_steps.")
         return self
@@ -125,7 +125,7 @@ def parse_rate(text: str) -> Rate:
     return Rate(factor=number) if match[1] in "xX" else Rate(value=number)
 
 
-def learning_rate(base: Callable[[int], float], branches: Sequence[Branch]) -> Callable[[int], float]:
+def override_learning_rate(base: Callable[[int], float], branches: Sequence[Branch]) -> Callable[[int], float]:
     """The learning rate of the optimizer step that follows `step` finished ones. base: the same without branches.
 
     Factors multiply along the chain. A value replaces what was before it. A hold ends early where a later branch names a rate.
@@ -166,7 +166,7 @@ def _override(rate: Callable[[int], float], first: int, value: float) -> Callabl
     return lambda step: value * (rate(step) / rate(first)) if step >= first else rate(step)
 
 
-def reset_optimizer(branches: Sequence[Branch], step: int) -> bool:
+def must_reset_optimizer(branches: Sequence[Branch], step: int) -> bool:
     """Whether a start that restored `step` finished steps must forget the optimizer's moments.
 
     Also after a crash before the first checkpoint of the branch: the steps that are made again must be the same ones.
@@ -174,6 +174,6 @@ def reset_optimizer(branches: Sequence[Branch], step: int) -> bool:
     return any(branch.reset_optimizer and branch.from_step == step for branch in branches)
 
 
-def passed(branches: Sequence[Branch], step: int) -> list[int]:
+def branch_numbers(branches: Sequence[Branch], step: int) -> list[int]:
     """Numbers of the branches that the first `step` steps were made under: what tells a checkpoint of one branch from another's."""
     return [branch.number for branch in branches if branch.from_step < step]

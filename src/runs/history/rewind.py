@@ -36,28 +36,28 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
         branch = branch.model_copy(update={"wandb": f"{run.name}-branch-{branch.number}"})
     after = branches.chain(before, branch)
     builder = PlanBuilder(run, branch.number)
-    every = [path.name for path in checkpoints.every(run)]
+    every = [path.name for path in checkpoints.list_all(run)]
     stay = [name for name in every if checkpoints.step_of(Path(name)) <= step]
-    for name in abandoned.changeable(run):
-        builder.keep(name)
+    for name in abandoned.changeable_files(run):
+        builder.archive_file(name)
     for name in stay:
-        builder.do("link", f"{builder.folder}/before/checkpoints/{name}", **{"from": f"checkpoints/{name}"})
+        builder.add_step("link", f"{builder.folder}/before/checkpoints/{name}", **{"from": f"checkpoints/{name}"})
     for name in reversed(every[len(stay) :]):
-        builder.move_away(name)
-    for name in abandoned.by_rows(run):
-        builder.cut(name, step)
+        builder.archive_checkpoint(name)
+    for name in abandoned.files_of_rows(run):
+        builder.archive_rows_after(name, step)
     best, told = _best_step(run, target)
     if best is None:
-        builder.do("remove", BEST)
+        builder.add_step("remove", BEST)
     else:
-        builder.do("write", BEST, json={"step": best})
-    builder.do("write", branches.FILE, json={"branches": [item.model_dump(mode="json") for item in after]})
+        builder.add_step("write", BEST, json={"step": best})
+    builder.add_step("write", branches.FILE, json={"branches": [item.model_dump(mode="json") for item in after]})
     if branch.wandb:
-        builder.do("write", WANDB, json={"id": branch.wandb, "forked_from": {"run": _wandb_id(run), "step": step}})
-    reason = f"rewound to step {step} by {ledger.who()}{f' ({why})' if why else ''}; start it again to continue"
+        builder.add_step("write", WANDB, json={"id": branch.wandb, "forked_from": {"run": _wandb_id(run), "step": step}})
+    reason = f"rewound to step {step} by {ledger.user_and_host()}{f' ({why})' if why else ''}; start it again to continue"
     kept = {key: value for key, value in status.items() if key != "loss"}
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    builder.do("conclude", STATUS, json={**kept, "state": "stopped", "step": step, "reason": reason, "updated": now})
+    builder.add_step("conclude", STATUS, json={**kept, "state": "stopped", "step": step, "reason": reason, "updated": now})
     left = [item.number for item in before if item not in after]
     facts = {"why": why, "step": step, "was_at": status.get("step"), "branch": branch.model_dump(mode="json", exclude_none=True)}
     return builder.build("rewind", facts, every, [f"to step {step}: {describe(branch)}", *told, *_warnings(run, branch, builder, left)])
@@ -71,9 +71,9 @@ def plan_evaluations(run: Path, step: int, why: str = "") -> Plan:
     """
     builder = PlanBuilder(run, next_number(run))
     for path in sorted(run.glob(EVALUATIONS)):
-        builder.keep(path.name)
+        builder.archive_file(path.name)
     for name in list(builder.files):
-        builder.cut(name, step)
+        builder.archive_rows_after(name, step)
     if not builder.archived:
         raise RunError(f"{run}: no row of {EVALUATIONS} is of a step after {step}, so there is nothing to roll back.")
     return builder.build("rollback-evals", {"why": why, "step": step}, None, [f"evaluations to step {step}"])
@@ -95,21 +95,21 @@ def plan_undo(run: Path, why: str = "") -> Plan:
     record = undoable[-1]
     builder, old = PlanBuilder(run, next_number(run)), f"{abandoned.FOLDER}/branch-{record['number']}"
     files, listed = record["before"]["files"], record["before"]["checkpoints"]
-    every = [path.name for path in checkpoints.every(run)]
-    touched = sorted(files) if listed is None else sorted({*files, *abandoned.changeable(run)})
+    every = [path.name for path in checkpoints.list_all(run)]
+    touched = sorted(files) if listed is None else sorted({*files, *abandoned.changeable_files(run)})
     for name in touched:
         if (run / name).is_file():
-            builder.keep(name)
+            builder.archive_file(name)
     if listed is not None:
         _restore_checkpoints(builder, old, listed, every)
     for name in touched:
         if name not in files:
-            builder.do("remove", name)
+            builder.add_step("remove", name)
         elif not (run / old / "before" / name).is_file():
             raise RunError(f"{run / old / 'before' / name}: gone, so the run cannot be restored.")
         else:
-            builder.do("put", name, **{"from": f"{old}/before/{name}"})
-    builder.do("write", f"{old}/{abandoned.RECORD}", json={**record, "undone": datetime.now(UTC).isoformat(timespec="seconds")})
+            builder.add_step("put", name, **{"from": f"{old}/before/{name}"})
+    builder.add_step("write", f"{old}/{abandoned.RECORD}", json={**record, "undone": datetime.now(UTC).isoformat(timespec="seconds")})
     told = [f"as it was before the {record['event']} to step {record['step']} by {record['who']} at {record['when']}"]
     facts = {"why": why, "step": record["step"], "undoes": record["number"]}
     return builder.build("undo", facts, None if listed is None else every, told)
@@ -137,7 +137,7 @@ def _restore_checkpoints(builder: PlanBuilder, old: str, listed: dict[str, str |
     for name in every:
         was_moved = (run / old / "checkpoints" / name).is_dir()
         if was_moved or name not in listed or journal.manifest_hash(run / "checkpoints" / name) != listed[name]:
-            builder.move_away(name)
+            builder.archive_checkpoint(name)
     for name in listed:
         if name in every and name not in builder.moved:
             continue
@@ -145,13 +145,13 @@ def _restore_checkpoints(builder: PlanBuilder, old: str, listed: dict[str, str |
         found = next(((do, place) for do, place in places.items() if (run / place).is_dir()), None)
         if found is None:
             raise RunError(f"{run / places['move']}: gone, so the run cannot be restored.")
-        builder.do(found[0], f"checkpoints/{name}", **{"from": found[1]})
+        builder.add_step(found[0], f"checkpoints/{name}", **{"from": found[1]})
 
 
 def _whole_checkpoint(run: Path, step: int) -> Path:
     target = checkpoints.folder(run, step)
     if not target.is_dir():
-        whole = [str(checkpoints.step_of(path)) for path in checkpoints.every(run) if defect(path, hashes=False) is None]
+        whole = [str(checkpoints.step_of(path)) for path in checkpoints.list_all(run) if defect(path, hashes=False) is None]
         elsewhere = sorted((run / abandoned.FOLDER).glob(f"branch-*/checkpoints/{target.name}"))
         hint = f" {elsewhere[-1]} is of a branch that was left: `undo` leads back there." if elsewhere else ""
         raise CheckpointError(f"--to {step}: no such checkpoint in {run}. There are: {', '.join(whole) or 'none'}.{hint}")
@@ -183,7 +183,7 @@ def _warnings(run: Path, branch: Branch, builder: PlanBuilder, left: Sequence[in
     lines = []
     if left:
         lines.append(f"branch {', '.join(map(str, left))} began here or later, so what it changed no longer holds")
-    if builder.moved and run.name in {name for name, _ in retention.needed(run.parent)[0]}:
+    if builder.moved and run.name in {name for name, _ in retention.needed_by_children(run.parent)[0]}:
         lines.append("another experiment starts from this run, and will find another checkpoint")
     if (run / WANDB).exists() and not branch.wandb:
         lines.append("Weights & Biases takes no step twice: without --new-wandb-run, steps that are made again do not show there")

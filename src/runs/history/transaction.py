@@ -60,7 +60,7 @@ def finish(run: Path) -> dict[str, Any] | None:
         steps, event = [(_STEPS[step["do"]], step) for step in found["steps"]], dict(found["event"])
     except (KeyError, TypeError, ValueError):
         raise RunError(
-            f"{path}: not a list of steps that this version knows. Finish with the version that began: {event_of(found)}"
+            f"{path}: not a list of steps that this version knows. Finish with the version that began: {describe_event(found)}"
         ) from None
     with _lock_rows(run, found["steps"]):
         for do, step in steps:
@@ -73,12 +73,12 @@ def finish(run: Path) -> dict[str, Any] | None:
     return event
 
 
-def unfinished(run: Path) -> str | None:
+def describe_unfinished(run: Path) -> str | None:
     """What was begun in `run` and is not ended, for people; None where nothing is."""
-    return event_of(read_json(run / FILE, RunError)) if (run / FILE).exists() else None
+    return describe_event(read_json(run / FILE, RunError)) if (run / FILE).exists() else None
 
 
-def event_of(journal: Any) -> str:
+def describe_event(journal: Any) -> str:
     """In a few words."""
     event = journal.get("event") if isinstance(journal, dict) else None
     return f"{event.get('event')} by {event.get('who')} at {event.get('when')}" if isinstance(event, dict) else "unknown"
@@ -188,7 +188,7 @@ def _link_or_copy(source: str, target: str) -> None:
             os.fsync(file.fileno())
 
 
-def _keep(run: Path, step: Step) -> None:
+def _copy_aside(run: Path, step: Step) -> None:
     """Copy a file to where none is yet."""
     source, target = run / step["from"], run / step["to"]
     if not target.exists():
@@ -198,14 +198,14 @@ def _keep(run: Path, step: Step) -> None:
         write_atomic(target, content)
 
 
-def _put(run: Path, step: Step) -> None:
+def _restore(run: Path, step: Step) -> None:
     """Replace a file by a copy of another."""
     with writing(run / step["to"]):
         content = (run / step["from"]).read_bytes()
     write_atomic(run / step["to"], content)
 
 
-def _cut(run: Path, step: Step) -> None:
+def _cut_rows(run: Path, step: Step) -> None:
     """Move the lines of later steps than "step" from "to" to "rest". It is done where "to" does not begin as its copy "from" any more."""
     target = run / step["to"]
     with writing(target):
@@ -233,15 +233,15 @@ def _conclude(run: Path, step: Step) -> None:
     """Write what follows from the scores: haven's file and the status, which says what they come to."""
     if (run / SCORES).exists():
         Scores(run / SCORES).export_haven()
-    write_json(run / STATUS, {**step["json"], SUMMARY: summarize(run / SCORES).as_json()})
+    write_json(run / STATUS, {**step["json"], SUMMARY: summarize(run / SCORES).to_json()})
 
 
 _STEPS: Mapping[str, Callable[[Path, Step], None]] = {
     "move": _move,
     "link": _link,
-    "keep": _keep,
-    "put": _put,
-    "cut": _cut,
+    "keep": _copy_aside,
+    "put": _restore,
+    "cut": _cut_rows,
     "write": _write,
     "remove": _remove,
     "conclude": _conclude,

@@ -65,7 +65,7 @@ def locate(path: Path, step: int | None = None) -> Path:
         return path.resolve()
     checkpoint = checkpoints.newest_whole(path) if step is None else checkpoints.folder(path, step)
     if checkpoint is None or not checkpoint.is_dir():
-        there = ", ".join(str(checkpoints.step_of(entry)) for entry in checkpoints.every(path)) or "none"
+        there = ", ".join(str(checkpoints.step_of(entry)) for entry in checkpoints.list_all(path)) or "none"
         raise CheckpointError(
             f"{path}: has no whole checkpoint{'' if step is None else f' of step {step}'}. Steps that are there: {there}."
         )

@@ -22,7 +22,7 @@ from src.errors import CheckpointError, RunError
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
 from src.runs.history import branches
-from src.runs.lease import guarded
+from src.runs.lease import directory_lock
 from src.runs.metadata import CONFIG
 from src.weights import load_trained
 
@@ -60,10 +60,10 @@ class _InUse(Exception):
 @contextlib.contextmanager
 def _unpinned(run: Path, checkpoint: Path) -> Iterator[None]:
     """A moment in which nobody works on it, nor begins to."""
-    with guarded(run, create=False):
+    with directory_lock(run, create=False):
         if checkpoint.exists():
             try:
-                held = pins.held(run, [checkpoint], pins.Silence())
+                held = pins.pinned(run, [checkpoint], pins.StalenessProbe())
             except RunError as error:
                 raise _InUse(str(error)) from None
             if held:

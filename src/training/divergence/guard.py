@@ -98,7 +98,7 @@ class DivergenceGuard:
         number = abandoned.next_number(path)
         if number > most:
             return None, f"there are {number - 1} branches already, and loop.divergence.max_rewinds is {most}."
-        before = [at for at in map(checkpoints.step_of, checkpoints.every(path)) if at < first]
+        before = [at for at in map(checkpoints.step_of, checkpoints.list_all(path)) if at < first]
         if not before:
             return None, f"no checkpoint of a step before {first} is left. Save more often (--log_every), or keep more."
         to = before[-1]
@@ -111,7 +111,7 @@ class DivergenceGuard:
         branch = old.model_copy(update=new) if old else Branch(from_step=to, **new)
         try:
             self.run.dir.confirm()
-            rewind.plan(path, branch, text).carry_out()
+            rewind.plan(path, branch, text).apply()
         except UserError as error:
             return None, str(error)
         return to, ""

@@ -64,7 +64,7 @@ class Reporter:
             RunError: the disk refuses, or another process has taken over the save directory.
         """
         self.run.dir.confirm()
-        self.run.dir.scores.complete(scores)
+        self.run.dir.scores.add_to_last_row(scores)
         self.run.dir.scores.export_haven()
         for callback in self.callbacks:
             callback.on_end(scores)

@@ -25,7 +25,7 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
             or the launcher says otherwise than the experiment; checkpoints are to be kept at steps at which none is written.
     """
     options.keep.check((options.log_every or config.eval_every, config.eval_every))
-    config.check_accelerate(options.told)
+    config.check_accelerate(options.launcher_settings)
     if config.precision == "float16" and (options.deepspeed or options.fsdp):
         raise ConfigError("loop.precision: 'float16' trains whole models only. Use 'bfloat16', or leave out --deepspeed and --fsdp.")
     if options.deepspeed and config.optimizer != "adamw":  # ZeRO joins parameters end to end: it has no tensor whose size could be taken
