@@ -109,7 +109,7 @@ def select(args: argparse.Namespace, groups: Any) -> list[Any]:
 
 
 def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> int:
-    """Print the plan and all that stands in its way; exit code 1 where something does."""
+    """Print the plan and every problem; returns exit code 1 if there is one."""
     from src.errors import RunError
     from src.runs.metadata import state_of
 

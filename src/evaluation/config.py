@@ -1,4 +1,4 @@
-"""What an experiment says of the questions that its model is asked, in evaluations and after the training."""
+"""Settings of generated answers: during evaluations, and after training."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def _require_distinct_scores(metrics: Sequence[MetricConfig]) -> None:
 
 
 class Answers(Config):
-    """Questions answered by greedy generation at each evaluation, and how the answers are scored."""
+    """Questions answered by greedy generation at each evaluation, and the metrics of the answers."""
 
     questions: int = Field(gt=0)
     """The first ones of the validation set."""
@@ -39,13 +39,13 @@ class Answers(Config):
         return self
 
     def require(self, dataset: QuestionDataset) -> None:
-        """Raises DataError where `dataset` has fewer questions than are asked."""
+        """Raises DataError if `dataset` has fewer questions than requested."""
         if self.questions > dataset.num_questions:
             raise DataError(f"answers.questions: {self.questions} of a validation set of {dataset.num_questions}. Ask for fewer.")
 
 
 class Inference(Config):
-    """All questions of a split, or some of them, answered by the trained model: <run>/inference/<split>.jsonl, and how they are scored.
+    """All or some questions of a split, answered by the trained model (<run>/inference/<split>.jsonl), and their metrics.
 
     Which questions: first those of the `index_file`, of these the ones of `datasets`, of these the first `rows`.
     """
@@ -69,7 +69,7 @@ class Inference(Config):
         return self
 
     def select(self, dataset: QuestionDataset, row_indices: list[int] | None = None) -> list[int]:
-        """Which questions of `dataset` are asked. row_indices: the numbers in `index_file`, where there is one.
+        """Indices of the questions to answer. row_indices: content of `index_file`, if given.
 
         Raises:
             ConfigError: a source that no row is of.
@@ -91,7 +91,7 @@ class Inference(Config):
 
 
 class Answering(Config):
-    """How an encoder-decoder answers the rows of a task, in evaluations and in the predictions."""
+    """How an encoder-decoder answers the rows of a task, in evaluations and predictions."""
 
     by: Literal["generate", "rank", "teacher_forced"] = "generate"
     """generate: written greedily. rank: the likeliest of the task's answers. teacher_forced: the likeliest token at each place, given the

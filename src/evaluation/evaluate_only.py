@@ -1,6 +1,6 @@
-"""The scores of a model as it stands: an experiment that trains nothing, such as a prompted language model as a baseline.
+"""Evaluation without training, for example of a prompted language model as a baseline.
 
-It leaves one row of scores, at step 0, and no checkpoint. An interrupted one is made again.
+It writes one row of scores, at step 0, and no checkpoint. If interrupted, it starts again.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def evaluate_only(model: nn.Module, run: Run, config: Evaluation, evaluate: Measure, finish: Measure) -> None:
-    """Write the scores that `evaluate` gives, and add those of `finish`, which may take long and go on after a stop. Collective.
+    """Write the scores of `evaluate`, then add those of `finish`, which may take long and is resumable. Collective.
 
     Both are called on every rank, with the model on its device and in eval mode. Every process has the whole model, whatever the command
     line says of sharing it.
@@ -62,14 +62,14 @@ def evaluate_only(model: nn.Module, run: Run, config: Evaluation, evaluate: Meas
 
 
 def _begin(run: Run) -> None:
-    """As if nothing had been scored."""
+    """Reset status and scores."""
     run.dir.set_status("running", step=0, steps=0)
     run.dir.scores.truncate(-1)
 
 
 @contextlib.contextmanager
 def _ledger_session(run: Run) -> Iterator[None]:
-    """Put into the ledger that this start begins, and how it ends."""
+    """Record the start and the end of this attempt in the ledger."""
 
     def tell(name: str, **facts: Any) -> None:
         if distributed.is_main():

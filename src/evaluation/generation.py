@@ -40,13 +40,13 @@ class AnswerGenerator:
         return gather_batches(answer, indices, self.batch_size)
 
     def prompts(self, indices: Sequence[int]) -> dict[str, Any]:
-        """What `generate` takes: the questions as one batch, on the device."""
+        """The questions as one batch for `generate`, on the device."""
         prompts = self.dataset.collate_prompts([self.dataset.prompt(i) for i in indices])
         return to_device({name: tensor for name, tensor in prompts.items() if name != "loss_mask"}, self.device)
 
     @torch.no_grad()
     def generate(self, batch: dict[str, Any], max_new_tokens: int, **options: Any) -> torch.Tensor:
-        """Tokens (B, T) written greedily after the prompts, T <= max_new_tokens, filled up with the end-of-text token. Collective.
+        """Tokens (B, T) generated greedily after the prompts, T <= max_new_tokens, padded with the end-of-text token. Collective.
 
         options: for transformers' `generate`.
         """
@@ -74,7 +74,7 @@ def generated_counts(ids_BT: torch.Tensor, eos_id: int) -> list[int]:
 
 
 def gather_batches(answer: Callable[[Sequence[int]], Sequence[T]], indices: Sequence[int], batch_size: int) -> Iterator[list[T]]:
-    """What `answer` gives for each of `indices`, in order; each yield holds one batch of every process. Collective.
+    """Results of `answer` for `indices`, in order; each yield holds one batch from every process. Collective.
 
     The same on every rank, and the same batches whatever the number of processes.
 
@@ -92,7 +92,7 @@ def gather_batches(answer: Callable[[Sequence[int]], Sequence[T]], indices: Sequ
 
 
 def evaluate(asked: Answers, generator: AnswerGenerator) -> dict[str, float]:
-    """Ask the first questions, and score the answers over all and over each source: {"em": …, "em/nq": …}. Collective.
+    """Answer the first questions, and score the answers overall and by source: {"em": …, "em/nq": …}. Collective.
 
     Raises:
         distributed.TrainingStopped: a process was asked to stop meanwhile.

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InferenceJob:
-    """An inference that can be made: what is wrong with it shows before the training."""
+    """A checked inference: its errors are found before the training."""
 
     config: Inference
     dataset: QuestionDataset
@@ -40,7 +40,7 @@ class InferenceJob:
 
 
 def prepare(config: Inference, dataset: QuestionDataset, row_indices: list[int] | None) -> InferenceJob:
-    """The job that `config` describes, to be called before the training. row_indices: those in the index file, where one is named.
+    """The job that `config` describes. Call it before the training. row_indices: content of the index file, if given.
 
     Raises:
         UserError: there are no such rows.
@@ -51,7 +51,7 @@ def prepare(config: Inference, dataset: QuestionDataset, row_indices: list[int] 
 
 
 def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mapping[str, str]) -> dict[str, float]:
-    """Ask the questions, where they are not answered yet; the scores, {"inference/em": …, "inference/em/nq": …}. Collective.
+    """Answer the questions that have no answer yet; returns the scores, {"inference/em": …, "inference/em/nq": …}. Collective.
 
     inputs, Raises: see `ResumableOutputs.make`.
     """

@@ -1,4 +1,4 @@
-"""What a trained model writes for every input: files <run>/<folder>/<name>.jsonl, written whole or not at all, after any interruption.
+"""Resumable outputs of a trained model: files <run>/<folder>/<name>.jsonl, complete or absent, after any interruption.
 
 Until all is there, the texts are collected in <run>/<folder>.part.jsonl, from which an interrupted run goes on with any number of
 processes. Its first line, like the manifest of the folder, holds the key of the outputs: the weights, everything that the model is made
@@ -51,7 +51,7 @@ class ResumableOutputs:
     """(folder that is being written, outputs by file): writes further files into it."""
 
     def make(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> list[list[str]]:
-        """The outputs of each file, made where they are not there yet. Collective.
+        """The outputs of each file, generated if missing. Collective.
 
         To be called when the last checkpoint is written: its weights are part of the key. inputs: `training.state.fingerprints` of the run.
         settings: what else the outputs depend on.
@@ -69,7 +69,7 @@ class ResumableOutputs:
 
     @property
     def part(self) -> Path:
-        """Where the outputs are collected."""
+        """File in which outputs are collected."""
         return self.run.path / f"{self.folder}.part.jsonl"
 
     def _key(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ResumableOutputs:
         }
 
     def _read_finished(self, key: dict[str, Any]) -> list[str] | None:
-        """The outputs of a whole folder with this key; None where there is none."""
+        """The outputs of a complete folder with this key; None if there is none."""
         folder = self.run.path / self.folder
         if not folder.is_dir() or defect(folder) is not None or not key.items() <= read_manifest(folder, RunError).items():
             return None
@@ -92,7 +92,7 @@ class ResumableOutputs:
         return [json.loads(line)[self.field] for line in lines]
 
     def _generate(self, key: dict[str, Any]) -> list[str]:
-        """Go on after the outputs that an interrupted run has left."""
+        """Generate the outputs, continuing after those of an interrupted run."""
         texts = distributed.broadcast_from_rank0(lambda: self._begin(key))
         if texts:
             log.info("%s: goes on after %d of %d inputs.", self.part, len(texts), sum(file.count for file in self.files))
@@ -103,7 +103,7 @@ class ResumableOutputs:
         return texts
 
     def _begin(self, key: dict[str, Any]) -> list[str]:
-        """The outputs in `part`, which holds whole batches with this key alone when this returns."""
+        """The outputs in `part`. Truncates it to whole batches; removes it if it has another key."""
         self.run.dir.confirm()
         try:
             with reading(self.part):
@@ -117,7 +117,7 @@ class ResumableOutputs:
         return texts
 
     def _in_whole_batches(self, count: int) -> int:
-        """How many of the first `count` outputs are of whole batches: the batches are then those of an uninterrupted run."""
+        """How many of the first `count` outputs are in complete batches, so that batches are those of an uninterrupted run."""
         total = 0
         for file in self.files:
             if count < file.count:
@@ -143,7 +143,7 @@ class ResumableOutputs:
             self.part.unlink(missing_ok=True)
 
     def _split_by_file(self, texts: Sequence[str]) -> list[list[str]]:
-        """The outputs of each file, of which the last may be missing."""
+        """The outputs by file; the last ones may be missing."""
         found, start = [], 0
         for file in self.files:
             found.append(list(texts[start : start + file.count]))
@@ -152,7 +152,7 @@ class ResumableOutputs:
 
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
-    """Up to the first line that is no text in JSON: a power cut may leave such."""
+    """Texts up to the first line that is not a JSON string, which a power cut may leave."""
     for line in lines:
         try:
             text = json.loads(line)

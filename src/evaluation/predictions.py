@@ -33,15 +33,15 @@ class TaskSplit:
 
     @property
     def name(self) -> str:
-        """Of its file, without ".jsonl"."""
+        """Name of its file, without ".jsonl"."""
         return f"{self.dataset.task.name}.{self.split}"
 
     def has_label(self, index: int) -> bool:
-        """Whether it is known what should be answered to a row."""
+        """Whether a row has a label."""
         return self.dataset.row(index).get("label") is not None
 
     def scores(self, texts: Sequence[str]) -> dict[str, float]:
-        """Of the answers to those rows that have a label; none where no row has."""
+        """Scores of the answers to rows that have a label; {} if none has."""
         labelled = [self.dataset.prediction(i, text) for i, text in enumerate(texts) if self.has_label(i)]
         return task_scores(self.dataset.task, labelled) if labelled else {}
 
@@ -57,13 +57,13 @@ class TaskSplit:
 
 
 def task_scores(task: Any, predictions: Sequence[Prediction]) -> dict[str, float]:
-    """The scores that a task names, and "task_score": the one to optimise, up to 100."""
+    """The scores that a task names, and "task_score", the one to optimise, at most 100."""
     scores = answers.scores(task.metrics(), predictions)
     return {name: scores[name] for name in task.task.metrics} | {"task_score": task.percent(scores)}
 
 
 def make(run: Run, splits: Sequence[TaskSplit], predictor: TaskPredictor, inputs: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Answer the rows, where they are not answered yet; scores by "<task>.<split>". Collective.
+    """Answer the rows that have no answer yet; returns scores by "<task>.<split>". Collective.
 
     inputs, Raises: see `ResumableOutputs.make`.
     """
@@ -97,7 +97,7 @@ def _write_submissions(splits: Sequence[TaskSplit], folder: Path, texts: Sequenc
 
 
 def submission(some: TaskSplit, texts: Sequence[str]) -> str:
-    """What GLUE's server takes: a header and a line of "index" and "prediction" for each row, parted by tabs.
+    """A submission for GLUE's server: tab-separated "index" and "prediction", with a header.
 
     An answer that is no label is written as class 0, and one that is no number as the lowest: the server takes nothing else.
     """
@@ -119,7 +119,7 @@ def submission(some: TaskSplit, texts: Sequence[str]) -> str:
 
 
 def _number(text: str, low: float, high: float) -> tuple[float, bool]:
-    """The number in a range that a text says, and whether it says one."""
+    """The number in `text`, clipped to [low, high], and whether there is one."""
     try:
         value = float(text)
     except ValueError:

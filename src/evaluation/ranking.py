@@ -1,4 +1,4 @@
-"""What an encoder-decoder answers to the rows of a task: generated, the likeliest of the task's answers, or under teacher forcing."""
+"""Answers of an encoder-decoder to the rows of a task: generated, ranked by likelihood, or under teacher forcing."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from src.training.validation import to_device
 
 @dataclass(frozen=True)
 class TaskPredictor:
-    """An encoder-decoder that answers the rows of tasks in the way that an experiment says."""
+    """An encoder-decoder that answers the rows of tasks as the experiment says."""
 
     model: Any
     """Has transformers' `generate`, and is in eval mode."""
@@ -35,7 +35,7 @@ class TaskPredictor:
 
     @torch.no_grad()
     def _predict_with_targets(self, dataset: TaskDataset, indices: Sequence[int]) -> list[str]:
-        """The likeliest token at each place of the target, given the target before it: what a model would do that never erred before."""
+        """The likeliest token at each position of the target, given the true target before it (teacher forcing)."""
         batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), self.device)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
         ids_BT = self.model(**inputs, use_cache=False).logits.argmax(-1)
@@ -45,7 +45,7 @@ class TaskPredictor:
         return [text.strip() for text in self.tokenizer.batch_decode(cut, skip_special_tokens=True)]
 
     def _rank(self, dataset: TaskDataset, indices: Sequence[int]) -> list[str]:
-        """The likeliest of the task's answers, the first of equals."""
+        """The likeliest of the task's answers; the first one on a tie."""
         return [dataset.task.answers[best] for best in self.log_probabilities(dataset, indices).argmax(1).tolist()]
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Recipe `crossattn`: train cross-attention layers in a frozen language model, to answer questions about a context that they read."""
+"""Recipe `crossattn`: train cross-attention layers in a frozen language model to answer questions about a context."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -23,11 +23,11 @@ class Config(QuestionAnswering):
         return context_lm_loss
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        """Those of every recipe of questions, and whether this base has encoded the contexts, where they are encoded already."""
+        """The checks of every question-answering recipe, and that contexts encoded in advance were encoded by this base."""
         return [*super().checks(places), lambda: call_once(self._check_base, places)]
 
     def run(self, run: Run) -> None:
-        """Train to the last step, or score the model as it is; then make the inference. Collective."""
+        """Train, or evaluate without training; then run the inference. Collective."""
         with distributed.raise_together():
             self._check_base(run.places)  # a parent may have been trained since the check
         super().run(run)

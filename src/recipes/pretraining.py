@@ -1,4 +1,4 @@
-"""Training on text: what the recipes `lm` and `t5_pretrain` share. Each adds which model and data it takes, and the loss."""
+"""Training on text, shared by the recipes `lm` and `t5_pretrain`. Each adds its types of model and data, and the loss."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -45,11 +45,11 @@ class Pretraining(RecipeConfig):
         """(model, batch) and, for training, label smoothing and z-loss -> summed loss."""
 
     def score_names(self) -> list[str]:
-        """What an evaluation measures."""
+        """Names of the scores of an evaluation."""
         return ["val_loss", "val_perplexity"]
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        """Each raises a UserError for what can be known to fail before anything is loaded."""
+        """Checks that need no model or data in memory; each raises a UserError."""
         return [
             lambda: call_once(self.model.check, places),
             lambda: call_once(self.data.check, places),

@@ -1,4 +1,4 @@
-"""Recipe `prompted`: a decoder answers questions on contexts that are in its prompt. Trained whole, by adapters, or not at all."""
+"""Recipe `prompted`: a decoder answers questions about contexts in its prompt. Fully fine-tuned, trained with adapters, or not trained."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar

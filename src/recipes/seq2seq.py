@@ -1,20 +1,20 @@
-"""Recipe `seq2seq`: an encoder-decoder is fine-tuned on tasks that are written as text, such as those of GLUE and SuperGLUE, and scored."""
+"""Recipe `seq2seq`: an encoder-decoder is fine-tuned and evaluated on tasks written as text, such as GLUE and SuperGLUE."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from src import distributed
 from src.config import Places, unknown_text
 from src.errors import ConfigError
 from src.evaluation.config import Answering, Predictions
-from src.interfaces import DatasetConfig, DatasetField, ModelField, RecipeConfig, call_once
+from src.interfaces import DatasetConfig, call_once
 from src.kinds import ENCODER_DECODER
+from src.recipes.finetuning import Finetuning
 from src.registry import resolved_dict
 from src.runs.context import Run
-from src.training.config import Evaluation, LoopConfig
 
 if TYPE_CHECKING:
     from src.data.tasks.dataset import Config as TaskConfig
@@ -25,23 +25,14 @@ TASK = "task"
 LOSS, TASK_SCORE = "val_loss", "task_score"
 
 
-class Config(RecipeConfig):
-    """An experiment: a loop that trains, or the evaluation of the model as it is."""
+class Config(Finetuning):
+    """An experiment of this recipe, without its "recipe" key."""
 
-    seed: int = Field(ge=0, lt=2**63)
-    model: ModelField
-    data: DatasetField
-    loop: LoopConfig | None = None
-    evaluation: Evaluation | None = None
     answers: Answering = Answering()
     predictions: Predictions | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Config":
-        if (self.loop is None) == (self.evaluation is None):
-            raise ValueError("expected either loop, which trains the model, or evaluation, which scores it as it stands.")
-        if self.evaluation and self.model.name == "lora":
-            raise ValueError("model: new adapters change nothing before they are trained. Take their base, or write loop.")
         self.model.require_kind(ENCODER_DECODER, None)
         if not self.tasks:
             raise ValueError(f"data: expected {TASK!r}, or a 'mixture' with such a part; got {self.data.name!r}.")
@@ -64,12 +55,8 @@ class Config(RecipeConfig):
         return [*self.tasks, *(task for part in (self.predictions.also if self.predictions else []) for task in _tasks(part))]
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        """Each raises a UserError for what can be known to fail before anything is loaded."""
+        """Checks that need no model or data in memory; each raises a UserError."""
         loop = self.loop
-
-        def check_trainable() -> None:
-            if loop and self.model.is_frozen():
-                raise ConfigError("model: its weights are frozen, so there is nothing to train. Put 'lora' around it, or write evaluation.")
 
         def check_tasks_not_trained() -> None:
             for task in self.tasks_to_predict[len(self.tasks) :]:
@@ -95,14 +82,14 @@ class Config(RecipeConfig):
         return [
             lambda: call_once(self.model.check, places),
             lambda: self.model.check_kind(ENCODER_DECODER, places),
-            check_trainable,
+            self.check_trainable,
             lambda: call_once(self.data.check, places),
             lambda: self.data.check_length(self.model.longest_sequence(places)),
             check_tasks_not_trained,
             check_ranking,
             check_best_metric,
             lambda: self.splits_to_predict(places),
-            lambda: loop and loop.compile and self.data.check_compiled(),
+            self.check_compiled,
         ]
 
     def splits_to_predict(self, places: Places) -> "list[tuple[TaskConfig, str]]":
@@ -126,7 +113,7 @@ class Config(RecipeConfig):
         return found
 
     def run(self, run: Run) -> None:
-        """Train to the last step, or score the model as it is; then make the predictions. Collective.
+        """Train, or evaluate without training; then make the predictions. Collective.
 
         Scores: train_loss and those of `score_names`; at the end "predictions/<split>/<metric>", of several tasks
         "predictions/<split>/<metric>/<task>".
@@ -134,16 +121,15 @@ class Config(RecipeConfig):
         import torch
 
         from src.data.text import tokenizers
-        from src.evaluation import evaluate_only
         from src.evaluation import predictions as predicting
         from src.evaluation.ranking import TaskPredictor
         from src.training.checkpointing.folder import CheckpointMetadata
-        from src.training.loop import TrainSpec, fit
+        from src.training.loop import TrainSpec
         from src.training.loss import seq2seq_loss
         from src.training.state import fingerprints
         from src.training.validation import mean_loss
 
-        batch_size = (self.loop or self.evaluation).micro_batch  # type: ignore[union-attr]  one of them is there
+        batch_size = self.micro_batch
         torch.manual_seed(self.seed)
         with distributed.raise_together():
             model = self.model.build(run.places)
@@ -154,8 +140,8 @@ class Config(RecipeConfig):
             for task, split in self.splits_to_predict(run.places):
                 known = [data for data, own in zip(val, tasks, strict=True) if own is task and split == "val"]
                 splits.append(predicting.TaskSplit(known[0] if known else task.build(run.places, tokenizer, split, self.seed), split))
-            train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else None
-            inputs = fingerprints(run, val[0] if train is None else train, tokenizer, self.model.fingerprint(run.places))
+            train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val[0]
+            inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
 
         def evaluate(accelerator: Any) -> dict[str, float]:
             predictor, found = TaskPredictor(model, tokenizer, self.answers, batch_size, accelerator.device), {}
@@ -177,17 +163,8 @@ class Config(RecipeConfig):
                 scores |= {f"predictions/{split}/{name}": value for name, value in named.items()}
             return scores
 
-        if self.evaluation:
-            evaluate_only.evaluate_only(model, run, self.evaluation, evaluate, finish)
-            return
-        assert self.loop and train is not None, "the validator has checked that it trains or evaluates"  # noqa: PT018  one reason
-        smoothing, z_loss = self.loop.label_smoothing, self.loop.z_loss
-
-        def training_loss(module: torch.nn.Module, batch: Any) -> torch.Tensor:
-            return seq2seq_loss(module, batch, smoothing, z_loss)
-
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
-        fit(TrainSpec(model, about, train, inputs, training_loss, evaluate, finish), run, self.loop, self.seed)
+        self.fit_or_evaluate(TrainSpec(model, about, train, inputs, self.training_loss(seq2seq_loss), evaluate, finish), run)
 
 
 def _tasks(data: DatasetConfig) -> "Iterator[TaskConfig]":
@@ -198,7 +175,7 @@ def _tasks(data: DatasetConfig) -> "Iterator[TaskConfig]":
 
 
 def score_names(tasks: "Sequence[NamedTask]") -> list[str]:
-    """What an evaluation measures: `val_loss`, `task_score`, and the metrics of one task, or of several under "accuracy/<task>"."""
+    """Names of the scores of an evaluation: `val_loss`, `task_score` and metrics; of several tasks also under "accuracy/<task>"."""
     if len(tasks) == 1:
         return [LOSS, TASK_SCORE, *tasks[0].task.metrics]
     return [LOSS, TASK_SCORE, *(f"{name}/{task.name}" for task in tasks for name in (TASK_SCORE, *task.task.metrics))]

@@ -1,4 +1,4 @@
-"""Recipe `t5_pretrain`: an encoder-decoder learns to restore what is missing from texts, from scratch or from given weights.
+"""Recipe `t5_pretrain`: an encoder-decoder is pre-trained by denoising text, from scratch or from given weights.
 
 Beside the scores of every pre-training: val_accuracy, the share of target tokens that the model finds the likeliest, given those before;
 with `depth` data val_sentence_loss and val_sentence_accuracy, of the sentence tokens alone.

@@ -1,4 +1,4 @@
-"""What an experiment says of its training loop, or of its evaluation without one. How often it logs is no part of it."""
+"""Settings of the training loop, or of an evaluation without training. How often to log is not part of an experiment."""
 
 from collections.abc import Collection, Mapping
 from typing import Literal
@@ -91,7 +91,7 @@ class LoopConfig(Config):
         return self
 
     def check(self, scores: Collection[str]) -> None:
-        """Refuse what fits neither the processes launched nor the recipe, which evaluates `scores`.
+        """Check the settings against the number of processes and the `scores` that the recipe evaluates.
 
         Raises:
             ConfigError: the processes cannot share an optimizer step evenly, or nobody measures `best_metric`.
@@ -107,7 +107,7 @@ class LoopConfig(Config):
             )
 
     def check_accelerate(self, told: Mapping[str, str | float]) -> None:
-        """Refuse what `accelerate launch` was told otherwise, by name as in `src.launch.accelerate_env`.
+        """Refuse options of `accelerate launch` that contradict the experiment. told: as from `src.launch.accelerate_env`.
 
         Raises:
             ConfigError: names both values.
@@ -129,7 +129,7 @@ class LoopConfig(Config):
 
 
 class Evaluation(Config):
-    """The model is scored once, as it stands."""
+    """The model is evaluated once, without training."""
 
     micro_batch: int = Field(gt=0)
     """Sequences in one forward pass."""
@@ -138,7 +138,7 @@ class Evaluation(Config):
 
     @property
     def steps(self) -> int:
-        """None is made."""
+        """Always 0: nothing is trained."""
         return 0
 
     def check_accelerate(self, told: Mapping[str, str | float]) -> None:

@@ -32,7 +32,7 @@ def samples(seed: int, num_samples: int, first: int, reshuffles: Reshuffles | No
 
 
 def permutation(seed: int, num_samples: int, epoch: int, reshuffled: Sequence[tuple[int, int]] = ()) -> NDArray[np.int64]:
-    """The order of one epoch. What was read before an offset of `reshuffled` stays; what was not is permuted among itself."""
+    """The order of one epoch. For each offset in `reshuffled`, samples before it keep their places and the rest is permuted again."""
     order = np.random.default_rng([seed, epoch]).permutation(num_samples)
     for offset, number in reshuffled:
         order[offset:] = np.random.default_rng([seed, epoch, number]).permutation(order[offset:])
@@ -40,13 +40,13 @@ def permutation(seed: int, num_samples: int, epoch: int, reshuffled: Sequence[tu
 
 
 def position(step: int, per_step: int, branches: Sequence[Branch] = ()) -> int:
-    """Where in the stream of `samples` the step that follows `step` finished ones begins to read."""
+    """Position in the stream of `samples` where the step after `step` finished steps begins to read."""
     skipped = sum(branch.skipped_steps for branch in branches if branch.from_step <= step)
     return (step + skipped) * per_step
 
 
 def reshuffles(num_samples: int, per_step: int, branches: Sequence[Branch]) -> dict[int, list[tuple[int, int]]]:
-    """What the branches that reshuffle do to the epochs that they begin in. One that begins with an epoch reorders all of it."""
+    """Reshuffles by epoch, from the branches that begin in it. A branch that begins at the start of an epoch reorders all of it."""
     found: dict[int, list[tuple[int, int]]] = {}
     for branch in branches:
         if branch.data == "reshuffle":

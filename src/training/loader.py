@@ -28,7 +28,7 @@ class LoaderOptions:
 
 @dataclass(frozen=True)
 class Step:
-    """What one process reads in one optimizer step. Counted before it goes to the device, where counting would wait for it."""
+    """What one process reads in one optimizer step. Counted on the CPU, as counting on a GPU would synchronise."""
 
     batches: Sequence[Mapping[str, Tensor]]
     sources: Sequence[Tensor | None]
@@ -41,7 +41,7 @@ class Step:
 
 
 class _Samples(TorchDataset):
-    """Lets a DataLoader ask for samples by (epoch, index), and joins them."""
+    """Adapts a data set to torch's DataLoader: samples by (epoch, index), with the numbers of their sources."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -61,12 +61,12 @@ class _Samples(TorchDataset):
 
 
 def sources(dataset: Dataset) -> Sequence[str]:
-    """What the samples of `dataset` are from, where it says so: by `source(index)`, one of `sources`."""
+    """Names of the sources of `dataset`; empty if it does not tell its samples' sources."""
     return dataset.sources if isinstance(dataset, SourcedDataset) else ()
 
 
 class _BatchSampler(Sampler):
-    """Hands an iterator of (epoch, index) lists to a DataLoader."""
+    """Passes an iterator of (epoch, index) lists to a DataLoader."""
 
     def __init__(self, micro_batches: Iterator[list[tuple[int, int]]]) -> None:
         self.micro_batches = micro_batches

@@ -1,8 +1,8 @@
 """The training loop of every recipe, on Hugging Face Accelerate.
 
-A run that is killed at any moment and started again ends bit for bit where the uninterrupted one ends (same world size): data order and
-dropout are functions of (seed, step), and everything else that a later step depends on is in `State`, the optimizer and the weights.
-What the run was made from (data, tokenizer, parents' weights) is named in `State` by fingerprint, and a change of it is refused.
+A run that is killed at any moment and restarted gives the same bits as an uninterrupted one (same world size): data order and dropout
+are functions of (seed, step), and everything else that a later step depends on is in `State`, the optimizer and the weights.
+`State` holds fingerprints of the inputs (data, tokenizer, parents' weights); a run whose inputs have changed is refused.
 """
 
 import contextlib
@@ -46,20 +46,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """What a recipe gives to the loop."""
+    """A training, as a recipe passes it to the loop."""
 
     model: nn.Module
     about: checkpoint.CheckpointMetadata
     train: Dataset
     """Data set: `len`, `sample(epoch, index)`, `collate(samples)`."""
     inputs: Mapping[str, str]
-    """Fingerprints by name of all that the training reads and does not make: they must not change between starts."""
+    """Fingerprints of the training's inputs by name. They must not change between starts."""
     loss: Loss
     """(model, batch) -> summed loss over the tokens where batch["loss_mask"] is True."""
     evaluate: Callable[[Accelerator], Mapping[str, float]]
     """Scores of the model as it stands, the same on every rank. Called on every rank, in eval mode."""
     finish: Callable[[Accelerator], Mapping[str, float]] | None = None
-    """Like `evaluate`, but of the trained model: called when its last checkpoint is written, and again where a stop came in between."""
+    """Like `evaluate`, but called once after training, when the last checkpoint is written; called again if it was interrupted."""
 
 
 def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
@@ -133,7 +133,7 @@ class Loop:
         return self.state.step % every == 0 or self.state.step == self.config.steps
 
     def row_due(self) -> bool:
-        """Whether a score row is to be written of what was learned since the last; after a restart too, if a stop came in between."""
+        """Whether a score row is due: also after a restart, if the run was stopped between the step and its row."""
         return self.state.since_row.steps > 0 and (self.due(self.config.eval_every) or self.due(self.row_every))
 
     @contextlib.contextmanager
@@ -192,24 +192,24 @@ class Loop:
                 self.engine.backward(loss * (world_size / tokens), last)
             loss_sum += loss.detach()
         norm = self.engine.norm()
-        # That of rank 0: where whole copies stand on unlike devices, the last bit may differ, and all must decide alike.
+        # The norm of rank 0: copies on unlike devices may differ in the last bit, and all ranks must decide alike.
         total, norm = distributed.all_reduce_sum([float(loss_sum), norm if distributed.is_main() else 0.0])
         self.optimizer_step(total, int(tokens), norm)
         self.meter.count(step)
         return total / tokens
 
     def _seed_dropout(self, seed: int) -> None:
-        """Of dropout, on the device that trains. torch.manual_seed asks after all kinds of accelerators, a hundred times as slow."""
+        """Seed dropout on the training device. torch.manual_seed probes every kind of accelerator, which takes a hundred times as long."""
         torch.default_generator.manual_seed(seed)
         if self.accelerator.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def _activation_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Where a forward pass keeps what its backward pass needs."""
+        """Context of a forward pass: where the activations for its backward pass are kept."""
         return memory.offload_activations(self.spec.model) if self.run.options.offload_activations else contextlib.nullcontext()
 
     def optimizer_step(self, loss_sum: float, tokens: int, norm: float) -> None:
-        """Judge the step, clip and step. The values are the same on every rank, so all decide alike."""
+        """Pass the step to the guard, clip and step. All ranks see the same values, so all decide alike."""
         state, since = self.state, self.state.since_row
         # Where float16 overflows, the scaler skips the step and lowers its scale.
         overflowed = self.config.precision == "float16" and not math.isfinite(norm)
@@ -234,7 +234,7 @@ class Loop:
             since.skipped += 1
 
     def evaluate(self) -> dict[str, float]:
-        """Score the model as it stands, and note whether it is the best."""
+        """Score the current model and update the selection of the best step."""
         self.spec.model.eval()
         with self.meter.pause(), self.accelerator.autocast():
             scores = dict(self.spec.evaluate(self.accelerator))
@@ -243,7 +243,7 @@ class Loop:
         return scores
 
     def finish(self, reporter: Reporter) -> None:
-        """Score the trained model, if the recipe asks for it; these scores join the last row."""
+        """Final scores of the trained model, if the recipe has any; they are added to the last row."""
         if self.spec.finish is not None:
             self.saver.wait()
             self.spec.model.eval()
@@ -252,7 +252,7 @@ class Loop:
             distributed.broadcast_from_rank0(lambda: reporter.complete(scores))
 
     def report(self, reporter: Reporter, scores: Mapping[str, float]) -> None:
-        """Write one score row and one row of timings, and begin new sums."""
+        """Write one score row and one row of timings, and reset the sums."""
         step, since = self.state.step, self.state.since_row
         row = {"step": step, **since.scores(), "learning_rate": self.learning_rate(step - 1), "tokens": self.state.tokens, **scores}
         perf = {**self.meter.row(), **self.monitor.row()}
@@ -269,7 +269,7 @@ class Loop:
             self.saver.save(self.engine, LoopSnapshot(state.step, self.selection.best_step, state.to_json()))
 
     def restore(self) -> None:
-        """Continue from the newest whole checkpoint, if there is one; scores past it are dropped, to be made again."""
+        """Continue from the newest complete checkpoint, if there is one. Scores after it are dropped and computed again."""
         folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.run.path))
         with distributed.raise_together():
             if folder is not None:
@@ -307,9 +307,9 @@ class Loop:
         self.selection.restore(state.selection)
 
     def _truncate_records(self) -> None:
-        """Bring scores, checkpoints, status and the best pointer back to the restored step."""
+        """Roll scores, newer checkpoints, status and the best pointer back to the restored step."""
         self.run.dir.set_status("running", step=self.state.step, steps=self.config.steps)
-        # Of a checkpoint that a stop in an evaluation has left, the row is still to be made.
+        # If the run was stopped during an evaluation, the checkpoint exists but its row is still to be written.
         self.run.dir.scores.truncate(self.state.step - self.row_due())
         self.monitor.truncate(self.state.step)
         checkpoints.set_aside_newer(self.run.path, self.state.step)

@@ -11,13 +11,13 @@ NOT_LEARNED = -100
 DEPTH_MASKS = {"attention_mask": "encoder_mask", "decoder_attention_mask": "decoder_mask", "cross_attention_mask": "cross_mask"}
 """Keywords of a model that src.models.t5.config builds, and fields of a DepthBatch."""
 Seen = Callable[[Tensor, Tensor], None]
-"""Is shown logits (N, V) and targets (N,)."""
+"""Called with logits (N, V) and targets (N,)."""
 _watching: list[Seen] = []
 
 
 @contextlib.contextmanager
 def watch_cross_entropy(seen: Seen) -> Iterator[None]:
-    """Within the block `seen` is shown what every cross entropy is of."""
+    """Within the block, call `seen` with the logits and targets of every cross entropy."""
     _watching.append(seen)
     try:
         yield

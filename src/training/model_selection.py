@@ -9,7 +9,7 @@ from src.training.config import LoopConfig
 
 
 class ModelSelection:
-    """Follows `loop.best_metric` over the evaluations. Its whole state is `state()`."""
+    """Tracks `loop.best_metric` over the evaluations. `state()` is its complete state."""
 
     def __init__(self, config: LoopConfig) -> None:
         self.config = config
@@ -18,7 +18,7 @@ class ModelSelection:
         self.without_gain = 0
 
     def update(self, step: int, scores: Mapping[str, float]) -> None:
-        """Take in one evaluation. A value that is not finite is no gain.
+        """Add one evaluation. A non-finite value is never an improvement.
 
         Raises:
             ConfigError: the evaluation does not measure `loop.best_metric`.
@@ -42,7 +42,7 @@ class ModelSelection:
             self.best_value, self.best_step = value, step
 
     def stop(self) -> bool:
-        """True when early stopping has run out of patience."""
+        """True when early stopping's patience is exhausted."""
         stopping = self.config.early_stopping
         return stopping is not None and self.without_gain >= stopping.patience
 

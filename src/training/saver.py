@@ -1,4 +1,4 @@
-"""The checkpoints of a running training: written in the background where possible, each whole or not at all."""
+"""Checkpoints of a running training, written in the background where possible, each complete or not at all."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from src.training.parallel.engine import Engine
 
 @dataclass(frozen=True)
 class LoopSnapshot:
-    """What a checkpoint says of the loop at its step."""
+    """The loop's state at the step of a checkpoint."""
 
     step: int
     best_step: int | None
@@ -38,10 +38,10 @@ class Saver:
         self.writer = Writer()
         self.origin = distributed.broadcast_from_rank0(lambda: checkpoint.origin(run.path))
         self.step = 0
-        """Of the newest checkpoint that there is, or is being written."""
+        """Step of the newest checkpoint, complete or being written."""
 
     def save(self, engine: Engine, kept: LoopSnapshot) -> None:
-        """Write a checkpoint, name the best and drop the old ones. Where the engine gives whole tensors, this returns with copies of them.
+        """Write a checkpoint, update the best pointer and delete old ones. Returns once tensors are copied or shards written.
 
         Raises:
             RunError: the disk refuses, now or for the checkpoint before; or another process has taken over the save directory.
@@ -55,16 +55,16 @@ class Saver:
         self.step = kept.step
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written; what went wrong is raised on every rank."""
+        """Wait for the checkpoint being written; its error is raised on every rank."""
         distributed.broadcast_from_rank0(self.writer.wait)
 
     @contextlib.contextmanager
     def close_on_exit(self) -> Iterator[None]:
-        """Leaves nothing half written, however the block ends."""
+        """Wait for the checkpoint being written at the end of the block, also after an exception."""
         try:
             yield
         except BaseException:
-            with contextlib.suppress(UserError):  # what ended the training is more worth telling
+            with contextlib.suppress(UserError):  # the error that ended the training matters more
                 self.writer.wait()
             raise
         self.wait()

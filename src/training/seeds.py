@@ -1,4 +1,4 @@
-"""Seeds of what a training draws: functions of the experiment's seed and the step, never of process state or world size.
+"""Seeds of random draws: functions of the experiment's seed and the step, never of process state or world size.
 
 The order of samples has its own, see `data_order`; masks and augmentation are drawn by the data sets from (seed, epoch, index).
 """

@@ -1,4 +1,4 @@
-"""What the loop carries from one step to the next, besides weights and optimizer. It stands in each checkpoint's state.json."""
+"""State of the loop besides weights and optimizer, saved in each checkpoint's state.json."""
 
 import hashlib
 from dataclasses import asdict, dataclass, field
@@ -33,7 +33,7 @@ class IntervalTotals:
 
 @dataclass
 class State:
-    """Of one training."""
+    """The loop's state after `step` optimizer steps."""
 
     step: int = 0
     """Optimizer steps finished. The data position, the learning rate and all random draws follow from it."""
@@ -49,12 +49,12 @@ class State:
     """Fingerprints of what the training reads and does not make, by name."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values, which later steps do not change."""
+        """A copy as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "State":
-        """What `saved` gave.
+        """The state that `to_json` gave.
 
         Raises:
             CheckpointError: another version of this code wrote it.

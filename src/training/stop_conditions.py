@@ -1,4 +1,4 @@
-"""When a training stops of its own accord, to be continued: its time is over, its machine's memory runs out, a person wants it to."""
+"""Conditions for a graceful, resumable stop: the time limit, the host's memory, or a stop file."""
 
 import time
 from collections.abc import Iterator
@@ -10,16 +10,16 @@ from src.files import reading
 from src.runs.context import Limits
 
 STOP_FILE = "stop"
-"""In a save directory, or in the folder of all of them: whoever makes it stops the trainings there, and who removes it lets them go on."""
+"""Name of the stop file. In a save directory it stops that training, in the folder of all runs every one, until it is removed."""
 LOOK_SECONDS = 1.0
-"""Least time between two looks at the disk and at the memory."""
+"""Minimum time between two checks of the disk and the memory."""
 _MEMORY = Path("/proc/meminfo")
 _GROUP = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
 
 
 class StopConditions:
-    """Knows what of `limits`, or of the stop files of the save directory `run`, is reached. Each process watches for itself."""
+    """Checks `limits` and the stop files of the save directory `run`. Each process checks for itself."""
 
     def __init__(self, limits: Limits, run: Path) -> None:
         self.limits = limits
@@ -32,7 +32,7 @@ class StopConditions:
         now, end = time.monotonic(), self.limits.end
         if end is not None and now >= end:
             return distributed.Reason("time limit", "limit")
-        if self._found is None and now - self._looked >= LOOK_SECONDS:  # what was reached once stays so, until all have heard of it
+        if self._found is None and now - self._looked >= LOOK_SECONDS:  # once a condition is met it stays so, until all ranks have agreed
             self._looked, self._found = now, self._look()
         return self._found
 
@@ -47,7 +47,7 @@ class StopConditions:
 
 
 def memory_used() -> float:
-    """Share of the machine's memory that is in use, or of what this process's control groups may have, where that is more.
+    """Share of memory in use: of the machine, or of this process's control groups, whichever is larger.
 
     Raises:
         RunError: this system does not say. Linux does.
@@ -67,7 +67,7 @@ def _machine_memory() -> float:
 
 
 def _control_group_memory() -> Iterator[float]:
-    """Version 2 and 1 of control groups; memory that the kernel gives back when asked (cached files) does not count."""
+    """Shares of control groups (versions 2 and 1). Reclaimable file cache is not counted."""
     if not _GROUP.exists():
         return
     for line in _GROUP.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Mean token loss over a whole data set, shared between the processes."""
+"""Mean token loss over a whole data set, computed by all processes together."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ class LossSums(NamedTuple):
     """Nats."""
     tokens: int
     correct: int
-    """Tokens that the model finds the likeliest; 0 where nobody asked."""
+    """Tokens whose target has the highest logit; 0 unless accuracy was requested."""
 
     @property
     def loss(self) -> float:
@@ -42,7 +42,7 @@ def mean_loss(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, d
 
 @torch.no_grad()
 def measure(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, device: torch.device, accuracy: bool = False) -> LossSums:
-    """Over every sample of `dataset` once. Collective: each rank reads every W-th batch.
+    """Summed loss over every sample of `dataset`. Collective: each rank reads every W-th batch.
 
     Raises:
         distributed.TrainingStopped: a process was asked to stop meanwhile.
@@ -52,7 +52,7 @@ def measure(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, dev
 
     def seen(logits_NV: Tensor, targets_N: Tensor) -> None:
         nonlocal correct
-        correct += counts * int((logits_NV.argmax(dim=-1) == targets_N).sum())  # what is not learned is no token's id
+        correct += counts * int((logits_NV.argmax(dim=-1) == targets_N).sum())  # NOT_LEARNED equals no token id
 
     with watch_cross_entropy(seen) if accuracy else contextlib.nullcontext():
         for indices, counts in rank_batches(len(dataset), batch_size):
@@ -69,9 +69,9 @@ def measure(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, dev
 
 
 def rank_batches(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:
-    """The batches of indices that this process evaluates, and whether each counts; over all processes each index counts once.
+    """Batches of indices for this process, and whether each counts; over all processes each index counts once.
 
-    Every process has as many: where the model is shared, a forward pass needs all of them. Padding batches keep ranks in step
+    All processes get the same number, as a forward pass of a sharded model needs all of them. Padding batches keep ranks in step
     and are not scored.
     """
     batches = [range(i, min(i + batch_size, num_samples)) for i in range(0, num_samples, batch_size)]

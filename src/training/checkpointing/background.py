@@ -1,18 +1,18 @@
-"""Checkpoints are written while the training goes on: one at a time, each whole before the next begins."""
+"""Writes checkpoints in a background thread, one at a time."""
 
 import threading
 from collections.abc import Callable
 
 
 class Writer:
-    """One write in the background. What it raises is raised again where it is waited for."""
+    """One write in the background. Its exception is raised again by `wait`."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, write: Callable[[], None]) -> None:
-        """Begin a write; the one before has been waited for."""
+        """Begin a write. Call `wait` for the previous one first."""
         assert self._thread is None
 
         def run() -> None:
@@ -30,7 +30,7 @@ class Writer:
         return self._error is not None
 
     def wait(self) -> None:
-        """Return when nothing is being written; raises what the write raised, once."""
+        """Block until the write is finished, and raise its exception, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,4 +1,4 @@
-"""ZeRO shards of a checkpoint made into plain safetensors: the weights, and the optimizer's state by parameter name.
+"""Converts the ZeRO shards of a checkpoint into plain safetensors: weights, and optimizer state by parameter name.
 
 python -m src.training.checkpointing.consolidate results/runs/EXP_ID                       its newest checkpoint, in place
 python -m src.training.checkpointing.consolidate results/runs/EXP_ID --step 2000 --output exported --dtype bfloat16 --all
@@ -51,7 +51,7 @@ class Export:
 
 
 def locate(path: Path, step: int | None = None) -> Path:
-    """The checkpoint that is meant: `path` itself, or that of `step` of the run `path`, or its newest whole one.
+    """Path of a checkpoint: `path` itself or, if `path` is a run, its checkpoint of `step` (default: the newest complete one).
 
     Raises:
         CheckpointError: there is none.
@@ -157,7 +157,7 @@ def _check_sums(file: Path) -> None:
 
 
 def _add_missing(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
-    """Add to a checkpoint of ours what it lacks."""
+    """Add the missing files to a checkpoint written by this project."""
     manifest = files.read_manifest(checkpoint, CheckpointError)
     wanted = {WEIGHTS: found.weights(everything=False), OPTIMIZER: optimizer_tensors(found)}
     for name in [name for name in wanted if name in manifest["files"]]:
@@ -183,13 +183,13 @@ def _add_missing(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
 
 
 def _manifest_entry(checkpoint: Path, found: zero_layout.Shards, dtype: str = "float32", everything: bool = False) -> dict[str, Any]:
-    """What the manifest says of a consolidation; "tensors" is added to it: {name: sha256 of its bytes}."""
+    """Entry of the manifest. The caller adds "tensors": {name: sha256 of its bytes}."""
     source = {"from": checkpoint.name, "stage": found.stage, "world_size": found.world_size, "step": found.step}
     return {"consolidated": {**source, "dtype": dtype, "all": everything}}
 
 
 def _is_replaceable(folder: Path) -> bool:
-    """True for an empty folder, and for one that this command has written and nobody has added to."""
+    """True for an empty folder, or one that holds only files written by this command."""
     if not folder.is_dir():
         return False
     there = {str(path.relative_to(folder)) for path in folder.rglob("*")}
@@ -217,7 +217,7 @@ def _write_weights(folder: Path, found: zero_layout.Shards, export: Export) -> d
 
 
 def _weights_in(folder: Path) -> dict[str, StoredTensor] | None:
-    """The weights in one file or many; None where there are none."""
+    """The weights, from one file or several; None if there are none."""
     if (folder / WEIGHTS).exists():
         return safetensors_stream.read(folder / WEIGHTS)
     if not (folder / INDEX).exists():

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def begin(run: Path, step: int) -> Iterator[Path]:
-    """The folder that becomes the checkpoint of `step` once the block is left well: whole or not at all.
+    """A folder that becomes the checkpoint of `step` when the block ends without an error: complete or not at all.
 
     One of this step, as a stop in an evaluation leaves it, stays as it is while somebody works on it. It has the same weights; who goes
     on from it makes the evaluation once more.
@@ -74,7 +74,7 @@ def _unpinned(run: Path, checkpoint: Path) -> Iterator[None]:
 def write(
     folder: Path, weights: dict[str, Tensor], moments: dict[str, Tensor] | None, state: dict[str, Any], about: "CheckpointMetadata"
 ) -> None:
-    """Write what a training makes. moments: None where the optimizer's state is written elsewhere."""
+    """Write a checkpoint. moments: optimizer state; None if the engine writes it itself, as shards."""
     save_file(weights, folder / "model.safetensors")
     if moments is not None:
         save_file(moments, folder / OPTIMIZER)
@@ -117,7 +117,7 @@ def load_weights(folder: Path, model: nn.Module) -> dict[str, Any]:
 
 
 class CheckpointMetadata:
-    """What stands in a checkpoint besides the loop's state: it makes the folder loadable on its own."""
+    """Model config and tokenizer, saved in every checkpoint so that the folder can be loaded on its own."""
 
     def __init__(self, model: dict[str, Any], tokenizer: Any) -> None:
         self.model = model
@@ -168,7 +168,7 @@ def optimizer_entries(folder: Path, model: nn.Module) -> Iterator[tuple[nn.Param
 
 
 def reshard(folder: Path, now: str) -> CheckpointError:
-    """The optimizer's state is in parts that only the processes that wrote them can read."""
+    """Raise if the optimizer state is sharded for another number of processes or another ZeRO stage."""
     return CheckpointError(
         f"{folder}: its optimizer state is in DeepSpeed's shards, which do not fit {now}. "
         f"Put them together first: python -m src.training.checkpointing.consolidate {folder}"

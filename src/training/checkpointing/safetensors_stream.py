@@ -1,4 +1,4 @@
-"""Tensors that stay on disk: where their bytes lie, and safetensors files written from them piece by piece.
+"""Tensors that stay on disk: byte ranges in files, and safetensors files streamed from them.
 
 Nothing here holds more than CHUNK_BYTES of a tensor at a time, whatever its size.
 """
@@ -37,7 +37,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements that lie one after the other in a file."""
+    """Consecutive elements in a file."""
 
     file: Path
     offset: int
@@ -61,7 +61,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def chunks(self, dtype: torch.dtype | None = None) -> Iterator[bytes]:
-        """The elements as bytes, at most CHUNK_BYTES read at a time; those with a point as `dtype`, rounded to nearest, where one is given.
+        """The elements as bytes, at most CHUNK_BYTES at a time. dtype: floating-point elements are converted to it, rounded to nearest.
 
         Raises:
             CheckpointError: a file is gone, cannot be read or is shorter than it was.
@@ -111,19 +111,19 @@ def open_tensors(path: Path) -> Iterator[BinaryIO]:
 
 
 def target_dtype(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """What a tensor is written as: only numbers with a point are converted."""
+    """Type that a tensor is written in: only floating-point tensors are converted."""
     return asked if asked is not None and stored.is_floating_point else stored
 
 
 def size_bytes(tensor: StoredTensor, dtype: torch.dtype | None = None) -> int:
-    """What a tensor takes in a file."""
+    """Bytes that a tensor takes in a file."""
     return tensor.numel * target_dtype(tensor.dtype, dtype).itemsize
 
 
 def write(
     path: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Write `tensors` as safetensors, the header first and then one after the other; returns the sha256 of each by name.
+    """Write `tensors` as safetensors; returns the sha256 of each by name.
 
     The file has the bytes that `safetensors.torch.save_file` would write. It is not synced: `files.new_directory` does that.
     Format: https://github.com/huggingface/safetensors#format
@@ -158,7 +158,7 @@ def write(
 
 
 def read(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, where they lie.
+    """The tensors of a safetensors file, without reading their data.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -202,7 +202,7 @@ def split(tensors: Mapping[str, StoredTensor], most_bytes: int, dtype: torch.dty
 
 
 def difference(expected: Mapping[str, StoredTensor], found: Mapping[str, StoredTensor], dtype: torch.dtype | None = None) -> str | None:
-    """How two sets of tensors differ, in a few words; None: they are the same bits.
+    """How two sets of tensors differ, in a few words; None if they are bitwise equal.
 
     dtype: what `expected` is rounded to before it is compared.
     """

@@ -1,4 +1,4 @@
-"""Where each tensor of a DeepSpeed ZeRO checkpoint lies in its shards (stages 1, 2 and 3), without reading one.
+"""Locates each tensor of a DeepSpeed ZeRO checkpoint in its shards (stages 1, 2 and 3), without reading tensor data.
 
 Layout as DeepSpeed 0.19.8 writes it: `deepspeed/utils/zero_to_fp32.py` and the `state_dict` of `runtime/zero/stage_1_and_2.py` and
 `stage3.py`. Stages 1 and 2 lay the parameters of a group end to end and cut the whole into one part per process; stage 3 cuts each
@@ -29,7 +29,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 @dataclass(frozen=True)
 class Shards:
-    """What a ZeRO checkpoint holds. Tensors stay on disk."""
+    """The content of a ZeRO checkpoint. Tensors stay on disk."""
 
     folder: Path
     stage: int
@@ -68,7 +68,7 @@ class Shards:
 
 
 def find(path: Path) -> Path | None:
-    """The folder of shards that is meant by `path`: itself, its zero/, or the one that DeepSpeed's file `latest` names; None: none is."""
+    """The folder of shards: `path` itself, its zero/, or the one named in DeepSpeed's file `latest`; None if there is none."""
     latest = path / "latest"
     with reading(latest, CheckpointError):
         tagged = [path / latest.read_text(encoding="utf-8", errors="replace").strip()] if latest.is_file() else []
@@ -79,7 +79,7 @@ def find(path: Path) -> Path | None:
 
 
 def read(folder: Path) -> Shards:
-    """Look at every shard in `folder`.
+    """Read the metadata of every shard in `folder`.
 
     Raises:
         CheckpointError: a shard is missing, too many, damaged, of another step or number of processes, or of a kind that is not known.
@@ -155,7 +155,7 @@ def _assemble(folder: Path, step: int, optimizers: list[OptimizerShard], models:
 
 @dataclass(frozen=True)
 class _ParameterSlice:
-    """Where one parameter lies in the vectors."""
+    """Position of one parameter in the flat vectors."""
 
     stage: int
     group: int
@@ -202,13 +202,13 @@ def _parameter_slices(
 
 
 def _check_size(model: ModelShard, wanted: int, found: int, alignment: int) -> None:
-    """Stages 1 and 2 pad a group to a multiple of twice the number of processes, and leave some of the padding out of the shards."""
+    """Check that the parameters fill the vectors. Stages 1 and 2 pad a group to a multiple of 2 x world size."""
     if -(-wanted // alignment) != -(-found // alignment) or found < wanted:
         raise CheckpointError(f"{model.file}: its parameters need {wanted} elements, the optimizer's shards beside it hold {found}.")
 
 
 def _slice_vectors(vectors: Sequence[StoredTensor], start: int, count: int) -> tuple[Piece, ...]:
-    """`count` elements from `start` on of vectors laid end to end.
+    """`count` elements from `start` on of the concatenated vectors.
 
     Raises:
         CheckpointError: they hold fewer.
@@ -241,7 +241,7 @@ def _frozen_weights(stage: int, models: list[ModelShard]) -> dict[str, StoredTen
 
 
 def _check_weight_copies(model: ModelShard, shards: Shards) -> None:
-    """Stages 1 and 2 keep float32 weights twice: in the model's shard and in the optimizer's."""
+    """Check that both copies of float32 weights agree: stages 1 and 2 keep one in the model's shard and one in the optimizer's."""
     twice = {name: stored_tensor(model.file, model.module[name]) for name in shards.trained if name in model.module}
     twice = {name: tensor for name, tensor in twice.items() if tensor.dtype == torch.float32}
     if problem := difference({name: shards.trained[name] for name in twice}, twice):

@@ -1,4 +1,4 @@
-"""One shard of a DeepSpeed ZeRO checkpoint: what it says, and where its tensors lie in it. Written as of DeepSpeed 0.19.8.
+"""Reads one shard of a DeepSpeed ZeRO checkpoint (format of DeepSpeed 0.19.8): its metadata, and the byte ranges of its tensors.
 
 Shards are pickles. They are read with `weights_only`, so that nothing in them runs, and without DeepSpeed.
 """
@@ -18,7 +18,7 @@ from src.training.checkpointing.safetensors_stream import Piece, StoredTensor, o
 
 
 class _Placeholder:
-    """Stands for an object of DeepSpeed's in a shard that nothing here looks at."""
+    """Stands in for DeepSpeed objects in a shard that are not needed."""
 
 
 _ALLOWED = [
@@ -30,7 +30,7 @@ _ALLOWED = [
 
 
 class OptimizerShard:
-    """A shard of one process with float32 weights and the optimizer's state, laid end to end in vectors."""
+    """One process's shard of float32 weights and optimizer state, as flat vectors."""
 
     def __init__(self, file: Path) -> None:
         content = _load(file)
@@ -56,7 +56,7 @@ class OptimizerShard:
                 raise CheckpointError(f"{file}: {len(self.weights)} vectors of weights, {len(self.states)} of the optimizer.")
 
     def vectors(self, key: str | None, group: int | None) -> list[StoredTensor]:
-        """The weights (key None) or an entry of the optimizer: of one group, or of all, one after the other."""
+        """The weights (key None) or an entry of the optimizer: of one group, or of all groups."""
         chosen = range(len(self.weights)) if group is None else [group]
         try:
             return [self.weights[g] if key is None else self.states[g][key] for g in chosen]
@@ -65,7 +65,7 @@ class OptimizerShard:
 
 
 class ModelShard:
-    """What a process says of the model: shapes, names, buffers, frozen parameters; in stages 1 and 2 the whole of its weights too."""
+    """One process's shard of the model: names, shapes, buffers, frozen parameters; in stages 1 and 2 all weights too."""
 
     def __init__(self, file: Path) -> None:
         content = _load(file)
@@ -82,7 +82,7 @@ class ModelShard:
 
 
 def _load(file: Path) -> Any:
-    """What is pickled in a shard, its tensors without storage.
+    """Unpickle a shard, its tensors on the meta device.
 
     Raises:
         CheckpointError: it is damaged, or holds an object of a class that is not known here, which could run code.
@@ -100,7 +100,7 @@ def _load(file: Path) -> Any:
 
 @contextlib.contextmanager
 def _layout_errors(file: Path) -> Iterator[None]:
-    """A shard that is not laid out as expected is a CheckpointError."""
+    """Turn an unexpected layout into a CheckpointError."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
@@ -108,7 +108,7 @@ def _layout_errors(file: Path) -> Iterator[None]:
 
 
 def stored_tensor(file: Path, tensor: torch.Tensor) -> StoredTensor:
-    """Where a tensor of a shard lies in its file."""
+    """Byte range of a shard's tensor in its file."""
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if start is None or not tensor.is_contiguous():
         raise CheckpointError(f"{file}: holds a tensor that does not lie in one piece, which is not known here.")

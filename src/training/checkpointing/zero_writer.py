@@ -1,4 +1,4 @@
-"""How DeepSpeed's shards come to disk: one process that cannot write must not leave the others waiting for it. Imports DeepSpeed."""
+"""Writes DeepSpeed's shards so that a process that cannot write does not leave the others waiting. Imports DeepSpeed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from src.errors import RunError
 
 
 class ShardWriter(TorchCheckpointEngine):
-    """Writes as DeepSpeed does, but keeps what the disk refuses until all processes are at the same point, in `check`."""
+    """Writes as DeepSpeed does, but defers write errors to `check`, where all processes raise them together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ShardWriter(TorchCheckpointEngine):
             self._written[path] = Path(path).stat().st_size
 
     def check(self) -> None:
-        """Return where every process has written all its shards and rank 0 sees them whole. Collective.
+        """Check that every process has written all its shards and that rank 0 sees them complete. Collective.
 
         Raises:
             RunError: the disk refuses one of them, or processes see different disks; on every rank.
@@ -54,7 +54,7 @@ class ShardWriter(TorchCheckpointEngine):
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """`error` and what it came from: torch says that its archive is torn, and before that what the disk said."""
+    """`error` and its causes: torch reports a broken archive, and its cause is the operating system's error."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""The batch of a step that went wrong, written down for a person to read: which documents, and their text.
+"""Saves the batch of a suspicious step for a person to read: its documents and their text.
 
 <run>/offending/step-00000012-rank-0.json, one of each process, as it had its own share of the batch:
 {"step": 12, "rank": 0, "documents": [{"micro_batch", "epoch", "index", "tokens", "loss_tokens", "text", "contexts", "cut"}, ...]}.
@@ -37,7 +37,7 @@ Key = tuple[int, int]
 def read_batches(
     dataset: Dataset, seed: int, share: data_order.RankShare, step: int, branches: Sequence[Branch] = ()
 ) -> tuple[list[Mapping[str, "Tensor"]], list[list[Key]]]:
-    """The micro-batches of this process in optimizer step number `step` (counted from 1), read again, and their keys.
+    """Read the micro-batches of this process in optimizer step `step` (counted from 1) again; returns them and their keys.
 
     `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`.
     """
@@ -54,7 +54,7 @@ def save(
     tokenizer: "PreTrainedTokenizerFast",
     keys: Sequence[Sequence[Key]],
 ) -> Path | None:
-    """Write the documents of `batches` and give the file; an older one of the same step is replaced. Not collective.
+    """Write the documents of `batches`; returns the file. Replaces an older file of the same step. Not collective.
 
     batches: micro-batches of `src.batches`, on any device. keys: of each micro-batch its documents' (epoch, index), row by row.
     Returns None, and writes nothing, where this process has written MOST_FILES files already.

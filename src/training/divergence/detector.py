@@ -1,6 +1,6 @@
-"""Does the training diverge? Judged step by step on the loss, the gradient norm and the skipped steps.
+"""Detects divergence, step by step, from the loss, the gradient norm and skipped steps.
 
-All is relative to the recent past of the same run, in robust terms, so that nothing needs to be known of the model or the task:
+Every limit is relative to the recent past of the same run and uses robust statistics, so it needs no knowledge of model or task:
 
 - level: median of the last quarter of a window of losses. On a falling curve it lies above the present loss, so a fall hides no rise
   of its own making.
@@ -32,7 +32,7 @@ NORMAL = 1.4826
 
 
 class Config(config.Config):
-    """When a training counts as diverging, and what is then done. The defaults are tuned by benchmarks/divergence.py on real curves."""
+    """When a training counts as diverging, and the action then taken. The defaults are tuned by benchmarks/divergence.py on real curves."""
 
     window: int = Field(default=100, ge=16)
     """Steps of the past that a step is compared with."""
@@ -60,7 +60,7 @@ class Config(config.Config):
 
     @property
     def actions(self) -> dict[Kind, Action]:
-        """What is done about each kind of finding."""
+        """The action for each kind of finding."""
         return {
             "non_finite": self.on_non_finite,
             "loss_spike": self.on_loss_spike,
@@ -79,7 +79,7 @@ class Config(config.Config):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong with a step."""
+    """A step that looks wrong."""
 
     kind: Kind
     step: int
@@ -97,13 +97,13 @@ class Finding:
 
 
 def severest(findings: Sequence[Finding]) -> Action | None:
-    """What is to be done about them all; None where there are none."""
+    """The most severe action among the findings; None if there are no findings."""
     actions = {finding.action for finding in findings}
     return next((action for action in reversed(SEVERITY) if action in actions), None)
 
 
 class SpikeTracker:
-    """A window of values, and the rise above it that goes on, if one does. `steps` in a row make a rise.
+    """Keeps a window of values and tracks a rise above it: at least `steps` consecutive values above the limit.
 
     Values of a rise enter the window when it is over or reported, so it does not raise the limit that it is measured by.
     """
@@ -118,7 +118,7 @@ class SpikeTracker:
         self.calm_steps = 0  # since the last step of a reported rise
 
     def rose(self, step: int, value: float, limit: float, at_once: float = math.inf) -> bool:
-        """Take in `value`; True where a rise is to be reported now."""
+        """Add `value`; returns True if a rise is to be reported at this step."""
         if value <= limit:
             self._take([*self.rising, value])
             self.calm_steps += 1
@@ -155,7 +155,7 @@ class SpikeTracker:
 
 
 class Detector:
-    """Judges one step after the other. Its whole state is `state()`."""
+    """Judges each step in turn. `state()` is its complete state."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -261,7 +261,7 @@ class Detector:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state()` of a detector with the same config; an empty one begins anew.
+        """Continue from `state()` of a detector with the same config; {} starts fresh.
 
         Raises:
             CheckpointError: another version of this code wrote it.
@@ -279,7 +279,7 @@ class Detector:
 
 
 def _widening(count: int) -> float:
-    """How much wider a limit is that rests on `count` values than one that rests on many."""
+    """Factor by which a limit based on only `count` values is wider."""
     return (1 + 10 / count) ** 2
 
 

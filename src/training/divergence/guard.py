@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """What is needed to read a step's batch again."""
+    """Everything needed to read a step's batch again."""
 
     dataset: Dataset
     """Data set: `len`, `sample(epoch, index)`, `collate(samples)`."""
@@ -36,9 +36,9 @@ class Source:
 
 
 class DivergenceGuard:
-    """Asks the detector about each step, and acts. The same values come to every rank, so all decide alike.
+    """Passes each step to the detector and acts on its findings. All ranks see the same values, so all decide alike.
 
-    written: waits until the checkpoint that is being written lies there. Collective.
+    written: returns when the checkpoint being written is complete. Collective.
     """
 
     def __init__(self, run: Run, config: LoopConfig, source: Source, wait_for_checkpoint: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class DivergenceGuard:
 
         Raises:
             TrainingError: the training must not go on; on every rank.
-            distributed.TrainingStopped: it has been taken back to an earlier checkpoint; on every rank.
+            distributed.TrainingStopped: the run was rewound to an earlier checkpoint; on every rank.
             RunError: the disk refuses.
         """
         found = self.detector.observe(step, loss, grad_norm, skipped=overflowed)
@@ -84,7 +84,7 @@ class DivergenceGuard:
                 batch_dump.save(self.run.path, suspect, rank, batches, source.tokenizer, keys)
 
     def _rewind(self, found: Sequence[Finding], step: int, text: str) -> None:
-        """Go back to the newest checkpoint before it began, and pass over the data up to here; returns where that cannot be."""
+        """Rewind to the newest checkpoint before the divergence began and skip the data up to here; returns if that is impossible."""
         self.written()
         first = min(finding.first_step for finding in found)
         to, refusal = distributed.broadcast_from_rank0(lambda: self._plan_rewind(first, step, text))

@@ -1,4 +1,4 @@
-"""The sums of what goes into and comes out of each module in one forward pass."""
+"""Statistics of the inputs and outputs of each module in one forward pass."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ class Activation:
 
 @contextlib.contextmanager
 def watch_activations(model: nn.Module, found: list[Activation]) -> Iterator[None]:
-    """Within the block add to `found` what the modules of `model` read and give; the hooks are gone afterwards.
+    """Within the block, append the statistics of every module's inputs and outputs to `found`. The hooks are removed afterwards.
 
     Tensors of real numbers with a fraction count: no ids, no masks of bool. One entry for each (name, type, context): a module that runs
     once more, as gradient checkpointing has it do, is left out. Compiled code is not watched: hooks would have it compiled anew.
@@ -48,7 +48,7 @@ def watch_activations(model: nn.Module, found: list[Activation]) -> Iterator[Non
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """True where torch.compile has taken the model or a part of it."""
+    """True if the model or a part of it is compiled."""
     return any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None for part in model.modules())
 
 
@@ -65,7 +65,7 @@ class _Hook:
 
 
 def _tensors(context: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in `value`, and in the tuples, lists and dicts in it, to `depth`."""
+    """The tensors in `value`, including nested tuples, lists and dicts up to `depth`."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.layout == torch.strided:
             yield context, value

@@ -1,4 +1,4 @@
-"""What a GPU has consumed, by NVIDIA's management library, where nvidia-ml-py and the driver are there."""
+"""Energy consumed by a GPU, read through NVIDIA's management library if nvidia-ml-py and the driver are installed."""
 
 import importlib
 import logging
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class Energy:
-    """The energy counter of this process's GPU. Absent, said once in the log, where it cannot be read."""
+    """The energy counter of this process's GPU. If it cannot be read, this is logged once."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -35,7 +35,7 @@ class Energy:
         self._nvml = pynvml
 
     def joules(self) -> float | None:
-        """Consumed since the driver was loaded; None where nothing can be read."""
+        """Joules consumed since the driver was loaded; None if they cannot be read."""
         if self._nvml is None:
             return None
         try:

@@ -1,4 +1,4 @@
-"""How many floating-point operations a model needs, from its config, and what share of a GPU's peak that is.
+"""Floating-point operations of a model, computed from its config, and MFU.
 
 An addition and a multiplication are two operations. Matrix products count, which are more than 99 % of a language model's work; norms,
 activation functions, softmax and look-ups do not. Attention counts whole, causal or not, as the products are computed. Backward takes twice
@@ -53,7 +53,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def mfu(flops_per_second: float, peak_per_device: float, num_devices: int) -> float:
-    """Model FLOPs utilisation (PaLM, appendix B): the share of the peak of all devices that the model's own operations make up."""
+    """Model FLOPs utilisation (PaLM, appendix B): the model's own operations as a share of all devices' peak."""
     return flops_per_second / (peak_per_device * num_devices)
 
 
@@ -115,7 +115,7 @@ def _gpt2(config: Any, T: int, _: int) -> int:
 
 
 def _llama(config: Any, T: int, _: int) -> int:
-    """Grouped keys and values, gated MLP. Also Mistral and Qwen2; a sliding window is taken for the whole."""
+    """Grouped keys and values, gated MLP. Also Mistral and Qwen2; a sliding window is counted as full attention."""
     width = config.hidden_size
     head = getattr(config, "head_dim", None) or width // config.num_attention_heads
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head

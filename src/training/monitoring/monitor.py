@@ -1,4 +1,4 @@
-"""What a training shows of its inside: statistics of weights, gradients, moments, updates and activations, and the loss by source.
+"""Statistics of weights, gradients, moments, updates and activations, and the loss by source.
 
 It looks and changes nothing: a training ends with the same bits with it and without it. The loop calls, for each optimizer step,
 `before_step`, `forward` around each forward pass, `after_backward` and `after_step`; between them it costs next to nothing in the steps
@@ -50,7 +50,7 @@ class Monitor:
             log.info("The model is compiled, so its activations are not measured.")
 
     def truncate(self, step: int) -> None:
-        """Drop the records after `step`, from which the training continues; to be called on rank 0.
+        """Drop the records after `step`, where the training continues. Call it on rank 0.
 
         Raises:
             UserError: the disk refuses, or the file is damaged.
@@ -58,7 +58,7 @@ class Monitor:
         jsonl_records.truncate_after(self.folder / FILE, step, "a record of statistics")
 
     def before_step(self, step: int) -> None:
-        """The training begins optimizer step number `step`, counted from 1."""
+        """Called before optimizer step `step`, counted from 1."""
         self.step = step
         self.due = bool(self.every) and step % self.every == 0
         self._gradients, self._activations = [], []
@@ -76,12 +76,12 @@ class Monitor:
             yield
 
     def after_backward(self) -> None:
-        """The gradients are whole, without a float16 loss scale, and not clipped yet. Collective where processes share the model."""
+        """Called when the gradients are complete and unscaled, before clipping. Collective for sharded models."""
         if self.due:
             self._gradients = parameter_statistics.gradients(self.model)
 
     def after_step(self, optimizer: Any) -> None:
-        """The optimizer has moved, and its groups have the learning rate that it took. Collective where processes share the model.
+        """Called after the optimizer's step, while its groups still hold the step's learning rate. Collective for sharded models.
 
         Raises:
             RunError: the disk refuses.

@@ -1,4 +1,4 @@
-"""The sums of weights, gradients, Adam's moments and updates, by parameter, however the processes share them.
+"""Statistics of weights, gradients, Adam's moments and updates by parameter, for whole and sharded models.
 
 What a process has whole, rank 0 reads alone; of FSDP2's parts each process reads its own, and `gather_sums` joins the sums, not the parts;
 ZeRO's are put together one parameter at a time.
@@ -21,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class TensorSums:
-    """The sums of one tensor, or of this process's part of it."""
+    """The sums (see `tensor_statistics`) of one tensor, or of this process's shard of it."""
 
     name: str
     """Of the parameter."""
@@ -31,12 +31,12 @@ class TensorSums:
 
 
 def gradients(model: nn.Module) -> list[TensorSums]:
-    """`hp_grad` of every trained parameter that has a gradient, as it stands. Collective where the processes share the model."""
+    """`hp_grad` of every trained parameter that has a gradient. Collective for sharded models."""
     return [found for name, p in _trainable_parameters(model) for found in _tensor_sums(name, GRADIENT, _gradient(p))]
 
 
 def weights(model: nn.Module, optimizer: Any) -> list[TensorSums]:
-    """`hp`, `exp_avg`, `exp_avg_sq` and `effective_update` of every trained parameter. Collective where the processes share the model.
+    """`hp`, `exp_avg`, `exp_avg_sq` and `effective_update` of every trained parameter. Collective for sharded models.
 
     The update is m̂ / (√v̂ + ε) with moments freed of their bias (Kingma & Ba 2015, algorithm 1): what Adam's last step subtracted,
     before the learning rate and without weight decay. With AdamWScale's scale in it, and its ε. An optimizer without Adam's moments has
@@ -56,7 +56,7 @@ def weights(model: nn.Module, optimizer: Any) -> list[TensorSums]:
 
 
 def gather_sums(found: list[TensorSums], model: nn.Module) -> list[TensorSums]:
-    """The sums of whole tensors, on the CPU, from those of the parts. Collective where FSDP2 shares the model; waits for the device."""
+    """The sums of whole tensors, on the CPU, from the sums of their shards. Collective under FSDP2; synchronises with the device."""
     if not found and not _is_sharded(model):
         return []
     table = torch.stack([item.sums for item in found]).cpu() if found else torch.empty(0, len(tensor_statistics.PARTS), dtype=torch.float64)
@@ -66,7 +66,7 @@ def gather_sums(found: list[TensorSums], model: nn.Module) -> list[TensorSums]:
 
 
 def update_rates(found: list[TensorSums], learning_rate: float) -> dict[str, float | None]:
-    """By parameter: the length of its last update, learning rate times `effective_update`, over the length of the parameter."""
+    """By parameter: norm of the last update (learning rate times `effective_update`) over the norm of the parameter."""
     norms: dict[str, dict[str, float | None]] = {WEIGHT: {}, UPDATE: {}}
     if found:
         for item, norm in zip(found, tensor_statistics.norms(torch.stack([item.sums for item in found])), strict=True):
@@ -102,7 +102,7 @@ def _tensor_sums(name: str, context: str, tensor: Tensor | None) -> list[TensorS
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """True where processes have different parts of a parameter."""
+    """True if processes hold different shards of a parameter."""
     return any(_is_part(parameter) for _, parameter in _trainable_parameters(model))
 
 
@@ -115,7 +115,7 @@ def _is_zero(parameter: Tensor) -> bool:
 
 
 def _local_part(tensor: Tensor | None) -> Tensor | None:
-    """What this process shall read of a tensor: its part, or, of a whole one, all on rank 0 and nothing elsewhere."""
+    """The part of a tensor that this process reads: its shard or, of a whole tensor, everything on rank 0 and nothing elsewhere."""
     if tensor is None or _is_part(tensor):
         return None if tensor is None else tensor.to_local()  # type: ignore[attr-defined]  a DTensor
     if not distributed.is_main():
@@ -148,12 +148,12 @@ def _moment(optimizer: Any, parameter: nn.Parameter, key: str) -> Tensor | None:
 
 
 def _inner(optimizer: Any) -> Any:
-    """The optimizer of PyTorch in one of DeepSpeed."""
+    """The PyTorch optimizer inside a DeepSpeed one."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _adam(optimizer: Any, parameter: nn.Parameter) -> _Adam | None:
-    """The settings of the last step; None before the first, and for another kind of optimizer."""
+    """Adam's settings at the last step; None before the first step, and for other optimizers."""
     if _is_zero(parameter):  # its groups are flat, and alike but for the decay
         states, groups = list(_inner(optimizer).state.values()), optimizer.param_groups
     else:

@@ -12,20 +12,20 @@ log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Shows step, loss, tokens/s and the time that is left."""
+    """Shows step, loss, tokens/s and the remaining time."""
 
     def __init__(self, steps: int, finished: int) -> None:
         self.steps = steps
         self.bar = tqdm(total=steps, initial=finished, unit="step", leave=False) if sys.stderr.isatty() else None
 
     def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Move the bar, which knows the time that is left."""
+        """Advance the bar."""
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s", refresh=False)
             self.bar.update(step - self.bar.n)
 
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
-        """Log the losses, the speed and the time that is left."""
+        """Log the losses, the speed and the remaining time."""
         if self.bar is not None:
             self.bar.clear()
         losses = "  ".join(f"{name} {value:.4f}" for name, value in row.items() if "loss" in name)

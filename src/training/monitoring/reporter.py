@@ -1,4 +1,4 @@
-"""Where the numbers of a training go: scores.jsonl, perf.jsonl, status.json, the progress bar, wandb. Rank 0 only."""
+"""Reports scores and timings: scores.jsonl, perf.jsonl, status.json, the progress bar, wandb. Rank 0 only."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from src.training.monitoring.progress import Progress
 
 
 class Callback(Protocol):
-    """Is shown every step and every row; changes nothing."""
+    """Sees every step and every row; changes nothing."""
 
     def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """`step` optimizer steps are finished, the last with this mean loss."""
@@ -23,10 +23,10 @@ class Callback(Protocol):
         """`row`: scores by name, with "step". `perf`: rates by name."""
 
     def on_end(self, scores: Mapping[str, float]) -> None:
-        """`scores` were measured once, of the trained model: they join the last row."""
+        """`scores` of the trained model, measured once: they are added to the last row."""
 
     def close(self) -> None:
-        """The training is over, finished or not."""
+        """The training has ended, finished or not."""
 
 
 class Reporter:
@@ -44,7 +44,7 @@ class Reporter:
                 self.callbacks.append(Wandb(run, run.options.wandb, model))
 
     def report(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
-        """Append a score row and its timings; to be called on rank 0.
+        """Append a score row and its timings. Call it on rank 0.
 
         Raises:
             RunError: the disk refuses, or another process has taken over the save directory.
@@ -58,7 +58,7 @@ class Reporter:
             callback.on_row(row, perf)
 
     def complete(self, scores: Mapping[str, float]) -> None:
-        """Add scores of the trained model to the last row; to be called on rank 0.
+        """Add scores of the trained model to the last row. Call it on rank 0.
 
         Raises:
             RunError: the disk refuses, or another process has taken over the save directory.

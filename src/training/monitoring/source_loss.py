@@ -1,4 +1,4 @@
-"""The loss of each source of a mixture, where the data set names its sources.
+"""The loss by source, for data sets that name the sources of their samples.
 
 Sums stay on the device, so that a step waits for nothing; `row` joins them over processes.
 """
@@ -32,7 +32,7 @@ class SourceLoss:
 
     @contextlib.contextmanager
     def watch(self, loss_mask_BT: Tensor, sources_B: Tensor) -> Iterator[None]:
-        """Count the tokens that a loss is taken of within the block: those of a micro-batch, sequence b of source `sources_B[b]`."""
+        """Within the block, count the tokens of every loss: a micro-batch whose sequence b comes from source `sources_B[b]`."""
         sources_N = sources_B[:, None].expand_as(loss_mask_BT)[loss_mask_BT]
 
         def seen(logits_NV: Tensor, targets_N: Tensor) -> None:
@@ -43,7 +43,7 @@ class SourceLoss:
             yield
 
     def row(self) -> dict[str, float]:
-        """{"loss/<source>": mean, "loss_tokens/<source>": count} over all processes, and begin anew. Collective, also without a source."""
+        """{"loss/<source>": mean, "loss_tokens/<source>": count} over all processes; resets them. Collective, also without sources."""
         mine = self._sums.tolist() if self._sums is not None else []
         self._sums = None
         sums: dict[int, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Eleven numbers that describe a tensor, from sums that can be joined over pieces of it and over processes.
+"""Eleven statistics of a tensor, from sums that can be combined over pieces and processes.
 
 The numbers and their names are those of HuggingFaceM4's trainer. A piece is read once, in float64, by few kernels; nothing waits for the
 device until `rows`. Shapes: P = len(PARTS) sums, K tensors, R pieces.
@@ -34,7 +34,7 @@ _CHUNK_ELSEWHERE = 2**23
 
 
 def describe(tensor: Tensor) -> dict[str, float | int | None]:
-    """The eleven numbers of one tensor, as `rows` gives them."""
+    """The eleven statistics of one tensor, as in `rows`."""
     return rows(sums(tensor)[None])[0]
 
 
@@ -51,12 +51,12 @@ def sums_of(pieces: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def empty(device: torch.device) -> Tensor:
-    """The sums of a tensor without elements: joined to others they change nothing."""
+    """The sums of an empty tensor, the neutral element of `join_sums`."""
     return torch.tensor([0, math.inf, -math.inf, math.inf, 0, 0, 0, 0, 0], dtype=torch.float64, device=device)
 
 
 def chunks(*tensors: Tensor) -> Iterator:
-    """Flat pieces that are small enough to be copied; of several tensors of one shape, tuples of pieces."""
+    """Flat pieces small enough to be copied; of several tensors of one shape, tuples of pieces."""
     size = _CHUNK.get(tensors[0].device.type, _CHUNK_ELSEWHERE)
     pieces = [tensor.detach().reshape(-1).split(size) for tensor in tensors]
     return iter(pieces[0]) if len(pieces) == 1 else zip(*pieces, strict=True)
@@ -118,7 +118,7 @@ def to_rows(parts: Tensor) -> Tensor:
 
 
 def rows(parts: Tensor) -> list[dict[str, float | int | None]]:
-    """(K, P) -> a dict of NAMES for each tensor, to seven digits; waits for the device once.
+    """(K, P) -> a dict of NAMES for each tensor, to seven digits. Synchronises with the device once.
 
     A number that is undefined, or not finite, is None, as JSON has neither; a tensor with such elements has "nonfinite", their count,
     besides.
@@ -161,7 +161,7 @@ def _piece(piece: Tensor) -> Tensor:
 
 
 def _scratch(piece: Tensor) -> tuple[Tensor, Tensor]:
-    """Two places for a copy. On a CPU always the same ones: new memory costs several times what the sums cost."""
+    """Two scratch buffers. Reused on a CPU, where allocating memory costs several times what the sums cost."""
     if piece.device.type == "cpu" and piece.numel() <= _CHUNK["cpu"]:
         return _cpu_scratch()[0, : piece.numel()], _cpu_scratch()[1, : piece.numel()]
     return torch.empty_like(piece, dtype=torch.float64), torch.empty_like(piece, dtype=torch.float64)

@@ -28,21 +28,21 @@ class ThroughputMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew."""
+        """Reset all sums."""
         self.began = time.perf_counter()
         self.apart_seconds = self.wait_seconds = 0.0
         self.steps = self.tokens = self.sequences = self.flops = 0
         self._joules = self._energy.joules()
 
     def waiting(self, batches: Iterator[T]) -> T:
-        """The next item; the time until it comes counts as waiting for data."""
+        """The next item; the time until it arrives is counted as waiting for data."""
         before = time.perf_counter()
         item = next(batches)
         self.wait_seconds += time.perf_counter() - before
         return item
 
     def count(self, step: Step) -> None:
-        """Count one optimizer step: every real token that the model reads, contexts too."""
+        """Count one optimizer step: all real tokens that the model reads, contexts included."""
         self.steps += 1
         self.sequences += step.sequences
         self.tokens += step.read_tokens
@@ -55,7 +55,7 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Time spent inside is not training time (evaluation, checkpoints)."""
+        """Exclude the block from training time (evaluation, checkpoints)."""
         before = time.perf_counter()
         yield
         self.apart_seconds += time.perf_counter() - before
@@ -103,6 +103,6 @@ class ThroughputMeter:
 
 
 def _host_bytes() -> int:
-    """Most memory that this process has had resident."""
+    """Peak resident memory of this process, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,4 +1,4 @@
-"""Weights & Biases: the only module that calls it. The key comes from the environment or netrc and is written nowhere."""
+"""Weights & Biases: the only module that calls it. The key comes from the environment or netrc and is never written."""
 
 import json
 import logging
@@ -60,14 +60,14 @@ class Wandb:
             self.wandb.watch(model, log="gradients", log_freq=run.options.log_every or 100)
 
     def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Nothing: rows are logged."""
+        """Nothing; only rows are logged."""
 
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
         """Log the row at its step."""
         self._log({**row, **{f"perf/{name}": value for name, value in perf.items()}})
 
     def on_end(self, scores: Mapping[str, float]) -> None:
-        """Put them into the summary: their step is logged already."""
+        """Put them into wandb's summary, as their step is already logged."""
         self.wandb.summary.update(dict(scores))
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Wandb:
 
 
 def _identity(run: runs.Run) -> str:
-    """The id of the experiment; with a number after -r 1, which begins another wandb run. Kept in wandb.json."""
+    """The id of the experiment; with a number appended after -r 1, which starts another wandb run. Stored in wandb.json."""
     file = run.path / ID
     if file.exists():
         found = read_json(file, RunError)
@@ -95,7 +95,7 @@ def _identity(run: runs.Run) -> str:
 
 
 def _last_step(path: Path, identity: str) -> int:
-    """The last step that earlier starts logged offline in the save directory `path`; -1 where none did."""
+    """The last step that earlier attempts logged offline in the save directory `path`; -1 if none did."""
     last = -1
     for file in sorted((path / "wandb").glob(f"offline-run-*/run-{identity}.wandb")):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file.parent)]

@@ -1,4 +1,4 @@
-"""AdamW whose step for each tensor is as long as the tensor's own elements: the optimizer of nanoT5 (Nawrot 2023, arXiv 2309.02373).
+"""AdamW whose steps are scaled by the root mean square of each tensor: the optimizer of nanoT5 (Nawrot 2023, arXiv 2309.02373).
 
 As in Adafactor (Shazeer & Stern 2018, section 8), the learning rate says by which share of its size a weight moves, so one learning rate
 fits tensors of any size. It is the root mean square of the weights that scales, not that of the update.
@@ -35,7 +35,7 @@ class AdamWScale(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Move all parameters that have a gradient. Collective where processes have parts of them."""
+        """Update all parameters that have a gradient. Collective for sharded parameters."""
         assert closure is None, "gradients are made before the step"
         moving = [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
         for parameter, scale in zip(moving, scales(moving), strict=True):
@@ -58,7 +58,7 @@ class AdamWScale(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class _LocalPart:
-    """Of one parameter, what this process moves."""
+    """This process's part of one parameter."""
 
     rate: float
     """What m / (√v + ε) is multiplied with."""
@@ -69,7 +69,7 @@ class _LocalPart:
 
 
 def scales(parameters: list[Tensor]) -> list[float]:
-    """max(1e-3, root mean square) of each whole tensor. Collective where processes have parts of one; waits for the device."""
+    """max(1e-3, root mean square) of each whole tensor. Collective for sharded parameters; synchronises with the device."""
     if not parameters:
         return []
     norms = _torch._foreach_norm([_local(parameter) for parameter in parameters], 2, dtype=torch.float64)

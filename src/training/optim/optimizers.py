@@ -1,4 +1,4 @@
-"""The optimizers that an experiment can name."""
+"""The optimizers of `loop.optimizer`."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ def build_optimizer(model: nn.Module, config: LoopConfig) -> torch.optim.Optimiz
 def adamw(model: nn.Module, config: LoopConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019) on the parameters that are trained; matrices decay, vectors do not.
 
-    A lone process on a CPU takes PyTorch's fused kernel, which is five times as fast. It rounds the last few elements of a tensor
-    otherwise, so processes that cut the tensors differently, as DDP, ZeRO and FSDP2 do, would not have the same bits with it.
+    A single process on a CPU uses PyTorch's fused kernel, which is five times as fast. It rounds the last few elements of a tensor
+    differently, so it would break the bitwise equality of DDP, ZeRO and FSDP2, which shard tensors differently.
     """
     groups = _groups(model, config)
     alone = distributed.world_size() == 1 and all(p.device.type == "cpu" for group in groups for p in group["params"])
@@ -28,12 +28,12 @@ def adamw(model: nn.Module, config: LoopConfig) -> torch.optim.AdamW:
 
 
 def adamw_scale(model: nn.Module, config: LoopConfig) -> AdamWScale:
-    """AdamW with steps as long as the weights: see src/training/optim/adamw_scale.py."""
+    """AdamW with steps scaled by the size of the weights: see src/training/optim/adamw_scale.py."""
     return AdamWScale(_groups(model, config), **_adam(config))
 
 
 def adafactor(model: nn.Module, config: LoopConfig) -> Adafactor:
-    """Adafactor (Shazeer & Stern 2018) as T5 has it: steps as long as the weights, updates clipped to a root mean square of 1, no momentum.
+    """Adafactor (Shazeer & Stern 2018) as T5 uses it: steps scaled by the weights, updates clipped to RMS 1, no momentum.
 
     The learning rate is the schedule's, which the optimizer's own relative steps would set aside (`relative_step` and a learning rate are
     refused together). PyTorch's Adafactor caps it at 1/sqrt(step), and so would ignore a schedule that stays above that. Weight decay,

@@ -1,6 +1,6 @@
 """The learning rate as a pure function of the step: warm-up and schedule, named as in transformers.
 
-What a person changes of it after a rewind comes on top: see `runs.history.branches.override_learning_rate`.
+Changes made by a rewind are applied on top: see `runs.history.branches.override_learning_rate`.
 """
 
 from collections.abc import Callable

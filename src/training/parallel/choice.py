@@ -1,4 +1,4 @@
-"""Which engine trains, and what must be so before one is made."""
+"""Chooses the engine from the command line, and checks its requirements."""
 
 import warnings
 
@@ -46,7 +46,7 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
 
 
 def plain_accelerator(precision: str, field: str) -> Accelerator:
-    """Accelerate for this process, with `precision`, which stands in `field` of the experiment.
+    """Accelerate for this process, with `precision`; `field` names it in errors.
 
     On a CPU the process keeps freed memory from then on (`memory.reuse_freed_memory`).
 
@@ -70,7 +70,7 @@ def plain_accelerator(precision: str, field: str) -> Accelerator:
 
 
 def build_engine(accelerator: Accelerator, model: nn.Module, config: LoopConfig, options: Options) -> Engine:
-    """How the processes share the model, as the command line says. Collective."""
+    """The engine that the command line asks for: DDP, FSDP2 or ZeRO. Collective."""
     if options.deepspeed:
         from src.training.parallel.zero import ZeroEngine
 

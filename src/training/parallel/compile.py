@@ -1,4 +1,4 @@
-"""torch.compile for the layers of a model: all layers of a kind share one graph, and each has one shape.
+"""torch.compile for the layers of a model: layers of one kind share one graph, with static shapes.
 
 Only passes that take gradients are compiled. Evaluation and generation, whose last batch is smaller and whose texts grow, run as they are.
 """
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: what stands in its lists of layers, and the blocks that are set beside them. None is in another."""
+    """The repeated parts of a model: the entries of its module lists and the blocks inserted beside them, without nested ones."""
     found: dict[int, nn.Module] = {}
     inner: set[int] = set()
     for part in model.modules():
@@ -33,7 +33,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_layers(model: nn.Module) -> int:
-    """Have the layers in the lists of `model` compiled at their first pass that takes gradients; returns how many there are.
+    """Compile the layers of `model` lazily, at their first training pass; returns their number.
 
     `model` is changed in place, the names of its weights are not. Blocks of a cross-attention model stay as they are: contexts come in
     many shapes. To be called before `memory.checkpoint_layers`, so that a layer computed again is the same graph.
@@ -54,7 +54,7 @@ def compile_layers(model: nn.Module) -> int:
 
 
 class _Compiled:
-    """One layer's forward: the graph where gradients are taken, else what it was before."""
+    """One layer's forward: the compiled graph in training passes, otherwise the original."""
 
     def __init__(self, layer: nn.Module, plain: Callable[..., Any], graph: Callable[..., Any]) -> None:
         self.layer, self.plain, self.graph = layer, plain, graph
@@ -74,7 +74,7 @@ class _Compiled:
 
 
 def require_compiler(gpu: bool) -> None:
-    """Look for the compiler that torch.compile calls: of C++ for a CPU, of C for a GPU.
+    """Check that the compiler that torch.compile calls is installed: C++ for a CPU, C for a GPU.
 
     Raises:
         ConfigError: there is none.

@@ -33,7 +33,7 @@ class BufferPool:
         self._kept: dict[str, Tensor] = {}
 
     def copies(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies that later changes of the tensors do not reach."""
+        """Copies of the tensors, valid until the next call."""
         self._kept = {name: self._copy(name, tensor.detach()) for name, tensor in tensors}
         return dict(self._kept)
 
@@ -77,15 +77,15 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self) -> Iterable[Tensor]:
-        """The gradients, after the last `backward`, that this process will use. Scaled in place by `clip`."""
+        """This process's gradients after the last `backward`. `clip` scales them in place."""
 
     @abstractmethod
     def step(self) -> bool:
-        """Move the weights and forget the gradients. False where float16 overflowed and nothing moved."""
+        """Update the weights and clear the gradients. False if float16 overflowed and the step was skipped."""
 
     @abstractmethod
     def skip_step(self) -> None:
-        """Forget the gradients; nothing moves."""
+        """Clear the gradients without an update."""
 
     def norm(self) -> float:
         """L2 norm of the gradients over all parameters, rounded to float32. Collective."""
@@ -95,7 +95,7 @@ class Engine(ABC):
         return float(torch.tensor(math.sqrt(total), dtype=torch.float32))
 
     def clip(self, norm: float, max_norm: float) -> bool:
-        """Scale the gradients so that their norm is at most `max_norm`; True where that changed them."""
+        """Scale the gradients so that their norm is at most `max_norm`; returns whether they were scaled."""
         if not (math.isfinite(norm) and norm > max_norm):
             return False
         for gradient in self.gradients():
@@ -103,19 +103,19 @@ class Engine(ABC):
         return True
 
     def model_state(self) -> dict[str, Tensor]:
-        """The trained weights, whole, on the CPU: copies, which only the next call changes. Collective; empty but on rank 0."""
+        """The trained weights, unsharded, copied to the CPU; valid until the next call. Collective; empty except on rank 0."""
         return self._weights.copies(trained_weights(self.module).items()) if distributed.is_main() else {}
 
     def optimizer_state(self) -> dict[str, Tensor] | None:
-        """The optimizer's state by parameter name, as `weights`. None where it is written with `save_shards`."""
+        """The optimizer's state by parameter name, like `model_state`. None if `save_shards` writes it."""
         return self._moments.copies(checkpoint.optimizer_tensors(self.module, self.optimizer).items()) if distributed.is_main() else {}
 
     def save_shards(self, folder: Path) -> None:  # noqa: B027  most modes have none
-        """Write what `optimizer_state` does not give into a folder that all processes see. Collective."""
+        """Write the optimizer's shards into a folder on a shared disk. Collective."""
 
     @abstractmethod
     def load_optimizer(self, folder: Path) -> None:
-        """Take the optimizer's state from a checkpoint; the weights were there before. Collective.
+        """Load the optimizer's state from a checkpoint, after the weights. Collective.
 
         Raises:
             CheckpointError: it was written for another model, or by processes that share it otherwise.
@@ -123,7 +123,7 @@ class Engine(ABC):
 
 
 class DDPEngine(Engine):
-    """Every process has the whole model; DistributedDataParallel sums the gradients."""
+    """Every process holds the whole model; DistributedDataParallel averages the gradients."""
 
     name = "replicated"
 
@@ -135,28 +135,28 @@ class DDPEngine(Engine):
         self.trained = [p for p in module.parameters() if p.requires_grad]
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Of a loss that a float16 scaler has made larger, if there is one."""
+        """Backward pass of the loss, scaled in float16."""
         scaler = self.accelerator.scaler
         (scaler.scale(loss) if scaler else loss).backward()
         if last:
             self.accelerator.unscale_gradients()
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Only the last pass sums over processes."""
+        """Gradients are reduced over processes only in the last pass."""
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def gradients(self) -> Iterable[Tensor]:
-        """Of every trained parameter that took part."""
+        """Of every trained parameter that was used."""
         return [p.grad for p in self.trained if p.grad is not None]
 
     def step(self) -> bool:
-        """The optimizer's step, unless the loss scaler has seen an overflow."""
+        """The optimizer's step, unless the loss scaler found an overflow."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         return not self.optimizer.step_was_skipped
 
     def skip_step(self) -> None:
-        """As after a step."""
+        """Clear the gradients, as after a step."""
         self.optimizer.zero_grad()
         if self.accelerator.scaler:
             self.accelerator.scaler.update()

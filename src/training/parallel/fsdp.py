@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2): each process keeps a part of every weight, gradient and optimizer state."""
+"""Fully sharded data parallelism (FSDP2): each process holds a shard of every weight, gradient and optimizer state."""
 
 import contextlib
 from collections import deque
@@ -21,7 +21,7 @@ from src.weights import trained_weights
 
 
 class FSDPEngine(Engine):
-    """Layers are gathered as the pass comes to them. The checkpoint is that of `DDPEngine`, whatever the number of processes."""
+    """Layers are gathered one at a time. Its checkpoints are those of `DDPEngine`, for any number of processes."""
 
     name = "fsdp"
     sharded = True
@@ -41,7 +41,7 @@ class FSDPEngine(Engine):
         self.optimizer = optimizers.build_optimizer(module, config)
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Only the last pass sums over processes."""
+        """Gradients are reduced over processes only in the last pass."""
         self.root.set_requires_gradient_sync(last)
         return self.accelerator.autocast()
 
@@ -50,17 +50,17 @@ class FSDPEngine(Engine):
         loss.backward()
 
     def gradients(self) -> Iterable[Tensor]:
-        """This process's parts."""
+        """This process's shards."""
         return [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
 
     def step(self) -> bool:
-        """The optimizer's step on this process's parts."""
+        """The optimizer's step on this process's shards."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         return True
 
     def skip_step(self) -> None:
-        """As after a step."""
+        """Clear the gradients, as after a step."""
         self.optimizer.zero_grad()
 
     def model_state(self) -> dict[str, Tensor]:
@@ -72,12 +72,12 @@ class FSDPEngine(Engine):
         return _gather_tensors(checkpoint.optimizer_tensors(self.module, self.optimizer), self._moments)
 
     def load_optimizer(self, folder: Path) -> None:
-        """From optimizer.safetensors, of which each process keeps its parts."""
+        """From optimizer.safetensors; each process keeps its shards."""
         checkpoint.load_optimizer(folder, self.module, self.optimizer, _shard_like)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The entries of the lists of layers, which are gathered one at a time. None is in another, as T5's sublayers are."""
+    """The entries of the module lists, which are gathered one at a time; without nested ones, such as T5's sublayers."""
     found: list[nn.Module] = []
     inner: set[int] = set()
     for part in module.modules():

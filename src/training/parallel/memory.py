@@ -1,4 +1,4 @@
-"""Less memory for what the backward pass needs: computed once more, or kept in the host's memory; and how a CPU keeps what it has freed.
+"""Saves memory: gradient checkpointing, activation offloading, reuse of freed CPU memory, and advice for out-of-memory errors.
 
 None of it changes a bit of a gradient.
 """
@@ -35,7 +35,7 @@ def oom_advice() -> Iterator[None]:
 
 
 def reuse_freed_memory() -> None:
-    """Let this process keep freed memory for the next step, from here on, where its C library is glibc; otherwise nothing happens.
+    """Keep freed memory in this process for the next step, instead of returning it to the system. Does nothing without glibc.
 
     As it comes glibc gives large blocks back to the kernel in each pass and takes fresh pages in the next, for which a training on a CPU
     pays with a part of its time (LOG.md). Blocks above 32 MiB are still given back: kept, they would part the memory into pieces that
@@ -50,7 +50,7 @@ def reuse_freed_memory() -> None:
 
 
 def checkpoint_layers(model: nn.Module) -> int:
-    """Have every layer of `model` keep only its inputs, and compute the rest again in the backward pass; returns how many.
+    """Gradient checkpointing: every layer of `model` saves only its inputs; returns the number of layers.
 
     Chen et al. 2016, "Training deep nets with sublinear memory cost" (arXiv 1604.06174). Dropout draws again what it drew before. `model`
     is changed in place, the names of its weights are not. A layer behaves as ever where no gradients are taken.
@@ -68,7 +68,7 @@ def checkpoint_layers(model: nn.Module) -> int:
 
 
 class _Recomputed:
-    """Calls `forward`; only its inputs are kept for the backward pass."""
+    """Calls `forward` and saves only its inputs for the backward pass."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -81,7 +81,7 @@ class _Recomputed:
 
 @contextlib.contextmanager
 def offload_activations(model: nn.Module, least_bytes: int = LEAST_BYTES) -> Iterator["Offload"]:
-    """Around a forward pass of `model`: what it saves for the backward pass waits in the host's memory, pinned where there is a GPU.
+    """Context of a forward pass of `model`: saved tensors are moved to host memory, pinned if there is a GPU.
 
     Weights stay where they are; of weights that a pass casts or gathers, the copies that it made go as well.
     """
@@ -102,7 +102,7 @@ class Offload:
         self._weights = {_storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
 
     def pack(self, tensor: Tensor) -> "Tensor | _HostTensor":
-        """What is kept in the place of `tensor`."""
+        """The stand-in for `tensor`."""
         size = tensor.numel() * tensor.element_size()
         if size < self.least_bytes or _storage_key(tensor) in self._weights or tensor.layout != torch.strided:
             return tensor
@@ -117,7 +117,7 @@ class Offload:
         return _HostTensor(numbers, tensor.device, tensor.shape, tensor.stride(), gaps)
 
     def unpack(self, kept: "Tensor | _HostTensor") -> Tensor:
-        """The tensor that was packed, laid out as it was: compiled code counts on that."""
+        """The packed tensor with its original strides, which compiled code relies on."""
         if isinstance(kept, Tensor):
             return kept
         self.num_returned += 1
@@ -142,6 +142,6 @@ class _HostTensor:
 
 
 def _storage_key(tensor: Tensor) -> int:
-    """Where its numbers are, the same for all views of it."""
+    """Key of its storage, the same for all its views."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()

@@ -85,7 +85,7 @@ def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
 
 
 def _experiment_settings(config: LoopConfig) -> dict[str, str]:
-    """The experiment's optimizer and schedule, which DeepSpeed is not told."""
+    """The experiment's optimizer and schedule in words. DeepSpeed does not build them."""
     betas = f"betas {config.adam_beta1:g} and {config.adam_beta2:g}, epsilon {config.adam_epsilon:g}"
     return {
         "optimizer": f"AdamW: learning rate {config.learning_rate:g}, {betas}, weight decay {config.weight_decay:g}",
@@ -105,7 +105,7 @@ def _without_auto(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ZeroEngine(Engine):
-    """Its optimizer states are saved in DeepSpeed's own shards, which the same number of processes reads again."""
+    """Saves optimizer states as DeepSpeed's own shards, which only the same number of processes can load."""
 
     shards_gradients = True
 
@@ -131,7 +131,7 @@ class ZeroEngine(Engine):
         self.engine._copy_recovery_script = lambda save_path: None
 
     def accumulation_context(self, last: bool) -> Any:
-        """Stage 2 and 3 sum over processes after every pass, stage 1 after the last."""
+        """Stages 2 and 3 reduce gradients after every pass, stage 1 after the last."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=last)
         return self.accelerator.autocast()
 
@@ -142,7 +142,7 @@ class ZeroEngine(Engine):
             self.engine.step()  # counts the pass, moves nothing
 
     def gradients(self) -> Iterable[Tensor]:
-        """This process's parts, where DeepSpeed keeps them between the last backward pass and its step."""
+        """This process's shards, as DeepSpeed stores them between the last backward pass and its step."""
         if self.stage == 3 and self.optimizer.offload_optimizer:
             return [part.grad for part in self.optimizer.fp32_partitioned_groups_flat if part.grad is not None]
         if self.stage < 3 and self.optimizer.cpu_offload:
@@ -157,14 +157,14 @@ class ZeroEngine(Engine):
         return True
 
     def _link_moments(self) -> None:
-        """Have DeepSpeed find each parameter's moments: stages 1 and 2 look once, within the first step, when only one group has any."""
+        """Make DeepSpeed find each parameter's moments: stages 1 and 2 look only once, in the first step, when only one group has any."""
         self._linked = True
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def skip_step(self) -> None:
-        """DeepSpeed's way with a gradient that has overflowed, which it knows by its norm."""
+        """Use DeepSpeed's handling of an overflow, which it detects by the norm."""
         name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
         overflowed = torch.tensor(math.nan)
         setattr(self.optimizer, name, lambda: [overflowed] if self.stage == 3 else overflowed)
@@ -175,7 +175,7 @@ class ZeroEngine(Engine):
         assert self.optimizer.overflow, "the weights have moved on a batch that was to be left out"
 
     def model_state(self) -> dict[str, Tensor]:
-        """Gathered one by one in stage 3."""
+        """Weights are gathered one by one in stage 3."""
         if self.stage < 3:
             return super().model_state()
         import deepspeed
@@ -189,7 +189,7 @@ class ZeroEngine(Engine):
         return found
 
     def optimizer_state(self) -> None:
-        """They are in the shards."""
+        """None: they are in the shards."""
 
     def save_shards(self, folder: Path) -> None:
         """DeepSpeed's files below zero/, and which processes they are of."""
@@ -200,7 +200,7 @@ class ZeroEngine(Engine):
         distributed.broadcast_from_rank0(lambda: files.write_json(folder / SHARDS / zero_layout.TOPOLOGY, topology))
 
     def load_optimizer(self, folder: Path) -> None:
-        """From the shards of as many processes and the same stage, or from optimizer.safetensors."""
+        """From shards of the same world size and stage, or from optimizer.safetensors."""
         topology = folder / SHARDS / zero_layout.TOPOLOGY
         now = {"stage": self.stage, "world_size": distributed.world_size()}
         with distributed.raise_together():
@@ -213,7 +213,7 @@ class ZeroEngine(Engine):
             self._load_parts(folder)
 
     def _load_parts(self, folder: Path) -> None:
-        """Give each process its part of the moments by parameter name."""
+        """Load this process's part of the moments, by parameter name."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         with distributed.raise_together():
@@ -232,7 +232,7 @@ class ZeroEngine(Engine):
 
 
 def _own_part(whole: Tensor) -> Tensor:
-    """This process's part of a parameter or of its moments as stage 3 cuts them: flat, of equal size, the last padded with zeros."""
+    """This process's stage-3 shard of a parameter or its moments: flat, equal sizes, the last padded with zeros."""
     share = -(-whole.numel() // distributed.world_size())
     flat = torch.nn.functional.pad(whole.flatten(), (0, share * distributed.world_size() - whole.numel()))
     return flat[distributed.rank() * share :][:share]

@@ -1,0 +1,64 @@
+"""A model that is trained, or evaluated without training: shared by the recipes of questions and of tasks."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from src.errors import ConfigError
+from src.interfaces import DatasetField, ModelField, RecipeConfig
+from src.runs.context import Run
+from src.training.config import Evaluation, LoopConfig
+
+if TYPE_CHECKING:
+    from src.training.loop import TrainSpec
+
+
+class Finetuning(RecipeConfig):
+    """An experiment: a training loop, or an evaluation without training."""
+
+    seed: int = Field(ge=0, lt=2**63)
+    model: ModelField
+    data: DatasetField
+    loop: LoopConfig | None = None
+    evaluation: Evaluation | None = None
+
+    @model_validator(mode="after")
+    def _trains_or_evaluates(self) -> "Finetuning":
+        if (self.loop is None) == (self.evaluation is None):
+            raise ValueError("expected either loop, which trains the model, or evaluation, which scores it as it stands.")
+        if self.evaluation and self.model.name == "lora":
+            raise ValueError("model: new adapters change nothing before they are trained. Take their base, or write loop.")
+        return self
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences in one forward pass."""
+        stage = self.loop or self.evaluation
+        assert stage is not None, "the validator has checked it"
+        return stage.micro_batch
+
+    def check_trainable(self) -> None:
+        """Raises ConfigError if the loop has no weights to train."""
+        if self.loop and self.model.is_frozen():
+            raise ConfigError("model: its weights are frozen, so there is nothing to train. Put 'lora' around it, or write evaluation.")
+
+    def check_compiled(self) -> None:
+        """Raises ConfigError if the loop compiles the model and the data set's batches differ in length."""
+        if self.loop and self.loop.compile:
+            self.data.check_compiled()
+
+    def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """(model, batch) -> summed loss with the loop's label smoothing and z-loss, which `loss` takes as further arguments."""
+        options = (self.loop.label_smoothing, self.loop.z_loss) if self.loop else ()
+        return lambda model, batch: loss(model, batch, *options)
+
+    def fit_or_evaluate(self, spec: "TrainSpec", run: Run) -> None:
+        """Train if there is a loop, otherwise evaluate; then call `spec.finish`. Collective."""
+        from src.evaluation.evaluate_only import evaluate_only
+        from src.training.loop import fit
+
+        if self.loop:
+            fit(spec, run, self.loop, self.seed)
+        elif self.evaluation and spec.finish:
+            evaluate_only(spec.model, run, self.evaluation, spec.evaluate, spec.finish)
