@@ -12,6 +12,7 @@ two are compared on the same masks. Rounds alternate; the fastest counts. Tokens
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ import torch
 
 from src.data.collate import NOT_LEARNED
 from src.data.denoising import noise
-from src.data.denoising.dataset import MaskRng, Rows, SingleObjectiveDataset
-from src.data.denoising.span_corruption import Spans
-from src.data.text.documents import Documents, join_documents
+from src.data.denoising.dataset import MaskRng, SingleObjectiveDataset
+from src.data.denoising.span_corruption import mask_spans
+from src.data.text.documents import Documents, PackedRows, join_documents
 
 DENSITY, MEAN_SPAN, VOCABULARY, EOS, PAD = 0.15, 3.0, 32_100, 1, 0
 RAW, TARGETS = noise.lengths(512, DENSITY, MEAN_SPAN)
@@ -45,7 +46,11 @@ def ours(sequences: int) -> SingleObjectiveDataset:
     documents = Documents([join_documents(texts, EOS)], EOS, "", Path("texts"))
     encoder: Any = _Encoder()
     return SingleObjectiveDataset(
-        Rows(documents, RAW, None), Spans(DENSITY, MEAN_SPAN, SENTINELS, EOS), MaskRng(0, fixed=False), encoder, ""
+        PackedRows(documents, RAW),
+        partial(mask_spans, shares=(DENSITY, MEAN_SPAN), sentinels=SENTINELS, eos_id=EOS),
+        MaskRng(0, fixed=False),
+        encoder,
+        "",
     )
 
 

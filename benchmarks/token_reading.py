@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from src.data.text import token_files
-from src.data.text.documents import StoredDocuments
-from src.data.text.packing import Packed
+from src.data.text.documents import PackedRows, StoredDocuments
 from src.files import new_directory
 
 BATCH = 32
@@ -39,7 +38,7 @@ def documents(args: argparse.Namespace) -> Iterator[np.ndarray]:
         left -= length
 
 
-def write(folder: Path, args: argparse.Namespace) -> Packed:
+def write(folder: Path, args: argparse.Namespace) -> PackedRows:
     """Both forms."""
     import datasets
 
@@ -49,7 +48,7 @@ def write(folder: Path, args: argparse.Namespace) -> Packed:
         for ids in documents(args):
             writer.append(ids, np.array([len(ids)]))
         facts["splits"] = {"train": [writer.close()]}
-    packed = Packed(StoredDocuments(folder / "ours", "train", EOS), EOS, args.tokens)
+    packed = PackedRows(StoredDocuments(folder / "ours", "train", EOS), args.tokens)
     for kind in ("int32", dtype):
         made = datasets.Dataset.from_generator(
             _rows,
@@ -62,12 +61,12 @@ def write(folder: Path, args: argparse.Namespace) -> Packed:
     return packed
 
 
-def _rows(packed: Packed) -> Iterator[dict[str, Any]]:
+def _rows(packed: PackedRows) -> Iterator[dict[str, Any]]:
     for index in range(len(packed)):
         yield {"input_ids": packed.row(index)}
 
 
-def readers(folder: Path, packed: Packed, dtype: str) -> dict[str, dict[str, Read]]:
+def readers(folder: Path, packed: PackedRows, dtype: str) -> dict[str, dict[str, Read]]:
     """Kind of reading -> reader -> what it does with the numbers of 32 rows."""
     import datasets
 

@@ -18,7 +18,7 @@ def rows(source: Source, skipped: list[str] | None) -> Iterator[Row]:
     Raises:
         DataError: a record does not fit the task, or has no label where one must be; names its place.
     """
-    form = FORMS.get(source.task.form or "")
+    form = FORMS.get(source.task.task.form or "")
     for where, record in source.records():
         try:
             if "" in record:

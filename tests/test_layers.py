@@ -53,7 +53,6 @@ SHORT = {
     "src.models.wrapper": "what two rooms of models share",
     "src.models.tokenizer": "what two models from random weights share",
     "src.models.kv_cache_size": "one formula, with its source",
-    "src.data.text.packing": "one class, which text and denoising share",
     "src.data.qa.row_index": "one format of file",
 }
 """Modules under 40 lines that are no entry of the registry, and why each is a file."""

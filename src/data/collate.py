@@ -1,4 +1,4 @@
-"""Lists of ids to padded tensors. Masks come from lengths, never from ids, so a padding id may also be a real token.
+"""Pads lists of ids to tensors. Masks come from lengths, never from ids, so a padding id may also be a real token.
 
 Shapes: B samples, T tokens of the longest sample, C context chunks of the sample with most, S tokens of the longest chunk.
 """
@@ -15,23 +15,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 NOT_LEARNED = -100
-"""Label of what is padding, as the losses know it."""
+"""Label of padding, which the losses ignore."""
 
 
 def pad_tokens(
     ids: Sequence[Sequence[int]], loss_masks: Sequence[Sequence[bool]], pad_id: int, left: bool = False, length: int | None = None
 ) -> TokenBatch:
-    """Pad B sequences to (B, T): on the right, or on the left for generation. length: T where it is not that of the longest."""
-    B, T = len(ids), length or max(len(sequence) for sequence in ids)
-    input_ids = torch.full((B, T), pad_id)
-    attention_mask = torch.zeros(B, T, dtype=torch.bool)
-    loss_mask = torch.zeros(B, T, dtype=torch.bool)
-    for b, (sequence, mask) in enumerate(zip(ids, loss_masks, strict=True)):
-        place = slice(T - len(sequence), T) if left else slice(len(sequence))
-        input_ids[b, place] = torch.tensor(sequence, dtype=torch.int64)
-        attention_mask[b, place] = True
-        loss_mask[b, place] = torch.tensor(mask, dtype=torch.bool)
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+    """Pad B sequences to (B, T): on the right, or on the left for generation. length: T, by default that of the longest."""
+    input_ids, attention_mask = _pad(ids, pad_id, length or 0, left)
+    loss_mask, _ = _pad(loss_masks, False, length or 0, left)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask.bool()}
 
 
 def pad_chunks(samples: Sequence[Sequence[Sequence[int]]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -39,26 +32,24 @@ def pad_chunks(samples: Sequence[Sequence[Sequence[int]]], pad_id: int) -> tuple
 
     A sample with fewer chunks gets all-False mask rows, never another sample's chunk.
     """
-    B, C = len(samples), max(len(chunks) for chunks in samples)
-    S = max(len(chunk) for chunks in samples for chunk in chunks)
-    ids = torch.full((B, C, S), pad_id)
-    mask = torch.zeros(B, C, S, dtype=torch.bool)
-    for b, chunks in enumerate(samples):
-        for c, chunk in enumerate(chunks):
-            ids[b, c, : len(chunk)] = torch.tensor(chunk, dtype=torch.int64)
-            mask[b, c, : len(chunk)] = True
-    return ids, mask
+    most = max(map(len, samples))
+    ids, mask = _pad([chunk for chunks in samples for chunk in (*chunks, *[()] * (most - len(chunks)))], pad_id)
+    return ids.view(len(samples), most, -1), mask.view(len(samples), most, -1)
 
 
 def seq2seq(
-    inputs: "Sequence[Sequence[int] | np.ndarray]", targets: "Sequence[Sequence[int] | np.ndarray]", pad_id: int, start_id: int
+    inputs: "Sequence[Sequence[int] | np.ndarray]",
+    targets: "Sequence[Sequence[int] | np.ndarray]",
+    pad_id: int,
+    start_id: int,
+    lengths: tuple[int, int] = (0, 0),
 ) -> Seq2SeqBatch:
     """Pad B inputs to (B, S) and B targets to (B, T) on the right. The decoder reads `start_id`, then the targets but the last.
 
-    pad_id: what both read where there is padding; the labels there are `NOT_LEARNED`.
+    pad_id: what both read at padding; the labels there are `NOT_LEARNED`. lengths: S and T at least.
     """
-    input_ids, attention_mask = _pad(inputs, pad_id)
-    labels, loss_mask = _pad(targets, NOT_LEARNED)
+    input_ids, attention_mask = _pad(inputs, pad_id, lengths[0])
+    labels, loss_mask = _pad(targets, NOT_LEARNED, lengths[1])
     decoder_input_ids = torch.full_like(labels, start_id)
     decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(~loss_mask[:, :-1], pad_id)
     return {
@@ -70,12 +61,12 @@ def seq2seq(
     }
 
 
-def _pad(sequences: "Sequence[Sequence[int] | np.ndarray]", fill: int) -> tuple[Tensor, Tensor]:
-    """(B, T) int64, and a mask (B, T), True on what is no padding."""
+def _pad(sequences: "Sequence[Sequence[int] | np.ndarray]", fill: int, length: int = 0, left: bool = False) -> tuple[Tensor, Tensor]:
+    """(B, T) int64 with T >= length, and a mask (B, T), True on the sequences' own values."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
-    longest = int(lengths.max())
-    ids = torch.full((len(sequences), longest), fill)
-    rows = ids.numpy()
-    for row, sequence in zip(rows, sequences, strict=True):
-        row[: len(sequence)] = sequence
-    return ids, torch.arange(longest) < lengths[:, None]
+    T = max(int(lengths.max()), length)
+    ids = torch.full((len(sequences), T), fill, dtype=torch.int64)
+    for row, sequence in zip(ids.numpy(), sequences, strict=True):
+        row[T - len(sequence) if left else 0 :][: len(sequence)] = sequence
+    mask = torch.arange(T) < lengths[:, None]
+    return ids, mask.flip(1) if left else mask

@@ -235,7 +235,9 @@ def test_a_compiled_model_sees_one_shape():
             ConfigError, match=r"^data.parts: loop.compile needs batches of one shape, .*: 'a' 512 and 114, 'b' 51[12] and \d+\."
         ):
             ask(b=other)
-    with pytest.raises(ConfigError, match=r"data.parts.b: loop.compile: needs batches of one length.*data\.prefix_tokens"):
+    with pytest.raises(
+        ConfigError, match=r"data.parts.b: loop.compile: needs batches of one length.* Write a number as data\.parts\.b\.prefix_tokens"
+    ):
         ask(b=cut)
     decoders = {"parts": {"a": TEXT, "b": {**TEXT, "sequence_tokens": 7}}}
     with pytest.raises(ConfigError, match=r"'a' 4, 'b' 7\."):

@@ -101,7 +101,7 @@ def test_the_states_are_those_of_the_base(bases, cache, request_of, dtype):
     assert len(store) == 64
     for row in rows_of(cache / "toy_qa"):
         ids = input_of(bases, row)
-        assert torch.equal(store.states([ids]), expected_states(request, ids).to(getattr(torch, dtype)))
+        assert torch.equal(store.pad([[ids]])[0][0], expected_states(request, ids).to(getattr(torch, dtype)))
     for name in ("train.jsonl", "val.jsonl"):
         assert (preproc_nq.folder_of(request) / name).read_bytes() == (cache / "toy_qa" / name).read_bytes()
 

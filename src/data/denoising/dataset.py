@@ -1,23 +1,29 @@
-"""Data sets whose samples are inputs and targets that are drawn from rows of text. Draws are functions of (seed, epoch, index)."""
+"""Data sets whose samples are inputs and targets drawn from rows of text. Draws are functions of (seed, epoch, index)."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from src.batches import Seq2SeqBatch
-from src.data import jsonl
+from src.data.text.documents import PackedRows, TextConfig
 from src.data.text.tokenizers import SafeTokenizer
-from src.errors import DataError
+from src.kinds import ENCODER_DECODER
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from src.data.text.documents import Documents
 
     Objective = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, np.ndarray]]
     """Makes inputs and targets of a row of text, each ended by the end token."""
 
 VAL_SEED = 5_368_709
-"""Of the draws of every validation, so that all experiments are scored on the same masks."""
+"""Seed of every validation, so that all experiments are scored on the same masks."""
+
+
+class DenoisingConfig(TextConfig):
+    """Text of which an encoder reads one part and a decoder writes the other. In validation the parts never change."""
+
+    @property
+    def reader(self) -> str:
+        return ENCODER_DECODER
 
 
 class Sample(TypedDict):
@@ -30,26 +36,26 @@ class Sample(TypedDict):
 
 
 class MaskRng(NamedTuple):
-    """From what the draws of one split are made."""
+    """Random draws of one split."""
 
     seed: int
     fixed: bool
-    """The same in every epoch."""
+    """Whether they are the same in every epoch."""
 
     def generator(self, epoch: int, *index: int) -> "np.random.Generator":
-        """That of one sample, or of whatever else has such an index."""
+        """The generator of one sample, or of anything else with an index."""
         import numpy as np
 
         return np.random.default_rng([self.seed, 0 if self.fixed else epoch, *index])
 
 
 def mask_rng(split: str, seed: int) -> MaskRng:
-    """Training's differ from epoch to epoch and by `seed`; those of other splits are always the same."""
+    """In training, draws that change with `seed` and epoch; in other splits, always the same ones."""
     return MaskRng(seed, fixed=False) if split == "train" else MaskRng(VAL_SEED, fixed=True)
 
 
 class DenoisingDataset:
-    """Samples of rows of text, one of each."""
+    """Inputs and targets made from text."""
 
     def __init__(self, draws: MaskRng, encoder: SafeTokenizer, fingerprint: str) -> None:
         self.fingerprint = fingerprint
@@ -63,9 +69,9 @@ class DenoisingDataset:
 
 
 class SingleObjectiveDataset(DenoisingDataset):
-    """Samples of rows of one length, all made in one way."""
+    """Samples made from rows of one length, all by one objective."""
 
-    def __init__(self, rows: "Rows", objective: "Objective", draws: MaskRng, encoder: SafeTokenizer, fingerprint: str) -> None:
+    def __init__(self, rows: PackedRows, objective: "Objective", draws: MaskRng, encoder: SafeTokenizer, fingerprint: str) -> None:
         super().__init__(draws, encoder, fingerprint)
         self._rows, self._objective = rows, objective
 
@@ -75,32 +81,5 @@ class SingleObjectiveDataset(DenoisingDataset):
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Row `index` as inputs and targets of this epoch."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
         inputs, targets = self._objective(self._rows.row(index), self._draws.generator(epoch, index))
         return {"input_ids": inputs, "labels": targets}
-
-
-class Rows:
-    """Rows of one length, all of a split or those that stand for it."""
-
-    def __init__(self, documents: "Documents", length: int, most: int | None) -> None:
-        """most: how many rows are used, the same ones for every experiment; None for all.
-
-        Raises:
-            DataError: there is less text than one row, or than `most` rows.
-        """
-        from src.data.text.packing import Packed
-
-        self._packed = Packed(documents, documents.eos_id, length)
-        if not len(self._packed):
-            raise DataError(f"{documents.path}: fewer than {length} tokens, which is the text of one sequence.")
-        total = len(self._packed)
-        self._chosen = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def row(self, index: int) -> "np.ndarray":
-        """(length,) int32."""
-        return self._packed.row(self._chosen[index])

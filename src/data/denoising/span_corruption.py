@@ -4,6 +4,7 @@ Documents are joined and cut to exactly as many tokens as leave `input_tokens` w
 nothing is padded or lost. Both sides end with the end token.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,23 +12,22 @@ from pydantic import Field, model_validator
 
 from src.config import Places
 from src.data.denoising import ngrams, noise, sentinels
+from src.data.denoising.dataset import DenoisingConfig, SingleObjectiveDataset, mask_rng
+from src.data.text import documents
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
-from src.interfaces import DatasetConfig, require_fit
-from src.kinds import ENCODER_DECODER
+from src.interfaces import require_fit
 
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    from src.data.denoising.dataset import Objective, SingleObjectiveDataset
+    from src.data.denoising.dataset import Objective
 
 
-class Config(DatasetConfig):
-    """Documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl; and how they are masked."""
+class Config(DenoisingConfig):
+    """Which text, and how it is masked."""
 
-    corpus: str = Field(min_length=1)
-    """Folder below `--data_path`."""
     input_tokens: int = Field(default=512, gt=2)
     """Tokens of every input, with sentinels and end token. How long rows of text and targets are follows from it."""
     noise_density: float = Field(default=0.15, gt=0, lt=1)
@@ -37,8 +37,6 @@ class Config(DatasetConfig):
     ngrams: str | None = Field(default=None, min_length=1)
     """Text file below `--data_path` with one n-gram of words on each line: masked runs are of whole n-grams and words, where else they
     begin and end anywhere. Lengths are the same."""
-    val_sequences: int | None = Field(default=None, gt=0)
-    """Sequences of the validation split that are used, the same ones with the same masks whatever the seed; None for all."""
 
     @model_validator(mode="after")
     def _gives_exact_lengths(self) -> "Config":
@@ -48,14 +46,8 @@ class Config(DatasetConfig):
             raise ValueError(str(error)) from None
         return self
 
-    @property
-    def reader(self) -> str:
-        return ENCODER_DECODER
-
     def check(self, places: Places) -> None:
-        from src.data.text import documents
-
-        documents.check(places, self.corpus)
+        super().check(places)
         if self.ngrams:
             ngrams.require_file(places.data / self.ngrams)
 
@@ -70,7 +62,7 @@ class Config(DatasetConfig):
     def batch_lengths(self) -> tuple[int, ...]:
         return self.input_tokens, self._lengths()[1].target_tokens
 
-    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "SingleObjectiveDataset":
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> SingleObjectiveDataset:
         """The rows of one split. The masks of training are functions of (seed, epoch, index), those of other splits of the index alone.
 
         Raises:
@@ -80,19 +72,17 @@ class Config(DatasetConfig):
         """
         import numpy as np
 
-        from src.data.denoising.dataset import Rows, SingleObjectiveDataset, mask_rng
         from src.data.denoising.words import Words
-        from src.data.text import documents
 
         raw, counts = self._lengths()
         ids = np.array(sentinels.require(tokenizer, counts.spans, "data.input_tokens"), dtype=np.int32)
         found = documents.read(places, self.corpus, tokenizer, split)
-        rows = Rows(found, raw, self.val_sequences if split == "val" else None)
+        rows = documents.PackedRows(found, raw, self.max_samples(split))
         fingerprint = found.fingerprint
-        objective: Objective = Spans(self.noise_density, self.mean_span_tokens, ids, found.eos_id)
+        shares = self.noise_density, self.mean_span_tokens
+        objective: Objective = partial(mask_spans, shares=shares, sentinels=ids, eos_id=found.eos_id)
         if self.ngrams:
             vocabulary = ngrams.read_vocabulary(places.data / self.ngrams)
-            shares = self.noise_density, self.mean_span_tokens
             objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
             fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
         return SingleObjectiveDataset(rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), fingerprint)
@@ -102,13 +92,9 @@ class Config(DatasetConfig):
         return noise.exact_lengths(self.input_tokens, self.noise_density, self.mean_span_tokens)
 
 
-class Spans:
-    """Masks runs anywhere in a row."""
-
-    def __init__(self, density: float, mean_span: float, sentinels: "np.ndarray", eos_id: int) -> None:
-        self._density, self._mean_span, self._sentinels, self._eos_id = density, mean_span, sentinels, eos_id
-
-    def __call__(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
-        """(inputs, targets) of a row."""
-        mask = noise.noise_mask(len(row), self._density, self._mean_span, rng)
-        return noise.corrupt(row, mask, noise.run_starts(mask), self._sentinels, self._eos_id)
+def mask_spans(
+    row: "np.ndarray", rng: "np.random.Generator", shares: tuple[float, float], sentinels: "np.ndarray", eos_id: int
+) -> "tuple[np.ndarray, np.ndarray]":
+    """(inputs, targets) of a row of which runs of tokens are masked. shares: noise density and mean span."""
+    mask = noise.noise_mask(len(row), *shares, rng)
+    return noise.corrupt(row, mask, noise.run_starts(mask), sentinels, eos_id)

@@ -5,6 +5,7 @@ long as the denoiser of the sample asks for, so that nothing is lost, and at mos
 token is read once.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,17 +14,17 @@ from pydantic import Field, model_validator
 from src.config import Config as StrictConfig
 from src.config import Places
 from src.data.denoising import noise, sentinels
-from src.data.denoising.prefix_lm import Prefix
-from src.data.denoising.span_corruption import Spans
+from src.data.denoising.dataset import DenoisingConfig, mask_rng
+from src.data.denoising.denoiser_mixture import DenoiserMixture, DenoiserSpec
+from src.data.denoising.prefix_lm import cut_row
+from src.data.denoising.span_corruption import mask_spans
+from src.data.text import documents
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
-from src.interfaces import DatasetConfig, require_fit
-from src.kinds import ENCODER_DECODER
+from src.interfaces import require_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from src.data.denoising.denoiser_mixture import DenoiserMixture, DenoiserSpec
 
 
 class Denoiser(StrictConfig):
@@ -73,17 +74,13 @@ def _published_denoisers() -> list[Denoiser]:
     ]
 
 
-class Config(DatasetConfig):
-    """Documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl; and how they are masked."""
+class Config(DenoisingConfig):
+    """Which text, and the denoisers."""
 
-    corpus: str = Field(min_length=1)
-    """Folder below `--data_path`."""
     input_tokens: int = Field(default=512, gt=3)
     """Most tokens of an input, with mode, sentinels and end token, and of a prefix."""
     denoisers: list[Denoiser] = Field(default_factory=_published_denoisers, min_length=1)
     """With 100 sentinels, spans of 3 at density 0.5 allow no more than 400 input tokens."""
-    val_sequences: int | None = Field(default=None, gt=0)
-    """Sequences of the validation split that are used, the same ones with the same masks whatever the seed; None for all."""
 
     @model_validator(mode="after")
     def _has_room(self) -> "Config":
@@ -93,15 +90,6 @@ class Config(DatasetConfig):
             except ConfigError as error:
                 raise ValueError(f"denoisers[{number}]: {error}") from None
         return self
-
-    @property
-    def reader(self) -> str:
-        return ENCODER_DECODER
-
-    def check(self, places: Places) -> None:
-        from src.data.text import documents
-
-        documents.check(places, self.corpus)
 
     def check_tokenizer(self, folder: Path | None) -> None:
         for number, denoiser in enumerate(self.denoisers):
@@ -116,7 +104,7 @@ class Config(DatasetConfig):
         targets = max(denoiser.lengths(self.input_tokens).targets for denoiser in self.denoisers)
         require_fit(f"data.denoisers: their targets have up to {targets} tokens", max(targets, new_tokens), max_positions)
 
-    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "DenoiserMixture":
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> DenoiserMixture:
         """The samples of one split. Which denoiser makes one, and how, is a function of (seed, epoch, index); of the index alone for
         splits other than train.
 
@@ -125,20 +113,14 @@ class Config(DatasetConfig):
                 `val_sequences`.
             ConfigError: a denoiser needs more sentinels than the tokenizer has, or its mode leaves too few input tokens.
         """
-        from src.data.denoising.dataset import mask_rng
-        from src.data.denoising.denoiser_mixture import DenoiserMixture
-        from src.data.text import documents
-
         encoder = SafeTokenizer(tokenizer)
         kinds = [self._make_spec(number, encoder, tokenizer) for number in range(len(self.denoisers))]
         found = documents.read(places, self.corpus, tokenizer, split)
-        return DenoiserMixture(found, kinds, mask_rng(split, seed), encoder, self.val_sequences if split == "val" else None)
+        return DenoiserMixture(found, kinds, mask_rng(split, seed), encoder, self.max_samples(split))
 
-    def _make_spec(self, number: int, encoder: SafeTokenizer, tokenizer: "PreTrainedTokenizerFast") -> "DenoiserSpec":
+    def _make_spec(self, number: int, encoder: SafeTokenizer, tokenizer: "PreTrainedTokenizerFast") -> DenoiserSpec:
         """Denoiser `number`, ready to be used. Raises as `build`."""
         import numpy as np
-
-        from src.data.denoising.denoiser_mixture import DenoiserSpec
 
         denoiser, where = self.denoisers[number], f"data.denoisers[{number}]"
         mode = np.array(encoder.encode_token(denoiser.mode) if denoiser.mode else [], dtype=np.int32)
@@ -149,6 +131,8 @@ class Config(DatasetConfig):
         if denoiser.mean_span_tokens is None or denoiser.noise_density is None:
             if lengths.raw < 2:
                 raise ConfigError(f"{where}: the {len(mode)} tokens of its mode leave no room in {self.input_tokens} input tokens.")
-            return DenoiserSpec(denoiser.rate, lengths.raw, mode, Prefix(encoder.eos_id))
+            return DenoiserSpec(denoiser.rate, lengths.raw, mode, partial(cut_row, eos_id=encoder.eos_id))
         ids = np.array(sentinels.require(tokenizer, lengths.sentinels, where), dtype=np.int32)
-        return DenoiserSpec(denoiser.rate, lengths.raw, mode, Spans(denoiser.noise_density, denoiser.mean_span_tokens, ids, encoder.eos_id))
+        shares = denoiser.noise_density, denoiser.mean_span_tokens
+        objective = partial(mask_spans, shares=shares, sentinels=ids, eos_id=encoder.eos_id)
+        return DenoiserSpec(denoiser.rate, lengths.raw, mode, objective)

@@ -8,6 +8,7 @@ its masks change. The validation split holds every sample of every part once, pa
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -97,15 +98,15 @@ class Config(DatasetConfig):
         return lengths.pop() if len(lengths) == 1 else None
 
     def _check_parts(self, check: Callable[[DatasetConfig], None]) -> None:
-        """Raises one ConfigError with what `check` finds wrong in any part, by its path."""
+        """Raises one ConfigError with what `check` finds wrong in any part. Fields in its messages are named by their whole path."""
 
         def check_part(name: str, part: DatasetConfig) -> None:
             try:
                 check(part)
             except UserError as error:
-                lines = str(error).split("\n")
-                below = [f".{line.removeprefix('data.')}" if line.startswith("data.") else f": {line}" for line in lines]
-                raise type(error)("\n".join(f"data.parts.{name}{line}" for line in below)) from None
+                path = f"data.parts.{name}"
+                lines = [re.sub(r"(?<![\w/.-])data\.", f"{path}.", line) for line in str(error).split("\n")]
+                raise type(error)("\n".join(line if line.startswith(path) else f"{path}: {line}" for line in lines)) from None
 
         check_all(*(partial(check_part, name, part) for name, part in sorted(self.parts.items())))
 

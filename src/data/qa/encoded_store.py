@@ -203,21 +203,6 @@ class Store:
     def __len__(self) -> int:
         return len(self._records)
 
-    def states(self, chunks: Sequence[Sequence[int]]) -> "Tensor":
-        """(P, D): states of the `chunks`, one behind the other, in the type of the store.
-
-        Raises:
-            DataError: one of them is not in the store, or damaged.
-        """
-        import torch
-
-        made = torch.empty(sum(map(len, chunks)), self.hidden_size, dtype=getattr(torch, self._store["dtype"]))
-        bits, first = self._bits(made), 0
-        for ids in chunks:
-            self._copy(ids, bits[first : first + len(ids)])
-            first += len(ids)
-        return made
-
     def pad(self, samples: Sequence[Sequence[Sequence[int]]]) -> tuple["Tensor", "Tensor"]:
         """States (B, P, D) of the chunks of B samples, zero at padding, and a mask (B, P), True on real tokens.
 

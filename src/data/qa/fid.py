@@ -4,7 +4,7 @@ Passages are written as in Izacard & Grave 2021 (arXiv 2007.01282): "question: â
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Config(RowsConfig):
-    """A prepared folder of rows as those of `qa`: {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl."""
+    """How passages and answers are written."""
 
     contexts: Literal["all", "useful", "none"]
     """Which of a row's contexts become passages. useful: all of them where none is marked. none: one passage, of the question alone."""
@@ -40,9 +40,6 @@ class Config(RowsConfig):
             raise ValueError("contexts: with 'none' there is one passage, so num_passages and too_long would be ignored. Remove them.")
         return self
 
-    def check(self, places: Places) -> None:
-        questions.check(self, places)
-
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.passage_tokens", self.passage_tokens, max_positions)
         require_fit("data.answer_tokens", max(self.answer_tokens, new_tokens) + 1, max_positions)
@@ -58,19 +55,15 @@ class Config(RowsConfig):
         return FidQADataset(self, rows, tokenizer, seed, fingerprint)
 
 
-class Sample(TypedDict):
-    """One training sample, or one prompt."""
+class Sample(questions.Sample):
+    """One training sample, or one prompt. `input_ids`: a first token, which the model replaces by its own, and the answer."""
 
-    input_ids: list[int]
-    """What the decoder reads: a token to begin with, for which the model puts its own, and the answer."""
-    loss_mask: list[bool]
-    """As long as input_ids. True on all but the first."""
     passages: list[list[int]]
     """At least one."""
 
 
 class _Words(NamedTuple):
-    """Ids of what stands before question, title and context."""
+    """Ids of the words before question, title and context."""
 
     question: list[int]
     title: list[int]
@@ -87,19 +80,12 @@ class FidQADataset(questions.Questions):
     def __init__(
         self, config: Config, rows: Sequence[questions.Row], tokenizer: "PreTrainedTokenizerFast", seed: int, fingerprint: str
     ) -> None:
-        super().__init__(rows, seed, config.corpus, fingerprint)
-        self.reads_contexts = config.contexts != "none"
+        super().__init__(rows, seed, config.corpus, fingerprint, config.contexts)
         self._config = config
         self._encoder = SafeTokenizer(tokenizer)
-        if config.contexts == "useful":
-            self._texts_of = questions.useful_contexts
         self._words = _Words(*(self._encoder.encode(word) for word in ("question:", " title:", " context:")))
         self._truncations = questions.TruncationCounter(config.corpus, "passage_tokens", config.passage_tokens)
         questions.require_room("passage_tokens", config.passage_tokens, self._words.count(titled=True) + 4)
-
-    def __len__(self) -> int:
-        """Samples in one epoch."""
-        return len(self._rows)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Passages and answer, whatever the epoch."""

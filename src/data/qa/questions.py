@@ -1,17 +1,26 @@
-"""Rows of questions, answers and contexts, as they are on disk: what every data set made of them shares."""
+"""Rows of questions, answers and contexts: what all data sets made of them share."""
 
 import copy
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from random import Random
-from typing import Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict
 
+from pydantic import Field
+
+from src.batches import TokenBatch
 from src.config import Places
 from src.data import jsonl
-from src.data.qa.subsets import Row, RowFilter, RowsConfig, Subset, check_sources
+from src.data.qa import templates
+from src.data.qa.subsets import Row, RowFilter, RowsConfig, Subset, row_number
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError, DataError
 from src.metrics import answers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
 FIELDS = {"context": str, "question": str, "answer": str, "dataset": str}
@@ -22,17 +31,6 @@ OPTIONAL = {
     "titles_list": list[str],
     "kind": str,
 }
-
-
-def check(config: RowsConfig, places: Places) -> None:
-    """Refuse a data set that is missing or incomplete, without reading its rows.
-
-    Raises:
-        DataError: says what makes it.
-        ConfigError: its manifest says that it has no rows of one of the sources.
-    """
-    jsonl.require_splits(places, config.corpus)
-    check_sources(config, places.data / config.corpus)
 
 
 def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row], str]:
@@ -52,7 +50,7 @@ def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row],
 
 
 def _require_equal_lengths(row: Row, where: str) -> None:
-    """Raises DataError where a list that says something of each context has more or fewer entries."""
+    """Raises DataError where a list with one entry per context has another length."""
     for field in ("useful_contexts", "titles_list"):
         values, contexts = row.get(field), row.get("contexts_list") or []
         if values is not None and len(values) != len(contexts):
@@ -71,22 +69,22 @@ def useful_contexts(row: Row) -> list[str]:
 
 
 def useful_indices(row: Row) -> list[int]:
-    """Numbers of the contexts that are marked as useful; all where none is."""
+    """Indices of the contexts that are marked as useful; all where none is."""
     marked = [i for i, mark in enumerate(row.get("useful_contexts") or []) if mark]
     return marked or list(range(len(all_contexts(row))))
 
 
 class TruncationCounter:
-    """How many contexts lost their end, of those that this process read. Tells it at the first, the 10th, the 100th and so on."""
+    """Counts the contexts of which this process cut the end off. Warns at the first, the 10th, the 100th and so on."""
 
     def __init__(self, name: str, field: str, most: int) -> None:
-        """field: of the data set's config, which allows `most` tokens."""
+        """field: the config field that allows `most` tokens."""
         self._name, self._why = name, f"data.{field} is {most}, and data.too_long 'truncate'"
         self.read = self.cut = 0
         self._next = 1
 
     def count(self, read: int, cut: int) -> None:
-        """Add so many contexts, and those of them that lost their end."""
+        """Add `read` contexts, of which `cut` lost their end."""
         self.read += read
         self.cut += cut
         if self.cut >= self._next:
@@ -95,33 +93,33 @@ class TruncationCounter:
 
 
 class Questions:
-    """Rows, and which row's contexts each question stands with: its own, or another's as a control."""
+    """Rows, each asked with its own contexts or, as a control, with another row's."""
 
-    reads_contexts = True
-    """Whether the contexts are in the samples."""
     stored_bytes_per_token: int | None = None
     """On disk, of a token of a context that was encoded before; None where contexts are read as text."""
 
-    def __init__(self, rows: Sequence[Row], seed: int, name: str, fingerprint: str) -> None:
+    def __init__(self, rows: Sequence[Row], seed: int, name: str, fingerprint: str, contexts: str = "all") -> None:
+        """contexts: which of a row's are read: "all", "useful" or "none"."""
         self.fingerprint = fingerprint
+        self.reads_contexts = contexts != "none"
         self._rows = rows
         self._seed = seed
         self._name = name
-        self._texts_of: Callable[[Row], list[str]] = all_contexts
+        self._texts_of: Callable[[Row], list[str]] = useful_contexts if contexts == "useful" else all_contexts
         self._context_rows: Sequence[int] = range(len(rows))
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        return len(self._rows)
 
     @property
     def num_questions(self) -> int:
-        """Rows: what can be asked."""
+        """Rows that can be asked."""
         return len(self._rows)
 
     def row(self, index: int) -> Row:
-        """Question `index` as it stands in the prepared data, with its own contexts."""
+        """Question `index` as it is in the prepared data, with its own contexts."""
         return self._rows[index]
-
-    def references(self, index: int) -> list[str]:
-        """Accepted answers, at least one."""
-        return answers.references(self._rows[index])
 
     def source(self, index: int) -> str:
         """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as "stdlib_calls"."""
@@ -153,11 +151,99 @@ class Questions:
         return shuffled
 
     def _context_row(self, index: int) -> Row:
-        """The row whose contexts question `index` stands with."""
+        """The row whose contexts are read with question `index`."""
         return self._rows[self._context_rows[index]]
+
+    def _check_rows(self, check: Callable[[Row], object]) -> None:
+        """Call `check` with each row. A DataError that it raises gets the row's number."""
+        for index, row in enumerate(self._rows):
+            try:
+                check(row)
+            except DataError as error:
+                raise DataError(f"{self._name}: row {row_number(self._rows, index) + 1}: {error}") from None
 
 
 def require_room(field: str, given: int, needed: int) -> None:
     """Raises ConfigError where the template alone takes more tokens than are allowed."""
     if given < needed:
         raise ConfigError(f"data.{field}: {given} tokens leave no room beside the template in this vocabulary; expected at least {needed}.")
+
+
+class DecoderConfig(RowsConfig):
+    """Questions that a decoder reads in the template of a chat, and answers."""
+
+    same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
+    sequence_tokens: int = Field(gt=0)
+    """Most tokens of question and answer. A longer question loses its beginning; an answer that alone is too long loses its end."""
+    loss_on: Literal["answer", "all"]
+    """Score the answer and the end token, or every token but the first."""
+    template: templates.Name = "assistant"
+    fixed_length: bool = False
+    """Pad every batch to the length of the longest possible sequence, rather than of its own longest, for `loop.compile`."""
+
+    @abstractmethod
+    def longest(self) -> int:
+        """Most tokens of a sequence."""
+
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        return (self.longest(),) if self.fixed_length else None
+
+
+class Sample(TypedDict):
+    """One training sample, or one prompt."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    """As long as input_ids. True where the prediction of the token is scored."""
+
+
+class DecoderQuestions(Questions):
+    """Questions and answers in a template, as ids."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rows: Sequence[Row],
+        tokenizer: "PreTrainedTokenizerFast",
+        seed: int,
+        fingerprint: str,
+        contexts: str = "all",
+    ) -> None:
+        super().__init__(rows, seed, config.corpus, fingerprint, contexts)
+        self._encoder = SafeTokenizer(tokenizer)
+        self._prompter = templates.Prompter(self._encoder, config.template)
+        self._most, self._loss_on = config.sequence_tokens, config.loss_on
+        self._length = config.longest() if config.fixed_length else None
+        require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
+
+    def _prompt_ids(self, index: int, max_tokens: int) -> list[int]:
+        """Ids up to where the answer begins, of which question and template take `max_tokens` at most."""
+        return self._prompter.prompt(self._rows[index]["question"], max_tokens)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Question and answer, whatever the epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        answer = self._prompter.answer(self._rows[index]["answer"], self._most - self._prompter.fixed_tokens)
+        prompt = self._prompt_ids(index, self._most - len(answer))
+        unscored = len(prompt) if self._loss_on == "answer" else 1
+        return {"input_ids": prompt + answer, "loss_mask": [i >= unscored for i in range(len(prompt) + len(answer))]}
+
+    def prompt(self, index: int) -> Sample:
+        """What generation starts from: the sample without its answer."""
+        ids = self._prompt_ids(index, self._most - 1)
+        return {"input_ids": ids, "loss_mask": [False] * len(ids)}
+
+    def collate(self, samples: Sequence[Any]) -> TokenBatch:
+        """Pad on the right."""
+        return self._collate(samples, left=False)
+
+    def collate_prompts(self, samples: Sequence[Any]) -> TokenBatch:
+        """Pad the prompts on the left, so that all end where generation begins; contexts on the right."""
+        return self._collate(samples, left=True)
+
+    def _collate(self, samples: Sequence[Any], left: bool) -> TokenBatch:
+        from src.data import collate
+
+        ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
+        return collate.pad_tokens(ids, masks, self._encoder.pad_id, left, None if left else self._length)

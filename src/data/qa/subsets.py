@@ -4,12 +4,12 @@ from abc import abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from pydantic import Field, field_validator
 
 from src.config import Places, unknown
+from src.data import jsonl
 from src.errors import DataError
 from src.files import read_manifest
 from src.interfaces import ContextDataset, DatasetConfig
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 class RowsConfig(DatasetConfig):
     """A prepared folder of rows {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl, and which of them are used.
 
-    Splits beside train and val are used whole.
+    Other splits are used whole.
     """
 
     corpus: str = Field(min_length=1)
@@ -44,6 +44,19 @@ class RowsConfig(DatasetConfig):
             raise ValueError(f"{', '.join(twice)} stands there more than once. Name each source once.")
         return names
 
+    def check(self, places: Places) -> None:
+        """Also refuses sources that the manifest of the data set does not count: {"counts": {split: {"rows": {source: number}}}}.
+
+        A manifest without counts is left to `build`, which looks for the sources among the rows.
+        """
+        jsonl.require_splits(places, self.corpus)
+        counts: Any = read_manifest(places.data / self.corpus, DataError).get("counts")
+        for split in jsonl.SPLITS:
+            of_split = counts.get(split) if isinstance(counts, Mapping) else None
+            rows = of_split.get("rows") if isinstance(of_split, Mapping) else None
+            if isinstance(rows, Mapping):
+                _require_known(self, split, rows)
+
     @abstractmethod
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> ContextDataset:
         """The rows of one split, tokenised when they are asked for."""
@@ -53,23 +66,6 @@ class RowsConfig(DatasetConfig):
         return {"train": self.train_datasets, "val": self.val_datasets}.get(split)
 
 
-def check_sources(config: RowsConfig, folder: Path) -> None:
-    """Refuse sources that the data set in `folder` lacks, as far as its manifest tells; else they are looked for when rows are read.
-
-    data_prep.prepare_qa writes {"counts": {split: {"rows": {source: number}}}}.
-
-    Raises:
-        ConfigError: names those that there are.
-        DataError: the manifest is missing or damaged.
-    """
-    counts: Any = read_manifest(folder, DataError).get("counts")
-    for split in ("train", "val"):
-        of_split = counts.get(split) if isinstance(counts, Mapping) else None
-        rows = of_split.get("rows") if isinstance(of_split, Mapping) else None
-        if isinstance(rows, Mapping):
-            _require_known(config, split, rows)
-
-
 def _require_known(config: RowsConfig, split: str, known: Iterable[str]) -> None:
     for name in config.datasets(split) or ():
         if name not in known:
@@ -77,10 +73,10 @@ def _require_known(config: RowsConfig, split: str, known: Iterable[str]) -> None
 
 
 class RowFilter:
-    """Is shown the rows of a split in order, and notes which of them are of the sources that are used."""
+    """Called with each row of a split in order, collects the numbers of those that are of the sources in use."""
 
     def __init__(self, config: RowsConfig, split: str, more: Callable[[Row, str], None]) -> None:
-        """`more` is shown each row too, and where it is."""
+        """more: called with each row too, and "FILE:LINE"."""
         self._config, self._split, self._more = config, split, more
         self._wanted = config.datasets(split)
         self._known: set[str] = set()
@@ -97,22 +93,22 @@ class RowFilter:
         self._count += 1
 
     def select(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Those of the `rows`, all of which were shown, that are used.
+        """The rows in use; call it after all `rows` were filtered.
 
         Raises:
-            ConfigError: no row is of one of the sources; names those that there are.
+            ConfigError: a source has no row; names those that have.
         """
         _require_known(self._config, self._split, self._known)
         return rows if self._wanted is None else Subset(rows, self._numbers)
 
 
 class Subset(Sequence[Row]):
-    """Some rows of `rows`, by number, each read when it is asked for."""
+    """Some of the `rows`, by number, read on access."""
 
     def __init__(self, rows: Sequence[Row], numbers: Sequence[int]) -> None:
         self.rows = rows
         self.numbers = numbers
-        """Of each in `rows`, counted from 0."""
+        """Positions in `rows`, counted from 0."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -128,7 +124,7 @@ class Subset(Sequence[Row]):
 
 
 def row_number(rows: Sequence[Row], index: int) -> int:
-    """Where row `index` of `rows` stands in the whole file, counted from 0."""
+    """Position of row `index` of `rows` in the whole file, counted from 0."""
     while isinstance(rows, Subset):
         rows, index = rows.rows, rows.numbers[index]
     return index

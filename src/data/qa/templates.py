@@ -1,4 +1,4 @@
-"""How a question, an answer and a context are written for a model, and the ids that come of it."""
+"""Templates of questions, answers and contexts, and their token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ CONTEXT_TOKEN = "<|C|>"
 
 @dataclass(frozen=True)
 class Template:
-    """Pieces before and after the question, and what stands between them and the answer.
+    """Pieces before and after the question, and what is between them and the answer.
 
     A piece that is one of `controls` becomes one id where the vocabulary has it; everything else is text.
     """
@@ -21,7 +21,7 @@ class Template:
     after: tuple[str, ...]
     before_answer: str = ""
     before_context: tuple[str, ...] = ()
-    """Where a context is in the prompt it stands between these and `after_context`, and both in the place of `before`."""
+    """A context in the prompt is written between these and `after_context`, and the three together replace `before`."""
     after_context: tuple[str, ...] = ()
 
 
@@ -40,7 +40,7 @@ TEMPLATES: dict[str, Template] = {
 
 
 class Prompter:
-    """Writes prompts and encoder inputs in one template with one tokenizer."""
+    """Writes prompts and encoder inputs in one template, with one tokenizer."""
 
     def __init__(self, encoder: SafeTokenizer, template: Name) -> None:
         self._encoder = encoder
@@ -49,31 +49,23 @@ class Prompter:
         self._marker = encoder.encode_token(CONTEXT_TOKEN)
         self.fixed_context_tokens = self.fixed_tokens + len(self._marker)
         self.fixed_reading_tokens = len(self._assemble([], [], [])) - self.fixed_tokens
-        """What a context in the prompt takes besides its own ids."""
+        """Tokens that a context in the prompt takes besides its own."""
 
-    def prompt(self, question: str, max_tokens: int) -> list[int]:
-        """Ids up to where the answer begins, at most `max_tokens`; a longer question loses its beginning."""
-        ids = self._tokenise(question, "")
-        if len(ids) <= max_tokens:
-            return ids
-        question_ids = self._encoder.encode(question)
-        room = max(0, max_tokens - self.fixed_tokens)
-        return self._assemble(question_ids[max(0, len(question_ids) - room) :], [])
+    def prompt(self, question: str, max_tokens: int, context: str | None = None, context_tokens: int = 0) -> list[int]:
+        """Ids up to where the answer begins: at most `max_tokens`, and `context_tokens` more for a context, read before the question.
 
-    def reading(self, context: str, question: str, context_tokens: int, max_tokens: int) -> list[int]:
-        """Like `prompt`, with the context before the question: at most `max_tokens`, and `context_tokens` more for the context.
-
-        A longer context loses its end, a longer question its beginning; neither has the room that the other leaves.
+        A longer question loses its beginning, a longer context its end; neither gets the room that the other leaves.
         """
-        context_ids = self._encoder.encode(context)
-        room = max(0, context_tokens - self.fixed_reading_tokens)
-        if len(context_ids) <= room and len(self._tokenise(question, "")) <= max_tokens:
+        context_ids = None if context is None else self._encoder.encode(context)
+        context_room = max(0, context_tokens - self.fixed_reading_tokens)
+        if len(context_ids or ()) <= context_room and len(self._tokenise(question, "")) <= max_tokens:
             ids = self._tokenise(question, "", context)
             if len(ids) <= context_tokens + max_tokens:
                 return ids
         question_ids = self._encoder.encode(question)
-        left = max(0, max_tokens - self.fixed_tokens)
-        return self._assemble(question_ids[max(0, len(question_ids) - left) :], [], context_ids[:room])
+        room = max(0, max_tokens - self.fixed_tokens)
+        kept = question_ids[max(0, len(question_ids) - room) :]
+        return self._assemble(kept, [], None if context_ids is None else context_ids[:context_room])
 
     def answer(self, answer: str, max_tokens: int) -> list[int]:
         """Ids of the answer and the end token; an answer longer than `max_tokens` loses its end, and the end token with it."""
@@ -92,7 +84,7 @@ class Prompter:
         return (head + self._encoder.encode(self._template.before_answer + context if context else ""))[:max_tokens]
 
     def _tokenise(self, question: str, marker: str, context: str | None = None) -> list[int]:
-        """Tokenised as the whole text would be: runs of text between control tokens are not cut further."""
+        """Ids as the tokenizer gives them for the whole text: text between control tokens is encoded in one piece."""
         ids, run = list(self._encoder.start), ""
         for piece, is_ours in self._pieces(question, marker, context):
             control = self._encoder.control_id(piece) if is_ours else None
@@ -112,7 +104,7 @@ class Prompter:
         return [*before, (question, False), (marker, True), *((piece, True) for piece in ours.after)]
 
     def _assemble(self, question_ids: Sequence[int], marker_ids: Sequence[int], context_ids: Sequence[int] | None = None) -> list[int]:
-        """The same from a question and a context that are tokenised already."""
+        """The same for a question and a context that are tokenised already."""
         ours = self._template
         before = self._encode_pieces(ours.before)
         if context_ids is not None:

@@ -132,11 +132,6 @@ class NamedTask:
         return hashlib.sha256(json.dumps([self.name, self.task.model_dump(mode="json")], sort_keys=True).encode()).hexdigest()
 
     @property
-    def form(self) -> str | None:
-        """What is done to a row of the release before its columns are there: a name in `data_prep.superglue.FORMS`."""
-        return self.task.form
-
-    @property
     def optimised_metric(self) -> str:
         """The metric to optimise."""
         return self.task.optimise or self.task.metrics[0]
@@ -199,11 +194,6 @@ def find(name: str, own: Path | None = None) -> NamedTask:
 def find_in_corpus(name: str, folder: Path) -> NamedTask:
     """The task `name`, which the prepared data set `folder` may have brought itself."""
     return find(name, folder / OWN if (folder / OWN).is_file() else None)
-
-
-def all_tasks() -> list[NamedTask]:
-    """All tasks of resources/tasks, checked."""
-    return [find(name) for path in sorted(FOLDER.glob("*.yaml")) for name in _read_tasks(path)]
 
 
 def _read_tasks(path: Path) -> dict[str, Any]:

@@ -7,30 +7,18 @@ from pydantic import Field
 
 from src.batches import TokenBatch
 from src.config import Places
-from src.data import jsonl
-from src.errors import DataError
-from src.interfaces import DatasetConfig, require_fit
+from src.data.text import documents
+from src.interfaces import require_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from src.data.text.packing import Packed
 
+class Config(documents.TextConfig):
+    """Which text, and how it is cut."""
 
-class Config(DatasetConfig):
-    """A folder made by data_prep.tokenize, or one of rows {"text", "source"} in train.jsonl and val.jsonl, which are tokenised here."""
-
-    corpus: str = Field(min_length=1)
-    """Folder below `--data_path`."""
     sequence_tokens: int = Field(gt=1)
     """Tokens of every sequence."""
-    val_sequences: int | None = Field(default=None, gt=0)
-    """Sequences of the validation split that are used, the same ones whatever the seed; None for all."""
-
-    def check(self, places: Places) -> None:
-        from src.data.text import documents
-
-        documents.check(places, self.corpus)
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
@@ -44,17 +32,8 @@ class Config(DatasetConfig):
         Raises:
             DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
         """
-        from src.data.text import documents
-        from src.data.text.packing import Packed
-
         found = documents.read(places, self.corpus, tokenizer, split)
-        rows = Packed(found, found.eos_id, self.sequence_tokens)
-        if not len(rows):
-            raise DataError(f"{found.path}: fewer than {self.sequence_tokens} tokens, which is one sequence of data.sequence_tokens.")
-        chosen = None
-        if split == "val" and self.val_sequences is not None:
-            chosen = jsonl.select_validation_rows(len(rows), self.val_sequences, found.path)
-        return TextDataset(rows, found.fingerprint, chosen)
+        return TextDataset(documents.PackedRows(found, self.sequence_tokens, self.max_samples(split)), found.fingerprint)
 
 
 class Sample(TypedDict):
@@ -68,21 +47,17 @@ class Sample(TypedDict):
 class TextDataset:
     """Sequences of one length; the same in every epoch."""
 
-    def __init__(self, rows: "Packed", fingerprint: str, chosen: Sequence[int] | None = None) -> None:
-        """chosen: which rows are the sequences; None: all."""
+    def __init__(self, rows: documents.PackedRows, fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self._rows = rows
-        self._chosen = range(len(rows)) if chosen is None else chosen
 
     def __len__(self) -> int:
         """Sequences in one epoch."""
-        return len(self._chosen)
+        return len(self._rows)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sequence `index`, whatever the epoch."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        ids = self._rows.row(self._chosen[index]).tolist()
+        ids = self._rows.row(index).tolist()
         return {"input_ids": ids, "loss_mask": [False] + [True] * (len(ids) - 1)}
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:

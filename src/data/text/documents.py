@@ -1,11 +1,12 @@
-"""Documents as token ids: of a folder made by data_prep.tokenize, by memory map, or of a plain text corpus, tokenised in memory."""
+"""Documents as token ids: memory-mapped from a folder made by data_prep.tokenize, or a plain text corpus tokenised in memory."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
 
 from src.config import Places
 from src.data import jsonl
@@ -13,23 +14,31 @@ from src.data.qa.encoded_store import tokenizer_digest
 from src.data.text import token_files
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
+from src.interfaces import DatasetConfig
 
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
 
-def check(places: Places, corpus: str) -> None:
-    """Refuse a data set that is missing or incomplete, without reading its documents.
+class TextConfig(DatasetConfig):
+    """Plain text: documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl, which are tokenised when read."""
 
-    Raises:
-        DataError: says what makes it.
-    """
-    folder = jsonl.corpus_folder(places, corpus)
-    if token_files.is_tokenised(folder):
-        token_files.require(folder)
-    else:
-        jsonl.require_splits(places, corpus)
+    corpus: str = Field(min_length=1)
+    """Folder below `--data_path`."""
+    val_sequences: int | None = Field(default=None, gt=0)
+    """Samples of the validation split that are used, the same ones whatever the seed; None for all."""
+
+    def check(self, places: Places) -> None:
+        folder = jsonl.corpus_folder(places, self.corpus)
+        if token_files.is_tokenised(folder):
+            token_files.require(folder)
+        else:
+            jsonl.require_splits(places, self.corpus)
+
+    def max_samples(self, split: str) -> int | None:
+        """How many samples of a split are used; None for all."""
+        return self.val_sequences if split == "val" else None
 
 
 def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", split: str) -> "Documents":
@@ -95,13 +104,6 @@ class Documents:
         shard, place = self._shards[number], index - self._first_documents[number]
         return shard.ids[int(shard.ends[place]) : int(shard.ends[place + 1]) - 1].astype("int32")
 
-    @cached_property
-    def lengths(self) -> "np.ndarray":
-        """(N,) int64: tokens of each document, without its end token."""
-        import numpy as np
-
-        return np.concatenate([np.diff(shard.ends) - 1 for shard in self._shards]) if self._shards else np.empty(0, np.int64)
-
     def slice_tokens(self, first: int, last: int) -> "np.ndarray":
         """Tokens `first` to `last` (not included) of all documents joined, each ended by the end token: (last - first,) int32."""
         if not 0 <= first <= last <= self.num_tokens:
@@ -125,7 +127,7 @@ class Documents:
 
 
 class StoredDocuments(Documents):
-    """Documents of token files. A copy in another process maps the same files, and refuses those that took their place."""
+    """Documents of token files. A copy in another process maps the same files, and refuses to read others in their place."""
 
     def __init__(self, folder: Path, split: str, eos_id: int) -> None:
         """Raises DataError where a file is missing or damaged."""
@@ -140,3 +142,29 @@ class StoredDocuments(Documents):
         self.__init__(folder, split, eos_id)
         if self.fingerprint != fingerprint:
             raise DataError(f"{folder}: other data than when they were opened. Start again.")
+
+
+class PackedRows:
+    """The joined documents cut into rows of `length` tokens; a longer document continues in the next. The remainder is dropped."""
+
+    def __init__(self, documents: Documents, length: int, most: int | None = None) -> None:
+        """most: how many rows are used, the same ones in every experiment; None for all.
+
+        Raises:
+            DataError: there is less text than one row, or than `most` rows.
+        """
+        self._documents, self._length = documents, length
+        total = documents.num_tokens // length
+        if not total:
+            raise DataError(f"{documents.path}: fewer than {length} tokens, which is the text of one sequence.")
+        self._chosen = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def row(self, index: int) -> "np.ndarray":
+        """(length,) int32, a copy. Raises IndexError where there is no row `index`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        first = self._chosen[index] * self._length
+        return self._documents.slice_tokens(first, first + self._length)

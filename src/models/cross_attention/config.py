@@ -187,17 +187,14 @@ def layer_indices(num_decoder_layers: int, num_layers: int, stride: int) -> list
     if num_layers < 1 or stride < 1:
         raise ConfigError(f"cross_attention: num_layers {num_layers} and stride {stride} must be at least 1.")
     if num_layers * stride > num_decoder_layers:
-        fits = [f"{name} up to {most}" for name, most in _fitting(num_decoder_layers, num_layers, stride) if most]
+        limits = {"num_layers": num_decoder_layers // stride, "stride": num_decoder_layers // num_layers}
+        fits = [f"{name} up to {most}" for name, most in limits.items() if most]
         advice = f"Fits: {' or '.join(fits)}." if fits else f"Both must be smaller: their product may be {num_decoder_layers} at most."
         raise ConfigError(
             f"cross_attention: num_layers {num_layers} x stride {stride} needs {num_layers * stride} decoder layers, "
             f"the base has {num_decoder_layers}. {advice}"
         )
     return [num_decoder_layers - 1 - stride * i for i in range(num_layers)]
-
-
-def _fitting(depth: int, num_layers: int, stride: int) -> list[tuple[str, int]]:
-    return [("num_layers", depth // stride), ("stride", depth // num_layers)]
 
 
 def _check_heads(made: Plan, shared_projections: bool) -> None:

@@ -50,10 +50,7 @@ def test_what_was_written_comes_out_bit_for_bit(tmp_path, dtype):
     kind = getattr(torch, dtype)
     for copy in (store, pickle.loads(pickle.dumps(store))):
         for ids in CHUNKS:
-            assert torch.equal(copy.states([ids]), states_of(ids, kind))
-        both = copy.states([CHUNKS[3], CHUNKS[0]])
-        assert both.dtype == kind
-        assert torch.equal(both, torch.cat([states_of([1, 2], kind), states_of([1, 2, 3], kind)]))
+            assert torch.equal(copy.pad([[ids]])[0][0], states_of(ids, kind))
     assert len(store) == 4
 
 
@@ -75,14 +72,14 @@ def test_keys_that_begin_alike_are_told_apart(tmp_path):
     writer.append(key, states_of([1]))
     writer.close()
     facts = {"hidden_size": D, "dtype": "float32", "shards": {"s": {"entries": 2, "tokens": 2}}, "prepared": []}
-    assert torch.equal(encoded_store.Store(folder, facts).states([[1]]), states_of([1]))
+    assert torch.equal(encoded_store.Store(folder, facts).pad([[[1]]])[0][0], states_of([1]))
 
 
 def test_an_input_that_was_not_encoded_is_named(tmp_path):
     store = write_store(tmp_path / "e", CHUNKS)
     message = r"e: has no states of an input of 2 tokens \(sha256 [0-9a-f]{12}\)\. It was made with .*context_tokens.*64.*preproc_nq again"
     with pytest.raises(DataError, match=message):
-        store.states([[1, 2, 3], [3, 2]])
+        store.pad([[[1, 2, 3], [3, 2]]])
 
 
 def test_altered_states_are_never_given_out(tmp_path):
@@ -90,10 +87,10 @@ def test_altered_states_are_never_given_out(tmp_path):
     data = bytearray((tmp_path / "e" / "s0.states").read_bytes())
     data[3 * D * 2 + 1] ^= 4  # in the only token of the second entry
     (tmp_path / "e" / "s0.states").write_bytes(data)
-    assert torch.equal(store.states([CHUNKS[0]]), states_of(CHUNKS[0], torch.bfloat16))
+    assert torch.equal(store.pad([[CHUNKS[0]]])[0][0], states_of(CHUNKS[0], torch.bfloat16))
     for _ in range(2):
         with pytest.raises(DataError, match=r"s0\.states: damaged from token 3 on\. Run data_prep\.preproc_nq again with --verify"):
-            store.states([CHUNKS[1]])
+            store.pad([[CHUNKS[1]]])[0][0]
 
 
 @pytest.mark.parametrize(

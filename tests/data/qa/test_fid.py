@@ -73,7 +73,6 @@ def test_prompts_begin_the_answer_and_nothing_more(build):
     assert batch["attention_mask"].all()
     assert not batch["loss_mask"].any()
     assert batch["context_mask"].any(-1).tolist() == [[True, True], [True, False]]
-    assert data.references(1) == ["x", "y"]
 
 
 def test_useful_passages_alone_and_the_first_ones(build, texts):

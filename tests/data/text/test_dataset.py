@@ -68,7 +68,7 @@ def test_val_sequences(build):
 
 
 def test_too_little_text(build):
-    with pytest.raises(DataError, match=r"train.jsonl: fewer than 100 tokens, which is one sequence"):
+    with pytest.raises(DataError, match=r"train.jsonl: fewer than 100 tokens, which is the text of one sequence"):
         build(["abc"], sequence_tokens=100)
 
 

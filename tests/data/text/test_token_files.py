@@ -11,8 +11,7 @@ from src.config import load
 from src.data.qa.encoded_store import tokenizer_digest
 from src.data.text import dataset as text
 from src.data.text import documents, token_files
-from src.data.text.documents import join_documents
-from src.data.text.packing import Packed
+from src.data.text.documents import PackedRows, join_documents
 from src.errors import DataError
 from src.files import new_directory
 
@@ -59,39 +58,36 @@ def test_documents_come_back_without_their_end_tokens(places, tokenizer, write_t
     found = documents.read(places, "t", tokenizer, "train")
     assert read_all(found) == [ids(string) for string in TEXTS]
     assert found[0].dtype == np.int32
-    assert found.lengths.tolist() == [3, 0, 5, 1, 2, 1]
     assert found.num_tokens == 18
     with pytest.raises(IndexError, match="document 6 of 6"):
         found[6]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 18, 19])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 18])
 def test_rows_are_the_documents_joined_with_end_tokens(places, tokenizer, write_tokens, write_corpus, length):
     write_tokens("t", SHARDS)
     write_corpus("plain", [{"text": string, "source": "s"} for string in TEXTS])
     stream = [token for string in TEXTS for token in [*ids(string), EOS]]
     for corpus in ("t", "plain"):
-        rows = Packed(documents.read(places, corpus, tokenizer, "train"), EOS, length)
+        rows = PackedRows(documents.read(places, corpus, tokenizer, "train"), length)
         assert [rows.row(i).tolist() for i in range(len(rows))] == [
             stream[i * length : (i + 1) * length] for i in range(len(stream) // length)
         ]
-        with pytest.raises(IndexError, match=f"row {len(rows)} of"):
+        with pytest.raises(IndexError, match=f"sample {len(rows)} of"):
             rows.row(len(rows))
 
 
 def test_a_row_may_be_changed_without_changing_the_data(places, tokenizer, write_tokens):
     write_tokens("t", SHARDS)
-    rows = Packed(documents.read(places, "t", tokenizer, "train"), EOS, 4)
+    rows = PackedRows(documents.read(places, "t", tokenizer, "train"), 4)
     rows.row(0)[:] = 7
     assert rows.row(0).tolist() == [*ids("abc"), EOS]
 
 
 def test_rows_of_in_memory_shards_of_any_kind():
     shards = [join_documents([[1], []], 9), join_documents([], 9), join_documents([[2, 3]], 9)]
-    rows = Packed(documents.Documents(shards, 9, "f", None), 9, 3)  # pyright: ignore[reportArgumentType]
+    rows = PackedRows(documents.Documents(shards, 9, "f", None), 3)  # pyright: ignore[reportArgumentType]
     assert [rows.row(i).tolist() for i in range(len(rows))] == [[1, 9, 9], [2, 3, 9]]
-    with pytest.raises(ValueError, match="end with token 9, got 1"):
-        Packed(rows.documents, 1, 3)
 
 
 def test_ids_that_fill_16_bits_stay_themselves(tmp_path):
@@ -137,13 +133,13 @@ def test_another_end_token_is_refused(places, tokenizer, write_tokens):
 
 def test_missing_splits_and_files_are_found_without_reading(places, write_tokens):
     folder = write_tokens("t", SHARDS)
-    documents.check(places, "t")
+    text.Config(corpus="t", sequence_tokens=4).check(places)
     (folder / "train-00001.ids").write_bytes(b"1")
     with pytest.raises(DataError, match=r"train-00001.ids: 1 bytes, but 12 bytes were written"):
-        documents.check(places, "t")
+        text.Config(corpus="t", sequence_tokens=4).check(places)
     write_tokens("u", SHARDS, val=[])
     with pytest.raises(DataError, match=r"u: has no documents for the split 'val'. It has: train, val"):
-        documents.check(places, "u")
+        text.Config(corpus="u", sequence_tokens=4).check(places)
     with pytest.raises(DataError, match=r"no such data set: unknown corpus .nothing.*Known: t, u\."):
         documents.check(places, "nothing")
 
@@ -179,7 +175,7 @@ def test_ends_that_do_not_fit_are_refused(places, tokenizer, write_tokens):
 def test_a_copy_in_another_process_maps_the_same_files_or_refuses(places, tokenizer, write_tokens):
     write_tokens("t", SHARDS)
     found = documents.read(places, "t", tokenizer, "train")
-    packed = pickle.dumps(Packed(found, EOS, 4))
+    packed = pickle.dumps(PackedRows(found, 4))
     assert len(packed) < 1000
     assert pickle.loads(packed).row(1).tolist() == [EOS, *ids("def")]
     write_tokens("t", [["other"]])

@@ -14,29 +14,27 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from src.batches import DepthBatch
+from src.batches import DepthBatch, Seq2SeqBatch
 from src.config import Places
 from src.data import jsonl
 from src.data.denoising import noise, sentinels
-from src.data.denoising.dataset import Sample, mask_rng
+from src.data.denoising.dataset import DenoisingConfig, Sample, mask_rng
 from src.data.denoising.depth.sentence_groups import Groups, Room
 from src.errors import ConfigError, DataError
-from src.interfaces import DatasetConfig, require_fit
-from src.kinds import ENCODER_DECODER
+from src.interfaces import require_fit
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
 EOSEN = "<eosen>"
 
 
-class Config(DatasetConfig):
-    """Rows {"text"} in train.jsonl and val.jsonl, and how their sentences are shuffled and masked."""
+class Config(DenoisingConfig):
+    """Rows {"text"} in train.jsonl and val.jsonl (no token files), and how their sentences are shuffled and masked."""
 
     same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
-    corpus: str = Field(min_length=1)
-    """Folder below `--data_path`."""
     input_tokens: int = Field(default=512, gt=0)
     """Most tokens of an input, all its special tokens included."""
     target_tokens: int = Field(default=512, gt=0)
@@ -53,8 +51,6 @@ class Config(DatasetConfig):
     """How much the training loss of a sentence token counts, beside 1 for any other (the paper's lambda). Validation counts each once."""
     fixed_length: bool = False
     """Every batch is as long as inputs and targets may be, rather than as its longest ones, for `loop.compile`."""
-    val_sequences: int | None = Field(default=None, gt=0)
-    """Samples of the validation split that are used, the same ones with the same masks whatever the seed; None for all."""
 
     @model_validator(mode="after")
     def _has_room(self) -> "Config":
@@ -66,10 +62,6 @@ class Config(DatasetConfig):
 
     def _make_room(self, num_sentinels: int) -> Room:
         return Room(self.input_tokens, self.target_tokens, self.noise_density, self.mean_span_tokens, num_sentinels)
-
-    @property
-    def reader(self) -> str:
-        return ENCODER_DECODER
 
     def check(self, places: Places) -> None:
         jsonl.require_splits(places, self.corpus)
@@ -103,7 +95,7 @@ class Config(DatasetConfig):
         groups = Groups((row["text"] for row in rows), tokenizer, room, self.num_sentences, jsonl.fingerprint(folder))
         if not len(groups):
             raise DataError(f"{path}: no text but white space.")
-        some = self.val_sequences if split == "val" else None
+        some = self.max_samples(split)
         chosen = range(len(groups)) if some is None else jsonl.select_validation_rows(len(groups), some, path)
         return DepthDataset(self, groups, chosen, words, (split, seed))
 
@@ -191,13 +183,12 @@ class DepthDataset:
         import torch
 
         from src.data import collate
-        from src.data.denoising.depth import masks as hierarchy
 
         config, pad = self._config, self._words.pad
         sizes = (config.input_tokens, config.target_tokens) if config.fixed_length else (0, 0)
-        plain = collate.seq2seq([s["input_ids"] for s in samples], [s["labels"] for s in samples], pad, pad)
+        plain = collate.seq2seq([s["input_ids"] for s in samples], [s["labels"] for s in samples], pad, pad, sizes)
         sentence_ids = torch.from_numpy(self._words.sentences)
-        batch = hierarchy.with_masks(hierarchy.pad_to(plain, *sizes, pad), sentence_ids)
+        batch = with_masks(plain, sentence_ids)
         names_BT = torch.isin(batch["labels"], sentence_ids)
         if self._sentences_alone:
             return {**batch, "labels": batch["labels"].where(names_BT, collate.NOT_LEARNED), "loss_mask": names_BT}
@@ -233,3 +224,31 @@ def corrupt(
     sentences = range(len(bounds) - 1)
     inputs = [row[bounds[j] : bounds[j + 1]][kept[bounds[j] : bounds[j + 1]]] for j in sentences]
     return inputs, [written[cuts[j] : cuts[j + 1]] for j in sentences]
+
+
+def with_masks(batch: Seq2SeqBatch, sentence_ids: "Tensor") -> DepthBatch:
+    """The batch with the attention masks of DEPTH. Each input is [<eosen> <sent_i> words]... <eosen> </s>; each target as well.
+
+    A sentence token of the encoder sees its own sentence: itself, its words, and the <eosen> that ends it. All its other tokens see all
+    tokens. A sentence token that the decoder reads sees itself, those before it, and of the encoder the sentence tokens; its other tokens
+    see what they see in T5. Padding, whose states nothing reads, sees as other tokens do, so that no softmax is over nothing.
+
+    sentence_ids: ids of <sent_0>, <sent_1>, ...; no text has them.
+    """
+    import torch
+
+    real_BS, real_BT = batch["attention_mask"], batch["loss_mask"]
+    read_BS = torch.isin(batch["input_ids"], sentence_ids) & real_BS
+    written_BT = torch.isin(batch["decoder_input_ids"], sentence_ids) & real_BT
+    sentence_BS = read_BS.cumsum(1)
+    sentence_BS.scatter_(1, real_BS.sum(1, keepdim=True) - 1, 0)  # the end token is of no sentence, as what stands before the first
+    sentence_BS.masked_fill_(~real_BS, -1)
+    S, T = real_BS.shape[1], real_BT.shape[1]
+    encoder_BSS, cross_BTS = real_BS[:, None].repeat(1, S, 1), real_BS[:, None].repeat(1, T, 1)
+    decoder_BTT = real_BT[:, None] & torch.ones(T, T, dtype=torch.bool).tril()
+    b, s = read_BS.nonzero(as_tuple=True)  # few rows are other than T5's
+    encoder_BSS[b, s] = sentence_BS[b] == sentence_BS[b, s, None]
+    b, t = written_BT.nonzero(as_tuple=True)
+    decoder_BTT[b, t] &= written_BT[b]
+    cross_BTS[b, t] = read_BS[b]
+    return {**batch, "encoder_mask": encoder_BSS, "decoder_mask": decoder_BTT, "cross_mask": cross_BTS}
