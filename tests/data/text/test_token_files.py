@@ -141,7 +141,7 @@ def test_missing_splits_and_files_are_found_without_reading(places, write_tokens
     with pytest.raises(DataError, match=r"u: has no documents for the split 'val'. It has: train, val"):
         text.Config(corpus="u", sequence_tokens=4).check(places)
     with pytest.raises(DataError, match=r"no such data set: unknown corpus .nothing.*Known: t, u\."):
-        documents.check(places, "nothing")
+        text.Config(corpus="nothing", sequence_tokens=4).check(places)
 
 
 def rewrite(folder, change):
