@@ -1,11 +1,13 @@
 """Save directories that an earlier version of the code has written go on, and end with the bits that it would have reached.
 
 tests/golden/runs_of_73ce31a.tar.gz holds toy experiments: a finished parent, and two trainings that were stopped on the way. Its
-expected.json says how uninterrupted trainings by that version ended.
+expected.json says how uninterrupted trainings by that version ended. outputs_of_73ce31a.tar.gz adds two finished runs with generated
+outputs; its outputs.json holds the part files that their interruption leaves.
 """
 
 import hashlib
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,25 @@ from src.experiments.identity import exp_id
 from src.tables import rows
 from tests import toy
 
-ARCHIVE = Path(__file__).parent / "golden" / "runs_of_73ce31a.tar.gz"
+ARCHIVES = [Path(__file__).parent / "golden" / f"{name}_of_73ce31a.tar.gz" for name in ("runs", "outputs")]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """`data` and `runs` of the earlier version."""
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+    for path in ARCHIVES:
+        with tarfile.open(path) as archive:
+            archive.extractall(tmp_path, filter="data")
     return tmp_path
+
+
+@pytest.fixture
+def outputs(folder: Path) -> dict[str, Any]:
+    """The two runs with outputs, by name, unfinished: a start goes on from their last checkpoint."""
+    found = json.loads((folder / "outputs.json").read_text())
+    for made in found.values():
+        (folder / "runs" / made["exp_id"] / "status.json").unlink()
+    return found
 
 
 @pytest.fixture
@@ -46,6 +58,7 @@ def test_ids_are_where_they_were(expected: dict[str, Any]):
 
 def test_the_table_lists_them(folder: Path, expected: dict[str, Any]):
     found, warnings = rows.load_rows(folder / "runs")[:2]
+    found = [row for row in found if row["exp_id"] in {f["exp_id"] for f in expected.values()}]
     assert {row["exp_id"]: row["state"] for row in found} == {
         f["exp_id"]: "done" if f["stopped_at"] is None else "stopped" for f in expected.values()
     }
@@ -66,3 +79,25 @@ def test_what_was_stopped_goes_on_to_the_same_bits(folder: Path, expected: dict[
         for row, other in zip(scores, wanted, strict=True):
             assert row == (other if same_machine else pytest.approx(other, rel=1e-3, abs=1e-6))
         assert hashes == expected[name]["sha256"] or not same_machine
+
+
+@pytest.mark.parametrize("name", ["answers", "predictions"])
+def test_finished_outputs_are_not_generated_again(folder: Path, outputs: dict[str, Any], name: str):
+    made = folder / "runs" / outputs[name]["exp_id"] / outputs[name]["folder"]
+    before = made.stat().st_ino
+    assert toy.main(["-e", name], {name: [outputs[name]["experiment"]]}, folder) == 0
+    assert made.stat().st_ino == before
+
+
+@pytest.mark.parametrize("name", ["answers", "predictions"])
+def test_interrupted_outputs_are_continued(folder: Path, outputs: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture):
+    run = folder / "runs" / outputs[name]["exp_id"]
+    made = run / outputs[name]["folder"]
+    before = {path.name: path.read_bytes() for path in made.iterdir()}
+    shutil.rmtree(made)
+    header, *texts = outputs[name]["part"].splitlines(keepends=True)
+    kept = 8  # whole batches
+    (run / f"{made.name}.part.jsonl").write_text("".join([header, *texts[:kept]]))
+    assert toy.main(["-e", name], {name: [outputs[name]["experiment"]]}, folder) == 0
+    assert f"goes on after {kept} of {len(texts)} inputs" in caplog.text
+    assert {path.name: path.read_bytes() for path in made.iterdir()} == before

@@ -169,14 +169,15 @@ def test_a_finished_inference_is_not_made_again(world: World, ended: Path):
     assert last_row(ended) == row
 
 
-@pytest.mark.parametrize("damage", ["of other weights", "torn", "a part of other weights"])
+@pytest.mark.parametrize("damage", ["of other weights", "of other inputs", "of another batch size", "torn", "a part of other weights"])
 def test_what_does_not_fit_is_made_anew(world: World, ended: Path, damage: str):
     expected, folder = lines(ended), ended / "inference"
     facts = {name: value for name, value in json.loads((folder / "manifest.json").read_text()).items() if name != "files"}
-    others = facts | {"weights": "0" * 64}
+    changed = {"of other inputs": {"inputs": {**facts["inputs"], "data": "0" * 64}}, "of another batch size": {"batch_size": 5}}
+    others = facts | changed.get(damage, {"weights": "0" * 64})
     if damage == "torn":
         (folder / "test.jsonl").write_text("{")
-    elif damage == "of other weights":
+    elif damage.startswith("of "):
         with new_directory(folder, others) as made:
             (made / "test.jsonl").write_text("".join(json.dumps(row | {"answer_pred": "wrong"}) + "\n" for row in expected))
     else:
