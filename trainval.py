@@ -51,7 +51,7 @@ def complain(mistakes: str) -> None:
         print(f"error: {line}", file=sys.stderr)
 
 
-def placed(error: Exception, where: str) -> str:
+def prefix_lines(error: Exception, where: str) -> str:
     """The lines of `error`, each beginning with the place of the experiment."""
     return "\n".join(line if line.startswith(where) else f"{where}: {line}" for line in str(error).splitlines())
 
@@ -176,7 +176,7 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
                         complain(f"rank {distributed.rank()}: {error}")
                     raise
                 if distributed.is_main():
-                    complain(placed(error, item.where))
+                    complain(prefix_lines(error, item.where))
                 failed += 1
     return 1 if failed else 0
 

@@ -139,7 +139,7 @@ def _provenance(options: Options, releases: dict[str, list[Release]], only: Rele
         digest.update(path.read_bytes())
     return {
         "sources": sources,
-        "options": options.stated(),
+        "options": options.options_for_manifest(),
         "only_questions_of": only.facts() if only is not None else None,
         "evidence_sha256": _digest_of_tree(options.evidence) if options.evidence is not None else None,
         "scripts_sha256": digest.hexdigest(),

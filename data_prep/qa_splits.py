@@ -58,7 +58,7 @@ class Options:
             raise DataError("--without_contexts: leaves no passages for --distractors and --position.")
         Placing(self.seed, self.distractors, self.position or "given")
 
-    def stated(self) -> dict[str, Any]:
+    def options_for_manifest(self) -> dict[str, Any]:
         """Those that are not sources, which are known by what they hold."""
         given = dataclasses.asdict(self)
         return {key: given[key] for key in given if key not in {"name", "train", "val", "evidence", "only_questions_of"}}
@@ -93,7 +93,7 @@ class Choice:
             for layout, question in (pair for release in releases for pair in release.questions()):
                 if most is not None and all(kept[split] >= most for split in reached):
                     break
-                chosen = self._chosen(question)
+                chosen = self._filter(question)
                 if isinstance(chosen, Skipped):
                     self.skipped[given][chosen.reason] += 1
                     continue
@@ -106,7 +106,7 @@ class Choice:
                     kept[split] += 1
                     yield split, layout, chosen
 
-    def _chosen(self, question: Question | Skipped) -> Question | Skipped:
+    def _filter(self, question: Question | Skipped) -> Question | Skipped:
         if isinstance(question, Skipped):
             return question
         if self._only is not None and _plain(question.text) not in self._only:

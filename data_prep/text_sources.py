@@ -48,9 +48,9 @@ class Batch:
         """
         if self.texts:
             return [text for _, text in self.texts]
-        return [text_of(jsonl.parse(line, where), field, where) for where, line in self._placed()]
+        return [text_of(jsonl.parse(line, where), field, where) for where, line in self._numbered_lines()]
 
-    def _placed(self) -> Iterator[tuple[str, bytes]]:
+    def _numbered_lines(self) -> Iterator[tuple[str, bytes]]:
         for number, line in enumerate(self.lines, self.first_line):
             yield f"{self.source}:{number}", line
 
@@ -256,13 +256,13 @@ def _stream_rows(rows: Any, name: str, field: str, state: dict[str, Any] | None)
         rows.load_state_dict(state["rows"])
     count = state["count"] if state is not None else 0
 
-    def placed() -> Iterator[tuple[str, dict[str, Any]]]:
+    def with_places() -> Iterator[tuple[str, dict[str, Any]]]:
         nonlocal count
         for row in rows:
             count += 1
             yield f"{name}: row {count}", row
 
-    yield from _group_documents(name, _rows(placed(), field), lambda: {"rows": rows.state_dict(), "count": count})
+    yield from _group_documents(name, _rows(with_places(), field), lambda: {"rows": rows.state_dict(), "count": count})
 
 
 def _choose_split(loaded: Any, name: str, split: str) -> Any:

@@ -72,7 +72,7 @@ class Shards:
         self._dtype = token_files.id_dtype(made_from["tokenizer"]["vocab_size"])
         self._source = 0
         self._segments: list[dict[str, Any]] = []
-        while (path := self._done(len(self._segments))).exists():
+        while (path := self._done_path(len(self._segments))).exists():
             segment = files.read_json(path, DataError)
             for name, size in segment["bytes"].items():
                 if not (beside / name).is_file() or (beside / name).stat().st_size != size:
@@ -80,7 +80,7 @@ class Shards:
                     return
             self._segments.append(segment)
 
-    def of(self, split: str) -> list[dict[str, Any]]:
+    def shards_of(self, split: str) -> list[dict[str, Any]]:
         """What the manifest says of the finished shards of a split."""
         return [segment["shards"][split] for segment in self._segments if split in segment["shards"]]
 
@@ -92,17 +92,17 @@ class Shards:
             RunError: the disk refuses.
         """
         mine = [segment for segment in self._segments if segment["source"] == self._source]
-        begun = _Begun(mine[-1]["batches"], mine[-1]["state"]) if mine else _Begun(0, None)
+        begun = _Progress(mine[-1]["batches"], mine[-1]["state"]) if mine else _Progress(0, None)
         if not (mine and mine[-1]["last"]):
             left = source.read(begun.state)
             if begun.state is None:
                 left = itertools.islice(left, begun.batches, None)
-            results = _log_progress(source.name, tokenise(begun.noted(left)))
+            results = _log_progress(source.name, tokenise(begun.record_states(left)))
             while not self._segment(split, begun, results, shard_tokens):
                 pass
         self._source += 1
 
-    def _segment(self, split: str, begun: "_Begun", results: Iterator[tuple[Tokens, Tokens]], shard_tokens: int) -> bool:
+    def _segment(self, split: str, begun: "_Progress", results: Iterator[tuple[Tokens, Tokens]], shard_tokens: int) -> bool:
         """Write the shards of a segment, and note what of the source they hold; whether the source ends with them."""
         number, tokens, ended = len(self._segments), 0, False
         with contextlib.ExitStack() as opened:
@@ -123,11 +123,11 @@ class Shards:
         done = {"source": self._source, "batches": begun.batches, "state": begun.state, "last": ended}
         segment = {**done, "shards": shards, "bytes": sizes}
         files.sync_directory(self._beside)
-        files.write_json(self._done(number), segment)
+        files.write_json(self._done_path(number), segment)
         self._segments.append(segment)
         return ended
 
-    def _done(self, number: int) -> Path:
+    def _done_path(self, number: int) -> Path:
         return self._beside / f"{number:05d}{_DONE}"
 
     def publish(self, facts: dict[str, Any]) -> None:
@@ -145,14 +145,14 @@ class Shards:
         shutil.rmtree(self._beside, ignore_errors=True)
 
 
-class _Begun:
+class _Progress:
     """How much of a source is finished: how many batches, and the state behind the last."""
 
     def __init__(self, batches: int, state: Any) -> None:
         self.batches, self.state = batches, state
         self._given: deque[Any] = deque()
 
-    def noted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def record_states(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
             self._given.append(batch.state)
             yield batch

@@ -84,7 +84,7 @@ class Workers:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def each(self, batches: Iterable[Batch]) -> Iterator[tuple[Tokens, Tokens]]:
+    def map_batches(self, batches: Iterable[Batch]) -> Iterator[tuple[Tokens, Tokens]]:
         """`tokenise_batch` of every batch, in their order.
 
         Raises:

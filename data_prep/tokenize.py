@@ -104,10 +104,10 @@ def tokenise(data_path: Path, options: Options) -> bool:
         return False
     job = token_workers.Job(encoder, token_files.id_dtype(len(tokenizer)), options.text_field, options.val_rate)
     with token_shards.partial(folder, made_from) as shards, token_workers.Workers(job, options.processes) as workers:
-        kept = sum(shard["tokens"] for split in jsonl.SPLITS for shard in shards.of(split))
+        kept = sum(shard["tokens"] for split in jsonl.SPLITS for shard in shards.shards_of(split))
         for split, source in sources:
-            shards.add(split, source, workers.each, options.shard_tokens)
-        splits = {split: shards.of(split) for split in jsonl.SPLITS}
+            shards.add(split, source, workers.map_batches, options.shard_tokens)
+        splits = {split: shards.shards_of(split) for split in jsonl.SPLITS}
         for split in jsonl.SPLITS:
             if not splits[split]:
                 raise DataError(f"--{split}: no document is left for this split. Every folder has both; see --val and --val_rate.")

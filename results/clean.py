@@ -29,7 +29,7 @@ _DAY = 86_400.0
 
 
 @dataclass
-class Found:
+class Cleanup:
     """What may go, and what stays for a reason that one should know."""
 
     plans: list[retention.Plan] = field(default_factory=list)
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def look(runs: Path, rule: retention.CleanupRule, group: str | None = None, question: str | None = None) -> Found:
+def look(runs: Path, rule: retention.CleanupRule, group: str | None = None, question: str | None = None) -> Cleanup:
     """What may go of the chosen runs, and which snapshots of code, if all runs are chosen.
 
     Raises:
@@ -69,7 +69,7 @@ def look(runs: Path, rule: retention.CleanupRule, group: str | None = None, ques
     """
     rows, warnings = results.select(runs, group, question)
     by_others, unread = retention.needed_by_children(runs)
-    found = Found(warnings=warnings + unread, needed=by_others)
+    found = Cleanup(warnings=warnings + unread, needed=by_others)
     now = time.time()
     for row in rows:
         try:
@@ -110,7 +110,7 @@ def _may_run(run: Path, submission: str) -> bool:
         return True
 
 
-def delete(runs: Path, found: Found) -> list[str]:
+def delete(runs: Path, found: Cleanup) -> list[str]:
     """Delete what `look` found, but nothing of what an experiment starts from since; a message for each that was not."""
     failed = []
     now, _ = retention.needed_by_children(runs)
@@ -134,15 +134,15 @@ def delete(runs: Path, found: Found) -> list[str]:
 
 def _report(sizes: dict[Path, int], applied: bool) -> None:
     for path, bytes_ in sizes.items():
-        print(f"{_shown(bytes_):>10}  {path}")
-    total = f"{len(sizes)} folders, {_shown(sum(sizes.values()))}"
+        print(f"{_format_bytes(bytes_):>10}  {path}")
+    total = f"{len(sizes)} folders, {_format_bytes(sum(sizes.values()))}"
     if applied:
         print(f"Deleted: {total}.")
     else:
         print(f"Would go: {total}. Nothing was deleted; add --apply." if sizes else "Nothing would go.")
 
 
-def _shown(bytes_: float) -> str:
+def _format_bytes(bytes_: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if bytes_ < 1000:
             return f"{bytes_:.0f} {unit}" if unit == "B" else f"{bytes_:.1f} {unit}"

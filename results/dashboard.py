@@ -97,7 +97,7 @@ class Dashboard:
 
     def reload(self) -> None:
         """Read the folder and show what changed."""
-        self._put(overview.load(self.runs, None if self.group.value == ALL else self.group.value))
+        self._show_overview(overview.load(self.runs, None if self.group.value == ALL else self.group.value))
 
     async def tick(self) -> None:
         """`reload`, with the reading in a thread of its own: a scheduler may take its time to answer. One at a time."""
@@ -108,7 +108,7 @@ class Dashboard:
             group = self.group.value
             found = await asyncio.to_thread(overview.load, self.runs, None if group == ALL else group)
             if group == self.group.value:
-                self._put(found)
+                self._show_overview(found)
         finally:
             self._busy = False
 
@@ -117,10 +117,10 @@ class Dashboard:
         try:
             self.shown = overview.select(self.found, self.states.value, self.where.value, self.text.value)
         except ConfigError as error:
-            panes.put(self.problem, markup.error(str(error)))
+            panes.show_html(self.problem, markup.error(str(error)))
             return
-        panes.put(self.problem, "")
-        panes.put(self.head, panes.head(self.found, self.shown))
+        panes.show_html(self.problem, "")
+        panes.show_html(self.head, panes.head(self.found, self.shown))
         known = overview.metrics(self.shown)
         _offer(self.metric, known)
         _offer(self.x, ["step", "seconds", *(name for name in known if name != self.metric.value)])
@@ -143,7 +143,7 @@ class Dashboard:
         self._drawn = wanted
         drawn = overview.curves(self.shown, choices[0], choices[1], self.spread.value)
         self.plot.show(drawn.lines, *choices)
-        panes.put(self.curve_note, "".join(map(markup.note, drawn.notes)))
+        panes.show_html(self.curve_note, "".join(map(markup.note, drawn.notes)))
 
     def show_jobs(self) -> None:
         """The table of jobs, those that want attention first, and the choice of an experiment."""
@@ -167,7 +167,7 @@ class Dashboard:
             self.jobs.widget.selection = [self._ids.index(name)]
         tab = self.tabs.active
         show = (self._log, self._config, self._differences, self._lineage)[tab]
-        panes.put(self.details[tab], show(name) if name else markup.note("No experiment is chosen."))
+        panes.show_html(self.details[tab], show(name) if name else markup.note("No experiment is chosen."))
 
     def _log(self, name: str) -> str:
         files = overview.logs(self.found, name)
@@ -200,13 +200,13 @@ class Dashboard:
             return markup.error(str(error))
         return markup.text_block(tree(family)) + markup.warnings(family.problems)
 
-    def _put(self, found: overview.Overview) -> None:
+    def _show_overview(self, found: overview.Overview) -> None:
         self.found = found
         _offer(self.group, [ALL, *found.groups, *([self.group.value] if self.group.value not in (ALL, *found.groups) else [])])
         _offer(self.states, list(found.counts()))
-        panes.put(self.warnings, markup.warnings(found.warnings))
+        panes.show_html(self.warnings, markup.warnings(found.warnings))
         self.filter()
-        panes.put(self.time, f'<div class="time">live · read at {time.strftime("%H:%M:%S")}</div>')
+        panes.show_html(self.time, f'<div class="time">live · read at {time.strftime("%H:%M:%S")}</div>')
 
     def _select(self, chosen: Sequence[int]) -> None:
         if chosen and chosen[0] < len(self._ids):
@@ -223,15 +223,15 @@ class Dashboard:
         return pn.Tabs(*pages, sizing_mode="stretch_width", margin=0)
 
     def _watch(self) -> None:
-        def on(do: Callable[[], None], *widgets: Any) -> None:
+        def watch(do: Callable[[], None], *widgets: Any) -> None:
             for widget in widgets:
                 widget.param.watch(lambda _: do(), "value")
 
-        on(self.reload, self.group)
-        on(self.filter, self.states, self.where, self.text)
-        on(self.show_results, self.by, self.scores, self.spread, self.metric)
-        on(self.show_curves, self.metric, self.x, self.logarithmic, self.spread)
-        on(self.show_detail, self.experiment, self.other, self.log_file)
+        watch(self.reload, self.group)
+        watch(self.filter, self.states, self.where, self.text)
+        watch(self.show_results, self.by, self.scores, self.spread, self.metric)
+        watch(self.show_curves, self.metric, self.x, self.logarithmic, self.spread)
+        watch(self.show_detail, self.experiment, self.other, self.log_file)
         self.tabs.param.watch(lambda _: self.show_detail(), "active")
         self.live.param.watch(lambda event: self.ticking.start() if event.new else self.ticking.stop(), "value")
         self.seconds.param.watch(lambda event: setattr(self.ticking, "period", 1000 * event.new), "value")

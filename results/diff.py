@@ -142,7 +142,7 @@ def _text(names: Mapping[str, str], found: Mapping[str, Difference]) -> str:
     for section, changes in found.items():
         lines += ["", section]
         for key, pair in changes.items():
-            lines += _patch(pair) if key == DIFF else [f"    {key}: {_shown(pair, 'a')} -> {_shown(pair, 'b')}"]
+            lines += _patch(pair) if key == DIFF else [f"    {key}: {_side_text(pair, 'a')} -> {_side_text(pair, 'b')}"]
     return "\n".join(lines if found else [*lines, "", "nothing differs"])
 
 
@@ -152,7 +152,7 @@ def _patch(pair: Mapping[str, Any]) -> list[str]:
     return [f"    {line}" for line in changed[:MOST_LINES]] + more
 
 
-def _shown(pair: Mapping[str, Any], side: str) -> str:
+def _side_text(pair: Mapping[str, Any], side: str) -> str:
     return json.dumps(pair[side], ensure_ascii=False) if side in pair else "absent"
 
 

@@ -25,7 +25,7 @@ def page(text: str = "", **sizes: Any) -> pn.pane.HTML:
     return pn.pane.HTML(text, stylesheets=[CSS], visible=bool(text), **({"margin": (0, 5), "sizing_mode": "stretch_width"} | sizes))
 
 
-def put(pane: pn.pane.HTML, text: str) -> None:
+def show_html(pane: pn.pane.HTML, text: str) -> None:
     """Show `text`; nothing is sent where it stands there already."""
     if pane.object != text:
         pane.param.update(object=text, visible=bool(text))

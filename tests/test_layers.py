@@ -58,6 +58,11 @@ SHORT = {
 """Modules under 40 lines that are no entry of the registry, and why each is a file."""
 MOST_LINES, MOST_ENTRIES, LEAST_LINES = 400, 16, 40
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "custom", "v2"}
+NO_FUNCTION_NAMES = re.compile(
+    "about|alike|alone|apart|at|begun|by|chosen|cut|do|done|drawn|found|given|gone|held|in|kept|known|laid|left|made|most|must|of|on|put"
+    "|rest|said|same|seen|sent|set|shown|spoken|taken|told|what|where|which|who|whose|written|(?!seed|feed|embed)[a-z]+ed"
+)
+"""What is no name of a function by itself, as it does not say what the function does or returns."""
 HEAVY = {"torch", "transformers", "accelerate", "numpy", "pandas", "matplotlib", "rich", "wandb", "datasets"}
 
 
@@ -274,6 +279,31 @@ def test_file_names_say_what_is_inside():
         str(path.relative_to(ROOT)) for path in sources().values() if FORBIDDEN_NAMES & set(path.relative_to(ROOT).with_suffix("").parts)
     ]
     assert not vague
+
+
+def vague_functions(module: str, parsed: ast.Module) -> list[str]:
+    """The functions whose whole name is a participle, a preposition or a pronoun. A property may be one: `writer.failed`."""
+    functions = [node for node in ast.walk(parsed) if isinstance(node, ast.FunctionDef)]
+    functions = [f for f in functions if not any(ast.unparse(decorator).endswith("property") for decorator in f.decorator_list)]
+    return [f"{module}:{f.lineno}: {f.name}" for f in functions if NO_FUNCTION_NAMES.fullmatch(f.name.strip("_"))]
+
+
+def test_functions_are_verbs_or_nouns():
+    wrong = [line for module, path in sources().items() if ours(module) for line in vague_functions(module, tree(path))]
+    assert not wrong, "name these by a verb, or by a noun of what they return:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("def told(): ...", ["m:1: told"]),
+        ("class A:\n    def _joined(self): ...", ["m:2: _joined"]),
+        ("def seed(): ...\ndef feed(): ...\ndef joined_rows(): ...", []),
+        ("class A:\n    @property\n    def failed(self): ...", []),
+    ],
+)
+def test_vague_names_are_found(code: str, found: list[str]):
+    assert vague_functions("m", ast.parse(code)) == found
 
 
 def test_every_module_opens_with_one_line():

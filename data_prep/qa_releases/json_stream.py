@@ -171,7 +171,7 @@ class _Scanner:
         """Stands before the value of each member of an object in turn, which the caller takes; gives its name."""
         for _ in self._between("{", "}"):
             if self.peek() != '"':
-                raise self._unexpected("a name in double quotes")
+                raise self._syntax_error("a name in double quotes")
             name = self.value()
             self._take(":")
             yield name
@@ -219,7 +219,7 @@ class _Scanner:
     def end(self) -> None:
         """Raises DataError where anything follows."""
         if self.peek():
-            raise self._unexpected("the end of the file")
+            raise self._syntax_error("the end of the file")
 
     def _between(self, opening: str, closing: str) -> Iterator[int]:
         self._take(opening)
@@ -237,10 +237,10 @@ class _Scanner:
 
     def _take(self, character: str) -> None:
         if self.peek() != character:
-            raise self._unexpected(repr(character))
+            raise self._syntax_error(repr(character))
         self._at += 1
 
-    def _unexpected(self, wanted: str) -> DataError:
+    def _syntax_error(self, wanted: str) -> DataError:
         if not (got := self.peek()):
             return DataError(f"{self._path}: ends {self._place()}, where {wanted} should follow: it is cut off. Get it again.")
         return DataError(f"{self._path}: not valid JSON, {self._place()}: expected {wanted}, got {got!r}.")

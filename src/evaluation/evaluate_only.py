@@ -71,19 +71,19 @@ def _begin(run: Run) -> None:
 def _ledger_session(run: Run) -> Iterator[None]:
     """Record the start and the end of this attempt in the ledger."""
 
-    def tell(name: str, **facts: Any) -> None:
+    def record(name: str, **facts: Any) -> None:
         if distributed.is_main():
             ledger.append(run.path, ledger.event(name, step=0, **facts))
 
     with distributed.raise_together():
-        tell("start", world_size=distributed.world_size(), engine="evaluation", **ledger.last_start(run.path))
+        record("start", world_size=distributed.world_size(), engine="evaluation", **ledger.last_start(run.path))
     try:
         yield
     except distributed.TrainingStopped as stopped:
-        tell("stop", why=stopped.reason.by)
+        record("stop", why=stopped.reason.by)
         raise
     except UserError as error:
         with contextlib.suppress(UserError):
-            tell("stop", why=str(error))
+            record("stop", why=str(error))
         raise
-    tell("stop", why="finished")
+    record("stop", why="finished")

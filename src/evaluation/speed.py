@@ -50,14 +50,14 @@ def _flops(generator: AnswerGenerator, batch: dict[str, Any], tokens: int) -> fl
     if tokens < 2 or not all(parameter.is_floating_point() for parameter in generator.model.parameters()):
         return None
 
-    def counted(number: int) -> int:
+    def count_flops(number: int) -> int:
         # Attention as plain matrix products: the fused kernels of a CPU are not counted.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             generator.generate(batch, number, min_new_tokens=number)
         return counter.get_total_flops()
 
     try:
-        return (counted(tokens) - counted(1)) / (tokens - 1)
+        return (count_flops(tokens) - count_flops(1)) / (tokens - 1)
     except torch.OutOfMemoryError:  # plain products need more than fused kernels, and the answers are there already
         log.info("The operations of a generated token are not known: counting them needs more memory than there is.")
         return None

@@ -82,17 +82,17 @@ class Pretraining(RecipeConfig):
             inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
 
         def evaluate(accelerator: Any) -> dict[str, float]:
-            def measured(data: Dataset) -> LossSums:
+            def loss_sums(data: Dataset) -> LossSums:
                 return measure(model, data, loss, self.loop.micro_batch, accelerator.device, self.measures_accuracy)
 
-            parts = {name: measured(part) for name, part in getattr(val, "parts", {"": val}).items()}
+            parts = {name: loss_sums(part) for name, part in getattr(val, "parts", {"": val}).items()}
             whole = LossSums(*map(sum, zip(*parts.values(), strict=True)))
             scores = {"val_loss": whole.loss, "val_perplexity": float(torch.tensor(whole.loss).exp())}
             if self.measures_accuracy:
                 scores["val_accuracy"] = whole.accuracy
             if len(parts) > 1:
                 scores |= {f"val_loss/{name}": part.loss for name, part in parts.items()}
-            return scores | self.more_scores(val, measured)
+            return scores | self.more_scores(val, loss_sums)
 
         def training_loss(module: torch.nn.Module, batch: Any) -> torch.Tensor:
             return loss(module, batch, self.loop.label_smoothing, self.loop.z_loss)
@@ -100,6 +100,6 @@ class Pretraining(RecipeConfig):
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
         fit(TrainSpec(model, about, train, inputs, training_loss, evaluate), run, self.loop, self.seed)
 
-    def more_scores(self, val: Dataset, measured: Callable[[Dataset], Any]) -> dict[str, float]:
-        """Further scores of the validation set. measured: data set -> `training.validation.LossSums`. Collective."""
+    def more_scores(self, val: Dataset, loss_sums: Callable[[Dataset], Any]) -> dict[str, float]:
+        """Further scores of the validation set. loss_sums: data set -> `training.validation.LossSums`. Collective."""
         return {}

@@ -50,11 +50,11 @@ def measure(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, dev
     """
     loss_sum, tokens, correct = 0.0, 0, 0
 
-    def seen(logits_NV: Tensor, targets_N: Tensor) -> None:
+    def count_correct(logits_NV: Tensor, targets_N: Tensor) -> None:
         nonlocal correct
         correct += counts * int((logits_NV.argmax(dim=-1) == targets_N).sum())  # NOT_LEARNED equals no token id
 
-    with watch_cross_entropy(seen) if accuracy else contextlib.nullcontext():
+    with watch_cross_entropy(count_correct) if accuracy else contextlib.nullcontext():
         for indices, counts in rank_batches(len(dataset), batch_size):
             distributed.stop_together()
             batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)

@@ -56,7 +56,7 @@ def holder(tmp_path: Path) -> Any:
 
 
 def held(run: Path, silence: StalenessProbe | None = None) -> list[int]:
-    return sorted(checkpoints.step_of(path) for path in pins.pinned(run, checkpoints.list_all(run), silence or StalenessProbe()))
+    return sorted(checkpoints.step_of(path) for path in pins.find_pinned(run, checkpoints.list_all(run), silence or StalenessProbe()))
 
 
 def elsewhere(folder: Path, beat: int) -> None:
@@ -97,7 +97,7 @@ def test_another_checkpoint_of_the_same_step_is_another(run: Path, holder: Lease
 def test_who_holds_is_told(run: Path, holder: Lease):
     pins.place(run, "one", Pin("../holder", every=4))
     host = json.loads((holder.path / LEASE).read_text())["host"]
-    assert pins.pinned(run, checkpoints.list_all(run), StalenessProbe()) == {
+    assert pins.find_pinned(run, checkpoints.list_all(run), StalenessProbe()) == {
         checkpoints.folder(run, 4): f"{run / 'pins/one.json'}, for {host}"
     }
 

@@ -59,15 +59,15 @@ def lengths(inputs: int, density: float, mean_span: float) -> tuple[int, int]:
     `inputs` and give one token too many for spans of one token.
     """
 
-    def corrupted(raw: int) -> tuple[int, int]:
+    def lengths(raw: int) -> tuple[int, int]:
         noise = round(raw * density)
         spans = round(noise / mean_span)
         return raw - noise + spans + 1, noise + spans + 1
 
     raw = inputs - 1
-    while corrupted(raw + 1)[0] <= inputs:
+    while lengths(raw + 1)[0] <= inputs:
         raw += 1
-    targets = corrupted(raw)[1]
+    targets = lengths(raw)[1]
     if density == 0.5 and targets > inputs:
         raw, targets = raw - 1, targets - 1
     return raw, targets

@@ -89,7 +89,7 @@ def remove(run: Path, name: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def pinned(run: Path, among: Collection[Path], silence: StalenessProbe) -> dict[Path, str]:
+def find_pinned(run: Path, among: Collection[Path], silence: StalenessProbe) -> dict[Path, str]:
     """Those of the checkpoints `among` that somebody works on: checkpoint -> who, for people. To be called under the guard of `run`.
 
     Raises:

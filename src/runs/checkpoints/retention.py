@@ -139,7 +139,7 @@ def folder_bytes(path: Path) -> int:
 
 def _find_pinned(run: Path, among: Sequence[Path]) -> dict[Path, str]:
     """Those that somebody works on, who may be on another machine; copies that were set aside are nobody's."""
-    return pins.pinned(run, [path for path in among if not path.name.startswith(_LEFT)], pins.StalenessProbe())
+    return pins.find_pinned(run, [path for path in among if not path.name.startswith(_LEFT)], pins.StalenessProbe())
 
 
 def _is_run(run: Path) -> bool:
@@ -273,7 +273,7 @@ class Rotation:
         """Rename, so that no half deleted folder looks like a checkpoint; not what somebody works on."""
         folder = self._run / "checkpoints"
         with directory_lock(self._run, create=False), writing(folder):
-            pinned = pins.pinned(self._run, doomed, self._silence)
+            pinned = pins.find_pinned(self._run, doomed, self._silence)
             for path in doomed:
                 if path not in pinned:
                     with suppress(FileNotFoundError):  # cleaned up by somebody else just now

@@ -45,7 +45,7 @@ def begin(run: Path, step: int) -> Iterator[Path]:
     """
     final = checkpoints.folder(run, step)
     try:
-        with files.new_directory(final, around=lambda: _unpinned(run, final)) as folder:
+        with files.new_directory(final, around=lambda: _hold_unused(run, final)) as folder:
             yield folder
     except _InUse as error:
         log.info("%s: stays as it was when the training stopped there, as somebody works on it: %s", final, error)
@@ -54,16 +54,16 @@ def begin(run: Path, step: int) -> Iterator[Path]:
 
 
 class _InUse(Exception):
-    """Who works on it."""
+    """Another process uses the checkpoint; says which."""
 
 
 @contextlib.contextmanager
-def _unpinned(run: Path, checkpoint: Path) -> Iterator[None]:
-    """A moment in which nobody works on it, nor begins to."""
+def _hold_unused(run: Path, checkpoint: Path) -> Iterator[None]:
+    """Hold the lock while no other process uses `checkpoint`; raises _InUse otherwise."""
     with directory_lock(run, create=False):
         if checkpoint.exists():
             try:
-                held = pins.pinned(run, [checkpoint], pins.StalenessProbe())
+                held = pins.find_pinned(run, [checkpoint], pins.StalenessProbe())
             except RunError as error:
                 raise _InUse(str(error)) from None
             if held:

@@ -35,11 +35,11 @@ class SourceLoss:
         """Within the block, count the tokens of every loss: a micro-batch whose sequence b comes from source `sources_B[b]`."""
         sources_N = sources_B[:, None].expand_as(loss_mask_BT)[loss_mask_BT]
 
-        def seen(logits_NV: Tensor, targets_N: Tensor) -> None:
+        def count(logits_NV: Tensor, targets_N: Tensor) -> None:
             learned = targets_N != loss.NOT_LEARNED
             self.count(logits_NV[learned], targets_N[learned], sources_N)
 
-        with loss.watch_cross_entropy(seen):
+        with loss.watch_cross_entropy(count):
             yield
 
     def row(self) -> dict[str, float]:

@@ -25,13 +25,13 @@ class Room:
         self._limits = input_tokens, target_tokens, num_sentinels
         self._density, self._mean_span = density, mean_span
         self._most: dict[int, int] = {}
-        if self.most(1) < 2:
+        if self.max_tokens(1) < 2:
             raise ConfigError(
                 f"input_tokens {input_tokens} and target_tokens {target_tokens}, with {num_sentinels} sentinels at most, leave no room for "
                 "text. Write more."
             )
 
-    def most(self, num_sentences: int) -> int:
+    def max_tokens(self, num_sentences: int) -> int:
         """Most tokens of text in so many sentences; 0 where nothing fits."""
         if num_sentences not in self._most:
             self._most[num_sentences] = next(n for n in count() if not self._fits(n + 1, num_sentences))
@@ -58,7 +58,7 @@ class Groups:
         pieces: list[np.ndarray] = []
         firsts: list[int] = []
         for document in _tokenise(texts, SafeTokenizer(tokenizer)):
-            cut = [ids[place : place + room.most(1)] for ids in document for place in range(0, len(ids), room.most(1))]
+            cut = [ids[place : place + room.max_tokens(1)] for ids in document for place in range(0, len(ids), room.max_tokens(1))]
             firsts += (len(pieces) + first for first in self._firsts([len(ids) for ids in cut]))
             pieces += cut
         self._ids = np.concatenate([np.empty(0, np.int32), *pieces])
@@ -82,7 +82,7 @@ class Groups:
         """The first sentence of each group of a document."""
         tokens = held = 0
         for number, length in enumerate(lengths):
-            if not held or held == self._num_sentences or tokens + length > self._room.most(held + 1):
+            if not held or held == self._num_sentences or tokens + length > self._room.max_tokens(held + 1):
                 yield number
                 tokens = held = 0
             tokens, held = tokens + length, held + 1
@@ -94,7 +94,7 @@ def _tokenise(texts: Iterable[str], encoder: SafeTokenizer) -> "Iterator[list[np
 
     waiting: list[list[str]] = []
 
-    def encoded() -> "Iterator[list[np.ndarray]]":
+    def encode_waiting() -> "Iterator[list[np.ndarray]]":
         ids = encoder.encode_all([sentence for document in waiting for sentence in document])
         for document in waiting:
             found = [np.array(next(ids), np.int32) for _ in document]
@@ -104,5 +104,5 @@ def _tokenise(texts: Iterable[str], encoder: SafeTokenizer) -> "Iterator[list[np
     for text in texts:
         waiting.append(sentences.split(text))
         if len(waiting) == _BATCH:
-            yield from encoded()
-    yield from encoded()
+            yield from encode_waiting()
+    yield from encode_waiting()
