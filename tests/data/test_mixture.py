@@ -103,19 +103,6 @@ def test_any_window_has_the_proportion_of_the_rates(build):
     assert {sum(small[i : i + 40]) for i in range(360)} <= {9, 10, 11}
 
 
-def test_samples_depend_on_seed_epoch_and_index_alone(build):
-    one, again, other = build(ABC), build(ABC), build(ABC, seed=1)
-    keys = [(epoch, i) for epoch in (0, 3) for i in range(15)]
-    samples = [one.sample(*key) for key in keys]
-    assert samples == [again.sample(*key) for key in reversed(keys)][::-1]
-    assert samples != [other.sample(*key) for key in keys]
-    assert one.fingerprint == other.fingerprint
-
-
-def test_the_fingerprint_is_that_of_the_parts(build):
-    assert build(ABC).fingerprint != build({**ABC, "small": ("abd", 4)}).fingerprint
-
-
 def test_validation_is_every_sample_of_every_part_once(build):
     data = build(ABC, "val", rates={"small": 9, "large": 1}, samples_per_epoch=100)
     assert [data.locate(0, i) for i in range(len(data))] == [("large", 0, i) for i in range(12)] + [("small", 0, i) for i in range(3)]
@@ -259,13 +246,7 @@ def test_a_mixture_may_be_a_part_of_another():
     assert resolved_dict(part)["parts"]["c"]["parts"]["a"]["corpus"] == "t"
 
 
-def test_the_loop_reads_every_sample_of_an_epoch_and_tells_the_parts_apart(build):
-    from src.training import data_order as order
+def test_the_loop_tells_the_parts_apart(build):
     from src.training import loader
 
-    data = build(ABC)
-    share = order.RankShare(per_step=5, micro_batch=5, rank=0, world_size=1)
-    steps = order.micro_batches(0, len(data), 0, share)
-    keys = [key for _ in range(3) for key in next(steps)]
-    assert Counter(data.locate(*key) for key in keys) == Counter(data.locate(0, i) for i in range(15))
-    assert loader.sources(data) == ["large", "small"]
+    assert loader.sources(build(ABC)) == ["large", "small"]

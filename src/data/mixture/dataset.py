@@ -20,6 +20,7 @@ from src.config import Places
 from src.data.mixture.interleaving import Interleaving, feistel_permute, rates, shares
 from src.errors import ConfigError, DataError, UserError, check_all
 from src.interfaces import Dataset, DatasetConfig, DatasetField, call_once
+from src.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +63,7 @@ class Config(DatasetConfig):
     @model_validator(mode="after")
     def _one_model_reads_all(self) -> "Config":
         for name, part in self.parts.items():
-            if part.name in ("qa", "fid_qa"):
+            if part.reader in (CROSS_ATTENTION, FUSION_IN_DECODER):
                 raise ValueError(f"parts.{name}: {part.name!r} data have contexts, which are read by recipes for one data set alone.")
         kinds = {name: part.reader for name, part in self.parts.items()}
         if len(set(kinds.values())) > 1:

@@ -14,6 +14,7 @@ from src.data import jsonl
 from src.data.qa import encoded_store, encoder_inputs, fim, questions
 from src.errors import DataError
 from src.interfaces import ModelConfig, require_fit
+from src.kinds import CROSS_ATTENTION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -34,6 +35,10 @@ class Config(questions.DecoderConfig):
     """A context of more tokens loses its end, becomes several chunks, or is refused when the data are read."""
     encoded_contexts: bool = False
     """Read the hidden states that data_prep.preproc_nq wrote beside the rows; else contexts are encoded at each step."""
+
+    @property
+    def reader(self) -> str:
+        return CROSS_ATTENTION
 
     def check(self, places: Places) -> None:
         super().check(places)

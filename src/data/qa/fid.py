@@ -14,6 +14,7 @@ from src.data.qa import questions
 from src.data.qa.subsets import RowsConfig
 from src.data.text.tokenizers import SafeTokenizer
 from src.interfaces import require_fit
+from src.kinds import FUSION_IN_DECODER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,6 +40,10 @@ class Config(RowsConfig):
         if self.contexts == "none" and (self.num_passages is not None or self.too_long != "truncate"):
             raise ValueError("contexts: with 'none' there is one passage, so num_passages and too_long would be ignored. Remove them.")
         return self
+
+    @property
+    def reader(self) -> str:
+        return FUSION_IN_DECODER
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.passage_tokens", self.passage_tokens, max_positions)

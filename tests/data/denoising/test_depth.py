@@ -1,6 +1,5 @@
 """DEPTH: exact inputs, targets and masks; no text lost, nothing cut off, nothing that tells the order of shuffled sentences."""
 
-import pickle
 import re
 
 import numpy as np
@@ -244,22 +243,6 @@ def test_sentence_tokens_are_weighed_in_training_alone(build):
     assert view["loss_mask"].equal(named)
     assert view["labels"].equal(batch["labels"].where(named, -100))
     assert view["decoder_mask"].equal(batch["decoder_mask"])
-
-
-def test_samples_are_pure_functions_of_seed_epoch_and_index(build):
-    data, again, other, val, same = build(), build(), build(seed=1), build(split="val"), build(split="val", seed=1)
-
-    def shown(data, epoch):
-        return [(sample["input_ids"].tolist(), sample["labels"].tolist()) for sample in everything(data, [epoch])]
-
-    assert shown(data, 1) == shown(again, 1) == shown(pickle.loads(pickle.dumps(data)), 1)
-    assert shown(data, 0) != shown(data, 1)
-    assert shown(data, 0) != shown(other, 0)
-    assert shown(val, 0) == shown(val, 3) == shown(same, 0)
-    assert data.fingerprint == again.fingerprint == other.fingerprint
-    for index in (-1, len(data)):
-        with pytest.raises(IndexError, match=f"sample {index} of {len(data)}"):
-            data.sample(0, index)
 
 
 def test_validation_may_be_some_samples(build):

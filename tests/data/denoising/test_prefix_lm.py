@@ -47,16 +47,6 @@ def test_batch_is_padded(build):
     assert (batch["labels"][~batch["loss_mask"]] == -100).all()
 
 
-def test_cuts_are_functions_of_seed_epoch_and_index(build):
-    def cuts(data, epoch):
-        return [len(data.sample(epoch, i)["input_ids"]) for i in range(30)]
-
-    assert cuts(build(), 0) == cuts(build(), 0)
-    assert cuts(build(), 0) != cuts(build(), 1)
-    assert cuts(build(), 0) != cuts(build(seed=1), 0)
-    assert cuts(build(split="val", seed=1), 4) == cuts(build(split="val"), 0)
-
-
 def test_one_shape_needs_a_fixed_cut():
     free, fixed = (load(prefix_lm.Config, {"corpus": "t", "sequence_tokens": 16, "prefix_tokens": n}, "data") for n in (None, 4))
     fixed.check_compiled()

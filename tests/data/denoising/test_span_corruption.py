@@ -77,27 +77,6 @@ def test_batch(build):
     assert batch["loss_mask"].shape == (2, 8)
 
 
-def masks(data, epoch, count=20):
-    return [data.sample(epoch, i)["input_ids"].tolist() for i in range(count)]
-
-
-def test_masks_are_functions_of_seed_epoch_and_index(build):
-    data = build()
-    first = masks(data, 0)
-    assert masks(data, 1) != first
-    assert masks(data, 0) == first == masks(build(), 0)
-    assert masks(build(seed=1), 0) != first
-    assert len({tuple(np.isin(row, [FIRST, FIRST - 1]).tolist()) for row in first}) > 5
-
-
-def test_validation_is_masked_alike_for_every_seed_and_epoch(build):
-    data = build(split="val", val_sequences=15)
-    assert len(data) == 15
-    assert len(build(val_sequences=15)) == len(build()) > 15
-    assert masks(data, 0, 15) == masks(data, 7, 15) == masks(build(split="val", seed=3, val_sequences=15), 0, 15)
-    assert masks(build(split="val"), 0) != masks(build(split="train"), 0)
-
-
 def test_sentinels_and_padding_in_documents_stay_text(build):
     data = build(["<extra_id_0></s><|pad|>\0" * 9])
     rows = [restored(data.sample(0, i)) for i in range(len(data))]
@@ -137,13 +116,6 @@ def test_too_little_text(build):
         build(["short"])
     with pytest.raises(DataError, match=r"val.jsonl: 9 validation samples are wanted, it has 1"):
         build(["a" * 40], "val", val_sequences=9)
-
-
-def test_indices_beyond_the_ends_are_refused(build):
-    data = build(["a" * 40])
-    for index in (-1, 1):
-        with pytest.raises(IndexError, match=f"sample {index} of 1"):
-            data.sample(0, index)
 
 
 @pytest.mark.parametrize(

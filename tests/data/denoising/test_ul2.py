@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from src.config import load
@@ -67,24 +66,6 @@ def test_every_token_is_read_once_an_epoch_by_denoisers_in_their_shares(build):
         assert joined == JOINED[: len(joined)]
         assert len(JOINED) - len(joined) < 40
         assert made == {0: 100, 1: 200, 2: 100}
-
-
-def test_the_denoiser_is_a_function_of_seed_epoch_and_index(build):
-    def placed(data, epoch):
-        return [data.locate(epoch, i) for i in range(len(data))]
-
-    assert placed(build(), 2) == placed(build(), 2)
-    assert placed(build(), 0) != placed(build(), 1)
-    assert placed(build(), 0) != placed(build(seed=1), 0)
-    assert placed(build(split="val", seed=1), 3) == placed(build(split="val"), 0)
-
-
-def test_validation(build):
-    data = build(split="val", val_sequences=20)
-    assert len(data) == 20
-    other = build(split="val", seed=5, val_sequences=20)
-    for index in range(20):
-        assert np.array_equal(data.sample(0, index)["labels"], other.sample(9, index)["labels"])
 
 
 def test_a_mode_that_leaves_a_length_which_no_row_gives(build):

@@ -162,25 +162,6 @@ def test_a_long_context_as_language_keeps_to_its_length(build):
     assert all(len(data.sample(e, 20 + i)["input_ids"]) == 50 for e in range(3) for i in range(20))
 
 
-def test_samples_are_pure_functions_of_seed_epoch_and_index(build):
-    rows = [row(f"q{i}", context=f"some context {i}") for i in range(20)]
-    data, again, other = build(rows, include_contexts=True), build(rows, include_contexts=True), build(rows, include_contexts=True, seed=1)
-    places = [(e, i) for e in range(3) for i in range(len(data))]
-    first = {place: data.sample(*place) for place in places}
-    assert {place: again.sample(*place) for place in reversed(places)} == first
-    assert any(other.sample(*place) != first[place] for place in places)
-    assert any(first[0, i] != first[1, i] for i in range(20, 40))
-    copied = pickle.loads(pickle.dumps(data))
-    assert {place: copied.sample(*place) for place in places} == first
-
-
-def test_indices_beyond_the_ends_are_refused(build):
-    data = build([row()])
-    for index in (-1, 1):
-        with pytest.raises(IndexError, match=f"sample {index} of 1"):
-            data.sample(0, index)
-
-
 def test_validation_rows_are_the_same_for_every_seed(build):
     rows = [row(f"question {i}") for i in range(50)]
     chosen = [build(rows, split="val", seed=seed, val_samples=10) for seed in range(2)]

@@ -1,0 +1,225 @@
+"""What every data set of the registry promises: pure samples, the same batches however they are read, and what its kind of model reads."""
+
+import itertools
+import json
+import pickle
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from src.batches import ContextBatch, DepthBatch, Seq2SeqBatch, TokenBatch
+from src.config import Places
+from src.files import new_directory
+from src.interfaces import Dataset
+from src.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER
+from src.registry import DATASETS, MODELS, bind
+from src.training import data_order, loader, loss
+from src.training.config import LoopConfig
+
+CONTROLS = ("<|endoftext|>", "<|pad|>", *(f"<extra_id_{n}>" for n in range(40)), "<eosen>", *(f"<sent_{n}>" for n in range(4)))
+TEXTS = [f"Document {i} says {'more and ' * (i % 5)}no more. Does it? It does." for i in range(9)]
+QUESTIONS = [
+    {"question": f"what {'ever ' * (i % 3)}{i}?", "answer": f"a{i}", "contexts_list": [f"context {i}", "other"][: 1 + i % 2]}
+    for i in range(11)
+]
+CORPORA: dict[str, list[dict[str, Any]]] = {
+    "texts": [{"text": text} for text in TEXTS],
+    "questions": [{"context": row["contexts_list"][0], "dataset": "d", **row} for row in QUESTIONS],
+    "rte": [{"index": i, "sentence1": "a" * i, "sentence2": "b", "label": "entailment"} for i in range(10)],
+}
+DENOISERS = [{"rate": 1.0, "mode": "R", "mean_span_tokens": 3.0, "noise_density": 0.15}, {"rate": 1.0}]
+CASES: dict[str, dict[str, Any]] = {
+    "depth": {"corpus": "texts", "input_tokens": 96, "target_tokens": 64, "num_sentences": 4},
+    "fid_qa": {"corpus": "questions", "contexts": "all", "passage_tokens": 48, "answer_tokens": 8},
+    "mixture": {
+        "parts": {
+            "cut": {"name": "prefix_lm", "corpus": "texts", "sequence_tokens": 16},
+            "masked": {"name": "span_corruption", "corpus": "texts", "input_tokens": 24},
+        }
+    },
+    "prefix_lm": {"corpus": "texts", "sequence_tokens": 16},
+    "prompted_qa": {"corpus": "questions", "contexts": "all", "context_tokens": 32, "sequence_tokens": 64, "loss_on": "answer"},
+    "qa": {"corpus": "questions", "context_tokens": 48, "sequence_tokens": 64, "loss_on": "answer", "include_contexts": True},
+    "span_corruption": {"corpus": "texts", "input_tokens": 24},
+    "task": {"corpus": "rte", "task": "rte"},
+    "text": {"corpus": "texts", "sequence_tokens": 16},
+    "ul2": {"corpus": "texts", "input_tokens": 24, "denoisers": DENOISERS},
+}
+BATCHES = {DECODER: TokenBatch, CROSS_ATTENTION: ContextBatch, FUSION_IN_DECODER: ContextBatch, ENCODER_DECODER: Seq2SeqBatch}
+LOSSES = {DECODER: loss.causal_lm_loss, CROSS_ATTENTION: loss.context_lm_loss, FUSION_IN_DECODER: loss.context_lm_loss}
+GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_positions": 128}
+T5 = {"name": "t5", "random": {"tokenizer": "tokenizer", "hidden_size": 16, "feed_forward_size": 16, "num_layers": 1, "num_heads": 2}}
+READERS: dict[str, dict[str, Any]] = {
+    DECODER: GPT,
+    CROSS_ATTENTION: {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT, "train_all_params": True},
+    ENCODER_DECODER: T5,
+    FUSION_IN_DECODER: {"name": "fusion_in_decoder", "base": T5},
+}
+NOISY = {"depth", "mixture", "prefix_lm", "qa", "span_corruption", "ul2"}
+"""Data sets whose samples differ from epoch to epoch and by seed; of others only the order does."""
+PER_STEP = 6
+LOOP = LoopConfig(steps=1, sequences_per_step=PER_STEP, micro_batch=1, learning_rate=1.0, eval_every=1)
+EVERY = pytest.mark.parametrize("name", CASES)
+Build = Callable[..., Dataset]
+
+
+def write_world(folder: Path, tokenizer: Any, corpora: dict[str, list[dict[str, Any]]] = CORPORA) -> Places:
+    for corpus, rows in corpora.items():
+        with new_directory(folder / corpus) as beside:
+            for split in ("train", "val"):
+                (beside / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return Places(folder, folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(make_tokenizer: Callable[..., Any]) -> Any:
+    return make_tokenizer(CONTROLS, "<|pad|>")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Places:
+    return write_world(tmp_path_factory.mktemp("world"), tokenizer)
+
+
+@pytest.fixture
+def build(world: Places, tokenizer: Any) -> Build:
+    def make(name: str, split: str = "train", seed: int = 0, places: Places = world, **options: Any) -> Dataset:
+        config = bind(DATASETS, {"name": name, **CASES[name], **options})
+        config.check(places)
+        return config.build(places, tokenizer, split, seed)
+
+    return make
+
+
+def plain(value: Any) -> Any:
+    """A sample, a batch or a list of them such that == compares every bit and type."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return value
+
+
+def read(data: Dataset, keys: Sequence[tuple[int, int]]) -> list[Any]:
+    return [plain(data.sample(*key)) for key in keys]
+
+
+def read_steps(data: Dataset, count: int, first_step: int = 0, workers: int = 0) -> list[Any]:
+    """The micro-batches of `count` optimizer steps of this rank, as the training loop gets them."""
+    stream = loader.steps(data, LOOP, 0, first_step, torch.device("cpu"), loader.LoaderOptions(num_workers=workers))
+    try:
+        return [[plain(batch) for batch in step.batches] for step in itertools.islice(stream, count)]
+    finally:
+        stream.close()
+
+
+def test_every_data_set_has_a_case():
+    assert CASES.keys() == DATASETS.modules.keys(), "a new data set belongs in CASES"
+
+
+@EVERY
+def test_a_sample_is_a_pure_function_of_epoch_and_index(build: Build, name: str):
+    data, again = build(name), build(name)
+    keys = [(epoch, index) for epoch in (0, 1) for index in range(len(data))]
+    whole = read(data, keys)
+    assert read(data, keys) == whole, "the same bits twice"
+    assert read(again, keys[::-1]) == whole[::-1], "whatever was read before"
+    middle = len(keys) // 3
+    assert read(pickle.loads(pickle.dumps(again)), keys[middle:]) == whole[middle:]
+    for index in (-1, len(data)):
+        with pytest.raises(IndexError, match=f"sample {index} of {len(data)}"):
+            data.sample(0, index)
+
+
+@EVERY
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_and_resumption_change_no_batch(build: Build, name: str, workers: int):
+    data = build(name)
+    alone = read_steps(data, 5)
+    assert read_steps(data, 5, workers=workers) == alone
+    assert read_steps(data, 2, first_step=3, workers=workers) == alone[3:]
+
+
+@EVERY
+def test_ranks_read_disjoint_shares_of_what_one_process_reads(build: Build, name: str, monkeypatch: pytest.MonkeyPatch):
+    data = build(name)
+    count = len(data)  # steps, which are PER_STEP epochs
+    for world_size in (1, 2, 3):
+        shares = [data_order.RankShare(PER_STEP, 1, rank, world_size) for rank in range(world_size)]
+        streams = [data_order.micro_batches(0, len(data), 0, share) for share in shares]
+        each = [[keys[0] for keys in itertools.islice(stream, count * PER_STEP // world_size)] for stream in streams]
+        read_keys = Counter(key for keys in each for key in keys)
+        assert read_keys == Counter((epoch, index) for epoch in range(PER_STEP) for index in range(len(data))), "each sample once an epoch"
+    alone = read_steps(data, 3)
+    for world_size in (2, 3):
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        ranks = []
+        for rank in range(world_size):
+            monkeypatch.setenv("RANK", str(rank))
+            ranks.append(read_steps(data, 3))
+        together = [[step[g % world_size][g // world_size] for g in range(PER_STEP)] for step in zip(*ranks, strict=True)]
+        assert together == alone
+
+
+@EVERY
+def test_another_seed_or_epoch_trains_on_another_order_or_noise(build: Build, name: str):
+    def epoch(number: int, seed: int) -> list[Any]:
+        data = build(name, seed=seed)
+        return read(data, list(itertools.islice(data_order.samples(seed, len(data), number * len(data)), len(data))))
+
+    assert epoch(0, 0) == epoch(0, 0)
+    assert epoch(0, 0) != epoch(1, 0)
+    assert epoch(0, 0) != epoch(0, 1)
+    data, other = build(name), build(name, seed=1)
+    first, second = ([(number, i) for i in range(len(data))] for number in (0, 1))
+    assert (read(data, first) != read(data, second)) == (read(data, first) != read(other, first)) == (name in NOISY)
+
+
+@EVERY
+def test_validation_is_the_same_for_every_seed_and_epoch(build: Build, name: str):
+    fields = type(bind(DATASETS, {"name": name, **CASES[name]})).model_fields
+    some = {field: 3 for field in ("val_samples", "val_sequences") if field in fields}
+    data, other = build(name, "val", **some), build(name, "val", seed=1, **some)
+    assert len(data) == 3 or not some
+    assert read(data, [(0, i) for i in range(len(data))]) == read(other, [(3, i) for i in range(len(data))])
+
+
+@EVERY
+def test_the_fingerprint_changes_with_content_and_not_with_location(build: Build, name: str, tmp_path: Path, tokenizer: Any):
+    moved = write_world(tmp_path / "moved", tokenizer)
+    changed = {corpus: [*rows, rows[0]] for corpus, rows in CORPORA.items()}
+    other = write_world(tmp_path / "other", tokenizer, changed)
+    assert build(name).fingerprint == build(name, seed=1).fingerprint == build(name, places=moved).fingerprint
+    assert build(name).fingerprint != build(name, places=other).fingerprint
+
+
+@EVERY
+def test_the_reader_learns_from_a_batch_what_it_learns_from_its_samples(build: Build, name: str, world: Places):
+    """Padding changes no loss, so masks and labels are right; and the tensors are those of the typed batch."""
+    data, kind = build(name), bind(DATASETS, {"name": name, **CASES[name]}).reader
+    samples = [data.sample(0, i) for i in range(4)]
+    batch: dict[str, Any] = dict(data.collate(samples))
+    declared = DepthBatch if name == "depth" else BATCHES[kind]
+    assert declared.__required_keys__ <= batch.keys() <= declared.__required_keys__ | declared.__optional_keys__
+    for key, tensor in batch.items():
+        assert len(tensor) == 4, key
+        assert tensor.dtype == (torch.bool if "mask" in key else torch.int64), key
+    if "labels" in batch:
+        assert batch["loss_mask"].equal(batch["labels"] != -100)
+    else:
+        assert not batch["loss_mask"][:, 0].any(), "nothing is predicted from nothing"
+        assert not (batch["loss_mask"] & ~batch["attention_mask"]).any()
+    model = bind(MODELS, READERS[kind]).build(world).eval()
+    measure = LOSSES.get(kind) or (loss.depth_loss if "cross_mask" in batch else loss.seq2seq_loss)
+    together = measure(model, batch)
+    alone = sum(measure(model, data.collate([sample])).item() for sample in samples)
+    assert batch["loss_mask"].any(dim=1).all(), "every sample teaches something"
+    assert together.item() == pytest.approx(alone, rel=1e-4)
