@@ -39,13 +39,13 @@ CASES: dict[str, dict[str, Any]] = {
     "mixture": {
         "parts": {
             "cut": {"name": "prefix_lm", "corpus": "texts", "sequence_tokens": 16},
-            "masked": {"name": "span_corruption", "corpus": "texts", "input_tokens": 24},
+            "masked": {"name": "span_corruption", "corpus": "texts", "input_tokens": 32, "mean_span_tokens": 1.5},
         }
     },
     "prefix_lm": {"corpus": "texts", "sequence_tokens": 16},
     "prompted_qa": {"corpus": "questions", "contexts": "all", "context_tokens": 32, "sequence_tokens": 64, "loss_on": "answer"},
     "qa": {"corpus": "questions", "context_tokens": 48, "sequence_tokens": 64, "loss_on": "answer", "include_contexts": True},
-    "span_corruption": {"corpus": "texts", "input_tokens": 24},
+    "span_corruption": {"corpus": "texts", "input_tokens": 32, "mean_span_tokens": 1.5},
     "task": {"corpus": "rte", "task": "rte"},
     "text": {"corpus": "texts", "sequence_tokens": 16},
     "ul2": {"corpus": "texts", "input_tokens": 24, "denoisers": DENOISERS},
