@@ -29,6 +29,18 @@ ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).parent / "fake_eai"
 
 
+class Popen(subprocess.Popen[Any]):
+    """Only a call of the emulator that says that it hangs takes time, and then all that it is given; a busy machine does not count."""
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002
+        while True:
+            try:
+                return super().communicate(input, timeout and 0.05)
+            except subprocess.TimeoutExpired:
+                if (Path(os.environ["FAKE_EAI_STATE"]) / f"hangs.{self.pid}").exists():
+                    raise
+
+
 @pytest.fixture(autouse=True)
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The emulator on PATH; its state folder."""
@@ -37,6 +49,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{FAKE}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_EAI_STATE", str(state))
     monkeypatch.setenv("EAI_ACCOUNT_ID", "account-1")
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     for name in ("FAULT", "HOLD", "FORMAT", "CANCEL_SECONDS"):
         monkeypatch.delenv(f"FAKE_EAI_{name}", raising=False)
     return state
@@ -193,13 +206,15 @@ class TestSubmit:
         launched(tmp_path, [job(tmp_path, "small"), big])
         assert {record["mem"] for record in records(service)} == {"16", "99"}
 
-    @pytest.mark.parametrize("style", ["csv", "table", "json"])
-    def test_the_id_is_found_in_what_is_printed(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, style: str):
+    @pytest.mark.parametrize(("style", "num_calls"), [("csv", 1), ("table", 1), ("json", 2)])
+    def test_the_id_is_found_in_what_is_printed_or_by_its_name(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, style: str, num_calls: int
+    ):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         monkeypatch.setenv("FAKE_EAI_FORMAT", style)
         _, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
         assert job_id == records(service)[0]["id"]
-        assert len(calls(service)) == 1
+        assert len(calls(service)) == num_calls
 
     def test_a_job_without_a_mount_is_refused(self, tmp_path: Path, service: Path):
         item = job(tmp_path, "a")
@@ -265,27 +280,22 @@ def edit(service: Path, job_id: str, **facts: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | facts))
 
 
-def patience(fault: str) -> float:
-    """Short only where it has to run out."""
-    return 10 if fault == "hang" else 300
-
-
 class TestFaults:
     """On each verb, each way to fail: no job twice, none forgotten, and no state made up."""
 
-    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", pytest.param("hang", marks=pytest.mark.slow), "garbage"])
+    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", "hang", "garbage"])
     def test_submitting_through_a_fault(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@new:2,{fault if fault != '502_after_create' else '500'}@ls:1")
         jobs = [job(tmp_path, name) for name in "abc"]
-        _, ids, noted = launched(tmp_path, jobs, timeout_seconds=patience(fault))
+        _, ids, noted = launched(tmp_path, jobs)
         queued = {record["id"]: record for record in records(service)}
         assert sorted(ids) == sorted(queued)
         assert len(queued) == 3
         assert noted == {item.exp_id: job_id for item, job_id in zip(jobs, ids, strict=True)}
         assert all(f"hv_exp={item.exp_id}" in queued[job_id]["tags"] for item, job_id in zip(jobs, ids, strict=True))
 
-    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", pytest.param("hang", marks=pytest.mark.slow), "garbage"])
+    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", "hang", "garbage"])
     def test_submitting_into_an_outage(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
         """Every `new` fails, but the rest answers: what was created all the same is either taken or cancelled, never forgotten."""
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
@@ -296,7 +306,7 @@ class TestFaults:
                 launched(tmp_path, jobs, retries=1)
             assert records(service) == []
         else:
-            _, ids, _ = launched(tmp_path, jobs, timeout_seconds=patience(fault))
+            _, ids, _ = launched(tmp_path, jobs)
             assert sorted(ids) == sorted(record["id"] for record in records(service))
 
     def test_a_listing_that_lags_behind(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
@@ -321,10 +331,10 @@ class TestFaults:
         assert configured(tmp_path).find(folder(tmp_path), [item.exp_id]) == {item.exp_id: record["id"]}
         assert launched(tmp_path, [item])[1] == [record["id"]]
 
-    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", pytest.param("hang", marks=pytest.mark.slow), "garbage"])
+    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", "hang", "garbage"])
     def test_a_failed_poll_is_no_failed_job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path, fault: str):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], retries=1, timeout_seconds=patience(fault))
+        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], retries=1)
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@ls:1")
         assert {seen.state for seen in config.states(ids).values()} == {"queued"}
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@ls")
@@ -343,10 +353,10 @@ class TestFaults:
         assert {seen.state for seen in config.states([f"old-{i}" for i in range(50)]).values()} == {"unknown"}
         assert len(calls(service, "get")) <= 6
 
-    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", pytest.param("hang", marks=pytest.mark.slow), "garbage"])
+    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", "hang", "garbage"])
     def test_killing_through_a_fault(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path, fault: str):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], timeout_seconds=patience(fault))
+        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"])
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@kill:1,{fault}@ls:1")
         config.kill(ids)
         assert {record["state"] for record in records(service)} == {"CANCELLED"}

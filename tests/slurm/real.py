@@ -70,6 +70,15 @@ class Cluster:
         nodes = ",".join(self.nodes(job_id))
         command("sbatch", "--partition=high", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null", "--time=1", "--wrap=sleep 1")
 
+    def shorten(self, job_id: str) -> None:
+        """Bring the end of a running job near: the signal that comes before it is due now, and is sent within half a minute."""
+        minutes = int(self.job(job_id)["RunTime"].split(":")[1])
+        command("scontrol", "update", f"jobid={job_id}", f"timelimit={minutes + 2}")
+
+    def extend(self, job_id: str) -> None:
+        """Take `shorten` back."""
+        command("scontrol", "update", f"jobid={job_id}", "timelimit=30")
+
     def lose(self, node: str) -> None:
         """Let Slurm take a node for dead."""
         command("scontrol", "update", f"nodename={node}", "state=down", "reason=test")

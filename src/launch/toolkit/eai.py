@@ -1,4 +1,4 @@
-"""The two ways to the toolkit: the program `eai`, and haven's code with the closed client that it needs, `eai_toolkit_client`."""
+"""The two transports to the toolkit: the program `eai`, and haven's code with its closed client `eai_toolkit_client`."""
 
 import contextlib
 import json
@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -54,7 +53,8 @@ class Eai:
         words += [word for name, value in spec.tags.items() for word in ("--tag", f"{name}={value}")]
         words += ["--cpu", str(config.cpu), "--mem", str(config.mem_gb), "--max-run-time", str(config.max_run_seconds)]
         options = {"--gpu-mem": config.gpu_mem_gb, "--gpu-model-filter": config.gpu_model, "--bid": config.bid}
-        options |= {"--gpu": config.gpus or None, "--replicas": spec.nodes if spec.nodes > 1 else None}
+        nodes = config.processes.nodes
+        options |= {"--gpu": config.gpus or None, "--replicas": nodes if nodes > 1 else None}
         words += [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
         words += ["--preemptable" if config.preemptable else "--non-preemptable", *(["--restartable"] if config.restartable else [])]
         return _parse_created_id(self._call([*words, "--field", "id", "--no-header", "--format", "csv", "--", *spec.command]))
@@ -87,34 +87,20 @@ class Eai:
     def _call(self, words: Sequence[str]) -> str:
         """Standard output of `eai WORDS`."""
         find_program()
-        told = " ".join([PROGRAM, *words[:2]])
+        call = " ".join([PROGRAM, *words[:2]])
+        options: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True, "timeout": self.timeout_seconds}
         try:
-            process = subprocess.Popen(
-                [PROGRAM, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
+            done = subprocess.run([PROGRAM, *words], stdin=subprocess.DEVNULL, capture_output=True, check=False, **options)
         except (OSError, ValueError) as error:
-            raise LaunchError(f"{told}: cannot be started: {error}.") from None
-        try:
-            out, err = process.communicate(timeout=self.timeout_seconds)
+            raise LaunchError(f"{call}: cannot be started: {error}.") from None
         except subprocess.TimeoutExpired:
-            raise OutcomeUnknown(f"{told}: no answer within {self.timeout_seconds:g} seconds.") from None
-        finally:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-        if process.returncode:
-            raise failure(told, (err.strip() or out.strip() or f"exit code {process.returncode}, without a word"))
-        return out
+            raise OutcomeUnknown(f"{call}: no answer within {self.timeout_seconds:g} seconds.") from None
+        if done.returncode:
+            raise failure(call, done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}, without a word")
+        return done.stdout
 
 
-# What failed calls say, in lower case. A bare number proves nothing: it may stand in a name, a path or a job's own output.
+# What failed calls print, in lower case. A bare number proves nothing: it may be part of a name, a path or a job's own output.
 _NOT_REACHED = re.compile(
     r"dial tcp|connection refused|no such host|i/o timeout|tls handshake timeout|network is unreachable|(?:error|http)s?:.*: eof", re.DOTALL
 )
@@ -128,29 +114,25 @@ _OVER = re.compile(r"cannot cancel a job that is in state|not found|no such job|
 _KINDS = ((_NOT_REACHED, NotReached), (_NOT_KNOWN, NotReached), (_SERVER, OutcomeUnknown), (_NAME_TAKEN, NameTaken), (_OVER, JobGone))
 
 
-def failure(told: str, text: str) -> LaunchError:
-    """The error that the words of a failed call stand for."""
+def failure(call: str, text: str) -> LaunchError:
+    """The error that the output of a failed call means."""
     text = text.strip()
     kind = next((kind for pattern, kind in _KINDS if pattern.search(text.lower())), LaunchError)
     hint = " Log in with `eai login`, and unset EAI_TOKEN if it is old: it wins over the login." if _NOT_KNOWN.search(text.lower()) else ""
-    return kind(f"{told}: {text[-500:]}{hint}")
+    return kind(f"{call}: {text[-500:]}{hint}")
 
 
 def _parse_created_id(out: str) -> str:
-    """The id that `job new` printed: as its last line, in a table, or as JSON."""
-    lines = [line for line in out.splitlines() if line.strip()]
-    with contextlib.suppress(ValueError):
-        item = json.loads(out)
-        if isinstance(item, dict) and isinstance(item.get("id"), str):
-            return item["id"]
-    ids = _UUID.findall(lines[-1]) if lines else []
+    """The id in the last line that `job new` printed, alone or in a table."""
+    text = out.strip()
+    ids = [] if text.startswith("{") else _UUID.findall(text.rpartition("\n")[2])
     if not ids:
         raise OutcomeUnknown(f"eai job new: no job id in what it printed: {out.strip()[-200:]!r}.")
     return ids[0]
 
 
 def _items(out: str) -> list[dict[str, Any]]:
-    """The jobs of an answer: one JSON object in each line, or one JSON list or object."""
+    """The jobs in an answer: a JSON object per line, or one JSON list or object."""
     try:
         try:
             value = json.loads(out) if out.strip() else []
@@ -182,7 +164,7 @@ def _read_job(item: dict[str, Any]) -> ListedJob:
 
 
 def _tags(value: Any) -> dict[str, str]:
-    """Tags as a dict, whether they came as {"k": "v"}, ["k=v"] or [{"key": "k", "value": "v"}]."""
+    """Tags as a dict, from {"k": "v"}, ["k=v"] or [{"key": "k", "value": "v"}]."""
     if isinstance(value, dict):
         return {str(key): str(item) for key, item in value.items()}
     items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
@@ -191,7 +173,7 @@ def _tags(value: Any) -> dict[str, str]:
 
 
 def _seconds(run: Mapping[str, Any]) -> float | None:
-    """Run time of one run that has ended, from its own count or from its times."""
+    """Duration of a run that has ended, as given or from its times."""
     if isinstance(run.get("runTime"), (int, float)):
         return float(run["runTime"])
     with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -201,7 +183,7 @@ def _seconds(run: Mapping[str, Any]) -> float | None:
 
 
 class Haven:
-    """A way to the toolkit as `eai` is one. The client knows no tags: jobs are told apart by the script that they run.
+    """The toolkit through haven. The client knows no tags: a job is recognised by the script that it runs.
 
     Raises:
         LaunchError: haven or the client is not installed, or nobody is logged in.
@@ -218,7 +200,7 @@ class Haven:
         resources = {"cpu": config.cpu, "mem": config.mem_gb, "gpu": config.gpus}
         resources |= {"gpu_mem": config.gpu_mem_gb} if config.gpu_mem_gb else {}
         resources |= {"gpu_model": config.gpu_model} if config.gpu_model else {}
-        resources |= {"replicas": spec.nodes} if spec.nodes > 1 else {}
+        resources |= {"replicas": config.processes.nodes} if config.processes.nodes > 1 else {}
         job_config = {
             "name": spec.name,
             "image": config.image,
@@ -236,7 +218,7 @@ class Haven:
         )
 
     def list_jobs(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[ListedJob]:
-        """What ran of late, of all kinds: haven's own listing leaves out the names and commands, by which ours are known."""
+        """All recent jobs of the account: haven's own listing omits names and commands, by which we recognise ours."""
 
         def ask() -> Any:
             return self.api.v1_account_job_get(account_id=self.account, limit=limit, order="-created", q="alive_recently=True").items
@@ -249,7 +231,7 @@ class Haven:
         return _read_haven_job(found[job_id]) if job_id in found else None
 
     def cancel(self, job_id: str) -> None:
-        """haven's own kill_job waits without end where a job stays CANCELLING, so only the request is made here."""
+        """Send the request only: haven's own kill_job waits forever if a job stays CANCELLING."""
         _translate_errors("kill", lambda: self.api.v1_job_delete_by_id(job_id))
 
 
@@ -271,7 +253,7 @@ def find_packages() -> tuple[Any, Any]:
 
 
 def _connect(client: Any, token: str) -> Any:
-    """As haven's get_api, which fails when it is given a token, and without one ends the process where its own server is not there."""
+    """Replaces haven's get_api, which fails with a token, and without one exits the process if its own server is absent."""
     configuration = client.Configuration()
     configuration.host = _HOST
     connection = client.ApiClient(configuration)
@@ -280,26 +262,26 @@ def _connect(client: Any, token: str) -> Any:
 
 
 def _translate_errors(what: str, call: Callable[[], T]) -> T:
-    """`call()`, with what the client or haven raise turned into our errors."""
+    """`call()`, with the exceptions of the client and of haven translated into ours."""
     try:
         return call()
     except LaunchError:
         raise
     except (Exception, SystemExit) as error:
         status = getattr(error, "status", None)
-        told = f"toolkit, {what} through haven: {error or type(error).__name__}"
+        message = f"toolkit, {what} through haven: {error or type(error).__name__}"
         if status == 401:
-            raise NotReached(f"{told} Log in with `eai login`, and unset EAI_TOKEN if it is old.") from error
+            raise NotReached(f"{message} Log in with `eai login`, and unset EAI_TOKEN if it is old.") from error
         kind = {404: JobGone, 409: NameTaken}.get(status) if isinstance(status, int) else None
         if kind is None and isinstance(status, int) and 400 <= status < 500:
-            raise LaunchError(told) from error
+            raise LaunchError(message) from error
         if kind is None and isinstance(failure("", str(error)), NotReached):
             kind = NotReached
-        raise (kind or OutcomeUnknown)(told) from error
+        raise (kind or OutcomeUnknown)(message) from error
 
 
 def _read_haven_job(job: Any) -> ListedJob:
-    """haven's dict of a job, or the client's own object."""
+    """From haven's dict of a job, or the client's own object."""
 
     def fact(name: str) -> Any:
         return job.get(name) if isinstance(job, dict) else getattr(job, name, None)

@@ -7,16 +7,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
-
-from pydantic import Field, model_validator
 
 from src.errors import LaunchError, UserError
 from src.files import write_json, writing
-from src.launch.command import Processes
 from src.launch.job import Job, Note, SchedulerState
 from src.launch.toolkit import eai
-from src.launch.toolkit.script import Times, parents_to_await, render_script
+from src.launch.toolkit.script import parents_to_await, render_script
 from src.launch.toolkit.service import (
     EXPERIMENT,
     OWNER,
@@ -36,45 +32,19 @@ from src.launch.toolkit.service import (
 )
 
 LEFT = "left.json"
-"""In the submission's folder: what may still be queued after a submission that failed and could not be undone."""
+"""In the submission's folder: what may still be queued after a failed submission that could not be undone."""
 
 
 class Config(JobConfig):
-    """Resources of one job, how its processes start, and how patiently the toolkit is asked."""
-
-    via: Literal["eai", "haven"] = "eai"
-    """"haven": with haven's code and its closed client, where the program is not installed."""
-    processes: Processes = Processes()
-    stop_before_seconds: int = Field(default=300, ge=1)
-    """How long before `max_run_seconds` are over the training is told to write a checkpoint and end."""
-    parent_poll_seconds: float = Field(default=30.0, gt=0)
-    """How often a child looks at its parents' states. While it waits it holds its resources: submit parents alone where that is dear."""
-    parent_patience_seconds: int = Field(default=600, ge=0)
-    """How long a parent may be failed or stopped, and be retried meanwhile, before its child gives up."""
-    parent_wait_seconds: int = Field(default=86_400, ge=0)
-    """How long a parent may be queued, or running, before its child gives up."""
-    calls_at_a_time: int = Field(default=8, ge=1)
-    kill_seconds: float = Field(default=180.0, ge=0)
-    """How long to wait until killed jobs have ended."""
-
-    @model_validator(mode="after")
-    def _stops_after_it_starts(self) -> "Config":
-        if self.stop_before_seconds >= self.max_run_seconds:
-            raise ValueError(
-                f"stop_before_seconds is {self.stop_before_seconds}, expected less than max_run_seconds, {self.max_run_seconds}."
-            )
-        return self
+    """`JobConfig` with what a launcher does."""
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue `jobs`, parents before children, each under the name hv_<exp id>_<submission>; returns their ids in the same order.
+        """Queue each job under the name hv_<exp id>_<submission>. Calling it again with the same folder queues nothing twice.
 
-        Called again with the same folder, it queues nothing twice: a job that is alive under its name is taken for the one wanted.
-        A child is queued at once and waits inside its job (`script`), as the toolkit knows no dependencies.
+        A child is queued at once and waits inside its job (see script.py), as the toolkit knows no dependencies.
 
         Raises:
-            LaunchError: the toolkit refused a job, or could not be reached. Those queued before are cancelled; where that could not
-                be confirmed, the message and <folder>/left.json name them.
-            RunError: a script could not be written; nothing was queued.
+            LaunchError: as documented; if the cancellation of other jobs could not be confirmed, <folder>/left.json names them.
         """
         folder = folder.absolute()
         accounts = {own.account: own for own in (self._settings(job) for job in jobs)}
@@ -111,13 +81,7 @@ class Config(JobConfig):
         return [made[job.exp_id] for job in jobs]
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """What the toolkit says of each job: one call for all that it lists, and one for each that it does not. Unknown ids are absent.
-
-        A job that could not be asked about, while the list could, is "unknown".
-
-        Raises:
-            LaunchError: the toolkit could not be asked, and nothing follows from that for any job.
-        """
+        """One call for all jobs that are listed, and one for each that is not. If only the latter fails, the job is "unknown"."""
         wanted = list(dict.fromkeys(job_ids))
         if not wanted:
             return {}
@@ -142,11 +106,7 @@ class Config(JobConfig):
         return seen | {name: answer for name, answer in answers.items() if answer}
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """End the jobs and wait until they have ended. Those that had ended, or are not known, are no error.
-
-        Raises:
-            LaunchError: names the jobs that are not known to have ended.
-        """
+        """End the jobs and wait until they have ended. Raises LaunchError with the ids of those not known to have ended."""
         wanted = list(dict.fromkeys(job_ids))
         if not wanted:
             return
@@ -177,13 +137,7 @@ class Config(JobConfig):
                 time.sleep(min(2.0, self.kill_seconds / 20))
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """Ids of the jobs that were queued from the submission `folder`, by experiment; of several, the one that is alive, else the last.
-
-        The toolkit lists what is a day old: an older job may be missing here.
-
-        Raises:
-            LaunchError: the toolkit could not be asked.
-        """
+        """Of several jobs of an experiment, the one that is alive, else the last. Jobs older than the toolkit's list, a day, are missed."""
         service = self._service()
         listed = call_with_retries(self, lambda: service.list_jobs(max(PAGE, 4 * len(exp_ids)), tag=(SUBMISSION, folder.name)))
         found: dict[str, ListedJob] = {}
@@ -193,11 +147,7 @@ class Config(JobConfig):
         return {exp_id: job.job_id for exp_id, job in found.items()}
 
     def check(self) -> None:
-        """Look whether jobs could be queued from here, without asking the toolkit.
-
-        Raises:
-            LaunchError: the program `eai`, or haven's client, is not there, or the variable that names the account is not set.
-        """
+        """Raises LaunchError if the program `eai`, or haven's client, is missing, or the account's variable is not set."""
         self.account_id()
         if self.via == "eai":
             eai.find_program()
@@ -205,7 +155,6 @@ class Config(JobConfig):
             eai.find_packages()
 
     def scheduler(self) -> tuple[str, str, bool]:
-        """What two configs must share for their jobs to be asked for together."""
         return self.via, self.account, self.restartable
 
     def _settings(self, job: Job) -> "Config":
@@ -215,22 +164,20 @@ class Config(JobConfig):
         return call_with_retries(self, lambda: eai.Eai(self) if self.via == "eai" else eai.Haven(self))
 
     def _write_spec(self, job: Job, jobs: Sequence[Job], folder: Path) -> Spec:
-        """What is queued for `job`: its script, which is written here."""
+        """Write the script of `job`; the specification to queue."""
         own = self._settings(job)
         own._check_mounts(job, folder)
         path = folder / f"{job.exp_id}.sh"
-        until_stop = own.max_run_seconds - own.stop_before_seconds
-        times = Times(until_stop, own.parent_poll_seconds, own.parent_patience_seconds, own.parent_wait_seconds)
-        text = render_script(job, parents_to_await(job, [other.exp_id for other in jobs]), own.processes, times)
+        text = render_script(job, parents_to_await(job, [other.exp_id for other in jobs]), own)
         with writing(path):
             job.log_dir.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         name = re.sub(r"[^a-z0-9_]", "_", f"hv_{job.exp_id}_{folder.name}".lower())
         tags = {SUITE[0]: SUITE[1], SUBMISSION: folder.name, EXPERIMENT: job.exp_id, OWNER: _owner()}
-        return Spec(name, ("/bin/bash", str(path)), job.cwd, tags, own.processes.nodes, own)
+        return Spec(name, ("/bin/bash", str(path)), job.cwd, tags, own)
 
     def _check_mounts(self, job: Job, folder: Path) -> None:
-        """What a job writes outside its mounts is lost with it, and what it reads there it does not find."""
+        """Refuse paths outside the mounts: what a job writes there is lost, and what it reads there is missing."""
         mounts = self.mounts()
         for path, written in ((job.run, True), (job.log_dir, True), (job.cwd, False), (folder, False)):
             if not any(path.is_relative_to(mount) and (writable or not written) for mount, writable in mounts.items()):
@@ -241,7 +188,7 @@ class Config(JobConfig):
                 )
 
     def _undo(self, specs: Sequence[Spec], folder: Path, made: dict[str, str]) -> str:
-        """Cancel what was queued; what to say where that could not be confirmed."""
+        """Cancel what was queued; the end of the error message, which says whether that was confirmed."""
         names = {spec.tags[EXPERIMENT]: spec.name for spec in specs}
         try:
             made |= self.find(folder, list(names))

@@ -1,6 +1,6 @@
-"""What the toolkit is told of a job and says of it, whichever way leads there; and calls of a service that fails now and then.
+"""The settings and states of toolkit jobs, for both transports, and retries for a service that fails now and then.
 
-Nothing is done twice, and a failed call is never taken for a failed job.
+Nothing is queued twice, and a failed call is never mistaken for a failed job.
 """
 
 import logging
@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from src.errors import LaunchError
-from src.launch.command import Environment
+from src.launch.command import Environment, Processes
 from src.launch.job import LauncherConfig, SchedulerState
 
 SUBMISSION, EXPERIMENT, OWNER = "hv_submission", "hv_exp", "hv_owner"
@@ -35,15 +35,15 @@ log = logging.getLogger(__name__)
 
 
 class NotReached(LaunchError):
-    """The service was not reached, or did not know who asked: nothing was done, and asking again does no harm."""
+    """The service was not reached, or the login was refused: nothing was done, and asking again does no harm."""
 
 
 class OutcomeUnknown(LaunchError):
-    """It may have been done: the service failed, did not answer in time, or answered in words that cannot be read."""
+    """The request may have been carried out: the service failed, timed out, or gave an answer that cannot be parsed."""
 
 
 class NameTaken(LaunchError):
-    """There is a job of this name already, perhaps one that has ended."""
+    """A job of this name exists already, though it may have ended."""
 
 
 class JobGone(LaunchError):
@@ -64,16 +64,20 @@ def _check_mount(mount: str) -> str:
 
 
 class JobConfig(LauncherConfig):
-    """What the toolkit is told of every job."""
+    """Resources of one job, how its processes start, and how patiently the toolkit is asked."""
+
+    via: Literal["eai", "haven"] = "eai"
+    """"haven": with haven's code and its closed client, where the program is not installed."""
 
     account: str = Field(min_length=1)
     """Id or full name; "$NAME" is read from the environment."""
     image: Annotated[str, Field(min_length=1), AfterValidator(_check_image)]
-    """Docker image, never `:latest`: a job that is started again must find what it had."""
+    """Docker image, never `:latest`: a restarted job must find the same software."""
     data: list[Annotated[str, AfterValidator(_check_mount)]] = []
-    """Mounts, "account.name@branch:/folder[:ro|rw]", rw where nothing else is said."""
+    """Mounts, "account.name@branch:/folder[:ro|rw]"; rw by default."""
     environment: Environment = {}
-    """Variables of the job. They can be read by everybody who sees the job, so no secrets."""
+    """Variables of the job. Everybody who sees the job can read them, so no secrets."""
+    processes: Processes = Processes()
     cpu: int = Field(default=4, ge=1)
     mem_gb: int = Field(default=16, ge=1)
     gpus: int = Field(default=0, ge=0)
@@ -84,16 +88,27 @@ class JobConfig(LauncherConfig):
     """Such as "A100" or "!A100"."""
     preemptable: bool = True
     restartable: bool = True
-    """True: the toolkit starts it again after a preemption, and it goes on from its last checkpoint."""
+    """True: the toolkit restarts it after a preemption, and it goes on from its last checkpoint."""
     bid: int | None = Field(default=None, ge=0, le=9999)
     max_run_seconds: int = Field(ge=60)
     """The toolkit ends the job after this; the time that a child waits for its parents counts."""
+    stop_before_seconds: int = Field(default=300, ge=1)
+    """How long before `max_run_seconds` are over the training is told to write a checkpoint and end."""
+    parent_poll_seconds: float = Field(default=30.0, gt=0)
+    """How often a child looks at its parents' states. A waiting child holds its resources: submit parents alone if that is expensive."""
+    parent_patience_seconds: int = Field(default=600, ge=0)
+    """How long a parent may be failed or stopped, and be retried meanwhile, before its child gives up."""
+    parent_wait_seconds: int = Field(default=86_400, ge=0)
+    """How long a parent may be queued, or running, before its child gives up."""
+    calls_at_a_time: int = Field(default=8, ge=1)
+    kill_seconds: float = Field(default=180.0, ge=0)
+    """How long to wait until killed jobs have ended."""
     timeout_seconds: float = Field(default=60.0, gt=0)
     """How long one call of the toolkit may take."""
     retries: int = Field(default=5, ge=0)
-    """How often a call that failed is made again."""
+    """How often a failed call is repeated."""
     backoff_seconds: float = Field(default=2.0, ge=0)
-    """Pause before the first of them; each is twice the one before, at most a minute."""
+    """Pause before the first repetition; doubled each time, at most a minute."""
 
     @field_validator("environment")
     @classmethod
@@ -107,17 +122,17 @@ class JobConfig(LauncherConfig):
         return environment
 
     @model_validator(mode="after")
-    def _gpus_that_are_there(self) -> "JobConfig":
+    def _check_together(self) -> "JobConfig":
+        if self.stop_before_seconds >= self.max_run_seconds:
+            raise ValueError(
+                f"stop_before_seconds is {self.stop_before_seconds}, expected less than max_run_seconds, {self.max_run_seconds}."
+            )
         if self.gpus == 0 and (self.gpu_mem_gb is not None or self.gpu_model is not None):
             raise ValueError("gpu_mem_gb and gpu_model say something of GPUs, but gpus is 0.")
         return self
 
     def account_id(self) -> str:
-        """The account, looked up where it is a variable.
-
-        Raises:
-            LaunchError: the variable is not set.
-        """
+        """The account, looked up if it is a variable. Raises LaunchError if that is not set."""
         if not self.account.startswith("$"):
             return self.account
         name = self.account[1:].strip("{}")
@@ -128,7 +143,7 @@ class JobConfig(LauncherConfig):
         return os.environ[name]
 
     def mounts(self) -> dict[Path, bool]:
-        """Folder of each mount, and True where it can be written."""
+        """Folder of each mount, and whether it is writable."""
         found = [match for mount in self.data if (match := _MOUNT.fullmatch(mount))]
         return {Path(match[1]): match[2] != "ro" for match in found}
 
@@ -142,13 +157,12 @@ class Spec:
     command: tuple[str, ...]
     workdir: Path
     tags: Mapping[str, str]
-    nodes: int
     config: JobConfig
 
 
 @dataclass(frozen=True)
 class ListedJob:
-    """What the toolkit says of one job."""
+    """A job as the toolkit reports it."""
 
     job_id: str
     word: str
@@ -162,7 +176,7 @@ class ListedJob:
 
 
 class Service(Protocol):
-    """A way to the toolkit. Each method makes one call, and raises one of the errors above, or LaunchError for a plain no."""
+    """A transport to the toolkit. Each method makes one call, and raises one of the errors above, or LaunchError for a refusal."""
 
     def create(self, spec: Spec) -> str: ...
 
@@ -178,7 +192,7 @@ class Service(Protocol):
 
 
 def create(config: JobConfig, service: Service, spec: Spec) -> str:
-    """Queue one job, once: whatever a call may have done is looked up by its name before anything is tried again.
+    """Queue one job exactly once: after a call of unknown outcome, the job is looked up by its name before the call is repeated.
 
     The service takes no name twice, so that even a request that arrives late cannot queue a second job.
     """
@@ -224,7 +238,7 @@ def _find_by_name(config: JobConfig, service: Service, spec: Spec, failed: Launc
 
 
 def scheduler_state(config: JobConfig, job: ListedJob) -> SchedulerState:
-    """The state that the toolkit's word stands for. A word that is not known is "unknown", never a failure."""
+    """The state that the toolkit's word means. An unfamiliar word is "unknown", never a failure."""
     if job.word in _WAITING or (job.word in _INTERRUPTED and config.restartable):
         state = "queued"
     else:
@@ -242,11 +256,7 @@ def _pauses(config: JobConfig) -> Iterator[float]:
 
 
 def call_with_retries(config: JobConfig, call: Callable[[], T]) -> T:
-    """A call that may be made twice, made until it is answered.
-
-    Raises:
-        LaunchError: refused, or still not answered after the last try.
-    """
+    """Repeat an idempotent call until it is answered. Raises LaunchError if refused, or not answered at the last try."""
     pauses = _pauses(config)
     while True:
         try:
