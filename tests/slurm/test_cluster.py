@@ -25,8 +25,8 @@ STEPS = 32
 PARENT: dict[str, Any] = copy.deepcopy(toy.BASE)
 CHILD: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
 CHILD["loop"] |= {"steps": STEPS, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 8}
-GRID = grid({**CHILD, "model": {**CHILD["model"], "base": ref(PARENT)}}, {"seed": [0, 1, 2]})
-LIMITED, PREEMPTED, LOST = map(exp_id, GRID)
+GRID = grid({**CHILD, "model": {**CHILD["model"], "base": ref(PARENT)}}, {"seed": [0, 1]})
+STOPPED, LOST = map(exp_id, GRID)
 SMALL: dict[str, Any] = {**copy.deepcopy(toy.BASE)}
 SMALL["loop"] = {**SMALL["loop"], "steps": 8}
 FRAGILE = [{**SMALL, "seed": seed, "data": {**SMALL["data"], "corpus": "fragile" if seed else "toy_text"}} for seed in range(3)]
@@ -39,7 +39,10 @@ JOB_CONFIGS: dict[str, Any] = {
         "cpus_per_task": 4,
         "environment": ONE_THREAD,
         "processes": {"starter": "torchrun", "nodes": 2},
-        "overrides": [{"where": "seed == 0 and recipe == 'crossattn'", "time": 30, "signal_seconds": 120}],
+        "overrides": [
+            {"where": "recipe == 'lm'", "processes": {"starter": "python", "nodes": 1}},
+            {"where": "seed == 0 and recipe == 'crossattn'", "time": 30, "signal_seconds": 120},
+        ],
     },
     "one": {"launcher": "slurm", "cpus_per_task": 2, "environment": ONE_THREAD},
     "held": {"launcher": "slurm", "cpus_per_task": 2, "environment": ONE_THREAD, "options": {"hold": True}},
@@ -110,45 +113,52 @@ class Disturbances:
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
-        self.frozen: dict[str, list[psutil.Process]] = {}
+        self.due = {STOPPED: ["preempt", "limit"], LOST: ["lose"]}
+        self.frozen: dict[str, list[psutil.Process]] = {STOPPED: [], LOST: []}
+        self.rows = dict.fromkeys(self.due, 0)
+        self.limited: list[psutil.Process] = []
         self.nodes_down: list[str] = []
-        self.over: set[str] = set()
+        self.hit: list[str] = []
+
+    @property
+    def over(self) -> list[str]:
+        """What was done, once nothing of it lasts."""
+        return sorted(self.hit) if not self.limited and not self.nodes_down else []
 
     def step(self) -> bool:
         """Do what is due; True once all jobs have ended."""
         self.cluster.hurry()
-        for victim in (PREEMPTED, LIMITED, LOST):
-            if victim not in self.frozen and 3 <= rows_written(self.folder, victim) < STEPS - 8:
+        for victim, due in self.due.items():
+            if due and self.rows[victim] + 3 <= rows_written(self.folder, victim) < STEPS - 8:
                 self.freeze(victim)
-        limited = self.frozen.get(LIMITED, [])
-        if LIMITED not in self.over and len(limited) == 2 and all(map(told_to_stop, limited)):
-            self.over.add(LIMITED)
-            self.cluster.extend(job_id(self.folder, LIMITED))  # else it would reach the limit again after its second start
-            for process in limited:
+        if self.limited and all(map(told_to_stop, self.limited)):
+            self.cluster.extend(job_id(self.folder, STOPPED))  # else it would reach the limit again after its next start
+            for process in self.limited:
                 process.resume()
+            self.limited = []
         for name in self.nodes_down:
-            if LOST in self.frozen and not any(process.is_running() for process in self.frozen[LOST]):
+            if not any(process.is_running() for process in self.frozen[LOST]):
                 self.cluster.regain(name)
                 self.nodes_down.remove(name)
         return not self.cluster.alive()
 
     def freeze(self, victim: str) -> None:
         found = list(ranks(victim))
-        if len(found) != 2:
+        if len(found) != 2 or set(found) & set(self.frozen[victim]):
             return
         for process in found:
             process.suspend()
-        self.frozen[victim] = found
+        self.frozen[victim], self.rows[victim] = found, rows_written(self.folder, victim)
+        self.hit.append(self.due[victim].pop(0))
         where = job_id(self.folder, victim)
-        if victim == PREEMPTED:
+        if self.hit[-1] == "preempt":
             self.cluster.preempt(where)  # Slurm wakes the processes when it tells them to stop
-            self.over.add(victim)
-        elif victim == LIMITED:
+        elif self.hit[-1] == "limit":
+            self.limited = found
             self.cluster.shorten(where)
         else:
             self.nodes_down.append(self.cluster.nodes(where)[-1])
             self.cluster.lose(self.nodes_down[-1])
-            self.over.add(victim)
 
 
 def test_a_grid_over_two_nodes_ends_as_an_uninterrupted_local_run(cluster: Cluster, world: tuple[Path, Path]):
@@ -163,18 +173,19 @@ def test_a_grid_over_two_nodes_ends_as_an_uninterrupted_local_run(cluster: Clust
     assert len(arrays) == 3, "the parent, its children, and the one that the override names"
     disturbances = Disturbances(cluster, folder)
     wait_until(disturbances.step, "the grid", 900)
-    assert disturbances.over == {PREEMPTED, LIMITED, LOST}
+    assert disturbances.over == ["limit", "lose", "preempt"]
     rows = {row.exp_id: row for row in jobs.table(folder / "runs", [exp_id(exp) for exp in GRID])}
     assert {row.state for row in rows.values()} == {"done"}, rows
-    for victim in (PREEMPTED, LIMITED, LOST):
-        assert cluster.job(job_id(folder, victim))["Restarts"] == "1"
+    for victim, restarts in ((STOPPED, 2), (LOST, 1)):
+        assert cluster.job(job_id(folder, victim))["Restarts"] == str(restarts)
         assert "continues from step" in (folder / "runs" / victim / "logs" / "train.log").read_text()
-        assert rows[victim].attempts == 2
+        assert rows[victim].attempts == 1 + restarts
     assert metadata.attempts(folder / "runs" / exp_id(PARENT)) == 1
     assert not cluster.alive()
 
-    done = toy.run(root, arguments, undisturbed, processes=2)
-    assert done.returncode == 0, done.stderr
+    for group, processes in (("parents", 1), ("grid", 2)):
+        done = toy.run(root, ["-e", group, "--log_every", "1"], undisturbed, processes=processes)
+        assert done.returncode == 0, done.stderr
     for exp in [PARENT, *GRID]:
         steps = exp["loop"]["steps"]
         assert fingerprints(folder, exp_id(exp), steps) == fingerprints(undisturbed, exp_id(exp), steps)

@@ -27,7 +27,7 @@ from src.launch.local.state import Queue
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 20.0
-"""How long processes that were killed may take to be gone."""
+"""How long killed processes may take to disappear."""
 _ROOT = Path(__file__).resolve().parents[3]
 _SHARED = ("slots", "gpus", "wait", "submissions")
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Config(LauncherConfig):
-    """Resources of this machine. Submissions to one runs folder share its slots and GPUs."""
+    """Resources of this machine, which the submissions to one runs folder share."""
 
     slots: int = Field(default=1, ge=1)
     """How many jobs run at a time."""
@@ -44,15 +44,15 @@ class Config(LauncherConfig):
     gpus_per_job: int = Field(default=1, ge=1)
     """How many of `gpus` a job gets for itself."""
     retries: int = Field(default=0, ge=0)
-    """How often a job that failed is started again. One that was stopped in order (exit code 75) always is."""
+    """How often a failed job is started again. One that stopped gracefully (exit code 75) always is."""
     wait: bool = True
-    """True: stay until all have ended, and stop them when interrupted. False: return at once."""
+    """True: wait until all have ended, and stop them when interrupted. False: return at once."""
     grace_seconds: float = Field(default=60.0, ge=0)
-    """How long a job that was told to stop may take to end before it is killed."""
+    """How long a job may take to stop before it is killed."""
     processes: Processes = Processes()
     environment: Environment = {}
     submissions: str = ""
-    """Folder of the submissions. Filled in; not to be written into a job config."""
+    """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
 
     @model_validator(mode="after")
     def _enough(self) -> "Config":
@@ -65,14 +65,9 @@ class Config(LauncherConfig):
         return self
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue `jobs`, start their scheduler, and return the job ids "<submission>.<index>", in the same order.
+        """Queue `jobs`, start their scheduler, and return the job ids "<submission>.<index>".
 
-        What a job prints is appended to <log_dir>/<exp_id>.out.log and .err.log. A failing job does not stop the others,
-        except those that come after it. A job inherits the environment, without what torchrun put there.
-
-        Raises:
-            LaunchError: the scheduler did not start, or `overrides` that one scheduler cannot follow; nothing stays queued.
-            RunError: the disk refuses; nothing was started.
+        A failing job does not stop the others, except its children. A job inherits the environment, without torchrun's variables.
         """
         ids = [f"{folder.name}.{index}" for index in range(len(jobs))]
         places = {job.exp_id: index for index, job in enumerate(jobs)}
@@ -102,7 +97,7 @@ class Config(LauncherConfig):
             "cwd": str(job.cwd),
             "out": str(job.log_dir / f"{job.exp_id}.out.log"),
             "err": str(job.log_dir / f"{job.exp_id}.err.log"),
-            # Only what stands before a job is waited for, so that nothing waits in a circle.
+            # A job waits only for jobs before it, so that there is no cycle.
             "after": [places[parent] for parent in job.after if places.get(parent, index) < index],
             "after_jobs": list(job.after_jobs),
             "gpus": own.gpus_per_job if own.gpus else 0,
@@ -110,114 +105,93 @@ class Config(LauncherConfig):
         }
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """exp_id -> job id of what was queued from `folder`: all, or nothing where the scheduler never started (and now never will)."""
+        """All jobs of `folder`, or none if the scheduler never started (and now never will)."""
         if not (folder / local_state.QUEUE).exists() or _abandon(folder):
             return {}
         jobs = Queue(folder).content["jobs"]
         return {job["exp_id"]: f"{folder.name}.{index}" for index, job in enumerate(jobs) if job["exp_id"] in set(exp_ids)}
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """What is known of each job; ids without a folder are absent.
-
-        Raises:
-            LaunchError: they run on another machine, or the folder of a submission is damaged.
-        """
+        """Raises LaunchError if the jobs run on another machine, or the folder of a submission is damaged."""
         found: dict[str, SchedulerState] = {}
         for queue, indices in self._group_by_queue(job_ids):
             queue.check_host()
-            lives = queue.scheduler_is_alive()  # asked first: if it ends in between, its last words are read below
-            names = queue.attempts()
-            found |= {f"{queue.folder.name}.{index}": queue.scheduler_state(index, lives, names) for index in indices}
+            found |= {f"{queue.folder.name}.{index}": state for index, state in queue.states(indices).items()}
         return found
 
     def _group_by_queue(self, job_ids: Sequence[str]) -> list[tuple[Queue, list[int]]]:
         queues: dict[str, Queue] = {}
-        indices: dict[str, list[int]] = defaultdict(list)
+        indices: dict[Queue, list[int]] = defaultdict(list)
         for job_id in job_ids:
-            match = local_state.JOB_ID.fullmatch(job_id)
-            if match and match["submission"] not in queues and (Path(self.submissions) / match["submission"] / local_state.QUEUE).exists():
-                queues[match["submission"]] = Queue(Path(self.submissions) / match["submission"])
-            if match and match["submission"] in queues and int(match["index"]) < len(queues[match["submission"]].content["jobs"]):
-                indices[match["submission"]].append(int(match["index"]))
-        return [(queues[name], found) for name, found in indices.items()]
+            if found := local_state.find_job(Path(self.submissions), job_id, queues):
+                indices[found[0]].append(found[1])
+        return list(indices.items())
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """Ask the jobs to stop, and return when they have ended: at the latest after the grace, when they are killed.
-
-        Raises:
-            LaunchError: they run on another machine, or some do not end even so.
-        """
+        """Ask the jobs to stop, kill them after the grace, and return when they have ended. Raises LaunchError if some do not."""
         for queue, indices in self._group_by_queue(job_ids):
             queue.check_host()
             for index in indices:
                 if not queue.path(f"{index}.end").exists():
                     queue.cancel(index)
-        told: set[int] = set()
         try:
-            left = self._until_ended(job_ids, self.grace_seconds, told, hard=False)
+            left = self._wait_until_ended(job_ids, self.grace_seconds, hard=False)
         except BaseException:
-            self._until_ended(job_ids, 0.0, told, hard=True)
+            self._wait_until_ended(job_ids, 0.0, hard=True)
             raise
-        if left and (left := self._until_ended(job_ids, _KILL_SECONDS, told, hard=True)):
+        if left and (left := self._wait_until_ended(job_ids, _KILL_SECONDS, hard=True)):
             raise LaunchError(f"{', '.join(left)}: killed, but still there after {_KILL_SECONDS:g} s.")
 
-    def _until_ended(self, job_ids: Sequence[str], seconds: float, told: set[int], hard: bool) -> list[str]:
-        """Signal what runs, and look until all have ended or the time is up; the ids of those that have not.
-
-        told: the processes that have heard, so that each hears it once.
-        """
-        until = time.monotonic() + seconds
+    def _wait_until_ended(self, job_ids: Sequence[str], seconds: float, hard: bool) -> list[str]:
+        """Stop (or, if `hard`, kill) running jobs until all have ended or the time is up; the ids of those that have not."""
+        until, signalled = time.monotonic() + seconds, set[int]()
         while True:
             alive = [job_id for job_id, seen in self.states(job_ids).items() if seen.state in ("queued", "running")]
             for queue, indices in self._group_by_queue(alive):
                 names = queue.attempts()
-                for attempt in (queue.attempt(index, names) for index in indices):
+                for attempt in (queue.last_attempt(index, names[index]) for index in indices):
                     if attempt.alive and hard:
                         local_state.kill_descendants(attempt.pid)
-                    elif attempt.alive and attempt.pid not in told:
-                        told.add(attempt.pid)
+                    elif attempt.alive and attempt.pid not in signalled:
+                        signalled.add(attempt.pid)
                         local_state.signal_group(attempt.pid, signal.SIGTERM)
             if not alive or time.monotonic() > until:
                 return alive
             time.sleep(_POLL_SECONDS)
 
     def wait_for(self, job_ids: Sequence[str]) -> None:
-        """Where `config.wait` says so, stay until the jobs have ended. SIGINT, SIGTERM and SIGHUP stop all of them.
+        """If `wait` is set, wait until the jobs have ended. SIGINT, SIGTERM and SIGHUP stop all of them.
 
         Raises:
             LaunchError: at the end, naming each job that did not end well, how it ended and its log.
         """
         if not self.wait:
             return
-        said: dict[str, str] = {}
+        queues: dict[str, Queue] = {}
+        found = [job for job_id in job_ids if (job := local_state.find_job(Path(self.submissions), job_id, queues))]
+        names = {f"{queue.folder.name}.{index}": queue.content["jobs"][index]["exp_id"] for queue, index in found}
+        logged = dict.fromkeys(job_ids, "queued")
         with signals_raise():
             try:
                 while True:
                     seen = self.states(job_ids)
-                    self._log_changes(seen, said)
+                    for job_id, now in seen.items():
+                        if now.state != logged[job_id]:
+                            log.info("%s: %s%s", names[job_id], now.state, f" ({now.reason})" if now.reason else "")
+                            logged[job_id] = now.state
                     if all(now.state not in ("queued", "running") for now in seen.values()):
                         break
                     time.sleep(_POLL_SECONDS)
             except BaseException:
                 self.kill(job_ids)
                 raise
-        bad = [f"{self._name(job_id)}: {now.reason}." for job_id, now in seen.items() if now.state != "completed"]
+        bad = [f"{names[job_id]}: {now.reason}." for job_id, now in seen.items() if now.state != "completed"]
         if bad:
             raise LaunchError("\n".join([f"{len(bad)} of {len(job_ids)} jobs did not end well:", *bad]))
 
-    def _log_changes(self, seen: dict[str, SchedulerState], said: dict[str, str]) -> None:
-        for job_id, now in seen.items():
-            if now.state != said.get(job_id, "queued"):
-                log.info("%s: %s%s", self._name(job_id), now.state, f" ({now.reason})" if now.reason else "")
-                said[job_id] = now.state
-
-    def _name(self, job_id: str) -> str:
-        found = local_state.find_job(Path(self.submissions), job_id)
-        return found[0].content["jobs"][found[1]]["exp_id"] if found else job_id
-
 
 def _start_scheduler(folder: Path) -> None:
-    """Start the process that starts the jobs, in a session of its own and nobody's child, and wait until it has taken over."""
+    """Start the scheduler as a daemon, and wait until it has taken over."""
     command = [sys.executable, "-m", "src.launch.local.scheduler", str(folder)]
     log_file = folder / "scheduler.log"
     line = f"{shlex.join(command)} < /dev/null > {shlex.quote(str(log_file))} 2>&1 & echo $!"
@@ -245,7 +219,7 @@ def _start_scheduler(folder: Path) -> None:
 
 
 def _abandon(folder: Path) -> bool:
-    """Make sure that a scheduler that has not started never will; False where it has."""
+    """Keep a scheduler that has not started from ever starting; False if it has started."""
     with open(folder / local_state.LOCK, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,10 +18,9 @@ from src.launch.local.state import Queue, verdict
 
 _POLL_SECONDS = 0.05
 _MAX_CONTINUATIONS = 100
-"""How often a job that was stopped in order is started again: one that stops at once must not be started for ever."""
-# $1 file for the process, $2 file for the exit code, $3 the job, $4 descriptors whose locks are this shell's and not the job's.
-# The stop signals reach the job by themselves, as they are sent to the group; this shell only has to outlive them, and does not start
-# the job after one.
+"""How often a job that stopped gracefully is started again: one that stops at once must not be restarted for ever."""
+# $1 file for the process, $2 file for the exit code, $3 the job, $4 descriptors whose locks belong to this shell and not to the job.
+# Stop signals go to the group and so reach the job directly; this shell only outlives them, and starts no job after one.
 _WRAPPER = r"""
 TOLD=
 trap TOLD=1 TERM USR1 HUP INT
@@ -44,7 +43,7 @@ class _Entry:
     continues: int = 0
     attempt: int = 0
     child: subprocess.Popen[bytes] | None = None
-    told: bool = False
+    signalled: bool = False
 
 
 @dataclass
@@ -54,8 +53,10 @@ class _Scheduler:
     entries: list[_Entry] = field(default_factory=list)
     ended: dict[int, str] = field(default_factory=dict)
     """Index -> state of the jobs that have ended."""
+    queues: dict[str, Queue] = field(default_factory=dict)
+    """Other submissions, by name."""
     outside: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """When jobs of other submissions were looked at, and their states."""
+    """When jobs of other submissions were checked, and their states."""
 
     def run(self) -> None:
         """Until every job has ended."""
@@ -81,12 +82,12 @@ class _Scheduler:
         for entry in self.entries:
             if entry.child is not None and hard:
                 local_state.kill_descendants(entry.child.pid)
-            elif entry.child is not None and not entry.told:
-                entry.told = True
+            elif entry.child is not None and not entry.signalled:
+                entry.signalled = True
                 local_state.signal_group(entry.child.pid, signal.SIGTERM)
 
     def _reason_never_to_start(self, entry: _Entry) -> str | None:
-        """Why it will never be started; None: it may be, now or later."""
+        """Why the job will never be started; None: it may be, now or later."""
         bad = [index for index in entry.job["after"] if self.ended.get(index, "completed") != "completed"]
         if bad:
             return f"not started, because {self.queue.content['jobs'][bad[0]]['exp_id']} did not end well"
@@ -102,9 +103,8 @@ class _Scheduler:
     def _outside_state(self, job_id: str) -> str:
         """State of a job of another submission, at most a second old."""
         if time.monotonic() - self.outside.get(job_id, (-1.0, ""))[0] > 1.0:
-            found = local_state.find_job(self.queue.folder.parent, job_id)
-            state = found[0].scheduler_state(found[1], found[0].scheduler_is_alive(), found[0].attempts()).state if found else "unknown"
-            self.outside[job_id] = time.monotonic(), state
+            found = local_state.find_job(self.queue.folder.parent, job_id, self.queues)
+            self.outside[job_id] = time.monotonic(), found[0].states([found[1]])[found[1]].state if found else "unknown"
         return self.outside[job_id][1]
 
     def _start_what_fits(self, config: dict[str, Any]) -> None:
@@ -173,9 +173,9 @@ class _Scheduler:
 
 
 class Slots:
-    """Locked files that stand for what jobs may use at a time; the submissions to one runs folder share them.
+    """Locked files that represent slots and devices; the submissions to one runs folder share them.
 
-    A lock is held by the job, not by its scheduler: it is given back when the job has ended, whoever is killed.
+    The job holds the lock, not its scheduler, so that it is freed when the job has ended, whichever process is killed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -183,7 +183,7 @@ class Slots:
         folder.mkdir(exist_ok=True)
 
     def take(self, names: list[str], count: int, stack: contextlib.ExitStack) -> dict[str, int] | None:
-        """Lock `count` of the files `names`: name -> descriptor, closed by `stack`. None where too few are free."""
+        """Lock `count` of the files `names`: name -> descriptor, closed by `stack`. None if too few are free."""
         taken: dict[str, int] = {}
         for name in names:
             if len(taken) == count:
@@ -197,7 +197,7 @@ class Slots:
 
 
 def main(folder: Path) -> int:
-    """Schedule the submission in `folder`, unless it was given up."""
+    """Schedule the submission in `folder`, unless it was abandoned."""
     queue = Queue(folder)
     scheduler = _Scheduler(queue)
 

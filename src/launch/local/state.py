@@ -1,9 +1,9 @@
-"""What the files of a submission to this machine say of its jobs; each job writes its own, so that they outlive their scheduler.
+"""The files of a submission to this machine. Each job writes its own, so that they outlive the scheduler.
 
 jobs/<index>.<attempt>.pid   written by the job as it starts: its process, the start of that process, the boot of the machine
 jobs/<index>.<attempt>.code  written by the job as it ends: its exit code
 jobs/<index>.end             written by the scheduler once the job will not be started again
-cancel/<index>               written by whoever wants the job to end
+cancel/<index>               written to ask for the end of the job
 scheduler.lock               locked (flock) as long as the scheduler lives
 """
 
@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +44,7 @@ class Attempt:
     pid: int = 0
     alive: bool = False
     code: int | None = None
-    """None: it has not ended, or could not say how."""
+    """None: it has not ended, or was killed before it could write the code."""
     seconds: float | None = None
 
 
@@ -67,7 +67,7 @@ class Queue:
         return found
 
     def check_host(self) -> None:
-        """Raises a LaunchError on a machine that cannot see the processes of these jobs."""
+        """Raise LaunchError on a machine other than the one that runs these jobs."""
         host = self.content.get("host")
         if host != socket.gethostname():
             raise LaunchError(f"{self.folder}: its jobs run on {host}, and only that machine knows of them.")
@@ -83,19 +83,12 @@ class Queue:
             return True
         return False
 
-    def job_id(self, index: int) -> str:
-        """The id of a job, for the whole world."""
-        return f"{self.folder.name}.{index}"
-
     def path(self, name: str) -> Path:
         """A file of one job."""
         return self.folder / "jobs" / name
 
-    def attempt(self, index: int, names: Mapping[int, int] | None = None) -> Attempt:
-        """The last start of job `index`. names: `attempts()`, where it is known."""
-        number = (self.attempts() if names is None else names).get(index, 0)
-        if number == 0:
-            return Attempt(0)
+    def last_attempt(self, index: int, number: int) -> Attempt:
+        """The last start of job `index`, which is its `number`th; 0: it was never started."""
         pid_file, code_file = self.path(f"{index}.{number}.pid"), self.path(f"{index}.{number}.code")
         pid, alive = 0, False
         with contextlib.suppress(OSError, ValueError):
@@ -112,24 +105,24 @@ class Queue:
         return Attempt(number, pid, alive and code is None, code, seconds)
 
     def attempts(self) -> dict[int, int]:
-        """How often each job was started, by index; those never started are left out."""
-        found: dict[int, int] = {}
+        """How often each job was started, by index."""
+        found: dict[int, int] = defaultdict(int)
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self.folder / "jobs"):
                 if match := re.fullmatch(r"(\d+)\.(\d+)\.pid", name):
                     index, number = map(int, match.groups())
-                    found[index] = max(number, found.get(index, 0))
+                    found[index] = max(number, found[index])
         return found
 
     def cancelled_indices(self) -> set[int]:
-        """Indices of the jobs that shall end."""
+        """Indices of the jobs that were asked to end."""
         try:
             return {int(name) for name in os.listdir(self.folder / "cancel") if name.isdecimal()}
         except FileNotFoundError:
             return set()
 
     def cancel(self, index: int) -> None:
-        """Ask for the end of a job; who waits for it signals it too."""
+        """Ask for the end of a job. The caller also signals it."""
         (self.folder / "cancel").mkdir(exist_ok=True)
         (self.folder / "cancel" / str(index)).touch()
 
@@ -137,9 +130,13 @@ class Queue:
         """Note that a job will not be started again."""
         write_json(self.path(f"{index}.end"), {"state": state, "reason": reason})
 
-    def scheduler_state(self, index: int, lives: bool, names: Mapping[int, int]) -> SchedulerState:
-        """What is known of one job. lives: whether the scheduler does; names: `attempts()`."""
-        attempt = self.attempt(index, names)
+    def states(self, indices: Sequence[int]) -> dict[int, SchedulerState]:
+        """The state of each job."""
+        lives = self.scheduler_is_alive()  # checked first: if it ends in between, what it wrote last is read below
+        attempts = self.attempts()
+        return {index: self._state(index, lives, self.last_attempt(index, attempts[index])) for index in indices}
+
+    def _state(self, index: int, lives: bool, attempt: Attempt) -> SchedulerState:
         facts: dict[str, Any] = {
             "node": self.content["host"] if attempt.number else "",
             "seconds": attempt.seconds,
@@ -161,7 +158,7 @@ class Queue:
 
 
 def descendants(pid: int) -> list[int]:
-    """Every process that `pid` has started, and those that they have started. torchrun starts its ranks in sessions of their own."""
+    """All descendants of the process `pid`, whatever their sessions: torchrun starts its ranks in sessions of their own."""
     children: dict[int, list[int]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -169,12 +166,12 @@ def descendants(pid: int) -> list[int]:
             children[int(parent)].append(int(stat.parent.name))
     family = [pid]
     for member in family:
-        family += children[member]  # a list may grow while it is gone through
+        family += children[member]  # the list grows while it is iterated
     return family[1:]
 
 
 def verdict(code: int | None, log: str) -> tuple[Any, str]:
-    """State and reason of a job that ended with `code` (None: it could not say) and is not started again."""
+    """State and reason of a job that ended with `code` (None: unknown) and is not started again."""
     if code == 0:
         return "completed", "exit code 0"
     if code in (STOPPED, INTERRUPTED):
@@ -198,22 +195,22 @@ def signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def kill_descendants(pid: int) -> None:
-    """End a job at once. Its first process is not killed: it notes how the others ended."""
+    """Kill a job, except its first process, which writes the exit code."""
     for process in descendants(pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
 
 
-def find_job(submissions: Path, job_id: str) -> tuple[Queue, int] | None:
-    """The submission and the index that a job id names; None where these submissions have no such job."""
+def find_job(submissions: Path, job_id: str, queues: dict[str, Queue]) -> tuple[Queue, int] | None:
+    """The submission and the index that a job id names; None if there is no such job. queues: the submissions read so far."""
     match = JOB_ID.fullmatch(job_id)
     if match is None or not (submissions / match["submission"] / QUEUE).exists():
         return None
-    queue, index = Queue(submissions / match["submission"]), int(match["index"])
+    queue, index = queues.setdefault(match["submission"], Queue(submissions / match["submission"])), int(match["index"])
     return (queue, index) if index < len(queue.content["jobs"]) else None
 
 
 def write_queue(folder: Path, content: dict[str, Any]) -> None:
-    """Write what is submitted."""
+    """Write the jobs of a submission."""
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     (folder / QUEUE).write_text(json.dumps(content), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Asks Slurm's own commands, with patience while the scheduler does not answer; reads the ids that they print."""
+"""Runs Slurm's commands, again while the scheduler does not answer; parses the job ids that they print."""
 
 import os
 import re
@@ -10,25 +10,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from src.errors import LaunchError
 from src.launch.command import without_torchrun
 
-# What the commands print while the controller or the database is down, busy or restarting; asked again later, they may answer.
+# What the commands print while the controller or the database is down, busy or restarting: worth another try.
 _AWAY = re.compile(
     "socket timed out|unable to contact slurm controller|connection refused|connection timed out|zero bytes were transmitted"
     "|resource temporarily unavailable|transport endpoint|backup controller|slurmctld.*shut ?down|problem talking to the database"
     "|sending persconn|unable to establish controller|communication connection failure|connection reset|no route to host",
     re.IGNORECASE,
 )
-# What the shell around us wants of squeue and of sbatch's own job must not change what is asked; how to find the cluster must.
+# Variables of the user's shell that would change the commands' output; those that locate the cluster stay.
 _NOT_OURS = re.compile(r"(SQUEUE|SACCT|SCANCEL)_.*|SLURM_(?!CONF$|CONF_SERVER$|CLUSTERS$|JWT$).*")
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 8.0
 _ID = re.compile(r"(\d+)(?:_(?:(\d+)|\[([\d,\-]*).*))?")
 
 
 class NoAnswer(LaunchError):
-    """Slurm did not answer in time, so that what was asked may have been done, or may be done yet."""
+    """Slurm did not answer in time: the request may have been carried out, or may be later."""
 
 
 class Refused(LaunchError):
-    """Slurm answered no. `said` holds its words."""
+    """Slurm refused. `said` is its message."""
 
     def __init__(self, command: str, said: str) -> None:
         super().__init__(f"{command}: {said}")
@@ -36,7 +36,7 @@ class Refused(LaunchError):
 
 
 def ask(argv: Sequence[str], patience_seconds: float) -> str:
-    """What a command prints. It is run again while Slurm is away, so it must be one that may run twice.
+    """The output of an idempotent command, which is run again while Slurm does not answer.
 
     Raises:
         Away: no answer within `patience_seconds`.
@@ -55,7 +55,7 @@ def ask(argv: Sequence[str], patience_seconds: float) -> str:
 
 
 def ask_once(argv: Sequence[str], seconds: float) -> str:
-    """What a command prints; it is killed after `seconds`.
+    """The output of a command, which is killed after `seconds`.
 
     Raises:
         Away, Refused: as `ask`.
@@ -77,11 +77,7 @@ def ask_once(argv: Sequence[str], seconds: float) -> str:
 
 
 def check_programs(*commands: str) -> None:
-    """Check that `commands` are on PATH.
-
-    Raises:
-        LaunchError: names those that are not.
-    """
+    """Raises LaunchError with the names of the `commands` that are not on PATH."""
     if lacking := [command for command in commands if shutil.which(command) is None]:
         raise LaunchError(f"{', '.join(lacking)}: no such command on PATH. Submit from a machine of the cluster, with Slurm's commands.")
 
@@ -92,7 +88,7 @@ def _environment() -> dict[str, str]:
 
 
 def expand(job_id: str) -> Iterator[str]:
-    """The ids that one printed by Slurm stands for: "7" -> "7"; "7_3" -> "7_3"; "7_[0-1,5%2]" -> "7_0", "7_1", "7_5"."""
+    """The ids that an id printed by Slurm covers: "7" -> "7"; "7_3" -> "7_3"; "7_[0-1,5%2]" -> "7_0", "7_1", "7_5"."""
     match = _ID.fullmatch(job_id.strip())
     if not match:
         return
@@ -107,7 +103,7 @@ def expand(job_id: str) -> Iterator[str]:
 
 
 def collapse(job_ids: Iterable[str]) -> list[str]:
-    """The other way: "7_0", "7_1", "7_5", "9" -> "7_[0-1,5]", "9"."""
+    """The inverse: "7_0", "7_1", "7_5", "9" -> "7_[0-1,5]", "9"."""
     tasks: dict[str, set[int]] = {}
     plain = []
     for job_id in job_ids:
@@ -129,7 +125,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-# What sbatch says, and the setting that it means.
+# What sbatch says, and the setting to blame.
 _MEANT = {
     "account/qos|accounting/qos": "'account', 'qos' or 'time', or queue fewer jobs: a limit of the cluster is exceeded",
     "partition specified|partition name": "'partition'",
@@ -145,7 +141,7 @@ _MEANT = {
 
 
 def explain_refusal(error: Refused) -> LaunchError:
-    """What sbatch said, with the setting to change."""
+    """The message of sbatch, with the setting to change."""
     setting = next((setting for words, setting in _MEANT.items() if re.search(words, error.said, re.IGNORECASE)), None)
     said = error.said if error.said.endswith(".") else f"{error.said}."
     return LaunchError(f"sbatch refused the jobs: {said}{f' Change {setting} of the job config.' if setting else ''}")

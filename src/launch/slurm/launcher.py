@@ -1,4 +1,4 @@
-"""Queues jobs on a Slurm cluster: one array for all experiments of a submission that need the same and wait for the same."""
+"""Queues jobs on a Slurm cluster: one array for all experiments of a submission with equal resources and parents."""
 
 import contextlib
 import re
@@ -20,7 +20,7 @@ from src.launch.slurm.states import array_ids_by_name, scheduler_states
 _TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 _IDS_PER_CALL = 500
 _WAIT_SECONDS = 0.5
-# Options of sbatch that this file sets itself, and where to say it instead; None: it cannot be changed.
+# Options of sbatch that this file sets itself, and the setting to use instead; None: it cannot be changed.
 _OURS = {
     **{option: option.replace("-", "_") for option in ("partition", "account", "time", "mem", "qos", "constraint")},
     **{option: option.replace("-", "_") for option in ("cpus-per-task", "gpus-per-node", "requeue")},
@@ -63,7 +63,7 @@ Word = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f]+$")]
 
 
 class Config(LauncherConfig):
-    """Resources of one job, and how Slurm is to treat it. None: as the cluster says."""
+    """Resources of one job, and how Slurm treats it. None: the default of the cluster."""
 
     holds_jobs: ClassVar[bool] = True
 
@@ -82,19 +82,19 @@ class Config(LauncherConfig):
     max_running: Annotated[int, Field(ge=1)] | None = None
     """How many tasks of one array run at a time."""
     signal_seconds: int = Field(default=120, ge=0, le=65535)
-    """How long before the time limit the job writes a checkpoint and is queued again. Slurm may be up to a minute early. 0: never."""
+    """How long before the time limit the job writes a checkpoint and is requeued. Slurm may be up to a minute early. 0: never."""
     requeue: bool = True
-    """Whether a job is queued again near its time limit, after a preemption and when its node fails.
-    Near its time limit not when two starts in a row came to no new checkpoint."""
+    """Whether a job is requeued near its time limit, after a preemption and when its node fails.
+    Near its time limit, not if two starts in a row wrote no new checkpoint."""
     options: Annotated[dict[str, str | int | StrictBool], AfterValidator(_check_options)] = {}
     """More long options of sbatch: {"exclude": "node7", "exclusive": true}."""
     setup: list[Annotated[str, Field(pattern=r"^[^\x00]*$")]] = []
     """Bash that each node runs before the command, such as "module load cuda/12"."""
     environment: Environment = {}
     processes: Processes = Processes()
-    """Its `nodes` is the number of nodes of a job."""
+    """`nodes` is the number of nodes of a job."""
     patience_seconds: float = Field(default=60.0, gt=0)
-    """How long a scheduler that does not answer is asked again."""
+    """How long to ask a scheduler that does not answer."""
 
     @model_validator(mode="after")
     def _signal_before_the_end(self) -> "Config":
@@ -105,14 +105,10 @@ class Config(LauncherConfig):
         return self
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue `jobs`, parents before children; returns "ARRAY_TASK" for each, in the same order.
+        """Queue `jobs`; returns "ARRAY_TASK" for each.
 
-        One array holds all jobs with the same resources and the same parents, up to the cluster's MaxArraySize. The commands go into
-        `folder`, what each job prints into its log_dir. Job names begin with the name of `folder`, by which `find` finds them again.
-
-        Raises:
-            LaunchError: Slurm refused, or does not answer. What was queued of this submission was cancelled.
-            RunError: the disk refuses; likewise.
+        One array holds all jobs with the same resources and parents, up to the cluster's MaxArraySize. Job names begin with the
+        name of `folder`, by which `find` finds them again.
         """
         if not jobs:
             return []
@@ -134,19 +130,10 @@ class Config(LauncherConfig):
         return [queued[job.exp_id] for job in jobs]
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """What Slurm says of `job_ids`, in at most two calls; what it has forgotten is absent.
-
-        Raises:
-            LaunchError: Slurm does not answer.
-        """
         return scheduler_states(job_ids, self.patience_seconds) if job_ids else {}
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """Cancel `job_ids` for good: they are not queued again. Jobs that have ended are no error.
-
-        Raises:
-            LaunchError: Slurm does not answer, or refuses, as with jobs of others.
-        """
+        """Cancel `job_ids`, which are not requeued. Raises LaunchError if Slurm does not answer, or refuses, as for jobs of others."""
         words = collapse(job_ids)
         for i in range(0, len(words), _IDS_PER_CALL):
             try:
@@ -156,27 +143,13 @@ class Config(LauncherConfig):
                     raise
 
     def hold(self, job_ids: Sequence[str]) -> None:
-        """Let `job_ids` not start, or not start again, until `release`. What runs of them goes on.
-
-        Raises:
-            LaunchError: Slurm does not answer, or refuses, as with jobs that have ended.
-        """
+        """Keep `job_ids` from starting, or starting again. Raises LaunchError if Slurm refuses, as for jobs that have ended."""
         ask(["scontrol", "hold", ",".join(job_ids)], self.patience_seconds)
 
     def release(self, job_ids: Sequence[str]) -> None:
-        """End what `hold` began.
-
-        Raises:
-            LaunchError: as for `hold`.
-        """
         ask(["scontrol", "release", ",".join(job_ids)], self.patience_seconds)
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """Job ids of those of `exp_ids` that Slurm was given from the submission in `folder`, whether or not that was noted.
-
-        Raises:
-            LaunchError: Slurm does not answer.
-        """
         tasks_of = {_job_name(tasks): tasks for tasks in _task_files(folder)}
         if not tasks_of:
             return {}
@@ -186,11 +159,7 @@ class Config(LauncherConfig):
         return {exp_id: known[exp_id] for exp_id in exp_ids if exp_id in known}
 
     def check(self) -> None:
-        """Look whether jobs could be queued from here, with one question to the scheduler.
-
-        Raises:
-            LaunchError: Slurm's commands are not on PATH, the controller does not answer, or it has no such partition.
-        """
+        """Raises LaunchError if Slurm's commands are not on PATH, the controller does not answer, or it has no such partition."""
         check_programs("sbatch", "squeue", "scancel", "scontrol")
         lines = ask(["scontrol", "--oneliner", "show", "partition"], self.patience_seconds).splitlines()
         partitions = re.findall(r"^PartitionName=(\S+)", "\n".join(lines), re.MULTILINE)
@@ -199,7 +168,7 @@ class Config(LauncherConfig):
                 raise LaunchError(f"partition: {unknown_text('partition', name, partitions)}")
 
     def _group_into_arrays(self, jobs: Sequence[Job], largest: int) -> "list[_Array]":
-        """Arrays of jobs with equal resources and parents, parents' arrays first: a group's first job stands behind all its parents."""
+        """Arrays of jobs with equal resources and parents. Parents' arrays come first, as a group's first job comes after its parents."""
         place = {job.exp_id: i for i, job in enumerate(jobs)}
         groups: dict[object, _Array] = {}
         own = self.model_dump_json()
@@ -228,7 +197,7 @@ def _task_files(folder: Path) -> list[Path]:
 
 
 def _job_name(tasks: Path) -> str:
-    """The job name of an array; a submission has a name of its own, so no other array has this one."""
+    """The job name of an array, unique because the name of the submission is."""
     return f"{tasks.parent.name}.{tasks.stem}"
 
 
@@ -241,7 +210,7 @@ def _write_task_file(array: _Array, folder: Path) -> Path:
 
 
 def _sbatch_command(array: _Array, script: Path, tasks: Path, queued: dict[str, str]) -> list[str]:
-    """The command that queues `array`. Every value is an argument of its own; none is read by a shell."""
+    """The command that queues `array`. Every value is an argument of its own; no shell parses it."""
     config, first = array
     job = first[0]
     parents = [*dict.fromkeys([queued[exp_id] for exp_id in job.after if exp_id in queued] + list(job.after_jobs))]
@@ -275,13 +244,12 @@ def _sbatch_command(array: _Array, script: Path, tasks: Path, queued: dict[str, 
 
 
 def _queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:
-    """Run sbatch; returns the id of the array called `name`, a name that no other array has.
+    """Run sbatch; returns the id of the array, whose unique name is `name`.
 
-    When Slurm does not answer, the array may have been queued all the same: it is looked for by its name before sbatch runs again.
+    If Slurm does not answer, the array may have been queued: it is looked up by its name before sbatch runs again.
 
     Raises:
-        LaunchError: Slurm refused, with its message and the setting to change; or it does not answer, and what may have been queued is
-            cancelled as far as Slurm can be told to.
+        LaunchError: Slurm refused; or it does not answer, and what may have been queued is cancelled if possible.
     """
     deadline = time.monotonic() + patience_seconds
     left, doubtful = patience_seconds, False
@@ -307,7 +275,7 @@ def _queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str
 
 
 def _find_queued(name: str, seconds: float) -> list[str] | None:
-    """Ids of the arrays called `name`, the newest last; None where Slurm does not tell."""
+    """Ids of the arrays called `name`, the newest last; None if Slurm does not answer."""
     try:
         return array_ids_by_name([name], seconds, ended=False).get(name, [])
     except LaunchError:

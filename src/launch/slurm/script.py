@@ -1,4 +1,4 @@
-"""What a Slurm array runs: one script for all, and one file with what each task runs. No value ever stands in the script."""
+"""What a Slurm array runs: one fixed script, and a file with the command of each task."""
 
 import os
 import shlex
@@ -101,21 +101,13 @@ exit $code
 
 
 def write_script(folder: Path) -> Path:
-    """Write the script that every array of the submission in `folder` runs.
-
-    Raises:
-        RunError: the disk refuses.
-    """
+    """Write the script that every array of the submission in `folder` runs. Raises RunError if the disk refuses."""
     write_atomic(folder / SCRIPT, _SCRIPT_TEXT)
     return folder / SCRIPT
 
 
 def write_tasks(tasks: Path, jobs: Sequence[Job], lines: Sequence[str], requeue: bool) -> None:
-    """Write the file of an array: task i is jobs[i] and runs lines[i]. A thousand small files would take seconds.
-
-    Raises:
-        RunError: the disk refuses.
-    """
+    """Write the file of an array: task i is jobs[i] and runs lines[i]. Raises RunError if the disk refuses."""
     with writing(tasks):
         for log_dir in {job.log_dir for job in jobs}:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -128,10 +120,10 @@ def write_tasks(tasks: Path, jobs: Sequence[Job], lines: Sequence[str], requeue:
 
 
 def task_line(job: Job, processes: Processes, environment: Mapping[str, str], setup: Sequence[str]) -> str:
-    """Bash that one node runs for `job`.
+    """Bash that each node runs for `job`.
 
-    Bash itself outlives the signal to stop. Of several nodes the first alone tells that it was stopped in order:
-    srun would kill it, with the checkpoint half written, as soon as another one ended with an exit code that is not 0.
+    Bash itself outlives the stop signal. Only the first node exits with `STOPPED`: srun would kill it, with the checkpoint
+    half written, as soon as another node exited with a code other than 0.
     """
     return "\n".join(
         [
@@ -148,10 +140,6 @@ def task_line(job: Job, processes: Processes, environment: Mapping[str, str], se
 
 
 def read_exp_ids(tasks: Path) -> list[str]:
-    """The experiment of each task of an array.
-
-    Raises:
-        RunError: the file cannot be read.
-    """
+    """The experiment of each task of an array. Raises RunError if the file cannot be read."""
     with reading(tasks, RunError):
         return [os.fsdecode(field) for field in tasks.read_bytes().split(b"\0")[:-1:6]]

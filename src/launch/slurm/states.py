@@ -1,4 +1,4 @@
-"""What Slurm says of jobs: the controller is asked first, and accounting only for what the controller has forgotten."""
+"""The states of jobs on Slurm: from the controller, and from accounting for jobs that the controller has forgotten."""
 
 import re
 import signal
@@ -34,17 +34,15 @@ _OLD = "1970-01-01"
 
 
 def scheduler_states(job_ids: Sequence[str], patience_seconds: float) -> dict[str, SchedulerState]:
-    """What Slurm says of `job_ids`, in at most two calls.
+    """The states of `job_ids`, with at most two calls.
 
-    - The controller knows an id (it does until some minutes after its end): that counts.
-    - It does not, and accounting has its end: that counts.
-    - Accounting says that it waits or runs, and the controller does not know it, or accounting does not answer: "unknown".
-    - Accounting answers, and both know the array without this task: "cancelled". Slurm keeps no record of a task that was cancelled
-      before it started.
-    - Accounting answers and does not know the array either, or there is no accounting in this cluster: it is forgotten, and absent here.
+    - The controller knows an id until some minutes after its end; after that accounting has the final state.
+    - If accounting says that a job waits or runs but the controller does not know it, or accounting does not answer: "unknown".
+    - If either knows the array but not this task: "cancelled". Slurm keeps no record of a task that was cancelled before it started.
+    - If neither knows the array, or the cluster has no accounting: absent.
 
     Raises:
-        Away, LaunchError: the controller does not answer.
+        LaunchError: the controller does not answer.
     """
     wanted = set(job_ids)
     queue = dict(_ask_controller(_arrays(wanted), patience_seconds))
@@ -63,12 +61,10 @@ def scheduler_states(job_ids: Sequence[str], patience_seconds: float) -> dict[st
 
 
 def array_ids_by_name(names: Sequence[str], patience_seconds: float, ended: bool = True) -> dict[str, list[str]]:
-    """{name of an array: its ids, newest last} of those arrays that Slurm has heard of.
-
-    ended: whether to ask accounting too, for those that ended so long ago that the controller has forgotten them.
+    """{name of an array: its ids, newest last} of the arrays that Slurm knows. ended: also those that the controller has forgotten.
 
     Raises:
-        Away, LaunchError: the controller does not answer.
+        LaunchError: the controller, or accounting, does not answer.
     """
     found: dict[str, set[int]] = {}
     chosen = ",".join(names)
@@ -87,7 +83,7 @@ def array_ids_by_name(names: Sequence[str], patience_seconds: float, ended: bool
 
 
 def _arrays(job_ids: Iterable[str]) -> str:
-    """For --jobs: the arrays of `job_ids`; empty where that would be too long, and all jobs of the user must be asked for."""
+    """For --jobs: the arrays of `job_ids`; empty if that would be too long, so that all jobs of the user must be listed."""
     listed = ",".join(sorted({job_id.partition("_")[0] for job_id in job_ids}))
     return listed if len(listed) < _LONGEST_ARGUMENT else ""
 
@@ -123,7 +119,7 @@ def _ask_accounting(arrays: str, patience_seconds: float) -> dict[str, Scheduler
                 attempts.setdefault(one, []).append(cells)
     found = {}
     for job_id, records in attempts.items():
-        # Each start of a job that was queued again is a record of its own.
+        # Each start of a requeued job has its own record.
         records.sort(key=lambda cells: cells[6])
         _, word, reason, node, elapsed, exit_code, _ = records[-1]
         what = _scheduler_state(word, reason, node, exit_code, float(elapsed) if elapsed.isdigit() else None, len(records) - 1)
