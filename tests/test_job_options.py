@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from src.experiments.identity import exp_id
+from src.runs import metadata
 from tests import toy
 
 
@@ -41,7 +42,7 @@ class World:
         (self.root / "job_configs.py").write_text(JOB_CONFIGS)
 
     def run(self, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = toy.run_cold(self.root, words, self.folder)
+        done = toy.run(self.root, words, self.folder)
         assert done.returncode == code, done.stderr
         return done
 
@@ -66,7 +67,7 @@ def world(tmp_path: Path, data: Path) -> Iterator[World]:
 
 
 @pytest.mark.slow
-def test_a_group_is_submitted_watched_killed_and_continued(world: World):
+def test_a_group_is_submitted_watched_killed_continued_and_reset(world: World):
     assert world.states("both") == ["never", "never"]
     world.run("-e", "both", "-j", "here")  # which does not wait for the long one
     again = world.run("-e", "both", "-j", "here")
@@ -82,11 +83,18 @@ def test_a_group_is_submitted_watched_killed_and_continued(world: World):
     world.run("-e", "long", "-j", "here")
     wait_until(lambda: len(scores.read_text()) > len(before))
     assert scores.read_text().startswith(before)
-    wait_until(lambda: world.states("quick") == ["done"])
+    wait_until(lambda: metadata.state_of(world.runs / exp_id(QUICK)) == "done")
+    assert world.states("quick") == ["done"]
+    world.run("-e", "long", "--job_option", "kill")
     assert len(list((world.runs / "submissions").glob("*/submission.json"))) == 2
     assert len(list((world.runs / "snapshots").iterdir())) == 1
     env = json.loads((world.runs / exp_id(QUICK) / "env.json").read_text())
     assert str(world.runs) in " ".join(env["command"])
+    world.run("-e", "quick", "-j", "stay", "-r", "1")  # which starts over once, not at each start of the job
+    assert world.states("quick") == ["done"]
+    assert [path.name for path in (world.runs / "deleted").iterdir()] == [exp_id(QUICK)]
+    command = json.loads((world.runs / exp_id(QUICK) / "job_dict.json").read_text())["command"]
+    assert "-r" not in command.split()
 
 
 @pytest.mark.slow
@@ -104,16 +112,6 @@ def test_two_processes_stop_at_one_step_and_their_job_is_continued_not_failed(wo
     assert world.states("long") == ["running"]
     world.run("-e", "long", "--job_option", "kill")
     assert world.states("long") == ["stopped"]
-
-
-@pytest.mark.slow
-def test_reset_starts_over_once_and_not_at_each_start_of_the_job(world: World):
-    world.run("-e", "quick", "-j", "stay")
-    world.run("-e", "quick", "-j", "stay", "-r", "1")
-    assert world.states("quick") == ["done"]
-    assert [path.name for path in (world.runs / "deleted").iterdir()] == [exp_id(QUICK)]
-    command = json.loads((world.runs / exp_id(QUICK) / "job_dict.json").read_text())["command"]
-    assert "-r" not in command.split()
 
 
 def test_a_failure_is_told_and_repaired(world: World, monkeypatch: pytest.MonkeyPatch):

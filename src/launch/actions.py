@@ -1,9 +1,9 @@
-"""What can be done with the jobs of experiments: run, retry, kill, reset. Doing the same twice does nothing twice."""
+"""Run, retry, kill and reset jobs of experiments. Every action is idempotent."""
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from src.runs.plan import Planned
 
 SNAPSHOTS = "snapshots"
 GONE_SECONDS = 120.0
-"""How long to wait until jobs that were killed are gone."""
+"""How long to wait until killed jobs are gone."""
 _POLL_SECONDS = 0.5
 _SUBMITTED = {"run": ("never", "stopped", "lost"), "retry": ("failed", "lost"), "reset": status.STATES}
 _HINTS = {
@@ -35,25 +35,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for."""
+    """What the command line asks for."""
 
     runs: Path
     planned: Sequence[Planned]
     """Parents before children."""
     chosen: Collection[str]
-    """The ids that the command line names; others are parents that were added."""
+    """The ids that the command line names; the others are parents that were added."""
     root: Path
     """The folder that holds trainval.py."""
     command: Callable[[str], Sequence[str]]
-    """exp_id -> trainval.py and its arguments. Without a reset: a job may be started several times, and goes on each time."""
+    """exp_id -> trainval.py and its arguments, never with a reset: a job may be started several times and continues each time."""
     python_binary: str | None = None
     reset: int = 0
     leave_out: Sequence[Path] = ()
-    """Folders that are no code."""
+    """Folders that are not part of the code."""
 
 
 def pending_parents(runs: Path, planned: Sequence[Planned]) -> set[str]:
-    """Parents of `planned` that are queued or running as jobs, so that a job can wait for them."""
+    """Parents of `planned` that are queued or running as jobs: those that a job can wait for."""
     here = {item.exp_id for item in planned}
     parents = [parent for item in planned for parent in references.parent_ids(item.exp) if parent not in here]
     tracked = status.track(runs, list(dict.fromkeys(parents)))[0] if parents else {}
@@ -61,13 +61,13 @@ def pending_parents(runs: Path, planned: Sequence[Planned]) -> set[str]:
 
 
 def run(request: Request, given: Resources, option: str = "run") -> None:
-    """Submit what `option` is for: "run" all that is not done, "retry" what has failed, "reset" everything anew.
+    """Submit by `option`: "run" what was never run, stopped or lost; "retry" what failed or was lost; "reset" everything anew.
 
-    What is alive stays alone, but under "reset", which kills it first. Returns when the jobs are queued, or when they have ended
-    where the launcher waits for them.
+    Queued and running jobs are left alone, except that "reset" kills them first. Returns when the jobs are queued, or have ended if the
+    launcher waits for them.
 
     Raises:
-        LaunchError: refused by the launcher; a parent that has failed, or whose job another launcher has; jobs that do not end.
+        LaunchError: refused by the launcher; a parent that has failed, or is a job of another launcher; jobs that do not end.
     """
     with submissions.lock(request.runs):
         submissions.refuse(submissions.reconcile(request.runs), [item.exp_id for item in request.planned])
@@ -84,7 +84,7 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
 
 
 def _needs_job(request: Request, row: Row, option: str) -> bool:
-    """Whether a job is to be submitted for this row; says so where not."""
+    """Whether to submit a job for this row; logs why not."""
     starts_over = row.exp_id in request.chosen and (request.reset or option == "reset")
     if starts_over and row.state not in (*status.ALIVE, "unknown"):
         return option != "retry" or row.state in _SUBMITTED["retry"]
@@ -97,14 +97,17 @@ def _needs_job(request: Request, row: Row, option: str) -> bool:
 
 
 def _build_jobs(request: Request, given: Resources, todo: Sequence[Planned], option: str) -> list[Job]:
-    """The jobs of `todo`, and what they need in their save directories. Nothing is queued yet."""
+    """Prepare the save directories of `todo`; their jobs. Nothing is queued yet."""
     after_jobs = _jobs_to_await(request, given, todo)
     own = {item.exp_id: given.config_for(item.exp) for item in todo}
     code = snapshot.take(request.root, request.runs.resolve() / SNAPSHOTS, (request.runs, *request.leave_out))
     runs = request.runs.resolve()
     with files.defer_sync(runs):
         for item in todo:
-            _prepare(request, runs / item.exp_id, item, option)
+            place = runs / item.exp_id
+            if item.exp_id in request.chosen and (request.reset or option == "reset") and place.exists():
+                run_dir.start_over(place)
+            metadata.prepare(place, item.exp, item.groups)
     return [
         Job(
             item.exp_id,
@@ -121,18 +124,11 @@ def _build_jobs(request: Request, given: Resources, todo: Sequence[Planned], opt
     ]
 
 
-def _prepare(request: Request, place: Path, item: Planned, option: str) -> None:
-    """Write what a job finds in its save directory, as haven's jobs do; put aside what lies there where it starts over."""
-    if item.exp_id in request.chosen and (request.reset or option == "reset") and place.exists():
-        run_dir.start_over(place)
-    metadata.prepare(place, item.exp, item.groups)
-
-
 def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) -> dict[str, tuple[str, ...]]:
     """Jobs of earlier submissions that each experiment must wait for.
 
     Raises:
-        LaunchError: a parent that will not end well as things are, or that another launcher has.
+        LaunchError: a parent that is neither done nor queued nor running, or that is a job of another launcher.
     """
     here = {item.exp_id for item in todo}
     outside = list(dict.fromkeys(p for item in todo for p in references.parent_ids(item.exp) if p not in here))
@@ -145,13 +141,7 @@ def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) 
             if parent in here or rows[parent].state == "done":
                 continue
             row, job = rows[parent], tracked.get(parent)
-            if (
-                row.state in status.ALIVE
-                and job is not None
-                and job.launcher is not None
-                and job.seen is not None
-                and job.seen.state in status.ALIVE
-            ):
+            if row.state in status.ALIVE and job and job.launcher and _is_alive(job):
                 if status.same_scheduler(job.launcher, given.launcher):
                     waits.append(job.job_id)
                 else:
@@ -170,14 +160,14 @@ def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) 
 
 
 def _submit(request: Request, given: Resources, made: Sequence[Job]) -> list[str]:
-    """Write the intent, hand the jobs over, note their ids."""
-    resolved = registry.resolved_dict(given.launcher, key="launcher")
+    """Record the intent, submit the jobs, record their ids."""
+    resolved = registry.resolved(given.launcher, key="launcher")
     commands = {job.exp_id: job.args for job in made}
     submission = submissions.create(request.runs, resolved, given.name, made[0].cwd.name, commands)
     try:
         ids = given.launcher.submit(made, submission.folder, lambda noted: submissions.note(submission, noted))
     except (LaunchError, RunError):
-        # Refused: a launcher leaves nothing queued behind. Should it have, it says so when it is asked again.
+        # A launcher that refuses leaves nothing queued. If it has, reconciling finds it.
         with contextlib.suppress(LaunchError, RunError):
             submissions.reconcile(request.runs)
         raise
@@ -187,10 +177,10 @@ def _submit(request: Request, given: Resources, made: Sequence[Job]) -> list[str
 
 
 def kill(runs: Path, exp_ids: Sequence[str]) -> None:
-    """End the jobs of these experiments that are queued or running, and return when they are gone.
+    """Kill the queued and running jobs of these experiments, and return when they are gone.
 
     Raises:
-        LaunchError: a scheduler cannot be asked or refuses, or jobs do not end.
+        LaunchError: a scheduler does not answer or refuses, or jobs do not end.
     """
     with submissions.lock(runs):
         unclear = submissions.reconcile(runs)
@@ -199,13 +189,13 @@ def kill(runs: Path, exp_ids: Sequence[str]) -> None:
 
 
 def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
-    """End what can be ended, then raise for the rest."""
+    """Kill what can be killed, then raise for the rest."""
     tracked, wrong = status.track(runs, exp_ids)
     alive = {exp_id: job for exp_id, job in tracked.items() if _is_alive(job)}
     for exp_id in exp_ids:
         if exp_id not in alive and exp_id not in wrong:
             log.info("%s: %s", exp_id, _why_no_job(runs / exp_id, tracked.get(exp_id)))
-    launchers = _group_by_launcher(alive)
+    launchers = status.group_by_scheduler((job.launcher, job.job_id) for job in alive.values() if job.launcher)
     for launcher, ids in launchers:
         launcher.kill(ids)
     if alive:
@@ -247,16 +237,3 @@ def _wait_until_gone(launchers: Sequence[tuple[LauncherConfig, list[str]]]) -> N
 
 def _is_alive(job: TrackedJob) -> bool:
     return job.seen is not None and job.seen.state in status.ALIVE
-
-
-def _group_by_launcher(alive: Mapping[str, TrackedJob]) -> list[tuple[LauncherConfig, list[str]]]:
-    found: list[tuple[LauncherConfig, list[str]]] = []
-    for job in alive.values():
-        assert job.launcher is not None
-        for launcher, ids in found:
-            if status.same_scheduler(launcher, job.launcher):
-                ids.append(job.job_id)
-                break
-        else:
-            found.append((job.launcher, [job.job_id]))
-    return found

@@ -1,4 +1,4 @@
-"""The interface of a launcher: what it is given and what it answers."""
+"""The interface of a launcher."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ class Job:
 
     exp_id: str
     args: tuple[str, ...]
-    """trainval.py and its arguments, as they must arrive."""
+    """trainval.py and its arguments, passed on unchanged."""
     cwd: Path
     """The folder that holds trainval.py: a snapshot of the code."""
     run: Path
@@ -27,57 +27,58 @@ class Job:
     log_dir: Path
     """What the job prints is appended to <log_dir>/<exp_id>.out.log and <exp_id>.err.log."""
     python_binary: str | None = None
-    """What stands before `args`, in bash: "source activate ENV ; torchrun --nproc-per-node NGPUS ". None: as the launcher's config says."""
+    """Bash before `args`, such as "source activate ENV ; torchrun --nproc-per-node NGPUS ". None: as the launcher's config says."""
     after: tuple[str, ...] = ()
-    """Ids of experiments that must have ended well before it starts, as far as they stand before it in the same submission."""
+    """Ids of experiments that must be completed before it starts; those not before it in the same submission are ignored."""
     after_jobs: tuple[str, ...] = ()
-    """Job ids of the same launcher, from earlier submissions, that must have ended well before it starts."""
+    """Job ids of the same launcher, from earlier submissions, that must be completed before it starts."""
     resources: "LauncherConfig | None" = None
-    """The launcher's config with what `overrides` say of this experiment; None: as for all."""
+    """The launcher's config with the `overrides` for this experiment; None: no override."""
 
 
 @dataclass(frozen=True)
 class SchedulerState:
-    """What a scheduler says of one job."""
+    """The state of one job, from its scheduler."""
 
     state: Literal["queued", "running", "completed", "failed", "cancelled", "unknown"]
     word: str = ""
-    """Its own word, such as NODE_FAIL."""
+    """The scheduler's own word, such as NODE_FAIL."""
     reason: str = ""
     """Why it waits, or how it ended."""
     node: str = ""
     seconds: float | None = None
-    """Run time of the present or last attempt."""
+    """Run time of the current or last attempt."""
     restarts: int = 0
 
 
 class LauncherConfig(Component):
-    """Where jobs run: all that an entry of job_configs.py may say of it."""
+    """Where jobs run: the fields that an entry of job_configs.py may set."""
 
     holds_jobs: ClassVar[bool] = False
     """Whether a queued job can be kept from starting, by `hold` and `release`."""
 
     @abstractmethod
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue `jobs`, with files of the launcher's own in the folder of the submission; their job ids, in order.
+        """Queue `jobs`, parents before children; their job ids, in the same order. folder: of the submission, for the launcher's files.
 
-        Calls `note` with the ids as soon as there are any, so that nothing that was queued is forgotten.
+        Calls `note` with the ids as soon as there are any, so that no queued job is forgotten. Each job appends its output to its logs.
 
         Raises:
-            LaunchError: the scheduler refuses. Nothing stays queued.
+            LaunchError: the scheduler refuses or does not answer. What was queued is cancelled.
+            RunError: the disk refuses; likewise.
         """
 
     @abstractmethod
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """What the scheduler says of each job that it knows, with at most two calls however many.
+        """The state of each job that the scheduler knows, others are absent; with at most two calls for any number of jobs.
 
         Raises:
-            LaunchError: it cannot be asked.
+            LaunchError: it does not answer.
         """
 
     @abstractmethod
     def kill(self, job_ids: Sequence[str]) -> None:
-        """End what is alive. Jobs that have ended are left alone.
+        """End the jobs for good. Those that have ended, or are unknown, are no error.
 
         Raises:
             LaunchError: the scheduler refuses.
@@ -85,20 +86,20 @@ class LauncherConfig(Component):
 
     @abstractmethod
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """{experiment id: job id} of the jobs that an interrupted submission with this folder has left.
+        """{experiment id: job id} of the jobs that an interrupted submission with this folder has queued, noted or not.
 
         Raises:
-            LaunchError: the scheduler cannot be asked.
+            LaunchError: the scheduler does not answer.
         """
 
     def wait_for(self, job_ids: Sequence[str]) -> None:
-        """Stay until the jobs have ended, where the launcher is one that does."""
+        """Wait until the jobs have ended, if this launcher does that."""
 
     def check(self) -> None:
-        """Raises LaunchError where no job could be queued from here."""
+        """Raises LaunchError if no job could be queued from here."""
 
     def scheduler(self) -> object:
-        """What launchers must share for their jobs to be asked for in one call, beside their name."""
+        """Launchers of the same name whose values of this are equal can ask for their jobs in one call."""
         return None
 
     def hold(self, job_ids: Sequence[str]) -> None:

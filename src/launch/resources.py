@@ -1,4 +1,4 @@
-"""An entry of job_configs.py, checked: the launcher, its config, and what that is for single experiments."""
+"""An entry of job_configs.py, checked: a launcher, its config, and overrides for some experiments."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from src.runs.metadata import flatten
 ENV_PATH = "ENV_PATH"
 """Environment variable: the folder of the Python environment of the jobs."""
 _SUBMISSIONS = "submissions"
-"""A launcher whose Config has this field keeps its state in the folder of the submissions."""
+"""Field of a launcher's Config that keeps its state in the folder of the submissions."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Resources:
     """A launcher and what it gives to the jobs."""
 
     name: str
-    """In JOB_CONFIGS."""
+    """Its key in JOB_CONFIGS."""
     launcher: LauncherConfig
     overrides: tuple[tuple[expressions.Query, dict[str, Any]], ...]
-    """Which experiments, and what is other for them."""
+    """Which experiments, and the changes for them."""
     raw: dict[str, Any]
 
     @property
@@ -35,36 +35,26 @@ class Resources:
         return f"JOB_CONFIGS[{self.name!r}]"
 
     def config_for(self, exp: Mapping[str, Any]) -> LauncherConfig | None:
-        """The launcher's config for one experiment; None: the same as for all. Later overrides win.
+        """The launcher's config for one experiment; None: no override. Later overrides win.
 
         Raises:
             ConfigError: the overrides do not fit together.
         """
-        row = flatten(exp)
-        own = [changes for where, changes in self.overrides if where.matches(row)]
-        if not own:
-            return None
-        raw = self.raw
-        for changes in own:
-            raw = _merge(raw, changes)
-        return _bind(raw, self.where)
+        row, raw = flat(exp), self.raw
+        for where, changes in self.overrides:
+            raw = _merge(raw, changes) if where.matches(row) else raw
+        return None if raw is self.raw else bind_at(raw, self.where)
 
     def check_names(self, experiments: Iterable[Mapping[str, Any]]) -> None:
-        """Every name that an override asks for must be in one of the `experiments`.
-
-        Raises:
-            ConfigError: names the override and the nearest name.
-        """
-        if not any(where.names for where, _ in self.overrides):
-            return
-        known = {name for exp in experiments for name in flatten(exp)}
+        """Raises ConfigError, with the nearest name, if an override uses a name that is in none of the `experiments`."""
+        known = {name for exp in experiments for name in flat(exp)}
         for i, (where, _) in enumerate(self.overrides):
             for name in sorted(where.names - known):
                 raise unknown("name", name, known, f"{self.where}.overrides[{i}].where")
 
 
 def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resources:
-    """Check the entry `name` of JOB_CONFIGS. env_path: the starters of the jobs come from there, where the entry does not say from where.
+    """Check the entry `name` of JOB_CONFIGS. env_path: default of `processes.env_path`.
 
     Raises:
         ConfigError: one line for each mistake in it.
@@ -75,7 +65,7 @@ def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resour
     if _SUBMISSIONS in raw:
         raise ConfigError(f"{where}.{_SUBMISSIONS}: filled in when jobs are submitted. Leave it out.")
     own = {key: value for key, value in raw.items() if key != "overrides"}
-    launcher = _bind(own, where)
+    launcher = bind_at(own, where)
     fields = type(launcher).model_fields
     if env_path and "processes" in fields and not own.get("processes", {}).get("env_path"):
         own = _merge(own, {"processes": {"env_path": env_path}})
@@ -84,37 +74,23 @@ def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resour
     overrides = raw.get("overrides", [])
     if not isinstance(overrides, list):
         raise ConfigError(f"{where}.overrides: expected a list, got {overrides!r} ({type(overrides).__name__}).")
-    return Resources(name, _bind(own, where), tuple(_override(own, o, f"{where}.overrides[{i}]") for i, o in enumerate(overrides)), own)
+    return Resources(name, bind_at(own, where), tuple(_override(own, o, f"{where}.overrides[{i}]") for i, o in enumerate(overrides)), own)
 
 
 def load_named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) -> Resources:
-    """The entry that job_configs.py calls `name`, checked for `experiments` and by its launcher: ready to submit.
+    """The entry `name` of job_configs.py, checked for `experiments` and by its launcher.
 
     Raises:
         ConfigError: there is none, or a mistake in it.
-        LaunchError: from here no jobs could be queued.
+        LaunchError: no jobs could be queued from here.
     """
     entries = top_level("job_configs", "JOB_CONFIGS")
     if name not in entries:
         raise unknown("job config", name, entries, "-j")
-    found = load(name, entries[name], runs, env_path())
+    found = load(name, entries[name], runs, os.environ.get(ENV_PATH))
     found.check_names(experiments)
     found.launcher.check()
     return found
-
-
-def load_recorded(raw: Mapping[str, Any], where: str) -> LauncherConfig:
-    """The launcher that a submission wrote down.
-
-    Raises:
-        ConfigError: it is not one that this version knows.
-    """
-    return _bind(dict(raw), where)
-
-
-def env_path() -> str | None:
-    """What the variable ENV_PATH says; None where it is empty or not set."""
-    return os.environ.get(ENV_PATH) or None
 
 
 def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressions.Query, dict[str, Any]]:
@@ -130,11 +106,12 @@ def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressi
         compiled = expressions.compile(override["where"])
     except ConfigError as error:
         raise ConfigError(f"{where}.where: {error}") from None
-    _bind(_merge(base, changes), where)
+    bind_at(_merge(base, changes), where)
     return compiled, changes
 
 
-def _bind(raw: dict[str, Any], where: str) -> LauncherConfig:
+def bind_at(raw: Mapping[str, Any], where: str) -> LauncherConfig:
+    """The launcher of a config. Raises ConfigError with every mistake, by its path below `where`."""
     try:
         return bind_launcher(raw)
     except Problems as error:
@@ -142,6 +119,6 @@ def _bind(raw: dict[str, Any], where: str) -> LauncherConfig:
 
 
 def _merge(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`raw` with `changes`; a dict is changed key by key."""
+    """`raw` with `changes`; dicts are merged key by key."""
     both = {key: _merge(raw[key], value) for key, value in changes.items() if isinstance(value, dict) and isinstance(raw.get(key), dict)}
     return {**raw, **changes, **both}

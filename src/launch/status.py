@@ -1,10 +1,9 @@
-"""The state of each experiment: what its scheduler says and what its save directory says, put together."""
+"""The state of each experiment, from its scheduler and its save directory."""
 
 import contextlib
 import os
 import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,7 +21,7 @@ LOGS = "logs"
 STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "unknown")
 ALIVE = ("queued", "running")
 _SILENT_SECONDS = 10 * lease.STALE_SECONDS
-"""A job that its scheduler has forgotten, with a holder on another machine, counts as running as long as it has beaten since."""
+"""A forgotten job whose run is held on another machine counts as running if its heartbeat is more recent than this."""
 _ID = re.compile(r"[0-9a-f]{32}")
 State = Literal["never", "queued", "running", "done", "failed", "stopped", "lost", "unknown"]
 
@@ -37,31 +36,31 @@ class Row:
     reason: str
     node: str
     seconds: float | None
-    """Run time of the present or last attempt."""
+    """Run time of the current or last attempt."""
     attempts: int
     step: int | None
     """The last step with scores, of `steps`."""
     steps: int | None
     loss: float | None
     heartbeat_seconds: float | None
-    """Age of the last sign of life; None where no process holds the save directory."""
+    """Age of the last heartbeat; None if no process holds the save directory."""
     job_id: str | None
     log: Path | None
 
 
 @dataclass(frozen=True)
 class TrackedJob:
-    """Where the job of one experiment is."""
+    """The job of one experiment."""
 
     job_id: str
     submission: str
     launcher: LauncherConfig | None
     seen: SchedulerState | None
-    """None: the scheduler knows nothing of it."""
+    """None: the scheduler does not know it."""
 
 
 def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
-    """The folder of save directories, and the ids that are meant: all in `path`, or `path` itself where it is a save directory.
+    """The folder of save directories, and the selected ids: all in `path`, or `path` itself if it is a save directory.
 
     Raises:
         ConfigError: no such folder, no run in it, or none of `group`.
@@ -82,97 +81,80 @@ def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
     groups = {name: metadata.read_groups(runs / name) for name in names}
     selected = [name for name in names if group in groups[name]]
     if not selected:
-        raise unknown("group", group, {one for listed in groups.values() for one in listed}, "-e")
+        raise unknown("group", group, set().union(*groups.values()), "-e")
     return runs, selected
 
 
 def table(runs: Path, exp_ids: Sequence[str]) -> list[Row]:
-    """One row for each experiment, in the same order. Never raises for one of them: what is damaged is "unknown"; its reason names it.
+    """One row for each experiment, in the same order. A damaged one is "unknown", with the reason; it never raises.
 
-    A submission that was interrupted is first cleared up with its launcher, unless another process submits just now.
+    Interrupted submissions are reconciled first, unless another process is submitting.
     """
-    trouble = _reconcile(runs)
+    trouble: dict[str, str] = {}
+    with contextlib.suppress(UserError):
+        if submissions.interrupted_names(runs):
+            with submissions.lock(runs, wait_seconds=0.0):
+                trouble = {exp_id: unclear.message for unclear in submissions.reconcile(runs) for exp_id in unclear.experiments}
     tracked, wrong = track(runs, exp_ids)
     return [_row(runs, exp_id, tracked.get(exp_id), wrong.get(exp_id) or trouble.get(exp_id)) for exp_id in exp_ids]
 
 
-def _reconcile(runs: Path) -> dict[str, str]:
-    """Reconcile; what stands in the way, by the experiments that it may concern."""
-    with contextlib.suppress(UserError):
-        if not submissions.interrupted_names(runs):
-            return {}
-        with submissions.lock(runs, wait_seconds=0.0):
-            return {exp_id: unclear.message for unclear in submissions.reconcile(runs) for exp_id in unclear.experiments}
-    return {}
-
-
 def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, TrackedJob], dict[str, str]]:
-    """Ask the schedulers for the jobs of these experiments, all jobs of a launcher at once: by experiment, the job, and what went wrong.
+    """The jobs of these experiments and what went wrong, by experiment. All jobs of a scheduler are asked for at once.
 
-    A job whose save directory was removed, or no longer tells of it, counts as long as it is queued or running.
+    A job that its save directory does not name, such as a removed one, counts only while it is queued or running.
     """
-    noted, damaged = _read_jobs(runs, exp_ids)
-    wrong = dict(damaged)
-    elsewhere = submissions.last_jobs(runs, [exp_id for exp_id in exp_ids if exp_id not in noted])
-    noted |= {exp_id: {"job_id": job_id, "submission": name} for exp_id, (job_id, name) in elsewhere.items()}
-    parts: dict[str, LauncherConfig | None] = {}
-    refused: dict[str, str] = {}
-    asked: dict[Any, list[str]] = defaultdict(list)
-    ask_with: dict[Any, LauncherConfig] = {}
-    for exp_id, job in noted.items():
-        name = job["submission"]
-        if name and name not in parts:
-            try:
-                parts[name] = submissions.read(runs, name).load_launcher()
-            except UserError as error:
-                parts[name], refused[name] = None, str(error)
-        part = parts.get(name)
-        if part is not None:
-            asked[_scheduler(part)].append(exp_id)
-            ask_with[_scheduler(part)] = part
-        elif name:
-            wrong[exp_id] = f"job {job['job_id']}: {refused[name]}"
-    seen: dict[str, SchedulerState] = {}
-    for key, ids in asked.items():
-        try:
-            found = ask_with[key].states([noted[exp_id]["job_id"] for exp_id in ids])
-        except LaunchError as error:
-            wrong |= dict.fromkeys(ids, str(error))
-        else:
-            seen |= {exp_id: found[noted[exp_id]["job_id"]] for exp_id in ids if noted[exp_id]["job_id"] in found}
-    alive = {exp_id for exp_id, what in seen.items() if what.state in ALIVE}
-    tracked = {
-        exp_id: TrackedJob(job["job_id"], job["submission"], parts.get(job["submission"]), seen.get(exp_id))
-        for exp_id, job in noted.items()
-        if exp_id not in elsewhere or exp_id in alive
-    }
-    return tracked, {exp_id: text for exp_id, text in wrong.items() if exp_id not in alive}
-
-
-def _read_jobs(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """What the save directories say of their jobs, and what is wrong with those that cannot be read."""
-    noted, wrong = {}, {}
+    noted: dict[str, dict[str, str]] = {}
+    wrong: dict[str, str] = {}
     for exp_id in exp_ids:
         try:
             if (job := metadata.read_job(runs / exp_id)) is not None:
                 noted[exp_id] = job
         except UserError as error:
             wrong[exp_id] = str(error)
-    return noted, wrong
+    elsewhere = submissions.last_jobs(runs, [exp_id for exp_id in exp_ids if exp_id not in noted])
+    noted |= {exp_id: {"job_id": job_id, "submission": name} for exp_id, (job_id, name) in elsewhere.items()}
+    launchers: dict[str, LauncherConfig] = {}
+    refused: dict[str, str] = {}
+    for name in dict.fromkeys(job["submission"] for job in noted.values() if job["submission"]):
+        try:
+            launchers[name] = submissions.read(runs, name).load_launcher()
+        except UserError as error:
+            refused[name] = str(error)
+    wrong |= {exp_id: f"job {job['job_id']}: {refused[job['submission']]}" for exp_id, job in noted.items() if job["submission"] in refused}
+    seen: dict[str, SchedulerState] = {}
+    known = {exp_id: launchers[job["submission"]] for exp_id, job in noted.items() if job["submission"] in launchers}
+    for launcher, ids in group_by_scheduler((launcher, exp_id) for exp_id, launcher in known.items()):
+        try:
+            found = launcher.states([noted[exp_id]["job_id"] for exp_id in ids])
+        except LaunchError as error:
+            wrong |= dict.fromkeys(ids, str(error))
+        else:
+            seen |= {exp_id: found[noted[exp_id]["job_id"]] for exp_id in ids if noted[exp_id]["job_id"] in found}
+    alive = {exp_id for exp_id, what in seen.items() if what.state in ALIVE}
+    tracked = {
+        exp_id: TrackedJob(job["job_id"], job["submission"], known.get(exp_id), seen.get(exp_id))
+        for exp_id, job in noted.items()
+        if exp_id not in elsewhere or exp_id in alive
+    }
+    return tracked, {exp_id: text for exp_id, text in wrong.items() if exp_id not in alive}
 
 
 def same_scheduler(one: LauncherConfig, other: LauncherConfig) -> bool:
-    """Whether jobs of the two launchers can be asked for, ended and waited for together."""
-    return _scheduler(one) == _scheduler(other)
+    """Whether jobs of the two launchers can be listed, killed and waited for together."""
+    return (one.name, one.scheduler()) == (other.name, other.scheduler())
 
 
-def _scheduler(launcher: LauncherConfig) -> Any:
-    """What two submissions must share for their jobs to be asked for together."""
-    return launcher.name, launcher.scheduler()
+def group_by_scheduler(pairs: Iterable[tuple[LauncherConfig, str]]) -> list[tuple[LauncherConfig, list[str]]]:
+    """For each scheduler a launcher, and all ids that come with launchers of that scheduler."""
+    groups: dict[Any, tuple[LauncherConfig, list[str]]] = {}
+    for launcher, name in pairs:
+        groups.setdefault((launcher.name, launcher.scheduler()), (launcher, []))[1].append(name)
+    return list(groups.values())
 
 
 def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, trouble: str | None) -> Row:
-    """The row of one experiment; its save directory is read after the scheduler was asked, so that an end is not missed."""
+    """The row of one experiment. Its save directory is read after the scheduler was asked, so that no end is missed."""
     run = runs / exp_id
     status: dict[str, Any] = {}
     own = "new"
@@ -211,22 +193,22 @@ def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, trouble: str | Non
 
 
 def _resolve_state(run: Path, own: str, status: Mapping[str, Any], tracked: TrackedJob | None, beat: float | None) -> tuple[State, str]:
-    """State and reason: done, if the save directory says so; else what the scheduler says; else what the directory says.
+    """State and reason: "done" if the save directory says so; else what the scheduler says; else what the directory says.
 
-    own: `saved.state_of` the save directory. beat: `lease.heartbeat_seconds`.
+    own: `metadata.state_of` the save directory. beat: `lease.heartbeat_seconds`.
     """
     said = str(status.get("reason") or "")
     if own == "done":
         return "done", ""
     if own == "running" and lease.holder_is_dead(run) is False:
-        # Whatever became of the job: a process on this machine trains it now.
+        # Whatever happened to the job: a process on this machine trains it now.
         return "running", ""
     seen = tracked.seen if tracked else None
     if tracked is None or (seen is None and own in ("failed", "stopped")):
         return ("never" if own == "new" else own), said  # type: ignore[return-value]
     if seen is None:
         if own == "running" and beat is not None and beat < _SILENT_SECONDS:
-            return "running", f"job {tracked.job_id} is no longer known to the scheduler, but it beats"
+            return "running", f"job {tracked.job_id} is unknown to the scheduler, but its heartbeat is recent"
         if own == "new":
             return "lost", f"submitted as job {tracked.job_id}, which the scheduler no longer knows"
         return "lost", f"job {tracked.job_id} is no longer known to the scheduler, and its process is gone"
@@ -234,19 +216,19 @@ def _resolve_state(run: Path, own: str, status: Mapping[str, Any], tracked: Trac
         return "failed", f"{seen.word or 'COMPLETED'} says the scheduler, but the run is not done (its state: {own})"
     if seen.state in ("failed", "cancelled"):
         word = seen.word if seen.word and seen.word.lower() not in (seen.state, "") else ""
-        told = ": ".join(text for text in (word, seen.reason) if text)
-        if own in ("failed", "stopped") and said and said not in told:
-            told = f"{said} ({told})" if told else said
-        return ("failed" if seen.state == "failed" else "stopped"), told
+        reason = ": ".join(text for text in (word, seen.reason) if text)
+        if own in ("failed", "stopped") and said and said not in reason:
+            reason = f"{said} ({reason})" if reason else said
+        return ("failed" if seen.state == "failed" else "stopped"), reason
     return seen.state, seen.reason
 
 
 def _read_experiment(run: Path) -> tuple[dict[str, Any], str]:
-    """The dict of the experiment as it stands there, and what is wrong with it."""
+    """The dict of the experiment, and what is wrong with it."""
     try:
         exp = metadata.read_exp_dict(run)
     except UserError as error:
-        with contextlib.suppress(PermissionError):  # of a directory that one may not look into
+        with contextlib.suppress(PermissionError):  # of an unreadable directory
             if not (run / metadata.EXP_DICT).exists():
                 return {}, ""
         return {}, str(error)
@@ -254,7 +236,7 @@ def _read_experiment(run: Path) -> tuple[dict[str, Any], str]:
 
 
 def _try_read(read: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
-    """What `read` gives, and what is wrong with it."""
+    """`read()` and "", or `otherwise` and the error."""
     try:
         return read(), ""
     except UserError as error:
@@ -262,7 +244,7 @@ def _try_read(read: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
 
 
 def _failed_parents(runs: Path, exp: Mapping[str, Any]) -> str:
-    """Names the parents that have failed; "" where none has."""
+    """The parents that have failed or are lost, for a message; "" if there are none."""
     failed = []
     for parent in parents.parent_ids(dict(exp)):
         with contextlib.suppress(UserError):
@@ -272,7 +254,7 @@ def _failed_parents(runs: Path, exp: Mapping[str, Any]) -> str:
 
 
 def _elapsed_seconds(status: Mapping[str, Any], state: str) -> float | None:
-    """Run time of the last attempt by its own clock; while it runs, until now."""
+    """Run time of the last attempt by its own clock, until now if it runs."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         start = datetime.fromisoformat(status["started"]).timestamp()
         end = time.time() if state == "running" else datetime.fromisoformat(status["updated"]).timestamp()
@@ -281,13 +263,13 @@ def _elapsed_seconds(status: Mapping[str, Any], state: str) -> float | None:
 
 
 def logs_of(runs: Path, exp_id: str) -> list[Path]:
-    """Where the jobs of an experiment print, the more telling file first, and where its training logs when it is no job."""
+    """The output files of an experiment's jobs, stderr first, and the log of its training."""
     folder = runs / LOGS
     return [folder / f"{exp_id}.err.log", folder / f"{exp_id}.out.log", runs / exp_id / "logs" / "train.log"]
 
 
 def tail(log: Path, lines: int, end: int | None = None) -> str:
-    """The last `lines` lines of a file, however long it is; "" where there is none. end: bytes after which it is not looked at."""
+    """The last `lines` lines of a file, or of its first `end` bytes, without reading all of it; "" if there is no file."""
     piece = 64 * 1024
     try:
         with open(log, "rb") as file:
@@ -304,7 +286,7 @@ def tail(log: Path, lines: int, end: int | None = None) -> str:
 
 
 def format_table(rows: Iterable[Row]) -> list[str]:
-    """The rows as lines of a table, under a line of headings."""
+    """The rows as lines of a table, with a header."""
     head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "reason")
     cells = [head, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]

@@ -1,4 +1,4 @@
-"""What was handed to launchers: written down before and after, so that an interrupted submission leaves neither orphans nor duplicates."""
+"""The log of submissions, written before and after: an interrupted submission leaves neither orphaned nor duplicate jobs."""
 
 import contextlib
 import fcntl
@@ -23,9 +23,9 @@ from src.runs import metadata
 FOLDER = "submissions"
 INTENT = "submission.json"
 JOBS = "jobs.json"
-"""{"jobs": {exp_id: job id}, "complete": bool}: what the launcher has noted, and whether it had come to its end."""
+"""{"jobs": {exp_id: job id}, "complete": bool}: the ids noted so far, and whether they are all."""
 NOTHING: tuple[dict[str, Any], bool] = ({}, False)
-"""What was noted where nothing was."""
+"""The content of an absent `JOBS`."""
 LOCK_SECONDS = 600.0
 """How long to wait for another submission to the same runs folder."""
 
@@ -39,12 +39,10 @@ class Submission:
 
     folder: Path
     launcher: dict[str, Any]
-    """As it was resolved."""
-    job_config: str
-    snapshot: str
+    """Its resolved config."""
     experiments: tuple[str, ...]
     commands: Mapping[str, str]
-    """What each experiment's job runs, for people to read."""
+    """The command of each job, for people to read."""
 
     @property
     def name(self) -> str:
@@ -52,24 +50,20 @@ class Submission:
         return self.folder.name
 
     def load_launcher(self) -> LauncherConfig:
-        """Its launcher.
-
-        Raises:
-            LaunchError: this version does not know it, or not with this config.
-        """
+        """Its launcher. Raises LaunchError if this version does not know it, or not with this config."""
         try:
-            return resources.load_recorded(self.launcher, str(self.folder / INTENT))
+            return resources.bind_at(self.launcher, str(self.folder / INTENT))
         except ConfigError as error:
             raise LaunchError(str(error)) from None
 
 
 @dataclass(frozen=True)
 class UnresolvedSubmission:
-    """A submission that was interrupted, and whose launcher does not tell what it queued."""
+    """An interrupted submission whose launcher does not tell what it queued."""
 
     folder: Path
     experiments: tuple[str, ...]
-    """Empty: not known either."""
+    """Empty: unknown."""
     error: str
 
     @property
@@ -80,7 +74,7 @@ class UnresolvedSubmission:
 
 @contextlib.contextmanager
 def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Be the only one who submits to `runs`: from what is decided to what is noted.
+    """Exclude other submissions to `runs`, from the decision to the note.
 
     Raises:
         LaunchError: another holds the lock for longer than `wait_seconds`, or there are no locks here.
@@ -111,28 +105,20 @@ def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
 
 
 def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: str, commands: Mapping[str, Sequence[str]]) -> Submission:
-    """Write down what is going to be submitted. commands: exp_id -> trainval.py and its arguments.
+    """Record the intent to submit. commands: exp_id -> trainval.py and its arguments.
 
     Raises:
         RunError: the disk refuses; nothing may be submitted.
     """
     now = datetime.now(UTC)
-    name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond:05x}{uuid.uuid4().hex[:3]}"  # their order is that of their names
+    name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond:05x}{uuid.uuid4().hex[:3]}"  # sorted by time
     folder = runs.resolve() / FOLDER / name
     shown = {exp_id: shlex.join(words) for exp_id, words in commands.items()}
-    submission = Submission(folder, dict(launcher), job_config, snapshot, tuple(commands), shown)
+    intent = {"launcher": launcher, "job_config": job_config, "snapshot": snapshot, "experiments": list(commands), "commands": shown}
     with writing(folder):
         folder.mkdir(parents=True)
-    intent = {
-        "launcher": submission.launcher,
-        "job_config": job_config,
-        "snapshot": snapshot,
-        "experiments": list(submission.experiments),
-        "commands": shown,
-        "created": now.isoformat(timespec="seconds"),
-    }
-    write_json(folder / INTENT, intent)
-    return submission
+    write_json(folder / INTENT, {**intent, "created": now.isoformat(timespec="seconds")})
+    return Submission(folder, dict(launcher), tuple(commands), shown)
 
 
 def read(runs: Path, name: str) -> Submission:
@@ -146,20 +132,13 @@ def read(runs: Path, name: str) -> Submission:
         raise LaunchError(f"{runs / FOLDER}: {name!r} is not the name of a submission.")
     found = read_json(folder / INTENT, LaunchError)
     try:
-        return Submission(
-            folder,
-            dict(found["launcher"]),
-            str(found["job_config"]),
-            str(found["snapshot"]),
-            tuple(map(str, found["experiments"])),
-            dict(found["commands"]),
-        )
+        return Submission(folder, dict(found["launcher"]), tuple(map(str, found["experiments"])), dict(found["commands"]))
     except (KeyError, TypeError, ValueError):
         raise LaunchError(f"{folder / INTENT}: not what a submission writes. Its jobs, if any, are to be looked for by hand.") from None
 
 
 def note(submission: Submission, jobs: Mapping[str, str], complete: bool = False) -> None:
-    """Write down job ids by experiment, at once and together, then in each save directory.
+    """Record job ids by experiment: first all in one file, then in each save directory.
 
     Raises:
         RunError: the disk refuses.
@@ -177,7 +156,7 @@ def _note_in_runs(submission: Submission, jobs: Mapping[str, str]) -> None:
 
 
 def interrupted_names(runs: Path) -> list[str]:
-    """Names of the submissions of which it is not known what they queued.
+    """Names of the submissions whose jobs are not known completely.
 
     Raises:
         RunError: the folder cannot be read.
@@ -186,7 +165,7 @@ def interrupted_names(runs: Path) -> list[str]:
 
 
 def _submission_names(runs: Path) -> list[str]:
-    """All submissions, the oldest first."""
+    """Names of all submissions, the oldest first."""
     try:
         with reading(runs / FOLDER), os.scandir(runs / FOLDER) as entries:
             return sorted(entry.name for entry in entries if re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", entry.name))
@@ -195,7 +174,7 @@ def _submission_names(runs: Path) -> list[str]:
 
 
 def reconcile(runs: Path) -> list[UnresolvedSubmission]:
-    """Ask the launchers of interrupted submissions what they have of them, and note it; gives those that stay unclear. Only under `locked`.
+    """Ask the launchers of interrupted submissions for their jobs, and note them; the ones left unresolved. Call it under `lock`.
 
     Raises:
         RunError: the disk refuses.
@@ -204,7 +183,7 @@ def reconcile(runs: Path) -> list[UnresolvedSubmission]:
     for name in interrupted_names(runs):
         folder = runs / FOLDER / name
         if not (folder / INTENT).exists():
-            continue  # ended before it was written down, so nothing was queued
+            continue  # interrupted before the intent was recorded, so nothing was queued
         experiments: tuple[str, ...] = ()
         try:
             submission = read(runs, name)
@@ -216,7 +195,7 @@ def reconcile(runs: Path) -> list[UnresolvedSubmission]:
 
 
 def refuse(unclear: Sequence[UnresolvedSubmission], exp_ids: Collection[str]) -> None:
-    """Raise a LaunchError for those of the `unclear` that may have queued one of `exp_ids`; only warn of the others."""
+    """Raise LaunchError for unresolved submissions that may have queued one of `exp_ids`; warn of the others."""
     wrong = []
     for one in unclear:
         if one.experiments and not set(exp_ids).intersection(one.experiments):
@@ -234,7 +213,7 @@ def _reconcile_one(runs: Path, submission: Submission) -> None:
     found = submission.load_launcher().find(submission.folder, list(submission.experiments))
     log.info("%s: was interrupted; %d of its %d jobs are there", submission.name, len(found), len(submission.experiments))
     before = _read_noted_jobs(submission.folder)
-    if before is None:  # the note was damaged later: of an experiment that was submitted again since, the later job counts
+    if before is None:  # damaged: if an experiment was submitted again since, the later job counts
         found = {exp_id: job_id for exp_id, job_id in found.items() if _submission_of(runs / exp_id) <= submission.name}
     _note_in_runs(submission, found)
     note(submission, found, complete=True)
@@ -247,7 +226,7 @@ def _submission_of(run: Path) -> str:
 
 
 def last_jobs(runs: Path, exp_ids: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Of those of `exp_ids` that were ever submitted: the job id and the submission that were noted last.
+    """The last job id and submission of each of `exp_ids` that was ever submitted.
 
     Raises:
         RunError: the folder cannot be read.
@@ -260,7 +239,7 @@ def last_jobs(runs: Path, exp_ids: Collection[str]) -> dict[str, tuple[str, str]
 
 
 def _read_noted_jobs(folder: Path) -> tuple[dict[str, Any], bool] | None:
-    """The job ids that were noted, and whether they are all. None: the note is damaged, so that the launcher is asked again."""
+    """The noted job ids, and whether they are all. None: the file is damaged, so that the launcher must be asked again."""
     if not (folder / JOBS).exists():
         return NOTHING
     try:

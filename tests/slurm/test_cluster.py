@@ -26,10 +26,11 @@ PARENT: dict[str, Any] = copy.deepcopy(toy.BASE)
 CHILD: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
 CHILD["loop"] |= {"steps": STEPS, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 8}
 GRID = grid({**CHILD, "model": {**CHILD["model"], "base": ref(PARENT)}}, {"seed": [0, 1]})
-STOPPED, LOST = map(exp_id, GRID)
+LIMITED, PREEMPTED = map(exp_id, GRID)
+"""The second loses a node, too, when it trains again."""
 SMALL: dict[str, Any] = {**copy.deepcopy(toy.BASE)}
 SMALL["loop"] = {**SMALL["loop"], "steps": 8}
-FRAGILE = [{**SMALL, "seed": seed, "data": {**SMALL["data"], "corpus": "fragile" if seed else "toy_text"}} for seed in range(3)]
+FRAGILE = [{**SMALL, "seed": seed, "data": {**SMALL["data"], "corpus": corpus}} for seed, corpus in enumerate(("toy_text", "fragile"))]
 LONG = [{**SMALL, "seed": seed, "loop": {**SMALL["loop"], "steps": 4000, "eval_every": 2000}} for seed in (8, 9)]
 GROUPS = {"parents": [PARENT], "grid": GRID, "fragile": FRAGILE, "long": LONG}
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -113,8 +114,8 @@ class Disturbances:
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
-        self.due = {STOPPED: ["preempt", "limit"], LOST: ["lose"]}
-        self.frozen: dict[str, list[psutil.Process]] = {STOPPED: [], LOST: []}
+        self.due = {LIMITED: ["limit"], PREEMPTED: ["preempt", "lose"]}
+        self.frozen: dict[str, list[psutil.Process]] = {LIMITED: [], PREEMPTED: []}
         self.rows = dict.fromkeys(self.due, 0)
         self.limited: list[psutil.Process] = []
         self.nodes_down: list[str] = []
@@ -132,12 +133,12 @@ class Disturbances:
             if due and self.rows[victim] + 3 <= rows_written(self.folder, victim) < STEPS - 8:
                 self.freeze(victim)
         if self.limited and all(map(told_to_stop, self.limited)):
-            self.cluster.extend(job_id(self.folder, STOPPED))  # else it would reach the limit again after its next start
+            self.cluster.extend(job_id(self.folder, LIMITED))  # else it would reach the limit again after its next start
             for process in self.limited:
                 process.resume()
             self.limited = []
         for name in self.nodes_down:
-            if not any(process.is_running() for process in self.frozen[LOST]):
+            if not any(process.is_running() for process in self.frozen[PREEMPTED]):
                 self.cluster.regain(name)
                 self.nodes_down.remove(name)
         return not self.cluster.alive()
@@ -176,7 +177,7 @@ def test_a_grid_over_two_nodes_ends_as_an_uninterrupted_local_run(cluster: Clust
     assert disturbances.over == ["limit", "lose", "preempt"]
     rows = {row.exp_id: row for row in jobs.table(folder / "runs", [exp_id(exp) for exp in GRID])}
     assert {row.state for row in rows.values()} == {"done"}, rows
-    for victim, restarts in ((STOPPED, 2), (LOST, 1)):
+    for victim, restarts in ((LIMITED, 1), (PREEMPTED, 2)):
         assert cluster.job(job_id(folder, victim))["Restarts"] == str(restarts)
         assert "continues from step" in (folder / "runs" / victim / "logs" / "train.log").read_text()
         assert rows[victim].attempts == 1 + restarts
@@ -205,12 +206,11 @@ def test_retry_runs_exactly_what_failed(cluster: Cluster, world: tuple[Path, Pat
     cluster.wait_for_all(120)
     fragile = {exp_id(exp) for exp in FRAGILE if exp["data"]["corpus"] == "fragile"}
     sound = {exp_id(exp) for exp in FRAGILE} - fragile
-    assert (len(fragile), len(sound)) == (2, 1)
     assert states(world, "fragile") == dict.fromkeys(fragile, "failed") | dict.fromkeys(sound, "done")
     (folder / "data" / "away").rename(folder / "data" / "fragile")
     trainval(world, "-e", "fragile", "-j", "one", "--job_option", "retry")
     assert set(submissions(folder)[-1]) == fragile
-    assert len(cluster.alive()) == 2
+    assert len(cluster.alive()) == 1
     cluster.wait_for_all(120)
     assert states(world, "fragile") == dict.fromkeys(fragile | sound, "done")
     assert {metadata.attempts(folder / "runs" / identity) for identity in sound} == {1}
