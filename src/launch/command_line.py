@@ -1,4 +1,4 @@
-"""What our command lines share: how they are parsed, what they print, and that signals, and their own death, end what they started."""
+"""Shared by our command lines: parser, exit codes, and child processes that end with us."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from typing import BinaryIO, NoReturn
 
 from src.errors import UserError
 
-# Standard input is a pipe that ends when its writer dies. The shell and its watcher outlive the signals that end the command.
+# Standard input is a pipe that closes when its writer dies. The shell and its watcher outlive the signals that end the command.
 _BOUND = (
     'exec 3<&0 < /dev/null; (trap "" TERM INT HUP USR1; read -r _ <&3; kill -s "$0" 0) & exec 3<&-; trap : TERM INT HUP USR1;'
     ' "$@"; code=$?; kill -KILL $!; exit $code'
@@ -29,10 +29,7 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
 
 
 def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
-    """Do what a command line says; the exit code. An error of the user is printed as lines `error: ...` and gives 1, Ctrl-C gives 130.
-
-    level: of the messages that are printed.
-    """
+    """Run `action`; the exit code. A UserError is printed as lines `error: ...` and gives 1, Ctrl-C gives 130. level: of logging."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("src").setLevel(level)
     try:
@@ -47,7 +44,7 @@ def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt. A signal that is ignored (nohup) stays ignored."""
+    """Let SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt. An ignored signal (nohup) stays ignored."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -66,14 +63,24 @@ def signals_raise() -> Iterator[None]:
 
 @cache
 def _life_line() -> int:
-    """A pipe to read from that ends when this process does: nobody else has the other end, and it is never closed."""
+    """The read end of a pipe that closes when this process ends, which alone has the other end."""
     return os.pipe()[0]
 
 
 def start_bound(argv: Sequence[str], ending: signal.Signals, out: BinaryIO, err: BinaryIO) -> "subprocess.Popen[bytes]":
-    """Start a command, in a session of its own, that gets the signal `ending` when this process dies, however it dies.
+    """Start a command, in its own session, that gets the signal `ending` when this process dies, however it dies.
 
     The exit code of a command that a signal ended is 128 + its number, as in shells.
     """
     command = ["/bin/sh", "-c", _BOUND, ending.name.removeprefix("SIG"), *argv]
     return subprocess.Popen(command, stdin=_life_line(), stdout=out, stderr=err, start_new_session=True)
+
+
+def end_session(process: "subprocess.Popen[bytes]", seconds: float) -> None:
+    """End a process that leads its session, and all of the session: SIGTERM first, then SIGKILL after `seconds` at the latest."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(seconds)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,4 +1,4 @@
-"""What a person does to a run that goes wrong: go back, change something, go on; or take that back, or keep its job from starting.
+"""Interventions in a run that goes wrong: rewind, undo, and hold its job.
 
 python -m src.operations.interventions rewind RUN --to 2000 --data skip:50 --lr x0.75 --why "loss spike at 2140"
 python -m src.operations.interventions undo RUN                     as it was before the last rewind, to the byte
@@ -9,8 +9,8 @@ python -m src.operations.interventions ledger RUN                   who did what
 To stop a run, make a file `stop` in its save directory: see src/training/stop_conditions.py. A changed learning rate is applied by
 src/runs/history/branches.py.
 
-RUN is a save directory, or an id in --runs (its first characters will do). `--dry-run` prints the plan and changes nothing. A command
-that was killed is finished by the next one, or by the next start of the run.
+RUN is a save directory, or the beginning of an id in --runs. `--dry-run` prints the plan and changes nothing. An interrupted command is
+finished by the next one, or by the next start of the run.
 """
 
 import argparse
@@ -19,26 +19,26 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from src.errors import ConfigError, RunError
+from src.errors import ConfigError, LaunchError, RunError
+from src.files import read_json
+from src.launch import submissions
 from src.launch.command_line import make_parser, run_command
-from src.operations import job_hold
-from src.runs import lease, ledger
+from src.launch.job import LauncherConfig, bind_launcher
+from src.runs import environment, lease, ledger
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.history import archive as abandoned
-from src.runs.history import branches, rewind
-from src.runs.history import transaction as journal
+from src.runs.history import archive, branches, rewind, transaction
 from src.runs.history.archive import Plan
 from src.runs.history.branches import Branch
 from src.runs.lease import Lease
-from src.runs.metadata import EXP_DICT
+from src.runs.metadata import ENV, EXP_DICT, read_job
 
 RUNS = Path("results/runs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says, and print it. Returns the exit code: 1 where it was refused."""
+    """Run the command line; returns the exit code, 1 if it was refused."""
     options = _parser().parse_args(arguments)
 
     def act() -> int:
@@ -74,12 +74,12 @@ def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> lis
     if dry_run:
         if lease.holder_is_dead(run) is False:
             raise RunError(f"{run}: a process on {lease.holder_host(run)} trains it now. Stop it first.")
-        if began := journal.describe_unfinished(run):
+        if began := transaction.unfinished(run):
             return [f"{run}: was interrupted: {began}. Without --dry-run that is finished first."]
         return [f"{run}: would go", *_plan_lines(decide()), "Nothing was changed."]
     held = Lease.acquire(run)
     try:
-        ended = journal.finish(run)
+        ended = transaction.finish(run)
         said = [f"{run}: finished what was interrupted: {ended['event']} to step {ended.get('step')}"] if ended else []
         if ended and is_same(ended):
             return said
@@ -101,7 +101,7 @@ def _rewind(run: Path, options: argparse.Namespace) -> list[str]:
         return Branch(number=number, from_step=options.to, data=data, learning_rate=rate, reset_optimizer=options.reset_optimizer)
 
     def decide() -> Plan:
-        return rewind.plan(run, branch(abandoned.next_number(run)), options.why, options.new_wandb_run)
+        return rewind.plan(run, branch(archive.next_number(run)), options.why, options.new_wandb_run)
 
     def is_same(ended: dict[str, Any]) -> bool:
         if ended["event"] != "rewind":
@@ -132,10 +132,32 @@ def _rollback(run: Path, options: argparse.Namespace) -> list[str]:
 
 
 def _hold(run: Path, options: argparse.Namespace) -> list[str]:
-    before = job_hold.current_hold(run)
-    event = job_hold.change(run, options.command, options.why)
-    told = f", which {before['who']} held since {before['when']}{_because(before)}" if before else ""
-    return [f"{run}: {'held' if options.command == 'hold' else 'released'} job {event['job']}{told}"]
+    verb: Literal["hold", "release"] = options.command
+    earlier = [event for event in ledger.read(run) if event["event"] in ("hold", "release")]
+    job_id, launcher = _find_job(run)
+    if not launcher.holds_jobs:
+        raise LaunchError(f"{run}: the launcher {launcher.name!r} of job {job_id} has no {verb}: only Slurm's jobs can wait in a queue.")
+    (launcher.hold if verb == "hold" else launcher.release)([job_id])
+    ledger.append(run, ledger.event(verb, job=job_id, why=options.why, commit=ledger.commit()))
+    line = f"{run}: {'held' if verb == 'hold' else 'released'} job {job_id}"
+    if earlier and earlier[-1]["event"] == "hold":
+        line += f", which {earlier[-1]['who']} held since {earlier[-1]['when']}{_because(earlier[-1])}"
+    return [line]
+
+
+def _find_job(run: Path) -> tuple[str, LauncherConfig]:
+    """The job that was last submitted for `run`, or else the one that last ran it, and its launcher."""
+    job = read_job(run)
+    if job and job["submission"]:
+        return job["job_id"], submissions.read(run.parent, job["submission"]).load_launcher()
+    if job:
+        job_id = job["job_id"]
+    else:
+        env = read_json(run / ENV, RunError) if (run / ENV).exists() else {}
+        job_id = environment.slurm_job((env.get("variables") if isinstance(env, dict) else None) or {})
+    if not job_id:
+        raise LaunchError(f"{run}: no job was submitted for it, and it was not started within one.")
+    return job_id, bind_launcher({"launcher": "slurm"})
 
 
 def _ledger(run: Path, options: argparse.Namespace) -> list[str]:
@@ -162,28 +184,28 @@ def _parser() -> argparse.ArgumentParser:
     made = {name: commands.add_parser(name, help=text) for name, text in _HELP.items()}
     for name, command in made.items():
         command.add_argument("run", metavar="RUN", help="save directory, or the beginning of an id")
-        command.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help=f"where ids are looked for (default: {RUNS})")
+        command.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help=f"folder of save directories (default: {RUNS})")
         if name != "ledger":
             command.add_argument("--why", default="", metavar="TEXT", help="for the ledger")
         if name in ("rewind", "undo", "rollback-evals"):
             command.add_argument("--dry-run", action="store_true", help="print the plan and change nothing")
     back = made["rewind"]
-    back.add_argument("--to", type=int, required=True, metavar="STEP", help="of a whole checkpoint")
-    back.add_argument("--data", default="same", metavar="same|skip:K|reshuffle", help="what is read from there on (default: same)")
+    back.add_argument("--to", type=int, required=True, metavar="STEP", help="of an intact checkpoint")
+    back.add_argument("--data", default="same", metavar="same|skip:K|reshuffle", help="the data from there on (default: same)")
     back.add_argument("--lr", metavar="x0.75|=1e-4|hold0:K", help=branches.LEARNING_RATES)
-    back.add_argument("--reset-optimizer", action="store_true", help="its moments begin anew, once")
+    back.add_argument("--reset-optimizer", action="store_true", help="reset its moments, once")
     back.add_argument("--new-wandb-run", action="store_true", help="log to another Weights & Biases run from there on")
-    made["rollback-evals"].add_argument("--to", type=int, metavar="STEP", help="rows after it go (default: the newest checkpoint's)")
-    made["ledger"].add_argument("--json", action="store_true", help="one event a line, with everything that it holds")
+    made["rollback-evals"].add_argument("--to", type=int, metavar="STEP", help="remove rows after it (default: the newest checkpoint's)")
+    made["ledger"].add_argument("--json", action="store_true", help="one complete event per line")
     return parser
 
 
 Decide = Callable[[], Plan]
 IsSame = Callable[[dict[str, Any]], bool]
 _HELP = {
-    "rewind": "go back to a checkpoint; what was trained since is kept aside",
+    "rewind": "go back to a checkpoint; later training is archived",
     "undo": "restore what was before the last rewind or rollback-evals",
-    "rollback-evals": "keep aside the rows of evaluations*.jsonl after a step",
+    "rollback-evals": "archive the rows of evaluations*.jsonl after a step",
     "hold": "keep the run's Slurm job from starting",
     "release": "let the run's Slurm job start",
     "ledger": "print what was done to the run",

@@ -1,13 +1,11 @@
-"""Watches trainings: which is hung, which is dead, and what their logs say. Notes each incident once, in <run>/events.jsonl.
+"""Watches trainings: which is hung, which is dead, and what their logs say. Each incident is recorded once, in <run>/events.jsonl.
 
 python -m src.operations.watchdog results/runs --once                  for cron
 python -m src.operations.watchdog results/runs -e base_tiny --every 60 --notify 'mail -s "$WATCHDOG_RULE $WATCHDOG_RUN" me'
 
-A run is hung when its process lives and its last step is older than FACTOR times its median step, besides the time that an evaluation
-and the way to the next sign of life take; it is dead when its process is gone without having said so. A command of --notify gets
-each new event as JSON, on its standard input.
-With --once the exit code is 0 where nothing is wrong, 3 for a new incident or a run that cannot be read, 4 where all are
-known from before, 1 for a wrong command.
+A run is hung when its process lives but its last step is older than FACTOR times its median step, plus the time of an evaluation; it
+is dead when its process is gone without a final status. The command of --notify gets each new event as JSON on its standard input.
+With --once the exit code is 0 if nothing is wrong, 3 for a new incident or an unreadable run, 4 if all are known, 1 for a wrong command.
 """
 
 import argparse
@@ -32,9 +30,9 @@ from src.runs import events, heartbeat, lease, metadata
 
 NEW, KNOWN = 3, 4
 SILENT_SECONDS = 10 * lease.STALE_SECONDS
-"""A holder whose lease has not beaten for so long is gone, or stands still."""
+"""A holder without a heartbeat for so long is gone, or stopped."""
 _ROWS = 50
-"""Newest rows of perf.jsonl that tell how long things take."""
+"""Newest rows of perf.jsonl from which durations are estimated."""
 _NOTIFY_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
@@ -42,19 +40,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """What is too long."""
+    """What counts as too long."""
 
     factor: float = 10.0
     """Of the median step."""
     least_seconds: float = 60.0
     """However fast the steps are."""
     start_seconds: float = 1800.0
-    """Until the first step, and for an evaluation of which none has been seen: data are read, kernels compiled."""
+    """Until the first step, while data are read and kernels compiled; and for an evaluation, until one was seen."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one run."""
+    """The judgement of one run."""
 
     exp_id: str
     state: str
@@ -65,13 +63,13 @@ class Verdict:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether somebody should look."""
+        """Whether a person should look at it."""
         return self.state in ("hung", "dead", "failed")
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long things take in a run, in seconds, as far as perf.jsonl and the heartbeat tell."""
+    """Durations in a run, in seconds, from perf.jsonl and the heartbeat."""
 
     step: float | None
     """Median of one optimizer step."""
@@ -82,7 +80,7 @@ class Pace:
 
 
 def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
-    """What the newest rows of perf.jsonl say; lines that are none are left out."""
+    """The durations in the newest rows of perf.jsonl; malformed lines are ignored."""
     steps, rows, apart = [], [], []
     for line in launch_status.tail(run / "perf.jsonl", _ROWS).splitlines():
         try:
@@ -101,11 +99,7 @@ def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
 
 
 def judge(run: Path, row: Row, limits: Limits) -> Verdict:
-    """What became of the run in the save directory `run`, whose row of the status table is `row`.
-
-    Raises:
-        RunError: status.json is damaged.
-    """
+    """Judge the run in the save directory `run`, given its row of the status table. Raises RunError if status.json is damaged."""
     state, reason, step = row.state, row.reason, row.step
     if state == "lost":
         state, reason = "dead", reason or "its process is gone, and has not said why"
@@ -117,13 +111,13 @@ def judge(run: Path, row: Row, limits: Limits) -> Verdict:
 
 
 def _judge_running(run: Path, row: Row, status: dict[str, Any], beat: heartbeat.Beat | None, limits: Limits) -> tuple[str, str, int | None]:
-    """(state, reason, last step) of a run that its scheduler, or its save directory, takes for running."""
+    """(state, reason, last step) of a run that is running by its scheduler or its save directory."""
     silent = row.heartbeat_seconds
     dead = lease.holder_is_dead(run)
     if dead is None and silent is not None and silent > SILENT_SECONDS:
         return "dead", f"no sign of life from {lease.holder_host(run)} for {_format_seconds(silent)}", row.step
     if status["state"] != "running" or dead:
-        # A job whose process has not come yet, or not again: torchrun starts it anew, modules are loaded.
+        # The job runs but its training does not (again) yet: torchrun restarts it, modules are loaded.
         waits = min((seconds for seconds in (row.seconds, _age(run / metadata.STATUS)) if seconds is not None), default=0.0)
         if waits > limits.start_seconds:
             return "hung", f"its job runs, and no process of it has trained for {_format_seconds(waits)}", row.step
@@ -140,8 +134,8 @@ def _judge_running(run: Path, row: Row, status: dict[str, Any], beat: heartbeat.
     allowed = max(limits.least_seconds, limits.factor * (known.step or 0.0)) + at_rest + (known.row if beat is None else 0.0)
     if age <= allowed:
         return "running", "", step
-    pace_told = f"a step takes {_format_seconds(known.step)}" if known.step else "how long a step takes is not known"
-    late = f"its last step, {step}, was {_format_seconds(age)} ago; {pace_told}, and {_format_seconds(allowed)} are allowed"
+    usual = f"a step takes {_format_seconds(known.step)}" if known.step else "how long a step takes is not known"
+    late = f"its last step, {step}, was {_format_seconds(age)} ago; {usual}, and {_format_seconds(allowed)} are allowed"
     return "hung", f"{late}{_silence_note(silent)}", step
 
 
@@ -152,7 +146,7 @@ def _silence_note(silent: float | None) -> str:
 
 
 def _age(path: Path) -> float | None:
-    """Seconds since the file was written; None where there is none."""
+    """Seconds since the file was written; None if there is no file."""
     try:
         return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
@@ -164,7 +158,7 @@ def _format_seconds(seconds: float) -> str:
 
 
 def inspect_runs(runs: Path, exp_ids: Sequence[str], limits: Limits) -> tuple[list[Verdict], list[tuple[str, events.Event]], list[str]]:
-    """Judge each run, read on in its logs, and note what is new: verdicts, (id, new event), and what could not be looked at."""
+    """Judge each run, scan its logs, and record what is new: the verdicts, (id, new event), and errors."""
     verdicts, new, trouble = [], [], []
     for row in launch_status.table(runs, exp_ids):
         run = runs / row.exp_id
@@ -183,7 +177,7 @@ def inspect_runs(runs: Path, exp_ids: Sequence[str], limits: Limits) -> tuple[li
 
 
 def _incident(run: Path, verdict: Verdict) -> events.Event | None:
-    """Note what the verdict says, if that is news."""
+    """Record the verdict as an event, if that is new."""
     facts = {"attempt": verdict.attempt, "step": verdict.step}
     if verdict.needs_attention:
         at = f":{verdict.step}" if verdict.state == "hung" else ""
@@ -198,7 +192,7 @@ def _incident(run: Path, verdict: Verdict) -> events.Event | None:
 
 
 def notify(command: str, exp_id: str, event: events.Event) -> None:
-    """Run a shell command with the event on its standard input. That it fails is logged, and stops nothing."""
+    """Run a shell command with the event on its standard input. A failure is only logged."""
     environment = {**os.environ, "WATCHDOG_RUN": exp_id, "WATCHDOG_RULE": str(event["rule"]), "WATCHDOG_SEVERITY": str(event["severity"])}
     text = json.dumps({"exp_id": exp_id, **event}) + "\n"
     try:
@@ -217,10 +211,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser("src.operations.watchdog", __doc__)
     parser.add_argument("runs", type=Path, metavar="RUNS", help="folder of save directories, or one of them")
     parser.add_argument("-e", "--group", metavar="GROUP", help="only the runs of this group")
-    parser.add_argument("--once", action="store_true", help="look once, and tell by the exit code")
-    parser.add_argument("--every", type=float, default=60.0, metavar="SECONDS", help="look again and again (default: 60)")
-    parser.add_argument("--factor", type=float, default=10.0, help="how many median steps the last step may be old (default: 10)")
-    parser.add_argument("--least", type=float, default=60.0, metavar="SECONDS", help="however fast the steps are (default: 60)")
+    parser.add_argument("--once", action="store_true", help="look once; see the exit code above")
+    parser.add_argument("--every", type=float, default=60.0, metavar="SECONDS", help="repeat at this interval (default: 60)")
+    parser.add_argument("--factor", type=float, default=10.0, help="allowed age of the last step, in median steps (default: 10)")
+    parser.add_argument("--least", type=float, default=60.0, metavar="SECONDS", help="allowed age however fast the steps are (default: 60)")
     parser.add_argument("--start", type=float, default=1800.0, metavar="SECONDS", help="allowed until the first step (default: 1800)")
     parser.add_argument("--notify", metavar="COMMAND", help="shell command for each new warning or error")
     return parser.parse_args(argv)
@@ -232,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def watch(args: argparse.Namespace) -> int:
-    """Look once, or again and again; returns the exit code."""
+    """Look once, or repeatedly; returns the exit code."""
     if min(args.every, args.factor, args.least, args.start) <= 0:
         raise ConfigError("--every, --factor, --least, --start: expected numbers above 0.")
     limits = Limits(args.factor, args.least, args.start)
@@ -244,7 +238,7 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def _run_round(runs: Path, exp_ids: Sequence[str], limits: Limits, command: str | None) -> int:
-    """Look once, tell what is new, and say how things stand."""
+    """Look once and report what is new; the exit code."""
     verdicts, new, trouble = inspect_runs(runs, exp_ids, limits)
     for text in trouble:
         log.warning("%s", text)

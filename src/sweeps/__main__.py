@@ -1,4 +1,4 @@
-"""Sweeps without a server: the file that `wandb agent` runs, run here. Any number of these commands may work on one sweep at once.
+"""Runs a sweep file of Weights & Biases without a server. Any number of these commands may work on one sweep at once.
 
 python -m src.sweeps resources/sweeps/base_tiny_bayes.yaml --trials 20 --workers 2
 python -m src.sweeps resources/sweeps/base_tiny_bayes.yaml --dry-run
@@ -32,11 +32,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser("src.sweeps", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="sweep in the schema of Weights & Biases")
     parser.add_argument(
-        "--trials", type=int, metavar="N", help="trials of the whole sweep, earlier calls included (default: run_cap or the grid)"
+        "--trials", type=int, metavar="N", help="trials of the whole sweep, including earlier calls (default: run_cap or the grid)"
     )
     parser.add_argument("-sb", "--savedir_base", type=Path, default=Path("results/runs"), metavar="DIR", help="save directories")
     parser.add_argument("--data_path", type=Path, default=Path("results/data"), metavar="DIR", help="prepared data sets")
-    parser.add_argument("--workers", type=int, default=1, metavar="K", help="trials at a time; they share CUDA_VISIBLE_DEVICES out evenly")
+    parser.add_argument("--workers", type=int, default=1, metavar="K", help="concurrent trials, which split CUDA_VISIBLE_DEVICES evenly")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="check the file, print what would be tried, and exit")
     return parser.parse_args(argv)
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def act(args: argparse.Namespace) -> int:
-    """Check, then show, work, or have workers work."""
+    """Check the sweep, then describe or run it."""
     if args.workers < 1 or (args.trials is not None and args.trials < 1):
         raise ConfigError("--trials, --workers: expected numbers above 0.")
     sweep = load(args.file, Places(args.data_path, args.savedir_base))
@@ -69,7 +69,7 @@ def act(args: argparse.Namespace) -> int:
 
 
 def work(sweep: Sweep, study: "Study", total: int) -> None:
-    """Run one trial after another until all have ended, those of dead workers included."""
+    """Run trials sequentially until all have ended, including those of dead workers."""
     while True:
         claimed = study.claim(total)
         if claimed is not None:
@@ -86,7 +86,7 @@ def work(sweep: Sweep, study: "Study", total: int) -> None:
 
 
 def run_trial(sweep: Sweep, study: "Study", claimed: "ClaimedTrial") -> None:
-    """Train one trial, from where an earlier training of the same experiment ended."""
+    """Train one trial; an earlier training of the same experiment is continued."""
     number = claimed.trial.number
     try:
         item = sweep.source.trial(claimed.values, "parameters")
@@ -96,7 +96,7 @@ def run_trial(sweep: Sweep, study: "Study", claimed: "ClaimedTrial") -> None:
     claimed.trial.set_user_attr(EXP_ID, item.exp_id)
     log.info("trial %d: %s %s", number, item.exp_id, " ".join(f"{path}={value}" for path, value in claimed.values.items()))
     run = sweep.places.runs / item.exp_id
-    metadata.prepare(run, item.exp, [sweep.group])  # the training finds its experiment there
+    metadata.prepare(run, item.exp, [sweep.group])
     training = Training(run, sweep.command.argv(item.exp_id, sweep.places), sweep.metric)
     result = training.follow(lambda values: study.report(claimed, values))
     study.end(claimed, result)
@@ -104,7 +104,7 @@ def run_trial(sweep: Sweep, study: "Study", claimed: "ClaimedTrial") -> None:
 
 
 def table(sweep: Sweep, study: "Study") -> list[str]:
-    """The trials in their order, and the best."""
+    """The trials in their order, the reasons of failures, and the best."""
     trials = study.trials()
     rows = [["trial", "state", sweep.metric or "", *(dimension.path for dimension in sweep.dimensions), "id"]]
     for trial in trials:
@@ -139,7 +139,7 @@ def _trial_count(trials: int | None, sweep: Sweep) -> int:
 
 
 def _run_workers(args: argparse.Namespace, total: int) -> None:
-    """Run `args.workers` processes of this command, and wait for them. What a worker that dies leaves is done by the others."""
+    """Run `args.workers` processes of this command, and wait for them. The others take over the trials of one that dies."""
     command = [sys.executable, "-m", "src.sweeps", str(args.file), "--trials", str(total)]
     command += ["-sb", str(args.savedir_base), "--data_path", str(args.data_path)]
     devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -1,4 +1,4 @@
-"""The command of a sweep file: which experiment it starts from, and how a trial is started, by `wandb agent` or here."""
+"""The command of a sweep file: the experiment that it starts from, and how a trial is started."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Command:
-    """A checked command. `start` stands before the arguments of the program, `rest` are those that do not choose the experiment."""
+    """A checked command. start: up to the program; rest: the program's arguments that do not choose the experiment."""
 
     start: list[str]
     rest: list[str]
@@ -41,7 +41,7 @@ class Command:
     where: str
 
     def argv(self, exp_id: str, places: Places) -> list[str]:
-        """The command line of one trial: the same program and arguments, and the id in place of what chooses the experiment."""
+        """The command line of one trial: the same program and arguments, with an id in place of the chosen experiment."""
         paths = ["-sb", str(places.runs.resolve()), "--data_path", str(places.data.resolve())]
         return [*self.start, "--exp_id", exp_id, *paths, *self.rest]
 
@@ -90,7 +90,7 @@ def parse(command: Sequence[Any], program: str, where: str) -> Command:
 
 @dataclass(frozen=True)
 class Source:
-    """The experiment that a sweep starts from, and what is around it."""
+    """The experiment that a sweep starts from."""
 
     exp: dict[str, Any]
     known: Mapping[str, plan.Planned]
@@ -98,7 +98,7 @@ class Source:
     where: str
 
     def trial(self, values: Mapping[str, Any], where: str) -> plan.Planned:
-        """The experiment with `values` (by dotted path) in it.
+        """The experiment with `values`, by dotted path.
 
         Raises:
             ConfigError: a value that --set would read as another, or that the experiment does not take.
@@ -122,8 +122,7 @@ def find_source(command: Command, groups: Any, runs: Path) -> Source:
         found = plan.load_groups({command.exp_id: [item.exp]}, [command.exp_id], command.assignments)
     else:
         name = command.chosen
-        whole = isinstance(groups.get(name), list) and len(groups[name]) > 1
-        if whole:
+        if isinstance(groups.get(name), list) and len(groups[name]) > 1:
             raise ConfigError(
                 f"{command.where}: -e {name}: a sweep starts from one experiment; choose {name}[0] to {name}[{len(groups[name]) - 1}]."
             )
@@ -132,15 +131,11 @@ def find_source(command: Command, groups: Any, runs: Path) -> Source:
 
 
 def check_metric(item: plan.Planned, metric: str, places: Places, where: str) -> None:
-    """Refuse a metric that the experiment does not log.
-
-    Raises:
-        ConfigError: names the metric, and what is logged.
-    """
+    """Raises ConfigError, with the known names, if the experiment does not log the metric."""
     if metric in ("train_loss", *DIAGNOSTICS):
         return
     try:
-        # The recipe knows its scores: those among which loop.best_metric may choose.
+        # The recipe knows its scores: the choices of loop.best_metric.
         changed = plan.load(set_path(item.exp, "loop.best_metric", metric, must_exist=False), "", where)
     except ConfigError:
         return

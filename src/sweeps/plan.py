@@ -1,4 +1,4 @@
-"""A sweep file in the schema of Weights & Biases, checked with every part of it, and the experiments that it would try."""
+"""A sweep file in the schema of Weights & Biases, and the experiments that it would try."""
 
 import random
 from collections.abc import Sequence
@@ -18,31 +18,31 @@ from src.sweeps import space as sweep_space
 from src.sweeps.space import SearchDimension
 
 TRIES = 50
-"""Combinations with a value that are looked at before it is called one that no experiment takes."""
+"""Random combinations that are tried with a value before it is reported as one that no experiment accepts."""
 MAX_CHECKED = 2000
-"""Combinations of a grid that are checked before its first trial; one after these would fail as a trial."""
+"""Combinations of a grid that are checked before its first trial; a later one would fail as a trial."""
 
 
 class Metric(configs.Config):
-    """What the sweep looks for: a score of scores.jsonl. The value of a trial is the last one it reports, as for wandb."""
+    """The objective: a score of scores.jsonl. The value of a trial is the last one it reports, as for wandb."""
 
     name: str = Field(min_length=1)
     goal: Literal["minimize", "maximize"] = "minimize"
     target: float | None = None
-    """No trial is begun once one has reached it."""
+    """No trial is started once one has reached it."""
 
 
 class EarlyTerminate(configs.Config):
-    """When a trial that does badly is stopped. An iteration is one row of scores that has the metric, as for wandb."""
+    """When a bad trial is stopped. An iteration is one row of scores that has the metric, as for wandb."""
 
     type: Literal["hyperband", "median"]
-    """"median" is known here alone: worse than the median of the others at the same iteration."""
+    """"median", which wandb does not have: worse than the median of the others at the same iteration."""
     min_iter: int | None = Field(default=None, ge=1)
     """The first iteration at which a trial may be stopped."""
     max_iter: int | None = Field(default=None, ge=2)
-    """Iterations of a whole training; None: those of the first trial that ends."""
+    """Iterations of a whole training; None: as many as the first trial that ends."""
     eta: int = Field(default=3, ge=2)
-    """One in `eta` goes on at each bracket."""
+    """One trial in `eta` goes on at each bracket."""
     s: int | None = Field(default=None, ge=1)
     """Brackets, counted back from `max_iter`."""
 
@@ -68,7 +68,7 @@ class EarlyTerminate(configs.Config):
 
 
 class SweepFile(configs.Config):
-    """The keys of a sweep file. `entity` and `project` tell a server where to keep it, and mean nothing here."""
+    """The keys of a sweep file. `entity` and `project` are for a server and have no effect here."""
 
     program: str = Field(min_length=1)
     method: Literal["grid", "random", "bayes"]
@@ -96,7 +96,7 @@ class SweepFile(configs.Config):
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep whose every part has been checked."""
+    """A checked sweep."""
 
     name: str
     file: SweepFile
@@ -109,7 +109,7 @@ class Sweep:
 
     @property
     def group(self) -> str:
-        """What its trials are noted under."""
+        """The group of its trials."""
         return f"sweep/{self.name}"
 
     @property
@@ -118,12 +118,12 @@ class Sweep:
         return self.file.metric.name if self.file.metric else None
 
     def identity(self) -> dict[str, Any]:
-        """What makes it this sweep and no other, JSON values."""
+        """What all workers must agree on, as JSON values."""
         keys = {"method", "parameters", "metric"}
         return {**self.file.model_dump(mode="json", include=keys, exclude_none=True), "experiment": self.source.exp}
 
     def check_place(self) -> None:
-        """Refuse what this machine lacks for a trial, such as its data or a parent.
+        """Check that this machine has what a trial needs, such as its data and a parent.
 
         Raises:
             ConfigError: one line for each lack.
@@ -133,7 +133,7 @@ class Sweep:
             raise ConfigError("\n".join(message for messages in lacks.values() for message in messages))
 
     def describe(self, total: int) -> list[str]:
-        """What would be tried: the parameters, and the first trials of a grid, or an example of the others."""
+        """The dry run: the first trials of a grid, or an example, and the command."""
         is_grid = self.file.method == "grid"
         made = combinations(self)[:total] if is_grid else [random_values(self.dimensions, random.Random(0))]
         goal = f"{self.file.metric.goal} {self.metric}" if self.file.metric else "no metric"
@@ -145,24 +145,14 @@ class Sweep:
         return [*lines, " ".join(self.command.argv("ID", self.places))]
 
 
-def read(path: Path) -> SweepFile:
-    """The sweep file `path`.
-
-    Raises:
-        ConfigError: it cannot be read, is no YAML, or has a mistake; names the file, and the line or the key.
-    """
-    raw = read_yaml(path, "the keys of a sweep (program, method, parameters, command)")
-    return configs.load(SweepFile, raw, str(path))
-
-
 def load(path: Path, places: Places) -> Sweep:
     """Read the sweep file `path` and check everything that can be checked before the first trial.
 
     Raises:
         ConfigError: one line for each mistake, with file and path.
     """
-    file = read(path)
     where = str(path)
+    file = configs.load(SweepFile, read_yaml(path, "the keys of a sweep (program, method, parameters, command)"), where)
     dimensions = sweep_space.parse_dimensions(file.parameters, f"{where}: parameters")
     if file.method == "grid":
         dimensions = sweep_space.grid_dimensions(dimensions, f"{where}: parameters")
@@ -177,10 +167,10 @@ def load(path: Path, places: Places) -> Sweep:
 
 
 def check_values(sweep: Sweep, where: str) -> plan.Planned:
-    """Make sure that each value, and each bound, makes an experiment together with some of the others; gives one such experiment.
+    """Check that each value, and each bound, makes a valid experiment with some of the others; one such experiment.
 
     Raises:
-        ConfigError: names the parameter and what the experiment says of it.
+        ConfigError: names the parameter and the reason.
     """
     draws = random.Random(0)
     if sweep.file.method == "grid":

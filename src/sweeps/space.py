@@ -30,7 +30,7 @@ class SearchDimension:
     low: float
     high: float
     choices: Sequence[Any] = ()
-    """For kind choice: the drawn number is an index of these."""
+    """For kind choice: the drawn number is an index into these."""
 
     def value(self, drawn: Any) -> Any:
         """The experiment's value for a drawn number."""

@@ -1,4 +1,4 @@
-"""The Optuna study of a sweep, in SQLite: any number of workers share it. Optuna's heartbeats tell the trials of dead workers."""
+"""The Optuna study of a sweep, in SQLite, shared by any number of workers. Optuna's heartbeats reveal the trials of dead ones."""
 
 import contextlib
 import json
@@ -24,13 +24,13 @@ LOCK_SECONDS = 120
 """How long a worker waits for another that writes to the database."""
 HEARTBEAT_SECONDS = 10
 STALE_SECONDS = 60
-"""A trial whose worker was silent for longer is begun again, as a new trial of the same parameters."""
+"""A trial whose worker was silent for longer is repeated, as a new trial of the same parameters."""
 REASON, ASKED, HEARTBEAT = "reason", "asked", "heartbeat"
 
 
 @dataclass
 class ClaimedTrial:
-    """A trial of this worker, while its heartbeat goes on."""
+    """A trial of this worker."""
 
     trial: "optuna.Trial"
     values: dict[str, Any]
@@ -39,7 +39,7 @@ class ClaimedTrial:
 
 
 class Study:
-    """The trials so far, and the next one."""
+    """The trials of a sweep."""
 
     def __init__(self, runs: Path, name: str, sweep: SweepFile, dimensions: Sequence[SearchDimension], identity: Mapping[str, Any]) -> None:
         """`identity`: what all workers must agree on, JSON values.
@@ -84,7 +84,7 @@ class Study:
             self.study.set_user_attr(ASKED, text)
 
     def trials(self) -> list["optuna.trial.FrozenTrial"]:
-        """All trials in their order, without those that were begun again under another number."""
+        """All trials in their order, without those that were repeated under another number."""
         trials = self.study.get_trials(deepcopy=False)
         replaced = {number for trial in trials for number in trial.system_attrs.get("retry_history", [])}
         return [trial for trial in trials if trial.number not in replaced]
@@ -94,14 +94,14 @@ class Study:
         return all(trial.state.is_finished() for trial in self.trials())
 
     def claim(self, total: int) -> ClaimedTrial | None:
-        """A trial of a dead worker, else a new one while there are fewer than `total`. None: nothing to do now."""
+        """The trial of a dead worker, else a new one while there are fewer than `total`; None: nothing to do now."""
         import optuna
         from optuna.storages._heartbeat import get_heartbeat_thread
 
         with directory_lock(self.folder):
             for trial in self.trials():
                 if trial.state.name == "RUNNING" and trial.user_attrs.get(HEARTBEAT) != trial.number:
-                    self._begin_heartbeat(trial._trial_id, trial.number)  # its worker died just before; Optuna would wait for ever
+                    self._begin_heartbeat(trial._trial_id, trial.number)  # its worker died right after asking: Optuna would wait for ever
             optuna.storages.fail_stale_trials(self.study)
             trials = self.trials()
             if not any(trial.state.name == "WAITING" for trial in trials):
@@ -116,7 +116,7 @@ class Study:
         return ClaimedTrial(trial, values, get_heartbeat_thread(trial._trial_id, self.storage))
 
     def report(self, claimed: ClaimedTrial, values: Sequence[float]) -> bool:
-        """Tell Optuna the values so far, the first as iteration 1; True where it wants the trial stopped.
+        """Report the values so far, the first as iteration 1; True if Optuna wants the trial stopped.
 
         Raises:
             RunError: another worker has taken the trial over.
@@ -135,7 +135,7 @@ class Study:
         return bool(self.sweep.early_terminate and values and trial.should_prune())
 
     def end(self, claimed: ClaimedTrial, result: TrialResult) -> None:
-        """Close a trial, once; what another worker has taken over stays as it is."""
+        """Close a trial, unless another worker has taken it over."""
         from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
@@ -143,11 +143,11 @@ class Study:
             with contextlib.suppress(UpdateFinishedTrialError):
                 claimed.trial.set_user_attr(REASON, result.reason)
         state = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}[result.state]
-        value = result.value if result.value is not None else 0.0  # a grid without a metric is only gone through
+        value = result.value if result.value is not None else 0.0  # a grid needs no metric
         self.study.tell(claimed.trial.number, value if result.state == "done" else None, state=state, skip_if_finished=True)
 
     def hand_back(self, claimed: ClaimedTrial) -> None:
-        """Let any worker begin the trial again at once: this one was interrupted."""
+        """Let any worker repeat the interrupted trial at once."""
         import optuna
 
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
@@ -156,7 +156,7 @@ class Study:
             optuna.storages.RetryHeartbeatStaleTrialCallback()(self.study, failed)
 
     def values_of(self, trial: "optuna.trial.FrozenTrial") -> dict[str, Any]:
-        """Dotted path -> value of the experiment, of what the trial has drawn."""
+        """Dotted path -> value, of the parameters that the trial has drawn."""
         return {
             dimension.path: dimension.value(trial.params[dimension.path]) for dimension in self.dimensions if dimension.path in trial.params
         }
@@ -173,7 +173,7 @@ class Study:
         return any(value <= metric.target if metric.goal == "minimize" else value >= metric.target for value in values)
 
     def _sampler(self, number: int) -> "optuna.samplers.BaseSampler":
-        """Seeded by the trial, so that one worker alone draws the same trials each time."""
+        """Seeded by the trial's number, so that a single worker always draws the same trials."""
         import optuna
 
         seed = zlib.crc32(f"{self.name}/{number}".encode())

@@ -1,4 +1,4 @@
-"""One trial of a sweep: an ordinary training in its ordinary save directory, started as a child process and followed by its scores."""
+"""One trial of a sweep: an ordinary training in its own save directory, run as a child process and followed through its scores."""
 
 import contextlib
 import os
@@ -13,24 +13,24 @@ from typing import Literal
 
 from src.errors import RunError, UserError
 from src.files import writing
-from src.launch.command_line import start_bound
+from src.launch.command_line import end_session, start_bound
 from src.runs.lease import LEASE, STALE_SECONDS, holder_is_dead
 from src.runs.metadata import read_status, state_of
 from src.runs.scores import SCORES, Scores
 
 POLL_SECONDS = 0.2
 EXP_ID = "exp_id"
-"""The attribute of a trial in its study that names its experiment."""
+"""The attribute of a trial that holds its experiment id."""
 GRACE_SECONDS = 60.0
-"""How long a training that was told to stop may take for its checkpoint before it is killed."""
+"""How long a training may take to stop, with a checkpoint, before it is killed."""
 RESTARTS = 3
-"""How often a training that something else killed is started again without having come further."""
+"""How often a training that something else killed is restarted without progress."""
 _INTERRUPTED = {75, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGUSR1}
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a trial ended. `value`: the last of the metric, None where there is none."""
+    """How a trial ended. value: the last one of the metric, None if there is none."""
 
     state: Literal["done", "pruned", "failed"]
     value: float | None = None
@@ -39,9 +39,9 @@ class TrialResult:
 
 @dataclass
 class Training:
-    """Follows the training in the save directory `run`, which `argv` starts unless somebody else trains there already.
+    """Follows the training in the save directory `run`, which `argv` starts unless another process trains there already.
 
-    If this process dies, the training that it started is told to stop.
+    If this process dies, the training that it started is stopped.
     """
 
     run: Path
@@ -57,9 +57,9 @@ class Training:
         self._lease: tuple[bytes | None, float] = (None, time.monotonic())
 
     def follow(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult:
-        """Train to the end. `prune` is shown all values so far whenever there may be new ones, and says True to stop.
+        """Train to the end. `prune` gets all values so far whenever there may be new ones; True stops the training.
 
-        Whatever interrupts this process stops the training first, in order.
+        An interruption of this process stops the training gracefully first.
 
         Raises:
             RunError: the log cannot be written, or the command cannot be started.
@@ -73,15 +73,15 @@ class Training:
         return result
 
     def _step(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult | None:
-        code = self.child.poll() if self.child else None  # asked before the files are read: they are final where it has ended
+        code = self.child.poll() if self.child else None  # before the files are read: they are final if it has ended
         try:
             state, values = state_of(self.run), self._values()
         except UserError as error:
             self._stop()
             return TrialResult("failed", reason=str(error))
-        alone = self.child is None or code is not None
+        ended = self.child is None or code is not None
         if state == "done":
-            if not alone:
+            if not ended:
                 return None
             if self.metric is not None and not values:
                 return TrialResult("failed", reason=f"the training ended without one value of {self.metric!r} in {SCORES}.")
@@ -89,10 +89,11 @@ class Training:
             return TrialResult("done", values[-1] if values else None)
         if prune(values):
             self._stop()
-            ended = state_of(self.run) == "done"
-            return TrialResult("done", self._values()[-1]) if ended else TrialResult("pruned", values[-1] if values else None)
-        if not alone or not self._is_untouched():
-            return None  # a training that somebody else started: wait for it
+            if state_of(self.run) == "done":
+                return TrialResult("done", self._values()[-1])
+            return TrialResult("pruned", values[-1] if values else None)
+        if not ended or not self._is_untouched():
+            return None  # another process trains there: wait for it
         if code is not None and code >= 0 and code not in _INTERRUPTED:
             reason = str(read_status(self.run).get("reason") or f"exit code {code}") if state == "failed" else f"exit code {code}"
             return TrialResult("failed", reason=f"{reason}. See {self._logs()[1]}")
@@ -131,7 +132,7 @@ class Training:
         return self._known[1]
 
     def _is_untouched(self) -> bool:
-        """Whether nobody trains there, as far as can be seen: on another machine, whether its lease has not moved for long."""
+        """Whether no process trains there; on another machine, whether its lease has not changed for long."""
         if (dead := holder_is_dead(self.run)) is not None:
             return dead
         with contextlib.suppress(OSError):
@@ -142,9 +143,5 @@ class Training:
         return True
 
     def _stop(self) -> None:
-        """Ask our training to end with a checkpoint, and kill it where it does not."""
-        for number, seconds in ((signal.SIGTERM, self.grace_seconds), (signal.SIGKILL, None)):
-            if self.child is not None and self.child.poll() is None:
-                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(self.child.pid, number)
-                    self.child.wait(seconds)
+        if self.child is not None and self.child.poll() is None:
+            end_session(self.child, self.grace_seconds)

@@ -96,6 +96,6 @@ def test_other_launchers_have_no_queue_to_wait_in(run: Path, capsys: pytest.Capt
 def test_a_submission_that_cannot_be_read_is_named(run: Path, capsys: pytest.CaptureFixture[str]):
     submit(run, "4")
     (file,) = run.parent.glob("submissions/*/submission.json")
-    file.write_text(json.dumps({"launcher": {"launcher": "slurmm"}}))
+    file.write_text(file.read_text().replace('"slurm"', '"slurmm"'))
     assert interventions.main(["release", str(run)]) == 1
-    assert f"{file}: names no launcher that this version knows" in capsys.readouterr().err
+    assert f"{file}.launcher: unknown launcher 'slurmm'" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import exp_configs
 from src.config import Places
 from src.errors import ConfigError
 from src.sweeps import space as sweep_space
-from src.sweeps.plan import load, random_values, read
+from src.sweeps.plan import load, random_values
 from tests.conftest import ROOT
 
 FILE: dict[str, Any] = {
@@ -129,9 +129,9 @@ def test_a_mistake_is_told_before_the_first_trial(tmp_path: Path, changes: dict,
 def test_a_file_that_is_no_sweep(tmp_path: Path, text: str, message: str):
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ConfigError, match=f"^{tmp_path}/x.yaml{message}"):
-        read(tmp_path / "x.yaml")
+        load(tmp_path / "x.yaml", Places(tmp_path, tmp_path))
     with pytest.raises(ConfigError, match="no such file"):
-        read(tmp_path / "y.yaml")
+        load(tmp_path / "y.yaml", Places(tmp_path, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoin
 A worker holds a stage of a checkpoint with a lease while it runs it. If the worker dies, its command is ended and the next worker repeats
 the stage. Each attempt ends with a line in <run>/checkpoint_jobs.jsonl; scores are appended to <run>/evaluations.jsonl.
 While a worker is alive, trainings delete no checkpoint that its plan is not done with.
-With --once the exit code is 0 if all is done or waits for its time, 3 if something failed, 1 if the plan is wrong.
+With --once the exit code is 0 if all is done or waits, 3 if something failed, 1 if the plan is wrong.
 """
 
 import argparse
@@ -28,8 +28,7 @@ from src.operations.checkpoint_jobs import plan as checkpoint_plan
 from src.operations.checkpoint_jobs import stages
 from src.operations.checkpoint_jobs.pins import Pins
 from src.operations.checkpoint_jobs.plan import Plan, Stage
-from src.operations.checkpoint_jobs.process import CommandResult
-from src.operations.checkpoint_jobs.stages import JOBS, CheckpointStage
+from src.operations.checkpoint_jobs.stages import JOBS, CheckpointStage, CommandResult
 from src.runs import events, jsonl_records
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
@@ -228,11 +227,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments."""
     parser = make_parser("src.operations.checkpoint_jobs", __doc__)
     parser.add_argument("runs", type=Path, metavar="RUNS", help="folder of save directories, or one of them")
-    parser.add_argument("--plan", type=Path, required=True, metavar="FILE", help="what to do: see resources/checkpoint_jobs.yaml")
+    parser.add_argument("--plan", type=Path, required=True, metavar="FILE", help="the plan; example: resources/checkpoint_jobs.yaml")
     parser.add_argument("-e", "--group", metavar="GROUP", help="only the runs of this group")
-    parser.add_argument("--once", action="store_true", help="work through all once, and tell by the exit code")
-    parser.add_argument("--every", type=float, default=300.0, metavar="SECONDS", help="look again and again (default: 300)")
-    parser.add_argument("--retry", action="store_true", help="at first, try what failed once more, given up or not")
+    parser.add_argument("--once", action="store_true", help="work through all runs once; see the exit code above")
+    parser.add_argument("--every", type=float, default=300.0, metavar="SECONDS", help="repeat at this interval (default: 300)")
+    parser.add_argument("--retry", action="store_true", help="first retry what failed once, even if given up")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="show each stage and its command; do nothing")
     return parser.parse_args(argv)
 

@@ -1,7 +1,7 @@
-"""One stage of one checkpoint: what it needs, what it does, and when it counts as done.
+"""One stage of one checkpoint: its command, its result, and whether it may run.
 
-A stage is held with a lease on its own folder, <run>/checkpoint_jobs/<branch and step>/<stage>/, where its attempts leave their logs.
-What came of each attempt is a line of <run>/checkpoint_jobs.jsonl, scores one of <run>/evaluations.jsonl.
+A worker holds the lease of the stage's folder, <run>/checkpoint_jobs/<branch and step>/<stage>/, which has the log of each attempt.
+The outcome of an attempt is a line of <run>/checkpoint_jobs.jsonl, scores are one of <run>/evaluations.jsonl.
 """
 
 import errno
@@ -10,7 +10,9 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +21,9 @@ from typing import Any
 
 from src.errors import RunError
 from src.files import defect, new_directory, read_json, sha256, write_json, writing
+from src.launch.command_line import end_session, start_bound
 from src.operations.checkpoint_jobs import uploads
 from src.operations.checkpoint_jobs.plan import Plan, Stage, Trials
-from src.operations.checkpoint_jobs.process import CommandResult, run_command
 from src.runs import events, jsonl_records
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.lease import directory_lock
@@ -32,7 +34,18 @@ JOBS = "checkpoint_jobs.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 CONVERTED = "converted"
 _UPLOAD = "upload.json"
+POLL_SECONDS = 0.1
+_END_SECONDS = 10.0
 Check = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """How an attempt ended."""
+
+    exit_code: int | None
+    """Negative: the signal that ended it. None: it failed outside the command."""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class CheckpointStage:
     run: Path
     checkpoint: Path
     branch: int
-    """Number of the last branch that the step was made under; 0: nobody ever went back before it."""
+    """Number of the branch on which the step was trained; 0: no rewind before it."""
     stage: Stage
     task: str | None
     plan: Plan
@@ -53,7 +66,7 @@ class CheckpointStage:
 
     @property
     def key(self) -> str:
-        """Names the checkpoint among those of all branches."""
+        """Identifies the checkpoint among those of all branches."""
         return f"branch-{self.branch}-step-{self.step:08d}"
 
     @property
@@ -63,17 +76,17 @@ class CheckpointStage:
 
     @property
     def folder(self) -> Path:
-        """Where its lease and its attempts are."""
+        """Holds its lease and the logs of its attempts."""
         return self.run / FOLDER / self.key / self.name
 
     @property
     def converted_folder(self) -> Path:
-        """What the stage convert makes."""
+        """The output of the stage convert."""
         return self.run / CONVERTED / self.key
 
     @property
     def trials(self) -> Trials:
-        """How often it is tried."""
+        """How often it is retried."""
         if self.task is not None:
             assert self.plan.evaluate is not None
             return self.plan.evaluate.tasks[self.task]
@@ -82,11 +95,11 @@ class CheckpointStage:
         return found
 
     def is_named_by(self, row: dict[str, Any]) -> bool:
-        """Whether a line of one of the files is of this unit."""
+        """Whether a line of one of the files belongs to this stage."""
         return all(row.get(key) == value for key, value in self.identity().items())
 
     def identity(self) -> dict[str, Any]:
-        """What tells it from others, in lines."""
+        """The fields that identify it in lines."""
         return {"branch": self.branch, "step": self.step, "stage": self.stage, "task": self.task}
 
     def fill(self, template: str, **more: object) -> str:
@@ -97,7 +110,7 @@ class CheckpointStage:
 
 
 def describe_command(unit: CheckpointStage, work: Path) -> str:
-    """The command of the stage, for /bin/sh or for people to read. work: folder of what it writes."""
+    """The command of the stage, for /bin/sh or for people to read. work: folder for its output."""
     if unit.stage == "upload" and unit.plan.upload is not None and unit.plan.upload.to is not None:
         return f"copy {', '.join(unit.plan.upload.folders)} to {unit.plan.upload.to}"
     if unit.stage == "clean_up" and unit.plan.clean_up is not None:
@@ -107,7 +120,7 @@ def describe_command(unit: CheckpointStage, work: Path) -> str:
 
 
 def read_scores(unit: CheckpointStage) -> dict[str, Any] | None:
-    """The row of evaluations.jsonl of this evaluation; None where there is none.
+    """The row of evaluations.jsonl of this evaluation; None if there is none.
 
     Raises:
         DataError, RunError: the file is damaged, or cannot be read.
@@ -118,21 +131,21 @@ def read_scores(unit: CheckpointStage) -> dict[str, Any] | None:
 
 
 def is_result_present(unit: CheckpointStage) -> bool:
-    """Whether the result of a stage is still there, as far as the later ones need it."""
+    """Whether the result of a stage is still there, if later ones need it."""
     if unit.stage == "convert":
-        # A clean-up that was cut short has deleted it first, and verified that it is stored elsewhere.
+        # An interrupted clean-up deletes it first, after it has verified the upload.
         return defect(unit.converted_folder, hashes=False) is None or any((unit.folder.parent / "clean_up").glob("attempt-*"))
     return unit.task is None or read_scores(unit) is not None
 
 
 def run_stage(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
-    """Make one attempt, which may repeat one that was cut short. check: raises where the lease is lost.
+    """Make one attempt, which may repeat an interrupted one. check: raises if the lease is lost.
 
     Raises:
-        RunError: it failed, or must not be done.
+        RunError: it failed, or must not run.
     """
     with writing(unit.folder):
-        log.touch()  # says that it began
+        log.touch()  # records that it started
         if unit.stage == "upload":
             return _upload(unit, log, check)
         if unit.stage == "clean_up":
@@ -142,13 +155,37 @@ def run_stage(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
         work = Path(tempfile.mkdtemp(dir=unit.folder, prefix=".work-"))
         try:
             (work / "output").mkdir()
-            result = run_command(describe_command(unit, work), log, unit.trials.timeout_seconds, check)
+            result = run_bound(describe_command(unit, work), log, unit.trials.timeout_seconds, check)
             if result.exit_code == 0:
                 check()
                 _store_converted(unit, work / "output") if unit.stage == "convert" else _record_scores(unit, work / "scores.json")
             return result
         finally:
             shutil.rmtree(work, ignore_errors=True)
+
+
+def run_bound(command: str, log: Path, timeout_seconds: float, check: Callable[[], object]) -> CommandResult:
+    """Run a shell command to its end, or to ours, with its output in `log`. check: called all the while; what it raises ends the command.
+
+    Raises:
+        RunError: the disk refuses. The command was not started.
+    """
+    until = time.monotonic() + timeout_seconds
+    with writing(log), open(log, "ab") as out:
+        process = start_bound(["/bin/sh", "-c", command], signal.SIGKILL, out, out)
+    try:
+        while process.poll() is None:
+            check()
+            if time.monotonic() > until:
+                end_session(process, _END_SECONDS)
+                return CommandResult(process.returncode, f"ended after {timeout_seconds:g} s (timeout_seconds)")
+            time.sleep(POLL_SECONDS)
+    except BaseException:
+        end_session(process, _END_SECONDS)
+        raise
+    if process.returncode < 0:  # something else killed the shell: the command must not go on beside the next attempt
+        end_session(process, _END_SECONDS)
+    return CommandResult(process.returncode)
 
 
 def _store_converted(unit: CheckpointStage, output: Path) -> None:
@@ -159,7 +196,7 @@ def _store_converted(unit: CheckpointStage, output: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """A second name where that can be had, else a copy; of what a link leads to, a copy."""
+    """A hard link if possible, else a copy; for a symbolic link, a copy of its target."""
     try:
         if os.path.islink(source):
             shutil.copy2(source, target)
@@ -209,9 +246,9 @@ def _upload(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
 
 
 def reason_to_keep(unit: CheckpointStage) -> str:
-    """Why the checkpoint may not be deleted now; "" where it may. Judged on what lies there at this moment.
+    """Why the checkpoint may not be deleted now; "" if it may.
 
-    Other experiments start from the last or the best checkpoint of a run (`parents.parent_checkpoints`): these stay, whoever names them.
+    The last and the best checkpoint of a run stay, as other experiments may start from them.
 
     Raises:
         RunError: best.json or status.json is damaged.
@@ -226,7 +263,7 @@ def reason_to_keep(unit: CheckpointStage) -> str:
 
 
 def best_step(run: Path) -> int | None:
-    """The step that best.json names; None where there is none.
+    """The step that best.json names; None if there is no best.json.
 
     Raises:
         RunError: it is damaged.
@@ -248,7 +285,7 @@ def _clean_up(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
     except (AttributeError, TypeError, ValueError):
         raise RunError(f"{unit.folder.parent / 'upload' / _UPLOAD}: damaged, so nothing is deleted.") from None
     there = _destination(unit, log)
-    # The checkpoint last: it is what a clean-up that was cut short is found by.
+    # The checkpoint last, so that an interrupted clean-up is found and repeated.
     doomed = sorted(unit.plan.clean_up.delete, reverse=True)
     for which in doomed:
         folder, prefix = _folder(unit, which), f"{unit.run.name}/{unit.key}/{which}/"
@@ -266,8 +303,8 @@ def _clean_up(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
 
 
 def _delete(unit: CheckpointStage, folder: Path, check: Check) -> None:
-    """Rename, so that it is gone at once, then delete. Nobody can start the run, or take its lease, in between."""
-    with directory_lock(unit.run, create=False), writing(folder):
+    """Rename, so that it is gone at once, then delete. The run cannot start in between."""
+    with guarded(unit.run, create=False), writing(folder):
         check()
         if reason := reason_to_keep(unit):
             raise RunError(f"{unit.checkpoint}: must stay, as it is {reason}. Nothing was deleted.")
