@@ -161,7 +161,7 @@ def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) 
 
 def _submit(request: Request, given: Resources, made: Sequence[Job]) -> list[str]:
     """Record the intent, submit the jobs, record their ids."""
-    resolved = registry.resolved(given.launcher, key="launcher")
+    resolved = registry.resolved_dict(given.launcher, key="launcher")
     commands = {job.exp_id: job.args for job in made}
     submission = submissions.create(request.runs, resolved, given.name, made[0].cwd.name, commands)
     try:

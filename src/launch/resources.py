@@ -40,14 +40,14 @@ class Resources:
         Raises:
             ConfigError: the overrides do not fit together.
         """
-        row, raw = flat(exp), self.raw
+        row, raw = flatten(exp), self.raw
         for where, changes in self.overrides:
             raw = _merge(raw, changes) if where.matches(row) else raw
         return None if raw is self.raw else bind_at(raw, self.where)
 
     def check_names(self, experiments: Iterable[Mapping[str, Any]]) -> None:
         """Raises ConfigError, with the nearest name, if an override uses a name that is in none of the `experiments`."""
-        known = {name for exp in experiments for name in flat(exp)}
+        known = {name for exp in experiments for name in flatten(exp)}
         for i, (where, _) in enumerate(self.overrides):
             for name in sorted(where.names - known):
                 raise unknown("name", name, known, f"{self.where}.overrides[{i}].where")

@@ -74,7 +74,7 @@ def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> lis
     if dry_run:
         if lease.holder_is_dead(run) is False:
             raise RunError(f"{run}: a process on {lease.holder_host(run)} trains it now. Stop it first.")
-        if began := transaction.unfinished(run):
+        if began := transaction.describe_unfinished(run):
             return [f"{run}: was interrupted: {began}. Without --dry-run that is finished first."]
         return [f"{run}: would go", *_plan_lines(decide()), "Nothing was changed."]
     held = Lease.acquire(run)

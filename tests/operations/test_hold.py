@@ -1,6 +1,5 @@
 """Holding the job of a run, against a stand-in for Slurm's command; the ledger says who and why."""
 
-import json
 import os
 from pathlib import Path
 

@@ -304,7 +304,7 @@ def _clean_up(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
 
 def _delete(unit: CheckpointStage, folder: Path, check: Check) -> None:
     """Rename, so that it is gone at once, then delete. The run cannot start in between."""
-    with guarded(unit.run, create=False), writing(folder):
+    with directory_lock(unit.run, create=False), writing(folder):
         check()
         if reason := reason_to_keep(unit):
             raise RunError(f"{unit.checkpoint}: must stay, as it is {reason}. Nothing was deleted.")
