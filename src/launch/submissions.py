@@ -40,6 +40,7 @@ class Submission:
     folder: Path
     launcher: dict[str, Any]
     """Its resolved config."""
+    snapshot: str
     experiments: tuple[str, ...]
     commands: Mapping[str, str]
     """The command of each job, for people to read."""
@@ -118,7 +119,7 @@ def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: s
     with writing(folder):
         folder.mkdir(parents=True)
     write_json(folder / INTENT, {**intent, "created": now.isoformat(timespec="seconds")})
-    return Submission(folder, dict(launcher), tuple(commands), shown)
+    return Submission(folder, dict(launcher), snapshot, tuple(commands), shown)
 
 
 def read(runs: Path, name: str) -> Submission:
@@ -132,7 +133,8 @@ def read(runs: Path, name: str) -> Submission:
         raise LaunchError(f"{runs / FOLDER}: {name!r} is not the name of a submission.")
     found = read_json(folder / INTENT, LaunchError)
     try:
-        return Submission(folder, dict(found["launcher"]), tuple(map(str, found["experiments"])), dict(found["commands"]))
+        experiments = tuple(map(str, found["experiments"]))
+        return Submission(folder, dict(found["launcher"]), str(found["snapshot"]), experiments, dict(found["commands"]))
     except (KeyError, TypeError, ValueError):
         raise LaunchError(f"{folder / INTENT}: not what a submission writes. Its jobs, if any, are to be looked for by hand.") from None
 
