@@ -14,23 +14,20 @@ from typing import get_args
 from data_prep import distinct_inputs, encoding_options
 from src.config import Places
 from src.data import jsonl
-from src.errors import UserError
+from src.errors import print_errors
 from src.models.cross_attention import context_cache
 
 COMMAND = "python -m data_prep.context_cache"
 log = logging.getLogger(__name__)
 
 
+@print_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Exits 1 with one line on a mistake that the user can mend."""
+    """The command line; returns the exit code."""
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    try:
-        encoding_options.require_positive(options, "batch_size", "max_bytes")
-        cache, counts = fill(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    encoding_options.require_positive(options, "batch_size", "max_bytes")
+    cache, counts = fill(options)
     size = cache.num_bytes()
     print(
         f"{options.cache}: {len(counts.keys)} distinct contexts of {counts.rows} rows, {cache.misses} encoded now, {cache.hits} before; "

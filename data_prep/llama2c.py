@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from src import files
-from src.errors import DataError, UserError
+from src.errors import DataError, print_errors
 
 log = logging.getLogger(__name__)
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -160,6 +160,7 @@ def _rename_weights(read: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     return made
 
 
+@print_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.llama2c", description=(__doc__ or "").split("\n", 1)[0])
@@ -169,23 +170,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", help="of the folder, and in an experiment's model (default: that of the weights)")
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    try:
-        for path in (args.weights, args.tokenizer):
-            if not path.is_file():
-                raise DataError(f"{path}: no such file.")
-        target = args.data_path / (args.name or args.weights.stem.lower())
-        model, tokens = read_model(args.weights), read_tokens(args.tokenizer)
-        if len(tokens) != model.config.vocab_size:
-            raise DataError(
-                f"{args.tokenizer}: {len(tokens)} tokens, but the model has {model.config.vocab_size}. Take the tokenizer of that model."
-            )
-        with files.new_directory(target) as made:
-            model.save_pretrained(made)
-            tokenizer_of(tokens).save_pretrained(made)
-        log.info("%s: %d parameters, %d tokens.", target, model.num_parameters(), len(tokens))
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    for path in (args.weights, args.tokenizer):
+        if not path.is_file():
+            raise DataError(f"{path}: no such file.")
+    target = args.data_path / (args.name or args.weights.stem.lower())
+    model, tokens = read_model(args.weights), read_tokens(args.tokenizer)
+    if len(tokens) != model.config.vocab_size:
+        raise DataError(
+            f"{args.tokenizer}: {len(tokens)} tokens, but the model has {model.config.vocab_size}. Take the tokenizer of that model."
+        )
+    with files.new_directory(target) as made:
+        model.save_pretrained(made)
+        tokenizer_of(tokens).save_pretrained(made)
+    log.info("%s: %d parameters, %d tokens.", target, model.num_parameters(), len(tokens))
     return 0
 
 

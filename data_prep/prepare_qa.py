@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from data_prep.qa_releases.question import Passage
 from data_prep.qa_releases.release import Release
 from data_prep.qa_splits import SPLITS, Choice, Options, SplitFile
 from src import files
-from src.errors import DataError, UserError
+from src.errors import DataError, print_errors
 
 COMMAND = "python -m data_prep.prepare_qa"
 
@@ -36,14 +37,13 @@ _SCRIPTS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line. Exits 1 with one line on a mistake that the user can mend."""
+@print_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
     given = vars(_parser().parse_args(argv))
     data_path = given.pop("data_path")
-    try:
-        prepare(data_path, Options(**{**given, "train": tuple(given["train"]), "val": tuple(given["val"])}))
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    prepare(data_path, Options(**{**given, "train": tuple(given["train"]), "val": tuple(given["val"])}))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -174,4 +174,4 @@ def _print_summary(folder: Path, facts: dict[str, Any], seconds: float) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from data_prep import superglue, task_rows, task_sources
 from data_prep.task_sources import SPLITS, Source
 from src import files
 from src.data.tasks import task_table as tasks
-from src.errors import DataError, UserError
+from src.errors import DataError, print_errors
 
 COMMAND = "python -m data_prep.prepare_task"
 _SCRIPTS = (__file__, superglue.__file__, task_rows.__file__, task_sources.__file__)
@@ -58,15 +59,14 @@ class Options:
             raise DataError(f"--max_rows: expected 1 or more, got {self.max_rows}.")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line. Exits 1 with one line on a mistake that the user can mend."""
+@print_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
     given = vars(_parser().parse_args(argv))
     data_path = given.pop("data_path")
     sources = {split: tuple(given[split]) for split in SPLITS}
-    try:
-        prepare(data_path, Options(**{**given, **sources, "name": given["name"] or given["task"]}))
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    prepare(data_path, Options(**{**given, **sources, "name": given["name"] or given["task"]}))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -201,4 +201,4 @@ def _print_summary(facts: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    main()
+    sys.exit(main())

@@ -26,7 +26,7 @@ from src.config import Places
 from src.data import jsonl
 from src.data.qa import encoded_shards, encoded_store
 from src.data.qa.encoder_inputs import EncodingOptions
-from src.errors import ConfigError, DataError, UserError
+from src.errors import ConfigError, DataError, print_errors
 from src.interfaces import ModelConfig
 
 COMMAND = "python -m data_prep.preproc_nq"
@@ -53,17 +53,14 @@ class Request:
     """Work that may be lost in a crash."""
 
 
+@print_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Exits 1 with one line on a mistake that the user can mend."""
+    """The command line; returns the exit code."""
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     start = time.monotonic()
-    try:
-        request = _request(options)
-        counts = prepare(request)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    request = _request(options)
+    counts = prepare(request)
     print(
         f"{folder_of(request)}: {counts.rows} rows, {counts.inputs} distinct inputs, {counts.encoded} encoded now, {counts.kept} before; "
         f"{counts.too_long} contexts were too long ({request.rules.too_long}). {time.monotonic() - start:.1f} s"

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import platform
+import sys
 import sysconfig
 import time
 import tokenize
@@ -22,7 +23,7 @@ from typing import Any
 
 from data_prep import code_questions
 from src import files
-from src.errors import DataError, UserError
+from src.errors import DataError, print_errors
 
 COMMAND = "python -m data_prep.stdlib_qa"
 FOLDERS = ("stdlib_qa", "stdlib_text", "stdlib_tokenizer")
@@ -47,16 +48,15 @@ _SKIPPED_PREFIX = "_sysconfigdata"  # paths and flags of this machine
 Rows = dict[str, list[dict[str, Any]]]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line. Exits 1 with one line on a mistake that the user can mend."""
+@print_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--data_path", type=Path, default=Path("results/data"), help="folder of prepared data sets (default: %(default)s)")
     parser.add_argument("--vocab_size", type=int, default=4096, help="tokens of the tokenizer (default: %(default)s)")
     options = parser.parse_args(argv)
-    try:
-        prepare(options.data_path, options.vocab_size)
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    prepare(options.data_path, options.vocab_size)
+    return 0
 
 
 def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None) -> bool:
@@ -244,4 +244,4 @@ def _print_summary(data_path: Path, counts: Mapping[str, Mapping[str, int]], tex
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    main()
+    sys.exit(main())

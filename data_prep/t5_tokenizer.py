@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from src import files
 from src.data.denoising.depth import dataset as depth
 from src.data.text import tokenizers
-from src.errors import DataError, UserError
+from src.errors import DataError, print_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -31,8 +32,9 @@ _NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # types of pieces, sentencepiece_model.pr
 _UNIGRAM = 1
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line. Exits 1 with one line on a mistake that the user can mend."""
+@print_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n", 1)[0])
     add = parser.add_argument
     add("--data_path", type=Path, default=Path("results/data"), help="folder of prepared data sets (default: %(default)s)")
@@ -44,11 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.sentences < 0:
         parser.error(f"--sentences: expected 0 or more, got {options.sentences}")
-    try:
-        made = prepare(options.data_path, options.name, options.source, options.spiece, options.sentences)
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    made = prepare(options.data_path, options.name, options.source, options.spiece, options.sentences)
     print(f"{options.data_path / options.name}: " + ("made" if made else "whole and made from this: nothing to do."))
+    return 0
 
 
 def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path | None = None, sentences: int = 0) -> bool:
@@ -220,4 +220,4 @@ def _read_proto(path: Path) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from src.config import Places
 from src.data import jsonl
 from src.data.qa.encoded_store import tokenizer_digest
 from src.data.text import token_files, tokenizers
-from src.errors import ConfigError, DataError, UserError
+from src.errors import ConfigError, DataError, print_errors
 
 COMMAND = "python -m data_prep.tokenize"
 _HERE = Path(__file__).parent
@@ -47,14 +48,13 @@ class Options:
     processes: int = 1
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line. Exits 1 with one line on a mistake that the user can mend."""
+@print_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
     given = vars(_parser().parse_args(argv))
     data_path = given.pop("data_path")
-    try:
-        tokenise(data_path, Options(**given))
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    tokenise(data_path, Options(**given))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -176,4 +176,4 @@ def _print_summary(folder: Path, splits: dict[str, list[dict[str, Any]]], kept: 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    main()
+    sys.exit(main())

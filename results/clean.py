@@ -16,7 +16,7 @@ from pathlib import Path
 
 from results import run_arguments
 from results.run_arguments import RUNS
-from src.errors import ConfigError, LaunchError, UserError
+from src.errors import ConfigError, LaunchError, UserError, print_errors
 from src.files import writing
 from src.launch import submissions
 from src.runs.checkpoints import retention
@@ -43,7 +43,7 @@ class Cleanup:
         return [*(path for plan in self.plans for path in plan.deletable), *self.snapshots]
 
 
-@run_arguments.command
+@print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what goes, and its size; delete it with --apply. Returns the exit code: 1 where something could not be deleted."""
     options = _parser().parse_args(arguments)

@@ -10,10 +10,10 @@ from typing import Any
 
 import panel as pn
 
-from results import chart, markup, overview, panes, run_arguments
+from results import chart, markup, overview, panes
 from results.lineage import tree
 from results.run_arguments import RUNS
-from src.errors import ConfigError, UserError
+from src.errors import ConfigError, UserError, print_errors
 from src.tables import lineage
 from src.tables import rows as results
 
@@ -252,7 +252,7 @@ def _offer(widget: Any, options: list[str] | dict[str, str]) -> None:
         widget.param.update(options=options, value=chosen if chosen in values else next(iter(values), None))
 
 
-@run_arguments.command
+@print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the page until interrupted; prints its address when it can be opened. Returns the exit code."""
     options = _parser().parse_args(arguments)

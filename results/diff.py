@@ -11,7 +11,7 @@ from typing import Any
 
 from results import run_arguments
 from results.run_arguments import RUNS
-from src.errors import CheckpointError, ConfigError, DataError, RunError, UserError
+from src.errors import CheckpointError, ConfigError, DataError, RunError, UserError, print_errors
 from src.files import read_json, reading
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.metadata import CONFIG, DIFF, ENV, attempts, flatten, read_exp_dict, read_status, state_of
@@ -27,7 +27,7 @@ Difference = dict[str, dict[str, Any]]
 """Key -> {"a": value, "b": value}; one of them is left out where that experiment has no such key."""
 
 
-@run_arguments.command
+@print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print only what differs. Returns the exit code: 0 whether or not anything does."""
     options = _parser().parse_args(arguments)

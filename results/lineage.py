@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from results import run_arguments
 from results.table import default_metric
+from src.errors import print_errors
 from src.tables import lineage
 from src.tables.lineage import Lineage, Node
 
@@ -17,7 +18,7 @@ _COLOURS = {"done": "#c8e6c9", "haven": "#c8e6c9", "running": "#bbdefb", "stoppe
 _BAD_COLOUR = "#ffcdd2"
 
 
-@run_arguments.command
+@print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the ancestry; skipped directories and parents that cannot be started from are told on stderr. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from results import run_arguments
 from results.table import INTERVALS, default_metric
 from src.config import unknown
-from src.errors import ConfigError, DataError
+from src.errors import ConfigError, DataError, print_errors
 from src.files import write_atomic, writing
 from src.runs.summary import is_finite
 from src.tables import curves
@@ -28,7 +28,7 @@ LABEL_CHARACTERS = 48
 """In a line of the legend."""
 
 
-@run_arguments.command
+@print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the plot and print its path. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)

@@ -14,7 +14,7 @@ from results import markup, overview, run_arguments
 from results.lineage import tree
 from results.plot import PLOTS, draw_line, write_plainly
 from src.config import unknown
-from src.errors import DataError, UserError
+from src.errors import DataError, UserError, print_errors
 from src.tables import lineage
 from src.tables import rows as results
 
@@ -27,7 +27,7 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """What a browser may load for the page: nothing but what is in it."""
 
 
-@run_arguments.command
+@print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report and print its path. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)

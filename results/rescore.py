@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from results import run_arguments
 from results.table import draw_rich, markdown
 from src.config import Problems, join, unknown_text
-from src.errors import ConfigError, DataError
+from src.errors import ConfigError, DataError, print_errors
 from src.files import reading
 from src.interfaces import MetricConfig
 from src.metrics import answers as answered
@@ -26,7 +25,7 @@ _LISTS = ("answers", "contexts_list")
 Row = dict[str, Any]
 
 
-@run_arguments.command
+@print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the scores of each file. Returns the exit code."""
     options = _parser().parse_args(arguments)

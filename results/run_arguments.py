@@ -1,30 +1,13 @@
-"""What the commands of results share: their arguments `[RUNS] [-e GROUP [GROUP ..]] [RUNS]`, and how they print errors."""
+"""What the commands of results share: their arguments `[RUNS] [-e GROUP [GROUP ..]] [RUNS]`, and how they print warnings and pages."""
 
 import argparse
-import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from src.errors import UserError
 from src.files import write_atomic, writing
 
 RUNS = Path("results/runs")
-Main = Callable[[Sequence[str] | None], int]
-
-
-def command(main: Main) -> Callable[..., int]:
-    """A `main` that prints a UserError as "error: ..." to stderr, each of its lines so, and then returns 1."""
-
-    @functools.wraps(main)
-    def run(arguments: Sequence[str] | None = None) -> int:
-        try:
-            return main(arguments)
-        except UserError as error:
-            warn(f"error: {line}" for line in str(error).splitlines())
-            return 1
-
-    return run
 
 
 def warn(lines: Iterable[str]) -> None:

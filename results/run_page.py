@@ -12,6 +12,7 @@ from results import layers, markup, overview, report, run_arguments
 from results.diff import resolve
 from results.plot import PLOTS
 from results.run_arguments import RUNS
+from src.errors import print_errors
 from src.runs import jsonl_records, ledger
 from src.runs.metadata import flatten, read_exp_dict, read_status, state_of
 from src.runs.scores import SCORES, Scores
@@ -36,7 +37,7 @@ _NAMED = {
 """Panels with one line, in their order, and what stands above them."""
 
 
-@run_arguments.command
+@print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page and print its path. Returns the exit code."""
     options = _parser().parse_args(arguments)

@@ -13,7 +13,7 @@ from pathlib import Path
 from results import run_arguments
 from results.run_arguments import RUNS
 from results.table import render, tabulate
-from src.errors import DataError
+from src.errors import DataError, print_errors
 from src.files import reading, sync_directory, writing
 from src.runs.environment import SECRET_FILES
 from src.runs.lease import GUARD, LEASE
@@ -46,7 +46,7 @@ With the code at hand:  python -m results.table FOLDER      python -m results.pl
 """
 
 
-@run_arguments.command
+@print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the zip, and print its path, number of files and size. Returns the exit code."""
     options = _parser().parse_args(arguments)

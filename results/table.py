@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from results import run_arguments
-from src.errors import ConfigError
+from src.errors import ConfigError, print_errors
 from src.tables import rows as results
 
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
@@ -26,7 +26,7 @@ _LATEX = {
 Table = list[dict[str, Any]]
 
 
-@run_arguments.command
+@print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; warnings about runs that cannot be read or are not done go to stderr. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)

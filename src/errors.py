@@ -1,6 +1,11 @@
 """Errors that the user can fix: printed as one line, no traceback, exit code 1."""
 
+import functools
+import sys
 from collections.abc import Callable
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 
 class UserError(Exception):
@@ -12,6 +17,20 @@ class UserError(Exception):
 
 class ConfigError(UserError):
     """An experiment, a group or a command line that cannot be run as written."""
+
+
+def print_errors(main: Callable[P, int]) -> Callable[P, int]:
+    """Decorates the `main` of a command: a UserError is printed to stderr as lines `error: ...`, and the exit code is 1."""
+
+    @functools.wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except UserError as error:
+            sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
+            return 1
+
+    return run
 
 
 def check_all(*checks: Callable[[], object]) -> None:

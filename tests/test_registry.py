@@ -1,8 +1,10 @@
 """Both ways: every line of the registry leads to a component of its interface, and every such component has its line."""
 
 import ast
+import contextlib
 import inspect
 import shutil
+import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from src import interfaces, registry
-from src.config import Config, Places
+from src.config import Config, Places, Problems
 from src.errors import DataError
 from src.files import new_directory
 from src.interfaces import call_once, remember_calls
@@ -125,3 +127,48 @@ def test_equal_parts_are_asked_once_within_a_block(tmp_path: Path):
         call_once(second.check, places)
     with pytest.raises(DataError, match="no such data set"):
         second.check(places)
+
+
+def test_parts_that_mixtures_share_are_read_once_below_the_top_level(tmp_path: Path):
+    """A dry run of three mixtures around one equal part opens each file of that part as often as a dry run of one."""
+    with new_directory(tmp_path / "corpus") as folder:
+        for split in ("train", "val"):
+            (folder / f"{split}.jsonl").write_text('{"text": "a", "source": "b"}\n')
+    places = Places(tmp_path, tmp_path)
+    part = {"name": "text", "corpus": "corpus", "sequence_tokens": 2}
+    bodies = [{"parts": {"shared": part}, "temperature": float(number)} for number in (1, 2, 3)]
+    mixtures = [registry.bind(registry.DATASETS, {"name": "mixture", **body}) for body in bodies]
+    opened: list[str] = []
+    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" and str(tmp_path) in str(args[0]) else None)
+
+    def count(components: list[interfaces.DatasetConfig], memory: contextlib.AbstractContextManager[None]) -> int:
+        opened.clear()
+        with memory:
+            for component in components:
+                call_once(component.check, places)
+        return len(opened)
+
+    once = count(mixtures[:1], remember_calls())
+    assert once
+    assert count(mixtures, remember_calls()) == once
+    assert count(mixtures, contextlib.nullcontext()) == 3 * once
+
+
+class Foreign(Config):
+    """Of no table."""
+
+
+def test_a_component_without_a_line_has_no_name():
+    with pytest.raises(LookupError, match=r"^tests\.test_registry is in no table of src/registry\.py$"):
+        registry.name_of(Foreign())
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.kind)
+def test_a_config_of_another_table_is_refused(table: ComponentTable):
+    other = Foreign() if table is registry.LAUNCHERS else registry.bind(registry.LAUNCHERS, {"name": "local"})
+    for foreign in (Foreign(), other):
+        with pytest.raises(Problems) as caught:
+            registry.bind(table, foreign)
+        ((path, message),) = caught.value.found
+        assert path == ""
+        assert message.startswith("expected a dict with 'name', got ")

@@ -6,14 +6,13 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import FrameType
 from typing import BinaryIO, NoReturn
 
-from src.errors import UserError
+from src.errors import print_errors
 
 # Standard input is a pipe that closes when its writer dies. The shell and its watcher outlive the signals that end the command.
 _BOUND = (
@@ -34,10 +33,7 @@ def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
     logging.getLogger("src").setLevel(level)
     try:
         with signals_raise():
-            return action()
-    except UserError as error:
-        sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
-        return 1
+            return print_errors(action)()
     except KeyboardInterrupt:
         return 130
 

@@ -252,8 +252,8 @@ def test_too_few_modules_for_two_splits(tmp_path):
 
 
 def test_too_small_a_vocabulary(tmp_path):
-    with pytest.raises(SystemExit, match=r"error: --vocab_size: expected at least 265 \(256 bytes and 9 control tokens\), got 100\."):
-        stdlib_qa.main(["--data_path", str(tmp_path), "--vocab_size", "100"])
+    with pytest.raises(DataError, match=r"^--vocab_size: expected at least 265 \(256 bytes and 9 control tokens\), got 100\.$"):
+        stdlib_qa.prepare(tmp_path, 100)
 
 
 def test_the_split_is_the_same_everywhere():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tarfile
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from src.tables import rows as results
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # haven imports deprecated modules
     from haven.haven_results import ResultManager
+
+
+OLD_RUNS = Path(__file__).resolve().parents[1] / "golden" / "runs_of_73ce31a.tar.gz"
 
 
 @pytest.fixture
@@ -60,3 +64,20 @@ def test_havens_last_value_skips_what_is_not_finite_as_ours_does(runs: Path):
         other = ResultManager(savedir_base=str(runs), exp_ids=[path.name], verbose=False)
         frame = other.get_score_df(columns=["exp_id"], show_meta=False, show_max_min=False)
     assert frame["val_loss"].iloc[0] == results.load_rows(runs)[0][0]["val_loss"] == rows[0]["val_loss"]
+
+
+def test_haven_opens_the_runs_of_an_earlier_version_beside_new_ones(runs: Path, tmp_path: Path):
+    with tarfile.open(OLD_RUNS) as archive:
+        archive.extractall(tmp_path / "old", filter="data")
+    old = {path.name: path for path in (tmp_path / "old" / "runs").iterdir() if (path / "exp_dict.json").exists()}
+    new = {path.name for path in runs.iterdir() if (path / "exp_dict.json").exists()}
+    for path in old.values():
+        path.rename(runs / path.name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        histories = ResultManager(savedir_base=str(runs), verbose=False).get_score_lists(return_as_dict=True)
+    assert len(old) == 3
+    assert histories.keys() == old.keys() | new
+    for name in histories:
+        assert histories[name] == results.read_history(runs / name)
+        assert histories[name]

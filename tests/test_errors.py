@@ -1,0 +1,57 @@
+"""Every command of data_prep and results prints the errors of the user as lines `error: ...`, without a traceback, and exits with 1."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from src.errors import ConfigError, print_errors
+
+ROOT = Path(__file__).resolve().parents[1]
+ENCODING = ["--embedding_model", "none", "--maximum_input_length", "8", "--data_cache_path", "data", "--corpus", "none"]
+BAD_INPUT = {
+    "data_prep.context_cache": [*ENCODING, "--cache", "cache", "--max_bytes", "0"],
+    "data_prep.llama2c": ["none.bin", "none.bin"],
+    "data_prep.prepare_qa": ["--data_path", "data", "--name", "toy", "--train", "none.json", "--val_percent", "25"],
+    "data_prep.prepare_task": ["--data_path", "data", "--task", "none", "--train", "none.tsv"],
+    "data_prep.preproc_nq": [*ENCODING, "--batch_size", "0"],
+    "data_prep.stdlib_qa": ["--data_path", "data", "--vocab_size", "100"],
+    "data_prep.t5_tokenizer": ["--data_path", "data", "--name", "toy", "--from", "./none"],
+    "data_prep.tokenize": ["--data_path", "data", "--name", "toy", "--tokenizer", "none", "--train", "none.txt"],
+    "results.clean": ["none"],
+    "results.diff": ["aaaa", "bbbb", "--runs", "none"],
+    "results.lineage": ["none"],
+    "results.plot": ["none"],
+    "results.report": ["none"],
+    "results.rescore": ["none.jsonl", "--metric", "squad"],
+    "results.run_page": ["none"],
+    "results.share": ["none", "-o", "shared.zip"],
+    "results.table": ["none"],
+}
+
+
+def test_every_command_is_here():
+    files = [path for room in ("data_prep", "results") for path in (ROOT / room).glob("*.py")]
+    commands = {f"{path.parent.name}.{path.stem}" for path in files if '__name__ == "__main__"' in path.read_text(encoding="utf-8")}
+    assert commands - {"results.dashboard"} == BAD_INPUT.keys()  # tests/results/test_dashboard.py gives it a port that is taken
+
+
+@pytest.mark.parametrize("command", BAD_INPUT)
+def test_a_command_names_the_error_and_exits_with_1(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert import_module(command).main(BAD_INPUT[command]) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert err
+    assert all(line.startswith("error: ") for line in err.splitlines())
+
+
+def test_each_line_of_an_error_is_marked(capsys: pytest.CaptureFixture[str]):
+    @print_errors
+    def main() -> int:
+        raise ConfigError("one\ntwo")
+
+    assert main() == 1
+    assert capsys.readouterr().err == "error: one\nerror: two\n"
