@@ -1,4 +1,4 @@
-"""What crosses from data to models: typed dicts of tensors.
+"""Typed dicts of tensors that the data sets hand to the models.
 
 Shapes: B samples, T tokens of the longest sample, C context chunks, S tokens of the longest chunk,
 P positions of all chunks of a sample, D hidden size of the model that encoded them.
@@ -22,7 +22,7 @@ class TokenBatch(TypedDict):
 
 
 class ContextBatch(TokenBatch):
-    """Sequences and, beside them, the contexts that they may read."""
+    """Sequences and the contexts that they may read."""
 
     context_ids: "Tensor"
     """(B, C, S) int64."""
@@ -31,7 +31,7 @@ class ContextBatch(TokenBatch):
 
 
 class Seq2SeqBatch(TypedDict):
-    """Inputs of an encoder, and the targets that its decoder learns to write. S tokens of the longest input, T of the longest target."""
+    """Inputs of an encoder and targets of its decoder. S tokens of the longest input, T of the longest target."""
 
     input_ids: "Tensor"
     """(B, S) int64."""
@@ -59,9 +59,9 @@ class DepthBatch(Seq2SeqBatch):
 
 
 class EncodedBatch(TokenBatch):
-    """Sequences and, beside them, contexts that were encoded before."""
+    """Sequences and contexts that were encoded before."""
 
     context_hidden: "Tensor"
-    """(B, P, D): hidden states of all chunks of a sample, one behind the other; zeros where `context_mask` is False."""
+    """(B, P, D): hidden states of all chunks of a sample, concatenated; zeros where `context_mask` is False."""
     context_mask: "Tensor"
     """(B, P) bool, True on real tokens."""

@@ -25,7 +25,7 @@ class Config(BaseModel):
 
 @dataclass(frozen=True)
 class Places:
-    """Where things are on this machine. None of it may change a number, so none of it is in an experiment."""
+    """Folders on this machine. They may change no result, so they are not part of an experiment."""
 
     data: Path
     """Prepared data sets, one folder each (`--data_path`)."""
@@ -36,7 +36,7 @@ class Places:
 
 
 class Problems(ValueError):
-    """Mistakes found inside a part, as (path below the part, message), to be reported below the path of the part."""
+    """Mistakes inside a component, as (path below the component, message)."""
 
     def __init__(self, found: Iterable[tuple[str, str]]) -> None:
         self.found = list(found)
@@ -59,7 +59,7 @@ def load(cls: type[C], raw: Any, where: str) -> C:
 
 
 def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, str]]:
-    """Turn pydantic's report into (dotted path, message) pairs; parts of parts are flattened."""
+    """Turn pydantic's report into (dotted path, message) pairs, those of nested components included."""
     for item in error.errors(include_url=False):
         loc, context = item["loc"], item.get("ctx", {})
         path = dotted_path(loc)
@@ -79,12 +79,12 @@ def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, s
 
 
 def unknown(kind: str, got: str, known: Iterable[str], where: str) -> ConfigError:
-    """Name the place, the culprit, the nearest valid spelling and all the choices."""
+    """An error that names the place, the unknown name, the nearest valid spelling and all choices."""
     return ConfigError(f"{where}: {unknown_text(kind, got, known)}")
 
 
 def unknown_text(kind: str, got: str, known: Iterable[str]) -> str:
-    """The part of `unknown` that follows the place."""
+    """The message of `unknown` without the place."""
     choices = sorted(map(str, known))
     close = get_close_matches(got, choices, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""

@@ -9,7 +9,7 @@ P = ParamSpec("P")
 
 
 class UserError(Exception):
-    """Says where, what came, and what would be right. Anything else that is raised is a bug of ours."""
+    """Says where the mistake is, what was found, and what would be right. Any other exception is a bug of ours."""
 
     everywhere = False
     """True where every process of the training raises it at the same point, so that all can go on with something else."""
@@ -34,7 +34,7 @@ def print_errors(main: Callable[P, int]) -> Callable[P, int]:
 
 
 def check_all(*checks: Callable[[], object]) -> None:
-    """Make every check, and raise one ConfigError with all that they found wrong, a line each."""
+    """Run every check, and raise one ConfigError with a line for each failure."""
     found = []
     for check in checks:
         try:

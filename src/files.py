@@ -1,4 +1,4 @@
-"""Whole files or none: everything that a later run reads is written beside, synced and renamed."""
+"""Atomic files and folders: written under a temporary name, synced, then renamed."""
 
 import contextlib
 import errno
@@ -19,8 +19,8 @@ from src.errors import ConfigError, RunError, UserError
 
 MANIFEST = "manifest.json"
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
-"""The names of files that `write_atomic` has not finished."""
-# What flock, and the exchange of two names, say where the file system or the kernel does not offer them.
+"""Names of unfinished files of `write_atomic`."""
+# Errors of flock and renameat2 where the file system or the kernel does not support them.
 _NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -31,10 +31,10 @@ _REFUSALS = _FULL | _FORBIDDEN | _WRONG_PATH
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a disk that refuses into a RunError that names `path`.
+    """Turn an OSError of a write into a RunError that names `path`.
 
     Raises:
-        RunError: the disk is full, read-only, over quota or forbidden, or `path` leads nowhere. What was complete before is untouched.
+        RunError: the disk is full, read-only, over quota or forbidden, or `path` leads nowhere. Complete files are untouched.
     """
     try:
         yield
@@ -47,11 +47,11 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Path, refusal: type[UserError] = RunError) -> Iterator[None]:
-    """Turn any failure to read into a `refusal` that names `path`, but for a file that is not there.
+    """Turn any OSError of a read into a `refusal` that names `path`, except for a missing file.
 
     Raises:
         refusal: `path` is a folder, forbidden, behind a loop of links, or the disk fails.
-        FileNotFoundError: as it is: what it means, the caller knows.
+        FileNotFoundError: unchanged; the caller knows what it means.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def reading(path: Path, refusal: type[UserError] = RunError) -> Iterator[None]:
 
 
 def _reason(error: OSError, path: Path) -> str:
-    """What the system says, and of which file, where that is another one than is being written or read."""
+    """The system's message, with the file it is about if that is not below the folder of `path`."""
     reason = error.strerror or str(error)
     if not isinstance(error.filename, str) or Path(error.filename).is_relative_to(path.parent):
         return reason
@@ -76,41 +76,38 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         RunError: the disk refuses.
     """
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    sync = not getattr(_thread, "defers_sync", False)
     with writing(path):
         try:
             with open(beside, "wb") as file:
                 file.write(data.encode() if isinstance(data, str) else data)
                 file.flush()
-                if _deferred_sync.folder is None:
+                if sync:
                     os.fsync(file.fileno())
             os.replace(beside, path)
         except BaseException:
             beside.unlink(missing_ok=True)
             raise
-        if _deferred_sync.folder is None:
+        if sync:
             sync_directory(path.parent)
 
 
 @contextlib.contextmanager
 def defer_sync(folder: Path) -> Iterator[None]:
-    """Within the block this thread's `write_atomic` leaves syncing to the end, for thousands of small files below `folder` at once.
+    """Within the block this thread's `write_atomic` does not sync; the end of the block syncs all. For thousands of small files at once.
 
-    A crash of the process still leaves each file old or new. A power cut within the block may leave files that are empty:
-    only for what is written again by whoever finds it damaged.
+    A crash of the process still leaves each file old or new. A power cut within the block may leave empty files, so use it only for
+    files that are rewritten when found damaged.
     """
-    _deferred_sync.folder = folder
+    _thread.defers_sync = True
     try:
         yield
     finally:
-        _deferred_sync.folder = None
+        _thread.defers_sync = False
         _sync_file_system(folder)
 
 
-class _DeferredSync(threading.local):
-    folder: Path | None = None
-
-
-_deferred_sync = _DeferredSync()
+_thread = threading.local()
 
 
 def _sync_file_system(folder: Path) -> None:
@@ -160,7 +157,7 @@ def read_yaml(path: Path, expected: str) -> dict[str, Any]:
     """The dict in the YAML file `path`. expected: what it should hold, for the message.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, has a key twice, or is no dict; names the file, and the line if one is to blame.
+        ConfigError: it cannot be read, is no YAML, has a key twice, or is no dict; names the file, and the line where known.
     """
     import yaml  # 30 ms, which most commands need not spend
 
@@ -211,15 +208,15 @@ def read_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:
 def new_directory(
     final: Path, facts: dict[str, Any] | None = None, around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 ) -> Iterator[Path]:
-    """Give an empty folder to fill; on success it becomes `final`, whole, with a manifest of its files' sizes and hashes.
+    """Yield an empty folder to fill; on success it becomes `final` atomically, with a manifest of its files' sizes and hashes.
 
-    An older `final` is replaced. At any moment, and after an error or a crash, `final` is the whole older folder or the whole new
-    one. Only where the system cannot exchange two names in one step (Linux can, on nearly every local file system) `final` is
-    absent for the moment between two renames, and a crash in that moment leaves the older folder beside it as `.NAME.xxxxxxxx.old`.
-    What killed writers left beside `final` is deleted on entry.
+    An older `final` is replaced. At any moment, also after an error or a crash, `final` is the complete old or the complete new folder.
+    Only where the system cannot exchange two names in one step (Linux can, on nearly every local file system) `final` is absent
+    between two renames, and a crash at that point leaves the old folder beside it as `.NAME.xxxxxxxx.old`.
+    Leftovers of killed writers are deleted on entry.
 
-    `facts` stand in the manifest beside "files"; it is read when the block ends, so the block may add to it.
-    `around` is entered for the moment in which `final` is replaced; where it raises, the older one stays.
+    facts: added to the manifest beside "files"; read when the block ends, so the block may add to it.
+    around: entered while `final` is replaced; if it raises, the old folder stays.
 
     Raises:
         RunError: the disk refuses.
@@ -253,7 +250,7 @@ def new_directory(
 
 
 def _claim(final: Path) -> tuple[Path, int | None]:
-    """A new empty folder beside `final`, and its lock, which keeps it from being swept; None where there are no locks."""
+    """A new empty folder beside `final`, and the lock that protects it from `_sweep`; None where locks are not supported."""
     while True:
         beside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
         beside.mkdir(parents=True)
@@ -271,7 +268,7 @@ def _lock(directory: Path) -> int:
     """A descriptor that holds the lock of `directory` until it is closed, at the latest when this process ends.
 
     Raises:
-        OSError: BlockingIOError where another process holds it, FileNotFoundError where it is gone, others where there are no locks.
+        OSError: BlockingIOError if another process holds it, FileNotFoundError if it is gone, others where locks are not supported.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -284,7 +281,7 @@ def _lock(directory: Path) -> int:
 
 
 def _sweep(final: Path) -> None:
-    """Delete what killed writers of `final` left beside it. Where there are no locks to tell them from live ones, leave all."""
+    """Delete leftovers of killed writers of `final`. Keep all where locks are not supported, as some may be of live writers."""
     if not final.parent.is_dir():
         return
     pattern = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}(\.old)?")
@@ -299,7 +296,7 @@ def _sweep(final: Path) -> None:
 
 
 def _rename_over(beside: Path, final: Path) -> Path | None:
-    """Let the folder `beside` be `final`; where an older `final` lies now, None where there was none."""
+    """Rename the folder `beside` to `final`; returns the new path of an older `final`, None if there was none."""
     try:
         os.rename(beside, final)
     except OSError as error:
@@ -321,7 +318,7 @@ def _rename_over(beside: Path, final: Path) -> Path | None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where the system or the file system cannot. See renameat2(2)."""
+    """Exchange two names in one step, with renameat2(2); False where that is not supported."""
     import ctypes
 
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -336,9 +333,9 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def defect(directory: Path, hashes: bool = True) -> str | None:
-    """What is wrong with a folder made by `new_directory`: its manifest, or the first missing, short or altered file; None: it is whole.
+    """The first defect of a folder made by `new_directory`: its manifest, or a missing, short or altered file; None if there is none.
 
-    hashes: False reads no file but the manifest, so that an altered file of the right size goes unnoticed.
+    hashes: False reads only the manifest, so an altered file of the right size goes unnoticed.
     """
     try:
         manifest = read_manifest(directory, RunError)

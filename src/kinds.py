@@ -1,4 +1,4 @@
-"""What models read: the kinds that recipes and data sets ask for, and what a person writes to get each."""
+"""Kinds of models by what they read, and the model names that an experiment can use for each."""
 
 DECODER, CROSS_ATTENTION, ENCODER_DECODER, FUSION_IN_DECODER = "decoder", "cross_attention", "encoder_decoder", "fusion_in_decoder"
 KINDS = {

@@ -1,4 +1,4 @@
-"""Every name that an experiment can use, and the module that it leads to. Imports none of them until one is used."""
+"""Every name that an experiment can use, and its module. A module is imported when its name is first used."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from src.config import Config, Problems, problems, unknown_text
 
 @dataclass(frozen=True, eq=False)
 class ComponentTable:
-    """Names of one kind; each leads to a module that has a `Config`, which is one of the interfaces of src/interfaces.py."""
+    """Names of one kind, each with the module whose `Config` implements the interface of that kind (src/interfaces.py)."""
 
     kind: str
     modules: Mapping[str, str]

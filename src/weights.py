@@ -1,4 +1,4 @@
-"""The trained weights of a model: what a checkpoint keeps of it, and how it comes back."""
+"""The trained weights of a model: those that a checkpoint stores, and loading them."""
 
 from collections.abc import Iterable
 from pathlib import Path

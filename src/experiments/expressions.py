@@ -1,10 +1,10 @@
-"""Questions to rows, such as `model.stride > 2 and state == 'done'`: parsed by Python's own parser, never evaluated by it.
+"""Conditions on rows, such as `model.stride > 2 and state == 'done'`: parsed by Python's parser, never evaluated by Python.
 
 An expression is made of dotted names, numbers, texts, lists, None (or null), True and False (or true, false), the comparisons
 == != < <= > >= in, not in, also chained (0 < x < 1), and, or, not, parentheses, and two calls: `matches(name, 'regular expression')`,
-which searches in a text, and `value('em/nq')` for a name that is no dotted name.
+which searches a text, and `value('em/nq')` for a name that is no dotted name.
 
-A name that a row lacks is None. None, and a text beside a number, have no order: the comparison is False. True equals no number.
+A name that a row lacks is None. Comparing the order of None, or of a text and a number, gives False. True equals no number.
 """
 
 import ast
@@ -27,11 +27,11 @@ _ORDER = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.Gt
 
 @dataclass(frozen=True)
 class Query:
-    """A question that has been understood."""
+    """A parsed expression."""
 
     text: str
     names: frozenset[str]
-    """Every name that it reads."""
+    """Every name it reads."""
     _value: _Value = field(repr=False, compare=False)
 
     def matches(self, row: Row) -> bool:
@@ -40,7 +40,7 @@ class Query:
 
 
 def compile(text: str, where: str = "query") -> Query:  # noqa: A001  as re.compile
-    """Understand `text`; `where` begins the messages.
+    """Parse `text`; `where` begins the messages.
 
     Raises:
         ConfigError: anything but the expressions above; names the place in the text.
@@ -74,7 +74,7 @@ class _Parser:
         return Query(self.text, frozenset(self.names), value)
 
     def compile_node(self, node: ast.expr) -> _Value:
-        """The function of a row that `node` stands for."""
+        """The value of `node` as a function of a row."""
         match node:
             case ast.Constant(value=None | bool() | int() | float() | str() as constant):
                 return lambda _: constant
@@ -184,7 +184,7 @@ def _test(sign: ast.cmpop) -> Callable[[Any, Any], bool]:
 
 
 def _is_equal(left: Any, right: Any) -> bool:
-    """As in Python, but that True is not 1."""
+    """As in Python, but True is not 1."""
     if isinstance(left, bool) or isinstance(right, bool):
         return left is right
     if isinstance(left, list) and isinstance(right, list):

@@ -56,7 +56,7 @@ def seeds(experiments: Iterable[Experiment], seeds: int | Sequence[int]) -> list
 
 
 def ref(parent: Experiment, checkpoint: str = "last") -> dict[str, Any]:
-    """The model dict that stands for what `parent` trained. It holds the parent's id, so a changed parent is another child.
+    """The model dict of the model that `parent` trained. It holds the parent's id, so a changed parent makes another child.
 
     Raises:
         ConfigError: `parent` is not a valid experiment.
@@ -68,25 +68,21 @@ def ref(parent: Experiment, checkpoint: str = "last") -> dict[str, Any]:
 def set_path(exp: Experiment, path: str, value: Any, must_exist: bool) -> Experiment:
     """A deep copy of `exp` with `value` at the dotted `path`.
 
-    must_exist: True refuses a last key that is not in `exp`; the keys before it must be there in any case.
+    must_exist: also refuse a last key that is not in `exp`; the keys before it must exist in any case.
 
     Raises:
-        ConfigError: names the key that is not there, or that leads to no dict.
+        ConfigError: names the key that is missing, or that leads to no dict.
     """
-    changed = _copy_experiment(exp)
-    _assign(changed, path, value, must_exist)
-    return changed
+    return _combine(exp, [(path, value)], must_exist)
 
 
 def override(exp: Experiment, values: Mapping[str, Any]) -> Experiment:
-    """A copy of `exp` with other values: dotted path -> value. A last key may be new: whether it may stand there is checked later.
+    """A copy of `exp` with other values: dotted path -> value. A last key may be new: whether it is allowed is checked later.
 
     Raises:
         ConfigError: names a key that is not there, or that leads to no dict.
     """
-    for path, value in values.items():
-        exp = set_path(exp, path, value, must_exist=False)
-    return exp
+    return _combine(exp, values.items(), must_exist=False)
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -107,31 +103,28 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set: {path.strip()}: nested too deeply, or a number of too many digits: {shown}.") from None
 
 
-def _combine(base: Experiment, values: Iterable[tuple[str, Any]]) -> Experiment:
-    exp = _copy_experiment(base)
+def _combine(base: Any, values: Iterable[tuple[str, Any]], must_exist: bool = True) -> Experiment:
+    """A deep copy of `base` with `values` at their dotted paths."""
+    if not isinstance(base, dict):
+        raise ConfigError(f"expected a dict of an experiment, got {reprlib.repr(base)} ({type(base).__name__}).")
+    try:
+        exp = _copy(base)
+    except RecursionError:
+        raise ConfigError("an experiment holds itself, or is nested too deeply.") from None
     for path, value in values:
-        _assign(exp, path, value, must_exist=True)
+        _assign(exp, path, value, must_exist)
     return exp
 
 
-def _copy_experiment(exp: Any) -> Experiment:
-    if not isinstance(exp, dict):
-        raise ConfigError(f"expected a dict of an experiment, got {reprlib.repr(exp)} ({type(exp).__name__}).")
-    try:
-        return _copy(exp)
-    except RecursionError:
-        raise ConfigError("an experiment holds itself, or is nested too deeply.") from None
-
-
 def _copy(value: Any) -> Any:
-    """A copy of JSON values, five times as fast as copy.deepcopy; what else there may be is refused later, by its path."""
+    """A copy of JSON values, five times as fast as copy.deepcopy. Values of other types are refused later, by their path."""
     if type(value) is dict:
         return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if type(value) is list else value
 
 
 def _assign(exp: Experiment, path: str, value: Any, must_exist: bool) -> None:
-    """`set_path` in place; `value` itself is copied, so that no two experiments share a dict."""
+    """`set_path` in place. `value` is copied, so that no two experiments share a dict."""
     place, keys = exp, path.split(".")
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1

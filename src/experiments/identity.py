@@ -1,4 +1,4 @@
-"""The id of an experiment: haven's hash of its dict, for dicts that haven hashes faithfully and JSON can hold."""
+"""The id of an experiment: haven's hash of its dict. Only dicts that haven hashes faithfully and JSON can hold have one."""
 
 import hashlib
 import math
@@ -8,7 +8,7 @@ from src.config import join
 from src.errors import ConfigError
 
 DEEPEST = 50
-"""Dicts and lists inside each other. An experiment needs five; Python gives up at some hundreds."""
+"""Levels of nested dicts and lists. An experiment needs five; Python gives up at some hundreds."""
 _LARGEST = 10**300  # an int beyond the floats; Python refuses to write one of 4300 digits
 
 
@@ -29,7 +29,7 @@ def _text(value: Any) -> str:
 
 
 def check_values(exp: Any, where: str) -> None:
-    """Refuse what haven cannot hash faithfully or JSON cannot hold.
+    """Refuse values that haven cannot hash faithfully or JSON cannot hold.
 
     Raises:
         ConfigError: names the first such value by its path below `where`.
