@@ -15,13 +15,13 @@ from src.errors import LaunchError, UserError
 
 T = TypeVar("T")
 REQUEUE = 75
-"""Exit code of a training that stopped in order, before its end (EX_TEMPFAIL of sysexits.h): started again, it goes on."""
+"""Exit code of a training that stopped gracefully before its end (EX_TEMPFAIL of sysexits.h): a restart resumes it."""
 INTERRUPTED = 130
-"""Exit code of a training that a person stopped, as of a shell's Ctrl-C: no scheduler starts it again."""
+"""Exit code of a training that a person stopped, as after Ctrl-C in a shell: no scheduler restarts it."""
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Variable that has torchrun's agent and the processes meet at an address each."""
+"""Environment variable that gives torchrun's agent and the ranks separate rendezvous stores."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""What schedulers send before a kill and before the time limit, and what a person sends."""
+"""Sent by schedulers before a kill, by schedulers before the time limit, and by a person."""
 _PARENT = os.getppid()
 
 
@@ -32,43 +32,43 @@ class Reason:
     by: str
     """Name of the signal, or of the limit."""
     kind: Literal["signal", "limit", "person"] = "signal"
-    """What a person has stopped only a person starts again."""
+    """A training stopped by a person is not restarted automatically."""
 
     @property
     def by_hand(self) -> bool:
-        """Whether a person wants it."""
+        """Whether a person asked for it."""
         return self.kind == "person"
 
 
-_asked: Reason | None = None
+_requested: Reason | None = None
 _deferred = False
 _limit: Callable[[], Reason | None] | None = None
 
 
 class TrainingStopped(BaseException):
-    """This process was asked to stop. No Exception, so that no library swallows it, as with KeyboardInterrupt."""
+    """This process was asked to stop. A BaseException, like KeyboardInterrupt, so that no library swallows it."""
 
     def __init__(self, reason: Reason, everywhere: bool = False, step: int | None = None) -> None:
         super().__init__(reason.by)
         self.reason = reason
         self.everywhere = everywhere
-        """True where every process of the training raises it at the same point."""
+        """True if every rank raises it at the same point."""
         self.step = step
-        """The step of the checkpoint that was written last; None where the training had not begun."""
+        """Step of the last checkpoint; None if the training had not begun."""
 
     @property
     def exit_code(self) -> int:
-        """What schedulers requeue on, or what they do not."""
+        """`REQUEUE`, on which schedulers restart the job, or `INTERRUPTED`, on which they do not."""
         return INTERRUPTED if self.reason.by_hand else REQUEUE
 
 
 def rank() -> int:
-    """Global rank, 0 where nobody launched several processes."""
+    """Global rank; 0 in a single process."""
     return int(os.environ.get("RANK", 0))
 
 
 def local_rank() -> int:
-    """Rank on this machine: it picks the device."""
+    """Rank on this machine: the index of the device."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -78,19 +78,19 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    """Rank 0: the one that writes."""
+    """Whether this is rank 0, which writes the files."""
     return rank() == 0
 
 
 @contextlib.contextmanager
 def session() -> Iterator[None]:
-    """Join the process group on entry and leave it in order on success; a failing process leaves at once.
+    """Join the process group on entry and leave it gracefully on success; a failing process leaves at once.
 
     Backend: nccl between GPUs where the machine has any, one for each process; gloo between CPUs.
 
     Raises:
-        LaunchError: there are GPUs, but fewer than processes on this machine; the launcher's variables are incomplete, or it would not
-            be able to start killed processes again as it was told to.
+        LaunchError: fewer GPUs than processes on this machine; incomplete variables of the launcher, or settings with which its
+            restarts of killed processes would hang.
     """
     if world_size() == 1:
         yield
@@ -122,7 +122,7 @@ def session() -> Iterator[None]:
 
 
 def ensure_group() -> None:
-    """Make a process group of one where the launcher has made none: some libraries require one. It ends with the process."""
+    """Make a single-process group if the launcher has made none: some libraries require one. It ends with the process."""
     import torch
     import torch.distributed as dist
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  it is in torch's manual
@@ -140,7 +140,7 @@ def _leave_group() -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when the launcher dies: without it a rank may wait for ever, deaf to signals. Linux only."""
+    """Have the kernel kill this process when the launcher dies; a rank could hang forever otherwise. Linux only."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -150,43 +150,43 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block a stop signal raises `TrainingStopped` once: immediately or, after `defer_stop`, where the training asks for it.
+    """Within the block a stop signal raises `TrainingStopped` once: immediately or, after `defer_stop`, where the training checks for it.
 
     Main thread only. A second Ctrl-C aborts immediately. An ignored SIGINT (nohup) stays ignored.
     """
-    global _asked, _deferred
+    global _requested, _deferred
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _asked, _deferred = None, False
+    _requested, _deferred = None, False
     numbers = [n for n in STOP_SIGNALS if n != signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _on_signal) for number in numbers}
     try:
         yield
     finally:
-        _asked, _deferred = None, False
+        _requested, _deferred = None, False
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def defer_stop() -> None:
-    """From here on a stop signal is only noted, until `allow_stop`: `stop_requested` tells of it."""
+    """From here on, until `allow_stop`, a stop signal is only recorded: `stop_requested` returns it."""
     global _deferred  # noqa: PLW0603  see stoppable
     _deferred = True
 
 
 def allow_stop() -> None:
-    """From here on a stop signal raises `TrainingStopped` at once; one that was noted does so now."""
+    """From here on a stop signal raises `TrainingStopped` at once; a recorded one does so now."""
     global _deferred  # noqa: PLW0603  see stoppable
     _deferred = False
-    if _asked:
+    if _requested:
         _deferred = True
-        raise TrainingStopped(_asked)
+        raise TrainingStopped(_requested)
 
 
 @contextlib.contextmanager
 def stop_when(limit: Callable[[], Reason | None]) -> Iterator[None]:
-    """Within the block `stop_requested` tells of what `limit` gives, too."""
+    """Within the block `stop_requested` also returns the result of `limit`."""
     global _limit  # noqa: PLW0603  see stoppable
     _limit = limit
     try:
@@ -196,40 +196,40 @@ def stop_when(limit: Callable[[], Reason | None]) -> Iterator[None]:
 
 
 def stop_requested() -> Reason | None:
-    """Why this process is to stop: a signal has asked it to, or a limit is reached. None where it may go on."""
-    return _asked or (_limit() if _limit else None)
+    """Why this process is to stop: a signal, or a limit that is reached. None if it may go on."""
+    return _requested or (_limit() if _limit else None)
 
 
 def stop_together() -> None:
     """Raise `TrainingStopped` on every process if one of them was asked to stop. Collective.
 
     Raises:
-        Stopped: with `everywhere`, and without a step.
+        TrainingStopped: with `everywhere`, and without a step.
     """
     if any(all_reduce_sum([stop_requested() is not None])):
         raise agreed_stop(None)
 
 
 def agreed_stop(step: int | None) -> TrainingStopped:
-    """What every process raises, once they agree that one of them was asked to stop. Collective."""
+    """The exception that every rank raises once they agree that one of them was asked to stop. Collective."""
     reasons = all_gather_list([reason] if (reason := stop_requested()) else [])
     return TrainingStopped(next((reason for reason in reasons if reason.by_hand), reasons[0]), everywhere=True, step=step)
 
 
 def ignore_stops(_: int = 0) -> None:
-    """For processes that work for this one: a signal to all of them stops this one, and they end with it."""
+    """For worker processes: a signal to the process group stops the main process, and the workers end with it."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _on_signal(number: int, _: FrameType | None) -> None:
-    global _asked, _deferred  # noqa: PLW0603  see stoppable
-    if number == signal.SIGINT and _asked and _asked.by_hand:
+    global _requested, _deferred  # noqa: PLW0603  see stoppable
+    if number == signal.SIGINT and _requested and _requested.by_hand:
         raise KeyboardInterrupt
-    _asked = _asked or Reason(signal.Signals(number).name, "person" if number == signal.SIGINT else "signal")
+    _requested = _requested or Reason(signal.Signals(number).name, "person" if number == signal.SIGINT else "signal")
     if not _deferred:
-        _deferred = True  # a second signal must not interrupt what the first one has begun
-        raise TrainingStopped(_asked)
+        _deferred = True  # a second signal must not interrupt the handling of the first
+        raise TrainingStopped(_requested)
 
 
 @contextlib.contextmanager
@@ -292,7 +292,7 @@ def all_reduce_sum(values: Sequence[float]) -> list[float]:
 
 
 def all_gather_list(items: list[T]) -> list[T]:
-    """The lists of all ranks, one after another, on every rank. Items must be picklable. Collective."""
+    """The lists of all ranks, concatenated, on every rank. Items must be picklable. Collective."""
     if world_size() == 1:
         return items
     import torch.distributed as dist

@@ -34,7 +34,7 @@ class Component(Config):
 
     @property
     def name(self) -> str:
-        """What an experiment calls it."""
+        """Its name in an experiment."""
         return name_of(self)
 
 
@@ -49,9 +49,9 @@ class Architecture:
     num_heads: int
     num_key_value_heads: int
     max_positions: int | None = None
-    """Most tokens of a sequence, where it is known."""
+    """Most tokens of a sequence, if known."""
     head_size: int | None = None
-    """Width of a head, where it is given; else the hidden size is divided among the heads."""
+    """Width of a head, if given; else hidden size / heads."""
 
 
 class ModelConfig(Component):
@@ -64,18 +64,18 @@ class ModelConfig(Component):
         Random weights are drawn from torch's global generator.
 
         Raises:
-            UserError: what it is built from is missing or damaged.
+            UserError: a file it is built from is missing or damaged.
         """
 
     def check(self, places: Places) -> None:
-        """Raises a UserError for what `build` would refuse, as far as that can be known without loading weights."""
+        """Raises a UserError for what `build` would refuse, as far as it is known without loading weights."""
 
     def kind(self, places: Places | None) -> str | None:
-        """One of `kinds.KINDS`; None where only `places`, which know parents, would tell."""
+        """One of `kinds.KINDS`; None if only `places`, where parents are, would tell."""
         return DECODER
 
     def architecture(self, places: Places) -> Architecture | None:
-        """Its sizes; None where only loading it would tell."""
+        """Its sizes; None if only loading it would tell."""
         return None
 
     def fingerprint(self, places: Places) -> str | None:
@@ -83,11 +83,11 @@ class ModelConfig(Component):
         return None
 
     def identity(self, places: Places) -> str | None:
-        """Digest of all weights that `build` loads, those of parents included; None where it loads none or they are not trained yet."""
+        """Digest of all weights that `build` loads, those of parents included; None if it loads none or they are not trained yet."""
         return self.fingerprint(places)
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
-        """What must be kept of a context, in bytes per token, by the name of the score; None where the sizes are not known."""
+        """Bytes per token that must be cached of a context, by the name of the score; None if the sizes are not known."""
         return None
 
     def tokenizer_folder(self, places: Places) -> Path | None:
@@ -95,7 +95,7 @@ class ModelConfig(Component):
         return None
 
     def is_frozen(self) -> bool:
-        """Whether its weights cannot be trained, only what is put around it."""
+        """Whether its weights cannot be trained, only those of a wrapper around it."""
         return False
 
     def has_random_weights(self) -> bool:
@@ -103,7 +103,7 @@ class ModelConfig(Component):
         return False
 
     def trains_base(self) -> bool:
-        """Whether it is a wrapper whose base is trained along."""
+        """Whether it is a wrapper whose base is trained too."""
         return False
 
     def require_kind(self, wanted: str, places: Places | None, field: str = "model") -> None:
@@ -120,13 +120,13 @@ class ModelConfig(Component):
             raise ConfigError(str(error)) from None
 
     def longest_sequence(self, places: Places) -> int | None:
-        """Most tokens of a sequence that it can read; None where that is not known or there is no limit."""
+        """Most tokens of a sequence that it can read; None if that is not known or unlimited."""
         sizes = call_once(self.architecture, places)
         return sizes.max_positions if sizes else None
 
 
 class Dataset(Protocol):
-    """Samples of one split. A sample is a pure function of (epoch, index), whatever was read before and by which process."""
+    """Samples of one split. A sample is a pure function of (epoch, index), independent of earlier reads and of the process."""
 
     fingerprint: str
     """Digest of the content, and of the options that change it."""
@@ -167,15 +167,15 @@ class QuestionDataset(Dataset, Protocol):
         ...
 
     def row(self, index: int) -> dict[str, Any]:
-        """Question `index` as it stands in the prepared data."""
+        """Question `index` as in the prepared data."""
         ...
 
     def source(self, index: int) -> str:
-        """What scores are grouped by."""
+        """The group of its scores."""
         ...
 
     def prompt(self, index: int) -> Any:
-        """What generation starts from: a sample without its answer."""
+        """A sample without its answer, from which generation starts."""
         ...
 
     def collate_prompts(self, samples: Sequence[Any]) -> Batch:
@@ -191,7 +191,7 @@ class ContextDataset(QuestionDataset, Protocol):
 
     @property
     def stored_bytes_per_token(self) -> int | None:
-        """On disk, of a token of a context that was encoded before; None where contexts are read as text."""
+        """Bytes on disk per token of an encoded context; None where contexts are read as text."""
         ...
 
     def with_shuffled_contexts(self) -> Self:
@@ -236,10 +236,10 @@ def require_fit(field: str, tokens: int, max_positions: int | None) -> None:
 
 
 class DatasetConfig(Component):
-    """What an experiment says of its data."""
+    """The data of an experiment."""
 
     same_length_advice: ClassVar[str] = "Leave loop.compile out."
-    """What to do where `loop.compile` needs batches of one length and `batch_lengths` gives None."""
+    """Advice in the error of `check_compiled`."""
 
     @property
     def reader(self) -> str:
@@ -247,10 +247,10 @@ class DatasetConfig(Component):
         return DECODER
 
     def check(self, places: Places) -> None:
-        """Raises a UserError where the data are missing or malformed, as far as that can be known without reading the rows."""
+        """Raises a UserError where the data are missing or malformed, as far as it is known without reading the rows."""
 
     def check_tokenizer(self, folder: Path | None) -> None:
-        """Raises a UserError where the tokenizer in `folder`, which is not loaded, lacks a token. None: it is not known yet."""
+        """Raises a UserError where the tokenizer in `folder`, which is not loaded, lacks a token. None: not known yet."""
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         """Raises ConfigError where a model of `max_positions` (None: unknown or no limit) cannot read a sample or write `new_tokens`."""
@@ -265,7 +265,7 @@ class DatasetConfig(Component):
             raise ConfigError(f"loop.compile: needs batches of one length, and those of {self.name!r} differ. {self.same_length_advice}")
 
     def weight(self, places: Places) -> float | None:
-        """Examples that count in a mixture in proportion to those of its other parts; None: as many as there are samples."""
+        """Weight in a mixture, in examples; None: the number of samples."""
         return None
 
     @abstractmethod
@@ -279,7 +279,7 @@ class DatasetConfig(Component):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model answered, and what it was asked."""
+    """An answer of a model, with its question."""
 
     text: str
     references: Sequence[str]
@@ -287,7 +287,7 @@ class Prediction:
     question: str = ""
     contexts: Sequence[str] = ()
     source: str = ""
-    """What scores are grouped by, such as the data set that the question came from."""
+    """The group of its scores, such as the data set that the question came from."""
 
     def __post_init__(self) -> None:
         if isinstance(self.references, str) or not self.references:
@@ -302,7 +302,7 @@ class MetricConfig(Component):
         """By name: a list with the score of each answer, or a float where only all of them together have one."""
 
     def score_names(self) -> Sequence[str]:
-        """The names that `score` gives. One whose library takes long to load says them without it."""
+        """The names that `score` gives. Metrics whose library loads slowly override this."""
         return list(self.score([]))
 
 
@@ -311,7 +311,7 @@ class RecipeConfig(Component):
 
     @abstractmethod
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        """Each raises a UserError for what can be known to fail before anything is loaded."""
+        """Checks that load nothing; each raises a UserError for what is known to fail."""
 
     def check(self, places: Places) -> None:
         """Raises one ConfigError with a line for everything that is known to fail."""
@@ -319,7 +319,7 @@ class RecipeConfig(Component):
 
     @abstractmethod
     def run(self, run: Any) -> None:
-        """Train, or go on to train, the experiment of the `runs.context.Run`. Collective."""
+        """Train, or resume, the experiment of the `runs.context.Run`. Collective."""
 
 
 _results: dict[Any, Any] | None = None
@@ -327,11 +327,11 @@ _results: dict[Any, Any] | None = None
 
 @contextlib.contextmanager
 def remember_calls() -> Iterator[None]:
-    """Within the block, `call_once` calls each method of equal components once: a thousand experiments on one data set look at it once.
+    """Within the block, `call_once` calls each method of equal components once: a thousand experiments on one data set check it once.
 
-    No file that they look at may change meanwhile.
+    The files that the methods read must not change meanwhile.
     """
-    global _results  # noqa: PLW0603  a memory of one block, not of the process
+    global _results  # noqa: PLW0603  a cache of one block, not of the process
     _results = {}
     try:
         yield
@@ -340,7 +340,7 @@ def remember_calls() -> Iterator[None]:
 
 
 def call_once(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """`method(*args)`, where `method` is one of a component; or what it gave before, within `remember_calls`."""
+    """`method(*args)` of a component; within `remember_calls`, the cached result of an equal component."""
     component = getattr(method, "__self__", None)
     assert component is not None, "a method of a component"
     key = (type(component), component, method.__name__, tuple(id(a) if isinstance(a, Places) else a for a in args))
@@ -351,7 +351,7 @@ def call_once(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     if _results is None or kwargs:
         return method(*args, **kwargs)
     if key not in _results:
-        _results[key] = (args, method(*args, **kwargs))  # the arguments stay, so that no other gets the id of one
+        _results[key] = (args, method(*args, **kwargs))  # keeps the arguments alive, so that no other object gets their ids
     return _results[key][1]
 
 

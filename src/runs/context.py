@@ -1,4 +1,4 @@
-"""What a recipe is given to run one experiment: its save directory, where things are, how to report."""
+"""The arguments of a recipe: save directory, folders of this machine, and options of the command line."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ from src.runs.run_dir import RunDir
 
 @dataclass(frozen=True)
 class Wandb:
-    """Where Weights & Biases logs go: online when entity and project are both given, else to files in the save directory."""
+    """Weights & Biases: online if entity and project are both given, else files in the save directory."""
 
     entity: str | None
     project: str | None
@@ -24,38 +24,38 @@ class Wandb:
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends a training before its last step, in order: it is to be started again."""
+    """Limits at which a training stops gracefully, to be resumed."""
 
     end: float | None = None
-    """Of time.monotonic(), in seconds."""
+    """Seconds of time.monotonic()."""
     host_memory: float | None = None
-    """Share of the host's memory that may be in use."""
+    """Share of the host's memory in use."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Choices of the command line that change no number of a training."""
+    """Options of the command line that do not change the results of a training."""
 
     log_every: int | None = None
     """Optimizer steps between score rows and between checkpoints; None: at each evaluation."""
     wandb: Wandb | None = None
     deepspeed: Path | None = None
-    """Settings of DeepSpeed ZeRO; None: every process has the whole model."""
+    """Settings of DeepSpeed ZeRO; None: every rank has the whole model."""
     fsdp: bool = False
-    """Whether the processes share the model (FSDP2)."""
+    """Shard the model over the ranks (FSDP2)."""
     gradient_checkpointing: bool = False
-    """Whether layers keep only their inputs and are computed again in the backward pass: the same bits, less memory, a third more time."""
+    """Recompute layers in the backward pass: the same bits, less memory, a third more time."""
     offload_activations: bool = False
-    """Whether what the backward pass needs waits in the host's memory: the same bits."""
+    """Keep activations in the host's memory until the backward pass: the same bits."""
     statistics_every: int = 50
-    """Optimizer steps between the records of statistics.jsonl; 0: there are none."""
+    """Optimizer steps between the records of statistics.jsonl; 0: none."""
     limits: Limits = field(default_factory=Limits)
     num_workers: int | None = None
-    """Processes that read data beside each training process; None: 2 beside a GPU, else none."""
+    """Data loading processes per rank; None: 2 with a GPU, else 0."""
     keep: RotationRule = field(default_factory=RotationRule)
-    """Which checkpoints stay."""
+    """Which checkpoints are kept."""
     launcher_settings: Mapping[str, str | float] = field(default_factory=dict)
-    """What the launcher was told of the experiment, by name: `LoopConfig.agree` refuses what differs."""
+    """Settings of accelerate's launcher, by name: `LoopConfig.check_accelerate` refuses those that contradict the experiment."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Run:
 
 @contextlib.contextmanager
 def log_to_file(folder: Path, loggers: Iterable[str]) -> Iterator[None]:
-    """Append what `loggers` say to <folder>/train.log, as long as the disk takes it. None given: nothing is written.
+    """Append the messages of `loggers` to <folder>/train.log; later write errors are ignored. No loggers: no file.
 
     Raises:
-        RunError: the file cannot be made.
+        RunError: the file cannot be created.
     """
     names = list(loggers)
     if not names:

@@ -1,4 +1,4 @@
-"""What a run was started with: code, versions, machine, command. Never secrets, never a reason to fail."""
+"""The environment of a start: code, versions, machine, command. Leaves out secrets, and never raises."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ _GIT_SECONDS = 5.0
 _GPU_SECONDS = 2.0
 _ROOT = Path(__file__).resolve().parents[2]
 
-# Only these variables are kept: the environment as a whole is full of tokens.
+# Only these variables are recorded: the whole environment may hold secrets.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "NVIDIA_VISIBLE_DEVICES",
@@ -42,18 +42,18 @@ SECRET_FILES = (
     *(".env", ".env.*", "*.pem", "*.key", "*.p12", "*.pfx", ".netrc", "_netrc", "id_rsa*", "id_ed25519*", "id_ecdsa*", "credentials*"),
     *(".git-credentials", ".pypirc", ".npmrc", "kaggle.json"),
 )
-"""Names of files that hold keys: what is in them goes into no record."""
+"""Names of files that are likely to hold secrets: their content is never recorded."""
 SNAPSHOT = "snapshot.json"
-"""In a copy of the code that was made for a job: what `code_version` said of the original."""
+"""In a code snapshot of a job: the `code_version` of the original."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 _HIDDEN = "***"
 
 
 def describe(command: Sequence[str]) -> dict[str, Any]:
-    """Facts for env.json, JSON values only, in well under a second; what cannot be known is None.
+    """The content of env.json, JSON values only, in well under a second; None for what cannot be found out.
 
     "diff" is the text of the uncommitted changes (at most `MAX_DIFF_BYTES`): `RunDir.open` writes it to diff.patch.
-    Values of flags that look like keys or tokens are hidden in "command".
+    Values of flags that look like secrets are hidden in "command".
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -71,20 +71,20 @@ def describe(command: Sequence[str]) -> dict[str, Any]:
 
 
 def slurm_job(variables: Mapping[str, str]) -> str | None:
-    """The Slurm job that a process with these variables is in, as "ID" or "ARRAY_TASK"; None where it is in none."""
+    """The Slurm job of a process with these environment variables, as "ID" or "ARRAY_TASK"; None outside of Slurm."""
     array, task = variables.get("SLURM_ARRAY_JOB_ID"), variables.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else variables.get("SLURM_JOB_ID")
 
 
 def code_version(root: Path) -> dict[str, Any]:
-    """Which code lies in the folder `root`: "commit", "branch", "dirty", and the "diff" of the uncommitted changes; None: not known.
+    """The code in the folder `root`: "commit", "branch", "dirty", and the "diff" of the uncommitted changes; None: not known.
 
-    A copy that was made for a job has no git: it carries what was true of the original.
+    A snapshot for a job has no git: a file in it describes the original.
     """
     with contextlib.suppress(OSError, ValueError):
-        kept = json.loads((root / SNAPSHOT).read_text(encoding="utf-8"))
-        if isinstance(kept, dict):
-            return {key: kept.get(key) for key in ("commit", "branch", "dirty", "diff")}
+        original = json.loads((root / SNAPSHOT).read_text(encoding="utf-8"))
+        if isinstance(original, dict):
+            return {key: original.get(key) for key in ("commit", "branch", "dirty", "diff")}
     heads = (_git(root, "rev-parse", "HEAD", "--abbrev-ref", "HEAD") or "").split()
     commit, branch = heads if len(heads) == 2 else (None, None)
     diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".", *(f":(exclude,glob)**/{name}" for name in SECRET_FILES))
@@ -108,7 +108,7 @@ def redact(command: Sequence[str]) -> list[str]:
 
 
 def installed_packages(paths: Iterable[str]) -> dict[str, str]:
-    """Name -> version of every installed distribution, from the names of its metadata folders: opening 200 files would take longer."""
+    """Name -> version of every installed distribution, from the names of the metadata folders: faster than opening 200 files."""
     found: dict[str, str] = {}
     for path in paths:
         try:
@@ -123,7 +123,7 @@ def installed_packages(paths: Iterable[str]) -> dict[str, str]:
 
 
 def gpu_names() -> list[str]:
-    """Model names of this machine's NVIDIA GPUs; empty where there is none. Loads no CUDA."""
+    """Model names of this machine's NVIDIA GPUs. Does not load CUDA."""
     named = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         match = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
@@ -151,7 +151,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def _output(command: list[str], timeout_seconds: float) -> str | None:
-    """What the command prints; None when it is absent, fails, or takes too long."""
+    """The output of a command; None if it is not installed, fails, or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=timeout_seconds, check=False, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,7 @@
-"""What happened to a run: <run>/events.jsonl, filled from its logs by `log_rules` as they grow, and by the watchdog. Each event once.
+"""Incidents of a run: <run>/events.jsonl, filled from its logs by `log_rules` as they grow, and by the watchdog. Each event once.
 
-events.cursors.json beside it says how far each log was read. A log that became shorter, or was replaced by another file, is read from its
-start. A cursor that was lost, or is behind since a crash, costs time only: an event with the log, offset, rule and line of another is the
-same event.
+events.cursors.json holds how far each log was read. A log that shrank, or was replaced by another file, is read from its start. A lost or
+outdated cursor only costs time: two events with the same log, offset, rule and line are the same event.
 """
 
 import json
@@ -20,9 +19,9 @@ from src.runs import jsonl_records, log_rules
 EVENTS = "events.jsonl"
 CURSORS = "events.cursors.json"
 LONGEST_LINE = 64 * 1024
-"""Bytes; what is longer is read as several lines."""
+"""Bytes; longer lines are read as several."""
 SAME_INCIDENT = 64 * 1024
-"""Bytes of log within which a rule that matches again tells of the same: a hundred ranks say that one is gone."""
+"""Bytes of log within which repeated matches of a rule are one event: a hundred ranks report that one is gone."""
 _PIECE = 1 << 20
 _SHOWN = 500
 Event = dict[str, Any]
@@ -36,9 +35,9 @@ def now() -> str:
 
 
 def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False) -> list[Event]:
-    """Read what was added to `logs` since the last scan, and note what the rules find. Returns the new events.
+    """Apply the rules to what was added to `logs` since the last scan. Records and returns the new events.
 
-    attempt: which start of the run they are noted for. ended: nothing is printed any more, so that a last line without newline counts.
+    attempt: the start of the run that they belong to. ended: the logs are complete, so a last line without newline counts.
 
     Raises:
         RunError: the disk refuses, or the save directory is gone.
@@ -63,7 +62,7 @@ def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False)
 
 
 def note_once(run: Path, event: Mapping[str, Any]) -> bool:
-    """Add an event that has an "incident", unless one with the same is there; returns whether it was added.
+    """Add an event, unless there is one with the same "incident"; returns whether it was added.
 
     Raises:
         RunError: the disk refuses.
@@ -77,7 +76,7 @@ def note_once(run: Path, event: Mapping[str, Any]) -> bool:
 
 
 def latest_problem(run: Path, attempt: int) -> Event | None:
-    """The last warning or error of the start `attempt` that is not over; None where there is none. A cause goes before what it entails.
+    """The last unresolved warning or error of the start `attempt`, if any. A cause takes precedence over its consequences.
 
     Raises:
         DataError, RunError: events.jsonl is damaged, or cannot be read.
@@ -96,7 +95,7 @@ def latest_problem(run: Path, attempt: int) -> Event | None:
 
 
 def describe(event: Mapping[str, Any]) -> str:
-    """An event in one short line, as the status table has it."""
+    """An event in one short line, for the status table."""
     line = str(event.get("line", ""))
     return f"{event.get('rule')}: {line if len(line) <= 120 else line[:117] + '...'}"
 
@@ -106,7 +105,7 @@ def _identity(event: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note: Callable[[Event], None]) -> None:
-    """Read one log from where its cursor stands, and move the cursor."""
+    """Read one log from its cursor on, and move the cursor."""
     name = str(path.relative_to(run.parent)) if path.is_relative_to(run.parent) else str(path)
     before = json.dumps(cursors.get(name))
     try:
@@ -164,7 +163,7 @@ def _clean_line(text: bytes) -> str:
 
 
 def _read_cursors(run: Path) -> dict[str, Any]:
-    """By log. Damaged ones are forgotten: everything is then read again, and nothing noted twice."""
+    """By log. Damaged cursors are ignored: the log is then read again, and no event is recorded twice."""
     if not (run / CURSORS).exists():
         return {}
     try:
@@ -172,11 +171,9 @@ def _read_cursors(run: Path) -> dict[str, Any]:
     except RunError as error:
         log.warning("%s The logs are read from their start.", error)
         return {}
-    keys = {"offset": int, "inode": int, "last": dict}
-    if not isinstance(found, dict):
-        return {}
-    return {
-        name: cursor
-        for name, cursor in found.items()
-        if isinstance(cursor, dict) and all(isinstance(cursor.get(key), kind) for key, kind in keys.items())
-    }
+
+    def is_whole(cursor: Any) -> bool:
+        kinds = {"offset": int, "inode": int, "last": dict}
+        return isinstance(cursor, dict) and all(isinstance(cursor.get(key), kind) for key, kind in kinds.items())
+
+    return {name: cursor for name, cursor in found.items() if is_whole(cursor)} if isinstance(found, dict) else {}

@@ -1,6 +1,6 @@
-"""The last step of a training, for those who watch it: <run>/heartbeat.json, written every few seconds.
+"""Progress of a training for its observers: <run>/heartbeat.json, written every few seconds.
 
-The lease cannot tell: it beats even while a step hangs.
+The lease does not show it: it is renewed even while a step hangs.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _WINDOW = 101
 
 
 class Heartbeat:
-    """A callback of the loop on rank 0. Costs a small file every `EVERY_SECONDS`; a disk that refuses it stops nothing."""
+    """A callback of the loop on rank 0. Writes a small file every `EVERY_SECONDS`; write errors are ignored."""
 
     def __init__(self, run: Path, attempt: int, every_seconds: float = EVERY_SECONDS) -> None:
         self.path = run / HEARTBEAT
@@ -45,17 +45,17 @@ class Heartbeat:
                 write_atomic(self.path, json.dumps(facts) + "\n")
 
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
-        """Nothing more is known."""
+        """Does nothing."""
 
     def on_end(self, scores: Mapping[str, float]) -> None:
-        """Nothing more is known."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 def refresh(run: Path, attempt: int, step: int) -> None:
-    """Say that something goes on after `step` that is no step, such as an inference. Costs a look at the file, as often as one likes."""
+    """Report that something other than a step is running after `step`, such as an inference. Cheap to call often."""
     path = run / HEARTBEAT
     with contextlib.suppress(UserError, OSError):
         if not path.exists() or time.time() - path.stat().st_mtime >= EVERY_SECONDS:
@@ -64,20 +64,17 @@ def refresh(run: Path, attempt: int, step: int) -> None:
 
 @dataclass(frozen=True)
 class Beat:
-    """The last step that was written down."""
+    """Content and age of the file."""
 
     attempt: int
     step: int
     step_seconds: float | None
-    """Median time from the end of one step to the end of the next; None after the first."""
+    """Median time between the ends of steps; None after the first."""
     age_seconds: float
 
 
 def read(run: Path) -> Beat | None:
-    """The heartbeat in the save directory `run`; None where there is none, or it cannot be read.
-
-    The clock of the disk is compared with ours.
-    """
+    """The heartbeat of the save directory `run`; None if it is missing or unreadable. Compares the clock of the disk with ours."""
     path = run / HEARTBEAT
     try:
         written = path.stat().st_mtime

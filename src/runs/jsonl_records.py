@@ -1,4 +1,4 @@
-"""JSON lines: added whole or not at all, cut after a step, and read from the start, from the end, or from where one stopped."""
+"""JSON lines files: atomic appends, truncation after a step, and reads from the start, from the end, or from a known position."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ Line = dict[str, Any]
 
 
 class Records:
-    """An open, locked file of lines: no other process writes until it is closed."""
+    """A file of lines, open and locked against other writers."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -35,7 +35,7 @@ class Records:
         """Add a line; it is on the disk when this returns.
 
         Raises:
-            RunError: the disk refuses. The file holds what it held before.
+            RunError: the disk refuses. The file is unchanged.
         """
         with writing(self.path):
             _append(self._descriptor, json.dumps(row, allow_nan=False, ensure_ascii=ensure_ascii).encode() + b"\n")
@@ -43,9 +43,9 @@ class Records:
 
 @contextlib.contextmanager
 def open_locked(path: Path, mend: bool = True) -> Iterator[Records]:
-    """Lock the file `path`, made where it is missing; its folder must exist. mend: delete a line that a killed writer left half written.
+    """Lock the file `path`, created if missing; its folder must exist. mend: delete a partial line of a killed writer.
 
-    Not twice in one process: it waits.
+    Not reentrant: a second call in the same process waits.
 
     Raises:
         RunError: no such folder, no locks on this file system, or the disk refuses.
@@ -63,10 +63,10 @@ def open_locked(path: Path, mend: bool = True) -> Iterator[Records]:
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]], durable: bool = True, allow_nan: bool = False) -> None:
-    """Add lines to a file that only this process writes, made where it is missing. durable: they are on the disk when this returns.
+    """Append lines to a file that only this process writes, created if missing. durable: they are on the disk when this returns.
 
     Raises:
-        RunError: the disk refuses. The file holds what it held before.
+        RunError: the disk refuses. The file is unchanged.
     """
     text = "".join(json.dumps(row, allow_nan=allow_nan) + "\n" for row in rows).encode()
     with writing(path):
@@ -81,12 +81,12 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]], durable: bool = True, 
 
 
 def truncate_after(path: Path, step: int, kind: str) -> None:
-    """Drop the lines after `step`, and a line that a killed process left torn. Looks from the end, as the file may be long.
+    """Drop the lines after `step`, and a partial line of a killed writer. Reads from the end, as the file may be long.
 
-    The lines, each with a "step", are in the order of their steps. kind: what a line should be, for the message.
+    The lines, each with a "step", are in the order of their steps. kind: the expected content, for the message.
 
     Raises:
-        DataError: a line at the end that is none; names it.
+        DataError: a malformed line at the end; quotes it.
         RunError: the disk refuses.
     """
     whole = 0
@@ -102,7 +102,7 @@ def truncate_after(path: Path, step: int, kind: str) -> None:
 
 
 def rows(path: Path) -> list[Line]:
-    """Every complete line. A last one without its newline was cut by a crash, or is being written, and is left out.
+    """Every complete line. A last line without newline was cut by a crash, or is being written, and is left out.
 
     Raises:
         DataError: a line that is no JSON object; names the file and the line.
@@ -118,7 +118,7 @@ def rows(path: Path) -> list[Line]:
 
 
 def parse_object(line: bytes) -> Line | None:
-    """The JSON object in `line`; None where it holds anything else."""
+    """The JSON object in `line`; None for any other content."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -127,7 +127,7 @@ def parse_object(line: bytes) -> Line | None:
 
 
 def complete_lines(path: Path) -> list[bytes]:
-    """The lines of a file, without their newlines; not a last one that has none. Empty where there is no file.
+    """The lines of a file, without their newlines, except for a last one without newline. Empty if there is no file.
 
     Raises:
         RunError: the file cannot be read.
@@ -140,7 +140,7 @@ def complete_lines(path: Path) -> list[bytes]:
 
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Complete lines, the last first, without their newlines; and the position in the file after each newline. None where there is no file.
+    """(position after its newline, line without newline) of each complete line, the last first. Nothing if there is no file.
 
     Raises:
         RunError: the file cannot be read.
@@ -153,7 +153,7 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
                 start -= count
                 file.seek(start)
                 buffer = file.read(count) + buffer
-                first = buffer.find(b"\n") + 1 if start else 0  # before it stands a line that may begin earlier
+                first = buffer.find(b"\n") + 1 if start else 0  # the line before it may begin earlier
                 if start and not first:
                     continue
                 *lines, torn = buffer[first:].split(b"\n")
@@ -167,14 +167,14 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 class AppendedLines(NamedTuple):
-    """What `read_appended` found in a file of lines."""
+    """The result of `read_appended`."""
 
     start: int
-    """The bytes before this were known already."""
+    """Bytes that were known already."""
     lines: bytes
-    """The complete lines from there on."""
+    """The complete lines after them."""
     tail: str
-    """sha256 of the last `TAIL_BYTES` bytes before the end of these."""
+    """sha256 of the last `TAIL_BYTES` bytes of both."""
 
     @property
     def end(self) -> int:
@@ -182,9 +182,9 @@ class AppendedLines(NamedTuple):
 
 
 def read_appended(path: Path, size: int = 0, tail: str = _EMPTY) -> AppendedLines:
-    """The complete lines of a file after the first `size` bytes, if these still end with `tail`; else all of it. Empty without a file.
+    """The complete lines after the first `size` bytes of a file, if these still end with `tail`; else all. Empty if there is no file.
 
-    A file is only ever appended to, or replaced by one that differs before its end: what `Scores` does.
+    Relies on what `Scores` does: a file is only appended to, or replaced by one that differs near its end.
 
     Raises:
         RunError: the file cannot be read.
@@ -215,7 +215,7 @@ def _lock_file(path: Path) -> int:
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except FileNotFoundError:
-            pass  # replaced by another, as a rewind does, while we waited
+            pass  # replaced, as a rewind does, while we waited
         except OSError as error:
             os.close(descriptor)
             raise RunError(f"{path}: this file system offers no locks (flock: {error.strerror}). Choose another folder.") from error
@@ -223,10 +223,10 @@ def _lock_file(path: Path) -> int:
 
 
 def _append(descriptor: int, text: bytes, durable: bool = True) -> None:
-    """Add `text`, which ends with a newline. It begins a line of its own, also after one that a killed writer left half written.
+    """Append `text`, which ends with a newline, on a line of its own, also after a partial line of a killed writer.
 
     Raises:
-        OSError: the disk refuses. The file holds what it held before.
+        OSError: the disk refuses. The file is unchanged.
     """
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
@@ -243,7 +243,7 @@ def _append(descriptor: int, text: bytes, durable: bool = True) -> None:
 
 
 def _truncate(path: Path, size: int) -> None:
-    """Drop what a file holds after `size` bytes, if anything."""
+    """Cut a file to `size` bytes, if it is longer."""
     if path.exists() and path.stat().st_size > size:
         with writing(path):
             os.truncate(path, size)

@@ -1,9 +1,8 @@
-"""The exclusive lock of a save directory: a file with a beating counter, taken over when its holder is dead.
+"""The exclusive lock of a save directory: a file with a counter that its holder increments; a dead holder's lease is taken over.
 
-Whoever reads or changes the file `lease` holds an flock on `lease.guard` beside it, so check-and-set is exclusive.
-A holder in the same boot and pid namespace is judged by its process: gone means dead, stopped means alive. Any other
-holder is judged by its beat, watched for a while on our own clock: no two clocks are compared. A lease that cannot be
-read (nothing of ours writes one) is watched likewise, and taken over when it stands still.
+Every access to the file `lease` holds an flock on `lease.guard` beside it, so check-and-set is atomic. A holder in the same boot and pid
+namespace is judged by its process: gone means dead, stopped means alive. Any other holder is judged by its counter, observed on the local
+clock: no two clocks are compared. An unreadable lease (none of ours is) is observed likewise, and taken over if it does not change.
 """
 
 import contextlib
@@ -25,10 +24,10 @@ from src.errors import RunError
 from src.files import reading, write_atomic, writing
 
 STALE_SECONDS = 30.0
-"""How long a holder elsewhere may stand still before it counts as dead."""
+"""A holder elsewhere whose counter does not change for so long is dead."""
 BEAT_SECONDS = 5.0
 GUARD_SECONDS = 20.0
-"""How long to wait for a guard, which is held for milliseconds, before saying that something is wrong."""
+"""How long to wait for the guard, which is held for milliseconds, before giving up."""
 LEASE = "lease"
 GUARD = "lease.guard"
 _POLL_SECONDS = 0.01
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Lease:
-    """Held from `acquire` to `release`. A daemon thread beats; `lost` turns True when another took over."""
+    """Held from `acquire` to `release`. A daemon thread increments the counter; `lost` becomes True when another process took over."""
 
     def __init__(self, path: Path, stale_seconds: float, beat_seconds: float) -> None:
         self.path = path
@@ -50,9 +49,9 @@ class Lease:
 
     @classmethod
     def acquire(cls, path: Path, stale_seconds: float = STALE_SECONDS, beat_seconds: float = BEAT_SECONDS) -> "Lease":
-        """Lock the save directory `path`, which is made where it is missing.
+        """Lock the save directory `path`, created if missing.
 
-        A dead holder on this machine is replaced at once; a silent one elsewhere after `stale_seconds`.
+        A dead holder on this machine is replaced at once, a silent one elsewhere after `stale_seconds`.
 
         Raises:
             RunError: another process, or this one, holds it; or the disk refuses.
@@ -70,10 +69,10 @@ class Lease:
         return lease
 
     def confirm(self) -> None:
-        """Make sure that the lease is still ours: call it before anything of value is written.
+        """Check that the lease is still ours; call it before anything of value is written.
 
         Raises:
-            RunError: another process took over while this one stood still, or the lease was removed.
+            RunError: another process took over while this one was stopped, or the lease was removed.
         """
         if self._released.is_set():
             raise RunError(f"{self.path}: the lease was released; nothing more may be written.")
@@ -97,7 +96,7 @@ class Lease:
             log.warning("%s: the lease could not be removed (%s); it counts as dead once this process has ended.", self.path, error)
 
     def move_directory(self, target: Path) -> None:
-        """Rename the locked directory to `target` and let go of it. Nobody can enter in between.
+        """Rename the locked directory to `target` and release it. No other process can lock it in between.
 
         Raises:
             RunError: the lease was lost, or the disk refuses.
@@ -110,7 +109,7 @@ class Lease:
         self._thread.join()
 
     def _try_acquire(self, silent: bytes | None) -> bytes | None:
-        """Take the lease where it is free, dead, or still the `silent` bytes. Else the bytes of a holder that must be watched.
+        """Take the lease if it is free, dead, or still the `silent` bytes. Else return the bytes of a holder that must be observed.
 
         Raises:
             RunError: the holder is known to be alive.
@@ -142,7 +141,7 @@ class Lease:
                         return
                     self._write(beat)
             except (OSError, RunError) as error:
-                # A full disk may have room again before anyone else calls us dead.
+                # A full disk may have room again before others consider us dead.
                 log.warning("%s: no heartbeat: %s", self.path, error)
 
     def _check_owner(self) -> None:
@@ -156,7 +155,7 @@ class Lease:
 
 
 def holder_is_dead(path: Path) -> bool | None:
-    """Whether the save directory `path` is left behind: True for no holder or a dead one, None for one that cannot be judged from here."""
+    """Whether the save directory `path` has no holder or a dead one; None for a holder that cannot be judged from here."""
     try:
         found = _read(path)
     except RunError:
@@ -168,9 +167,9 @@ def holder_is_dead(path: Path) -> bool | None:
 
 
 def heartbeat_seconds(path: Path) -> float | None:
-    """Age of the last beat of the holder of the save directory `path`; None where nobody holds it.
+    """Seconds since the lease of the save directory `path` was renewed; None if nobody holds it.
 
-    For people to read: the clock of the disk is compared with ours, and an age is never negative. `holder_is_dead` judges without clocks.
+    For display only: compares the clock of the disk with ours, and is never negative. `holder_is_dead` judges without clocks.
     """
     try:
         return max(0.0, time.time() - (path / LEASE).stat().st_mtime)
@@ -179,7 +178,7 @@ def heartbeat_seconds(path: Path) -> float | None:
 
 
 def holder_host(path: Path) -> str:
-    """The machine of the process that holds the save directory `path`; "" where nobody does, or it cannot be read."""
+    """The machine of the process that holds the save directory `path`; "" if nobody does, or the lease is unreadable."""
     try:
         return str(_parse(_read(path)).get("host") or "")
     except RunError:
@@ -187,7 +186,7 @@ def holder_host(path: Path) -> str:
 
 
 def this_process() -> dict[str, Any]:
-    """Identifies this process: host, boot, pid namespace, pid, and when it started (clock ticks since boot), as pids are used again."""
+    """Identifies this process: host, boot, pid namespace, pid and, as pids are reused, start time in clock ticks since boot."""
     return {
         "host": socket.gethostname(),
         "boot_id": _boot_id(),
@@ -198,7 +197,7 @@ def this_process() -> dict[str, Any]:
 
 
 def process_start(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None when it is gone, or dead and not yet waited for."""
+    """Start time of a process in clock ticks since boot; None if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -208,9 +207,9 @@ def process_start(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def directory_lock(path: Path, create: bool = True) -> Iterator[None]:
-    """Hold the guard of the save directory `path`; makes both where they are missing, if `create`. Not twice in one process: it waits.
+    """Hold the guard of the save directory `path`, for files that others than the holder of the lease may write. Not reentrant.
 
-    For what others than the holder of the lease may write, too.
+    create: make the directory if it is missing.
 
     Raises:
         RunError: held for too long, no locks on this file system, or the disk refuses.
@@ -234,13 +233,13 @@ def _open_guard(path: Path, create: bool) -> int:
         except FileNotFoundError:
             if not create:
                 raise
-            if time.monotonic() > until:  # not only moved away between the two lines above
+            if time.monotonic() > until:  # not just moved away between the two lines above
                 raise RunError(f"{path}: the save directory cannot be made: it is gone each time that it was made.") from None
             time.sleep(_POLL_SECONDS)
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The directory may have been moved away while we waited: then we hold the guard of another directory.
+            # If the directory was moved away while we waited, we hold the guard of another directory.
             if os.path.samestat(os.fstat(descriptor), os.stat(path / GUARD)):
                 return descriptor
         except FileNotFoundError:
@@ -259,7 +258,7 @@ def _make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        # Also raised for a directory that was moved away while it was looked at; then the caller tries again.
+        # Also raised for a directory that was moved away in the meantime; then the caller tries again.
         for folder in (path, *path.parents):
             if folder.is_symlink() and not folder.exists():
                 raise RunError(f"{folder}: a link to {os.readlink(folder)}, which is not there. Make it, or remove the link.") from None
@@ -268,7 +267,7 @@ def _make_directory(path: Path) -> None:
 
 
 def _read(path: Path) -> bytes | None:
-    """The bytes of the lease; None where there is none. A RunError where it cannot be read."""
+    """The bytes of the lease; None if there is none. Raises RunError if it cannot be read."""
     try:
         with reading(path / LEASE):
             return (path / LEASE).read_bytes()
@@ -277,7 +276,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _parse(content: bytes | None) -> dict[str, Any]:
-    """The facts in a lease; empty when there are none or they cannot be read."""
+    """The facts in a lease; empty if there are none or they cannot be parsed."""
     try:
         facts = json.loads(content or b"")
     except ValueError:
@@ -286,7 +285,7 @@ def _parse(content: bytes | None) -> dict[str, Any]:
 
 
 def _alive(facts: dict[str, Any]) -> bool | None:
-    """None: cannot be judged from here."""
+    """Whether the holder is alive; None if it cannot be judged from here."""
     here = this_process()
     same = all(here[key] is not None and facts.get(key) == here[key] for key in ("boot_id", "pid_namespace"))
     if not same or type(facts.get("pid")) is not int:

@@ -1,6 +1,6 @@
-"""What was done to a run, when, by whom and why: ledger.jsonl in its save directory. Lines are appended and never changed.
+"""ledger.jsonl of a save directory: what was done to the run, when, by whom and why. Append-only.
 
-Each event is one synced line. What a killed writer left of a line stays, on a line of its own, and readers pass over it.
+Each event is one synced line. A partial line of a killed writer stays, on a line of its own, and readers skip it.
 """
 
 import functools
@@ -25,17 +25,17 @@ log = logging.getLogger(__name__)
 
 
 def event(name: str, **facts: Any) -> dict[str, Any]:
-    """An event called `name` that happens now: with "when" (UTC), "who" (user@host) and `facts`, JSON values only."""
+    """An event called `name` at the present time: "when" (UTC), "who" (user@host) and `facts`, JSON values only."""
     return {"event": name, "when": datetime.now(UTC).isoformat(timespec="seconds"), "who": user_and_host(), **facts}
 
 
 def append(run: Path, what: Mapping[str, Any]) -> None:
-    """Add what `event` gave to the ledger of the save directory `run`; it is on the disk when this returns. Needs no lease.
+    """Add an `event` to the ledger of the save directory `run`; it is on the disk when this returns. Needs no lease.
 
-    Of one with an "id" that the ledger holds already, nothing is added: a step that is done again after a crash says so once.
+    An event whose "id" is in the ledger already is not added again: a step repeated after a crash is recorded once.
 
     Raises:
-        RunError: the disk refuses. The ledger holds what it held before.
+        RunError: the disk refuses. The ledger is unchanged.
     """
     with jsonl_records.open_locked(run / FILE, mend=False) as file:
         if what.get("id") is None or all(known.get("id") != what["id"] for known in read(run)):
@@ -43,7 +43,7 @@ def append(run: Path, what: Mapping[str, Any]) -> None:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """Every event of the save directory `run`, the oldest first. A line that is none, as a killed writer leaves it, is passed over.
+    """Every event of the save directory `run`, the oldest first. Partial lines of killed writers are skipped.
 
     Raises:
         RunError: the file cannot be read.
@@ -79,14 +79,12 @@ def user_and_host() -> str:
 
 @functools.cache
 def commit() -> str | None:
-    """The git commit of this code, with "+" where it has uncommitted changes; None where that cannot be known. Asked once."""
+    """The git commit of this code, with "+" if it has uncommitted changes; None if not known. Computed once."""
     return _commit(environment.code_version(_ROOT))
 
 
 def last_start(run: Path) -> dict[str, str | None]:
-    """The "commit" that the last start of the save directory `run` trains with, as `commit` names it, and the scheduler's "job" it is in.
-
-    Both from env.json; None where it does not say.
+    """ "commit" (see `commit`) and the scheduler's "job" of the last start of the save directory `run`, from env.json; None if not known.
 
     Raises:
         RunError: env.json is damaged.

@@ -1,4 +1,4 @@
-"""What lines of a log mean. The rules are in resources/log_rules.yaml."""
+"""Rules that recognise incidents in lines of logs. They are in resources/log_rules.yaml."""
 
 import re
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ class Rule(NamedTuple):
     severity: Literal["info", "warning", "error"]
     advice: str
     aftermath: bool
-    """Whether the other ranks say it when one has failed for another reason."""
+    """Whether other ranks report it after one has failed for another reason."""
     patterns: list[tuple[bytes, "re.Pattern[bytes]"]]
-    """(text to look for first, pattern around it), both of bytes: logs need not be UTF-8. A pattern stays within one line."""
+    """(text to search first, pattern around it), as bytes: logs need not be UTF-8. A pattern matches within one line."""
 
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """All rules; of several that match a line the first counts.
+    """All rules; the first that matches a line counts.
 
     Raises:
         ConfigError: the file is missing or damaged.
@@ -42,14 +42,14 @@ def rules() -> tuple[Rule, ...]:
 
 
 def is_aftermath(name: object) -> bool:
-    """Whether the rule `name` tells of a failure that another one entails."""
+    """Whether the rule `name` recognises a consequence of another failure."""
     return any(rule.name == name and rule.aftermath for rule in rules())
 
 
 def matches(text: bytes) -> Iterator[tuple[int, int, Rule]]:
-    """(start, end, rule) of each line of `text` that a rule knows, in their order, each line once. End excludes the newline.
+    """(start, end without newline, rule) of each line of `text` that a rule matches, in order, each line once.
 
-    Carriage returns end lines, too: progress bars write them.
+    Carriage returns, as progress bars write them, end lines too.
     """
     lines = text.replace(b"\r", b"\n")
     order_at: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What a save directory says of itself, read without locking it."""
+"""The small JSON files of a save directory: dict, status, groups and job; read without locking it."""
 
 import contextlib
 import errno
@@ -31,7 +31,7 @@ def read_exp_dict(path: Path) -> dict[str, Any]:
     """The dict of the experiment in the save directory `path`.
 
     Raises:
-        RunError: missing, damaged, or not the dict that the directory's name is the id of.
+        RunError: missing, damaged, or a dict whose id is not the directory's name.
     """
     exp = read_json(path / EXP_DICT, RunError)
     if not isinstance(exp, dict):
@@ -46,7 +46,7 @@ def read_exp_dict(path: Path) -> dict[str, Any]:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """status.json of the save directory `path`, or {"state": "new"} where there is none.
+    """status.json of the save directory `path`, or {"state": "new"} if there is none.
 
     Raises:
         RunError: it is damaged, or cannot be read.
@@ -65,9 +65,9 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def state_of(path: Path, status: Mapping[str, Any] | None = None) -> str:
-    """State of the save directory `path`: new, running, done, failed, stopped; or lost, which is running with a dead holder.
+    """State of the save directory `path`: new, running, done, failed, stopped; or lost: running with a dead holder.
 
-    A holder on another machine cannot be judged at a glance and counts as alive. status: `read_status(path)`, where it was just read.
+    A holder on another machine counts as alive. status: `read_status(path)`, if it was just read.
 
     Raises:
         RunError: status.json is damaged.
@@ -88,7 +88,7 @@ def attempts(path: Path) -> int:
 
 
 def join_groups(path: Path, groups: Iterable[str]) -> None:
-    """Note that `groups` asked for the experiment in `path`: several may, and only the first has it trained. Needs no lease.
+    """Record that `groups` contain the experiment in `path`. Several may; it is trained once. Needs no lease.
 
     Raises:
         RunError: the disk refuses.
@@ -102,7 +102,7 @@ def join_groups(path: Path, groups: Iterable[str]) -> None:
 
 
 def read_groups(path: Path) -> list[str]:
-    """The groups that asked for the experiment in `path`, the first to ask first; empty where that is not known."""
+    """The recorded groups of the experiment in `path`, in the order of recording; empty if not known."""
     try:
         found = read_json(path / GROUPS, RunError)
     except RunError:
@@ -111,9 +111,9 @@ def read_groups(path: Path) -> list[str]:
 
 
 def prepare(path: Path, exp: Mapping[str, Any], groups: Iterable[str]) -> None:
-    """Write what a job finds in its save directory, as haven's jobs do: the dict, and the groups that asked for it. Needs no lease.
+    """Write the dict and the groups of an experiment before its job starts, as haven does. Needs no lease.
 
-    A new directory appears whole, at the cost of no other file: a thousand of them are written at once.
+    A new directory appears atomically and without lock files: a thousand of them are written at once.
 
     Raises:
         RunError: the disk refuses.
@@ -130,7 +130,7 @@ def prepare(path: Path, exp: Mapping[str, Any], groups: Iterable[str]) -> None:
                 return
             except OSError as error:
                 shutil.rmtree(beside, ignore_errors=True)
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else was faster
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
                     raise
     if not (path / EXP_DICT).exists():
         with directory_lock(path):
@@ -139,7 +139,7 @@ def prepare(path: Path, exp: Mapping[str, Any], groups: Iterable[str]) -> None:
 
 
 def write_job(path: Path, job_id: str, command: str, submission: str = "") -> None:
-    """Note the job that was submitted for the experiment in `path`, as haven's job manager does. Needs no lease.
+    """Record the job that was submitted for the experiment in `path`, as haven's job manager does. Needs no lease.
 
     submission: name of the folder below <runs>/submissions that says which launcher has the job.
 
@@ -148,7 +148,7 @@ def write_job(path: Path, job_id: str, command: str, submission: str = "") -> No
     """
     job = {"job_id": job_id, "command": command, "submission": submission}
     if path.is_dir():
-        with contextlib.suppress(RunError):  # moved away just now, or refused; the next line tells
+        with contextlib.suppress(RunError):  # moved away just now, or refused: the next line raises
             write_json(path / JOB, job)
             return
     with directory_lock(path):
@@ -156,9 +156,7 @@ def write_job(path: Path, job_id: str, command: str, submission: str = "") -> No
 
 
 def read_job(path: Path) -> dict[str, str] | None:
-    """The job that was last submitted for the experiment in `path`: "job_id", "command" and "submission"; None where there was none.
-
-    "submission" is "" where haven wrote the file.
+    """The last job submitted for the experiment in `path`: "job_id", "command" and "submission" ("" if haven wrote it); None if none.
 
     Raises:
         RunError: job_dict.json is damaged, or cannot be read.
@@ -177,7 +175,7 @@ def read_job(path: Path) -> dict[str, str] | None:
 
 
 def differences(old: Any, new: Any) -> list[tuple[str, str, str]]:
-    """(dotted path, old, new) for each value that differs in value or type; "absent" stands for a key that is not there."""
+    """(dotted path, old, new) for each value that differs in value or type; "absent" for a missing key."""
     before, after = flatten(old), flatten(new)
     keys = [*before, *(key for key in after if key not in before)]
     shown = [(key, _json(before, key), _json(after, key)) for key in keys]
@@ -185,7 +183,7 @@ def differences(old: Any, new: Any) -> list[tuple[str, str, str]]:
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """{"model": {"depth": 2}} -> {"model.depth": 2}. Lists, and dicts without keys, are values."""
+    """{"model": {"depth": 2}} -> {"model.depth": 2}. Lists and empty dicts are values."""
     if not isinstance(value, dict) or (not value and path):
         return {path: value}
     return {key: leaf for name, item in value.items() for key, leaf in flatten(item, join(path, name)).items()}

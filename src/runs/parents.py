@@ -1,4 +1,4 @@
-"""Lineage: which experiments an experiment starts from, and in which order they run."""
+"""Parents: the experiments that an experiment starts from, and the order in which they run."""
 
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
@@ -12,23 +12,23 @@ from src.runs.metadata import read_status, state_of
 
 Experiment = dict[str, Any]
 Seen = dict[tuple[str, str], str | None]
-"""What is wrong with each checkpoint (id, "last" or "best") that was looked at; None: nothing."""
+"""The problem of each checkpoint (id, "last" or "best") that was checked; None: none."""
 
 
 def parent_ids(exp: Experiment) -> list[str]:
-    """Ids of the experiments that `exp` names at any depth, in the order in which they stand, each once."""
+    """Ids of the experiments that `exp` names at any depth, in order of appearance, each once."""
     return list(dict.fromkeys(parent for parent, _ in parent_checkpoints(exp)))
 
 
 def parent_checkpoints(exp: Experiment) -> list[tuple[str, str]]:
-    """(id, "last" or "best") of the checkpoints that `exp` names at any depth, in the order in which they stand, each once."""
+    """(id, "last" or "best") of the checkpoints that `exp` names at any depth, in order of appearance, each once."""
     return list(dict.fromkeys(_walk_checkpoints(exp)))
 
 
 def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
-    """What `exp` starts from: {"<id>/<last or best>": fingerprint} of its parents' checkpoints, and of those that these are built on.
+    """{"<id>/<last or best>": fingerprint} of the checkpoints of all ancestors of `exp`.
 
-    A parent that was trained on top of another keeps only the weights that it trained, so its parents count as well.
+    A parent that was trained on top of another stores only the weights that it trained, so its parents count as well.
 
     Raises:
         CheckpointError: a checkpoint is missing or damaged.
@@ -65,7 +65,7 @@ def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], w
     """Ids of `selected`, parents before children and otherwise as given.
 
     selected, known: id -> dict; `known` holds every experiment that can be run.
-    with_parents: True adds the ancestors found in `known`. A cycle is impossible: an id is the hash of a dict that holds its parents' ids.
+    with_parents: add the ancestors in `known`. A cycle is impossible: an id is the hash of a dict that holds its parents' ids.
     """
     everything = {**known, **selected}
     ordered: list[str] = []
@@ -86,11 +86,10 @@ def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], w
 
 
 def missing_parents(exp: Experiment, places: Places, ahead: Container[str] = (), seen: Seen | None = None) -> list[str]:
-    """One message for each parent of `exp` that is not `ahead` and cannot be started from: its id, what it lacks, and how to get it.
+    """One message for each parent of `exp` that is not in `ahead` and has no usable checkpoint: its id, the problem, and the remedy.
 
-    Of a checkpoint only the sizes of its files are compared: `checkpoints.last` and `best` read them when they are used.
-
-    seen: filled; given again with the same `places`, each parent of many children is looked at once.
+    Only sizes of files are compared; `checkpoints.last` and `best` compare hashes when a checkpoint is used.
+    seen: a cache, filled here, so that each parent of many children is checked once. For equal `places` only.
     """
     seen = {} if seen is None else seen
     found = []
@@ -123,7 +122,7 @@ def _describe_lack(parent: str, which: str, places: Places) -> str | None:
 
 
 def _describe_checkpoint_lack(run: Path, which: str) -> str | None:
-    """What the checkpoint "last" or "best" of a run that is done lacks, as far as names and sizes of files tell."""
+    """What the checkpoint "last" or "best" of a finished run lacks, judging by names and sizes of files."""
     if which == "best":
         pointer = run / "checkpoints" / "best.json"
         if not pointer.exists():

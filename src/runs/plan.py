@@ -1,4 +1,4 @@
-"""From names on a command line to checked experiments, parents first."""
+"""From the names on a command line to validated experiments, parents first."""
 
 import contextlib
 import re
@@ -26,21 +26,21 @@ class Planned:
 
     exp_id: str
     exp: Experiment
-    """Canonical: what exp_dict.json holds and the id is the hash of."""
+    """Canonical: the content of exp_dict.json, whose hash is the id."""
     recipe: RecipeConfig
     groups: tuple[str, ...]
-    """Those that asked for it, the first to ask first."""
+    """The groups that hold it, in order."""
     where: str
     """Its first place, for messages, such as "crossattn_tiny[3]"."""
 
     @property
     def group(self) -> str:
-        """The first of its groups; "" where none is known."""
+        """The first of its groups; "" if none is known."""
         return self.groups[0] if self.groups else ""
 
 
 def load(exp: Experiment, group: str, where: str) -> Planned:
-    """Check one dict; `group` is "" where none is known.
+    """Validate one dict. group: "" if not known.
 
     Raises:
         ConfigError: one line for each mistake in it.
@@ -52,7 +52,7 @@ def load(exp: Experiment, group: str, where: str) -> Planned:
 
 
 def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]) -> list[Planned]:
-    """Every experiment of the groups called `names`, with the assignments of --set made in each. "lm[3]" names one of the group "lm".
+    """Every experiment of the groups `names`, with the assignments of --set applied. "lm[3]" names one experiment of the group "lm".
 
     Raises:
         ConfigError: an unknown or empty group, every mistake of every experiment, or two experiments with one id.
@@ -73,7 +73,7 @@ def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tupl
 
 
 def _select(groups: Groups, asked: str) -> tuple[str, Sequence[int]]:
-    """The group that `asked` names, and the places in it that are meant: "lm" all, "lm[3]" one."""
+    """The group that `asked` names, and the indices in it: "lm" all, "lm[3]" one."""
     one = None if asked in groups else _ONE.fullmatch(asked)
     name = one[1] if one else asked
     if name not in groups:
@@ -91,7 +91,7 @@ def _select(groups: Groups, asked: str) -> tuple[str, Sequence[int]]:
 
 
 def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str, where: str) -> Experiment:
-    """`exp` with the assignments made. A path that does not fit is told of the group: it rarely fits only one of its experiments."""
+    """`exp` with the assignments applied. Errors name the group: a path rarely fails for only one of its experiments."""
     if assignments:
         check_values(exp, where)
     for path, value in assignments:
@@ -103,7 +103,7 @@ def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str,
 
 
 def load_all(groups: Groups) -> dict[str, Planned]:
-    """Every experiment of `groups` by its id. Those that are not valid are left out: they do not stand in the way of others."""
+    """Every valid experiment of `groups` by its id."""
     found: dict[str, Planned] = {}
     for name, experiments in groups.items():
         for i, exp in enumerate(experiments if isinstance(experiments, list) else []):
@@ -114,7 +114,7 @@ def load_all(groups: Groups) -> dict[str, Planned]:
 
 
 def _join_groups(planned: list[Planned]) -> list[Planned]:
-    """Each id once, in all the groups that hold it."""
+    """Each id once, with all groups that hold it."""
     places: dict[str, list[Planned]] = {}
     for item in planned:
         others = places.setdefault(item.exp_id, [])
@@ -128,7 +128,7 @@ def _join_groups(planned: list[Planned]) -> list[Planned]:
 
 
 def find(wanted: str, known: Mapping[str, Planned], runs: Path) -> Planned:
-    """The experiment with the id `wanted`: from exp_configs.py or from its save directory, in the groups that are noted there.
+    """The experiment with the id `wanted`, from exp_configs.py or its save directory, with the groups recorded there.
 
     Raises:
         ConfigError: neither has it.
@@ -148,7 +148,7 @@ def find(wanted: str, known: Mapping[str, Planned], runs: Path) -> Planned:
 
 
 def add_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: bool) -> list[Planned]:
-    """`selected` with parents before children; `add` puts in the ancestors that `known` holds."""
+    """`selected` with parents before children. add: with their ancestors in `known`."""
     chosen = {item.exp_id: item for item in selected}
     everything = {**known, **chosen}
     ordered = parents.order({i: p.exp for i, p in chosen.items()}, {i: p.exp for i, p in known.items()}, add)
@@ -158,18 +158,17 @@ def add_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: 
 def find_problems(
     planned: Sequence[Planned], places: Places, reset: Container[str] = (), ahead: Collection[str] = ()
 ) -> dict[str, list[str]]:
-    """What this machine lacks for each experiment, by id. Parents that are planned to run before are not missed. Loads no model.
+    """What this machine lacks for each experiment, by id. Loads no model.
 
-    ahead: ids whose jobs will have ended before, so that they are not missed as parents.
-    reset: ids that start over. Any other experiment that is done lacks nothing: neither parent nor data is read again.
+    reset: ids that start over. Other experiments that are done are not checked.
+    ahead: ids whose jobs will have ended before: as parents they are not missing. So are those that come earlier in `planned`.
     """
     with remember_calls():
-        return _find_problems(planned, places, reset, ahead)
+        return _find_problems(planned, places, reset, set(ahead))
 
 
-def _find_problems(planned: Sequence[Planned], places: Places, reset: Container[str], queued: Collection[str]) -> dict[str, list[str]]:
+def _find_problems(planned: Sequence[Planned], places: Places, reset: Container[str], ahead: set[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    ahead = set(queued)
     seen: parents.Seen = {}
     for item in planned:
         lacks: list[str] = []

@@ -1,4 +1,4 @@
-"""The save directory of one experiment: locked, checked against its dict, every file whole."""
+"""The save directory of one experiment: locked, checked against its dict, and written atomically."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunDir:
-    """Opened for writing by one process (`open`), or for reading by any (`attach`). A context manager: leaving it unlocks."""
+    """Opened for writing by one process (`open`), or for reading by any (`attach`). As a context manager it unlocks on exit."""
 
     path: Path
     exp_id: str
@@ -53,22 +53,22 @@ class RunDir:
     """Canonical dict of the experiment."""
     attempt: int
     lease: Lease | None
-    """None: attached, so it may not write."""
+    """None: attached, read-only."""
 
     @classmethod
     def open(
         cls, runs: Path, exp: dict[str, Any], resolved: Mapping[str, Any], *, reset: int = 0, facts: Mapping[str, Any] | None = None
     ) -> "RunDir":
-        """Lock <runs>/<id>, made where it is missing, and check that it belongs to `exp`.
+        """Lock <runs>/<id>, created if missing, and check that it belongs to `exp`.
 
-        Its status is then "running", unless it is "done": a finished run is left as it is, but for the groups that asked for it.
+        Its status is then "running", unless it is "done": of a finished run only the groups change.
 
         exp: canonical (`registry.canonical_dict`). resolved: with every default (`registry.resolved_dict`).
-        reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … where that exists.
-            The groups that asked for it, and the job that was submitted for it, stay noted.
-        facts: for env.json; "groups" lists those that ask for it now, and "diff", if any, goes to diff.patch.
+        reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … if that exists.
+            The recorded groups and the submitted job are kept.
+        facts: for env.json; "groups" lists the groups of this start, and "diff", if any, goes to diff.patch.
 
-        An exp_dict.json that cannot be read is written anew, as the id in the directory's name vouches for its content.
+        An unreadable exp_dict.json is rewritten, as the directory's name is the hash of its content.
 
         Raises:
             ConfigError: `exp` holds a value that cannot be hashed faithfully.
@@ -100,7 +100,7 @@ class RunDir:
 
     @classmethod
     def attach(cls, path: Path) -> "RunDir":
-        """Read a directory that another process may hold: no lock, and every writing method is refused.
+        """Read a directory that another process may hold: no lock, and every writing method raises RunError.
 
         Raises:
             RunError: there is no experiment in `path`, or its exp_dict.json is damaged.
@@ -115,11 +115,11 @@ class RunDir:
 
     @cached_property
     def scores(self) -> Scores:
-        """The scores of this run. One object for the whole life of this one: it knows the last step."""
+        """The scores of this run. A single object, as it caches the last step."""
         return Scores(self.path / SCORES, read_only=self.lease is None)
 
     def confirm(self) -> None:
-        """Make sure that this process may still write here: call it before checkpoints and scores.
+        """Check that this process may still write here; call it before writing checkpoints and scores.
 
         Raises:
             RunError: attached only, or the lease was lost.
@@ -131,7 +131,7 @@ class RunDir:
     def set_status(self, state: State, **facts: Any) -> None:
         """Replace status.json: the state, this attempt's number, the time, and `facts` such as step and reason.
 
-        What was said before in this attempt stays, but for a reason. The last value of each score is added: see `summary`.
+        Earlier facts of this attempt are kept, except for a reason. Adds the last value of each score: see `summary`.
 
         Raises:
             RunError: attached only, the lease was lost, or the disk refuses.
@@ -144,12 +144,12 @@ class RunDir:
             kept = {key: value for key, value in before.items() if key not in ("reason", SUMMARY)}
         else:
             kept = {"started": now} | {key: value for key, value in before.items() if key == "step"}
-        with contextlib.suppress(UserError):  # scores that cannot be read are named by whoever reads them
+        with contextlib.suppress(UserError):  # readers of the scores report what is damaged
             facts[SUMMARY] = summarize(self.path / SCORES, parse_summary(before.get(SUMMARY))).to_json()
         write_json(self.path / STATUS, {**kept, **facts, "state": state, "attempt": self.attempt, "updated": now})
 
     def status(self) -> dict[str, Any]:
-        """What status.json says: at least "state", which is "new" where nothing was ever started.
+        """The content of status.json: at least "state", which is "new" before the first start.
 
         Raises:
             RunError: status.json is damaged.
@@ -202,7 +202,7 @@ class RunDir:
         write_json(file, resolved)
 
     def _begin(self, state: str, facts: dict[str, Any]) -> None:
-        """Write what this attempt was started with, and that it runs."""
+        """Record the environment of this attempt, and the status "running"."""
         join_groups(self.path, facts.get("groups", ()))
         if state == "done":
             return
@@ -219,9 +219,9 @@ class RunDir:
 
 
 def start_over(path: Path) -> None:
-    """Move what was trained in the save directory `path` to <runs>/deleted, as `RunDir.open` with reset does; the groups stay noted.
+    """Move the content of the save directory `path` to <runs>/deleted, as `RunDir.open` with reset does, and forget its submitted job.
 
-    For a job that is going to be submitted, and may be started several times. The job that was submitted before is forgotten.
+    For a job that will be submitted, and may be started several times. The recorded groups are kept.
 
     Raises:
         RunError: a process holds it, or the disk refuses.
@@ -244,12 +244,12 @@ def _describe(changes: list[tuple[str, str, str]]) -> str:
 
 
 def _is_used(path: Path) -> bool:
-    """Whether anything lies there but what is written before a start."""
+    """Whether there is any file but those written before a start."""
     return any(entry.name not in _BEFORE_A_START for entry in path.iterdir())
 
 
 def _free_backup_path(deleted: Path, identity: str) -> Path:
-    """The first free name, so that no older backup is replaced."""
+    """The first free name: no older backup is replaced."""
     with writing(deleted):
         os.makedirs(deleted, exist_ok=True)
     number, target = 0, deleted / identity
@@ -260,7 +260,7 @@ def _free_backup_path(deleted: Path, identity: str) -> Path:
 
 
 def _sweep(path: Path) -> None:
-    """Delete what killed writers left half written. Whoever writes here holds the lease, as this process does, or the guard."""
+    """Delete temporary files of killed writers. Writers hold the lease, as this process does, or the guard."""
     with leases.directory_lock(path), writing(path):
         for folder in (path, path / "checkpoints", *path.glob("attempts/*")):
             for entry in folder.glob(".*"):
@@ -269,7 +269,7 @@ def _sweep(path: Path) -> None:
 
 
 def _restore_notes(backup: Path, path: Path) -> None:
-    """What others noted in the directory that was moved to `backup`: it is not this start's to forget."""
+    """Copy the groups and the submitted job from `backup`: a reset keeps them."""
     join_groups(path, read_groups(backup))
     if (backup / JOB).exists() and not (path / JOB).exists():
         write_atomic(path / JOB, (backup / JOB).read_bytes())

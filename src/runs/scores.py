@@ -1,5 +1,6 @@
 """The scores of one run: append-only JSON lines that survive a kill in the middle of a line, and haven's score_list.pkl."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -21,15 +22,12 @@ SCORES = "scores.jsonl"
 SCORE_LIST = "score_list.pkl"
 
 log = logging.getLogger(__name__)
-_SHAPES = bytes.maketrans(b"123456789:,-[", b"000000000    ")
-_LONG = b" " + b"0" * 19
-"""How an integer of 19 digits or more begins after `_SHAPES`."""
 Row = dict[str, Any]
 """An int "step" and, by name, numbers or None."""
 
 
 class Scores:
-    """scores.jsonl in the folder of a run. Rows are in the order of their steps, one for each step."""
+    """scores.jsonl in the folder of a run: one row per step, in the order of the steps."""
 
     def __init__(self, path: Path, read_only: bool = False) -> None:
         self.path = path
@@ -38,17 +36,17 @@ class Scores:
         self._mended = False
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row of numbers with an int "step" greater than that of the row before; it is on the disk when this returns.
+        """Append a row of numbers with an int "step" greater than that of the last row; it is on the disk when this returns.
 
         NaN and infinity become null, as JSON has neither: one undefined metric must not end a training.
 
         Raises:
-            RunError: the disk refuses. The file holds what it held before.
+            RunError: the disk refuses. The file is unchanged.
         """
         self._check_writable()
         values = self._json_values(row)
         if not self._mended:
-            self._truncate(math.inf)  # a killed process may have left a torn line
+            self._truncate(math.inf)  # a killed process may have left a partial line
         step = row["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"{self.path}: step {step} cannot follow step {self._last_step}: truncate first.")
@@ -56,11 +54,11 @@ class Scores:
         self._last_step = step
 
     def add_to_last_row(self, scores: Mapping[str, Any]) -> None:
-        """Add scores to the last row, in place of those of the same names: what is measured once, when the training is over.
+        """Add scores to the last row, replacing those of the same names: for measurements after the training.
 
         Raises:
             DataError: a line that is not a row.
-            RunError: the disk refuses. The file holds what it held before.
+            RunError: the disk refuses. The file is unchanged.
         """
         self._check_writable()
         *before, (_, last) = self._read_lines()
@@ -69,7 +67,7 @@ class Scores:
         write_atomic(self.path, b"".join(line + b"\n" for line in lines))
 
     def rows(self) -> list[Row]:
-        """Every complete row. A last line without its newline was cut by a crash and is left out.
+        """Every complete row. A last line without newline was cut by a crash and is left out.
 
         Raises:
             DataError: a line that is not a row; names the file and the line.
@@ -78,17 +76,17 @@ class Scores:
         return [row for _, row in self._read_lines()]
 
     def truncate(self, step: int) -> None:
-        """Drop the rows after `step`, and a line that was cut by a crash: what a run does that resumes from `step`.
+        """Drop the rows after `step`, from which a run resumes, and a line that was cut by a crash.
 
         Raises:
             DataError: a line that is not a row.
-            RunError: the disk refuses. The file holds what it held before.
+            RunError: the disk refuses. The file is unchanged.
         """
         self._check_writable()
         self._truncate(step)
 
     def export_haven(self) -> None:
-        """Write score_list.pkl beside, from the rows; null becomes NaN, which haven's tables skip.
+        """Write the rows to score_list.pkl; null becomes NaN, which haven's tables skip.
 
         Raises:
             RunError: the disk refuses. An older score_list.pkl stays.
@@ -102,7 +100,7 @@ class Scores:
             raise RunError(f"{self.path}: opened for reading only; the process that holds the lease writes.")
 
     def _json_values(self, row: Mapping[str, Any]) -> Row:
-        """As they are written."""
+        """The row as it is written."""
         if type(row.get("step")) is not int:
             raise TypeError(f"{self.path}: a row needs an int 'step', got {row!r}.")
         values = {"step": row["step"]}
@@ -116,7 +114,7 @@ class Scores:
         return values
 
     def _truncate(self, step: float) -> None:
-        """Drop the rows after `step` and a torn line, and find the last step."""
+        """Drop the rows after `step` and a partial line, and set the last step."""
         rows = list(itertools.takewhile(lambda pair: pair[1]["step"] <= step, self._read_lines()))
         size = sum(len(line) + 1 for line, _ in rows)
         if self.path.exists() and self.path.stat().st_size > size:
@@ -126,7 +124,7 @@ class Scores:
         self._mended = True
 
     def _read_lines(self) -> list[tuple[bytes, Row]]:
-        """Complete lines, without their newlines, and the rows in them."""
+        """Complete lines, without their newlines, with their rows."""
         lines = jsonl_records.complete_lines(self.path)
         return list(zip(lines, parse_lines(lines, self.path), strict=True))
 
@@ -137,7 +135,7 @@ def parse_lines(lines: Sequence[bytes], path: Path) -> list[Row]:
     Raises:
         DataError: a line that is not a row; names the file and the line.
     """
-    # One call for all lines: several times faster than one for each.
+    # Parsing all lines at once is several times faster than one by one.
     rows = _load_list(b"[" + b",".join(lines) + b"]")
     if len(rows) != len(lines) or not all(map(_is_row, rows)):
         rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
@@ -145,15 +143,11 @@ def parse_lines(lines: Sequence[bytes], path: Path) -> list[Row]:
 
 
 def _load_list(text: bytes) -> list[Any]:
-    """A JSON list; empty where it is none. By orjson, but for integers of more than 63 bits, which it would read as floats."""
+    """A JSON list; empty if it is malformed. An integer of more than 64 bits becomes a float."""
     import orjson  # 20 ms, which a start need not spend
 
-    try:
-        if _LONG in text.translate(_SHAPES):
-            return json.loads(text)
+    with contextlib.suppress(ValueError):  # json also reads NaN, and halves of surrogate pairs
         return orjson.loads(text)
-    except ValueError:
-        pass  # json also reads NaN, and halves of surrogate pairs
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -161,7 +155,7 @@ def _load_list(text: bytes) -> list[Any]:
 
 
 def last_row(path: Path) -> Row | None:
-    """The last complete row of the scores file `path`, however long it is; None where there is none yet.
+    """The last complete row of the scores file `path`; None if there is none yet. Reads only the end of the file.
 
     Raises:
         DataError: the last complete line is not a row.
@@ -172,12 +166,12 @@ def last_row(path: Path) -> Row | None:
 
 
 def read_score_list(path: Path) -> list[dict[str, Any]]:
-    """The rows of a score_list.pkl that haven wrote: containers and numbers, numpy's scalars among them as Python numbers.
+    """The rows of a score_list.pkl that haven wrote, with numpy's scalars as Python numbers.
 
-    Nothing else is unpickled, so that a file from elsewhere cannot run code.
+    Unpickles only containers and numbers, so an untrusted file cannot run code.
 
     Raises:
-        DataError: the file is torn, or holds anything else.
+        DataError: the file is truncated, or holds anything else.
     """
     try:
         with reading(path, DataError):
@@ -192,7 +186,7 @@ def read_score_list(path: Path) -> list[dict[str, Any]]:
 
 
 class _Dtype:
-    """Stands for numpy.dtype while unpickling, so that numpy need not be there."""
+    """Replaces numpy.dtype while unpickling, so that numpy is not imported."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.code, self.order = code, "<"

@@ -1,4 +1,4 @@
-"""The last value of each score of a run, so that a table reads no histories: trusted where the scores still are those that it is of."""
+"""The last value of each score of a run, so that a table reads no histories. Valid while scores.jsonl still begins with the same bytes."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -11,21 +11,21 @@ from src.runs.jsonl_records import AppendedLines, read_appended
 from src.runs.scores import Row, parse_lines
 
 SUMMARY = "scores"
-"""Under which key of status.json a run that has ended keeps its summary."""
+"""The key of the summary in status.json."""
 
 
 @dataclass
 class Summary:
-    """Of the first `size` bytes of a scores.jsonl, which end with a line."""
+    """Summary of the first `size` bytes of a scores.jsonl, which end with a line."""
 
     size: int = 0
     tail: str = hashlib.sha256(b"").hexdigest()
     step: int | None = None
     last: dict[str, float | None] = field(default_factory=dict)
-    """The last finite value of each score, in the order of first appearance; None for a score that never had one."""
+    """The last finite value of each score, in order of first appearance; None for a score that never had one."""
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take in later rows. A value that is not finite does not replace the last one that was: haven's tables do the same."""
+        """Add later rows. A value that is not finite does not replace an earlier one, as in haven's tables."""
         for row in rows:
             self.step = row.get("step", self.step)
             for name, value in row.items():
@@ -36,17 +36,17 @@ class Summary:
         self.last.pop("step", None)
 
     def to_json(self) -> dict[str, Any]:
-        """To be read by `parse_summary`, whatever order the keys of objects are written in."""
+        """For `parse_summary`. Lists keep the order of the scores, as write_json sorts keys."""
         return {"bytes": self.size, "tail": self.tail, "step": self.step, "names": list(self.last), "values": list(self.last.values())}
 
 
 def is_finite(value: Any) -> bool:
-    """Whether `value` is a number, and neither NaN nor infinite."""
+    """Whether `value` is a finite number."""
     return isinstance(value, (int, float)) and value - value == 0
 
 
 def parse_summary(value: Any) -> Summary | None:
-    """What `to_json` gave; None for anything else."""
+    """The inverse of `to_json`; None for anything else."""
     if not isinstance(value, dict):
         return None
     size, tail, step, names, values = (value.get(key) for key in ("bytes", "tail", "step", "names", "values"))
@@ -60,7 +60,7 @@ def parse_summary(value: Any) -> Summary | None:
 
 
 def summarize(path: Path, known: Summary | None = None) -> Summary:
-    """Summary of the scores.jsonl `path`, which need not exist. Only what follows `known` is read, where that still is of this file.
+    """Summary of the scores.jsonl `path`, which need not exist. If `known` is still valid, only later rows are read.
 
     Raises:
         DataError: a line that is not a row; names the file and the line.
@@ -76,7 +76,7 @@ def summarize(path: Path, known: Summary | None = None) -> Summary:
             summary.add(parse_rows(piece, path))
         except DataError:
             if piece.start:
-                return summarize(path)  # which counts its lines from the beginning
+                return summarize(path)  # counts lines from the beginning, for the message
             raise
     summary.size, summary.tail = piece.end, piece.tail
     return summary

@@ -1,7 +1,7 @@
-"""<runs>/index.sqlite: what was read of runs, so that nothing is parsed twice. A cache: without it, every answer is the same.
+"""<runs>/index.sqlite: a cache of parsed facts of runs. Results do not depend on it.
 
-It keeps a rollback journal, not a write-ahead log, since that needs memory shared by all processes: on a cluster several machines use it.
-Each value carries a checksum. A file that is damaged, or of another version, is deleted and made anew.
+It uses a rollback journal, as a write-ahead log needs shared memory and a cluster has several machines. Each value has a checksum.
+A file that is damaged, or of another version, is deleted and created again.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def read(folder: Path, runs: Sequence[str], names: Sequence[str]) -> Values:
-    """The values called `names` of the runs with the ids `runs` in `folder`, as far as they are cached. Raises nothing."""
+    """The cached ones of the values `names` of the runs with the ids `runs` in `folder`. Raises nothing."""
 
     def select(database: sqlite3.Connection) -> Values:
         found: Values = {}
@@ -45,7 +45,7 @@ def read(folder: Path, runs: Sequence[str], names: Sequence[str]) -> Values:
 
 
 def write(folder: Path, values: Mapping[str, Mapping[str, bytes]], existing: Sequence[str] | None = None) -> None:
-    """Cache values by run and name; forget the runs that are not among `existing`, if that is given. Raises nothing."""
+    """Cache values by run and name; delete runs that are not in `existing`, if that is given. Raises nothing."""
     rows = [(run, name, data) for run, named in values.items() for name, data in named.items()]
 
     def replace(database: sqlite3.Connection) -> None:
@@ -61,7 +61,7 @@ def write(folder: Path, values: Mapping[str, Mapping[str, bytes]], existing: Seq
 
 
 def _use(path: Path, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
-    """The result of `work`; None where the file cannot be used."""
+    """The result of `work`; None if the file cannot be used."""
     for attempt in (1, 2):
         try:
             with contextlib.closing(_connect(path)) as database:
@@ -79,7 +79,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(f"file:{quote(str(path))}?mode=rwc", uri=True, timeout=WAIT_SECONDS, isolation_level=None)
     try:
         database.text_factory = bytes
-        database.execute("PRAGMA synchronous = OFF")  # what a power cut damages is noticed by its checksum
+        database.execute("PRAGMA synchronous = OFF")  # checksums detect damage after a power cut
         ((version,),) = database.execute("PRAGMA user_version")
         if version not in (0, VERSION):
             error = sqlite3.DatabaseError(f"its version is {version}, not {VERSION}")

@@ -1,4 +1,4 @@
-"""Whole histories as columns of numbers, and their means and deviations over seeds."""
+"""Histories of scores as columns of numbers, and their means and deviations over seeds."""
 
 import json
 import math
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 PERF = "perf.jsonl"
 _BATCH = 500
 _HEAD = ""
-"""The name of a column that describes the others; those of scores are JSON."""
+"""The name of the column that describes the others. The names of scores are stored as JSON."""
 Columns = dict[str, "np.ndarray"]
-"""float64 by score, NaN where a row lacks it, and "step"; all of one length."""
+"""float64 by score, and "step", all of one length; NaN where a row lacks the score."""
 
 
 class _History(NamedTuple):
-    """Columns of the first `size` bytes of a scores.jsonl, whose end has the hash `tail`. `scores`: the names of all, in their order."""
+    """Columns of the first `size` bytes of a scores.jsonl, whose end has the hash `tail`. scores: all names, in order."""
 
     size: int
     tail: str
@@ -48,7 +48,7 @@ class Band:
     """Runs that have a finite value."""
 
     def half_width(self, interval: str = "std") -> "np.ndarray":
-        """Half the width of the band: "std", or "ci95", the 95 % interval of the mean. NaN where there is one run."""
+        """Half the width of the band: "std", or "ci95", the 95 % confidence interval of the mean. NaN where there is one run."""
         import numpy as np
 
         if interval == "std":
@@ -58,9 +58,9 @@ class Band:
 
 
 def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[dict[str, Columns], list[str]]:
-    """Columns of `scores`, as far as a run has them, and its "step"s, by the name of the run; and a warning for each that cannot be read.
+    """By run, columns of "step" and of those of `scores` that it has; and a warning for each run that cannot be read.
 
-    A run that haven wrote counts its rows where they have no step. Rows that were appended since the last time are all that is read.
+    Rows of haven without a step are numbered. Only rows that were appended since the last call are parsed.
     """
     found: dict[str, Columns] = {}
     warnings: list[str] = []
@@ -86,9 +86,9 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
 def bands(
     runs: Path, groups: Sequence[Sequence[Mapping[str, Any]]], scores: Sequence[str], x: str = "step"
 ) -> tuple[list[list[Band]], list[str]]:
-    """For each score a band for each group of rows (`rows.load_rows`), at each step that any of its runs has a finite value at.
+    """For each score a band for each group of rows (`rows.load_rows`), at each step where any run has a finite value.
 
-    x: "step"; a score, such as "tokens", or "seconds" of training: at each step its mean over the runs.
+    x: "step", "seconds" of training, or a score such as "tokens"; at each step its mean over the runs.
 
     Raises:
         DataError: no run has any `x`.
@@ -114,7 +114,7 @@ def bands(
 
 
 def _read_cache(runs: Path, names: Sequence[str], wanted: Collection[str]) -> dict[str, _History]:
-    """The histories of runs of which the cache holds all that is wanted."""
+    """The histories of the runs for which the cache holds all `wanted` columns."""
     import numpy as np
 
     found: dict[str, _History] = {}
@@ -132,7 +132,7 @@ def _pack(history: _History) -> dict[str, bytes]:
 
 
 def _read_history(path: Path, known: _History | None) -> _History:
-    """The history of the run in `path`: `known` itself where nothing was appended, else with all its columns.
+    """The history of the run in `path`: `known` itself if nothing was appended, else with all columns.
 
     Raises:
         DataError: the scores are damaged.
@@ -150,7 +150,7 @@ def _read_history(path: Path, known: _History | None) -> _History:
         try:
             new = _columns(parse_rows(piece, path / SCORES))
         except DataError:
-            return _read_history(path, None)  # which counts its lines from the beginning
+            return _read_history(path, None)  # counts lines from the beginning, for the message
         lengths = len(whole.columns["step"]), len(new["step"])
         absent = [np.full(length, np.nan) for length in lengths]
         names = dict.fromkeys([*whole.columns, *new])
@@ -178,7 +178,7 @@ def _column(values: list[Any]) -> "np.ndarray":
 
 
 def _x_values(path: Path, columns: Columns, x: str) -> "np.ndarray":
-    """Where each row of a run stands on the axis `x`; NaN where that is not known. Empty where it is nowhere known."""
+    """The value of each row of a run on the axis `x`, NaN if unknown. Empty if all are unknown."""
     import numpy as np
 
     if x in columns:
@@ -189,7 +189,7 @@ def _x_values(path: Path, columns: Columns, x: str) -> "np.ndarray":
         rows = parse_rows(read_appended(path / PERF), path / PERF)
     except UserError:
         return np.array([])
-    took = {row["step"]: row["seconds"] for row in rows if is_finite(row.get("seconds"))}  # the last word on a step that was repeated
+    took = {row["step"]: row["seconds"] for row in rows if is_finite(row.get("seconds"))}  # the last row of a repeated step counts
     at = dict(zip(sorted(took), np.cumsum([took[step] for step in sorted(took)]).tolist(), strict=True))
     return np.array([at.get(int(step), np.nan) for step in columns["step"]]) if at else np.array([])
 
@@ -220,12 +220,12 @@ def _band(runs: Sequence[tuple[Any, Any, Any]]) -> Band:
 
 
 def _compensated_sum(at: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]", size: int) -> "np.ndarray":
-    """Sums of values by their places, each as good as rounded once (Neumaier, 1974): two lists of runs give the same curve in any order."""
+    """Compensated sums (Neumaier, 1974) of values by index, so that the order of the runs does not change a curve."""
     import numpy as np
 
     total, lost = np.zeros(size), np.zeros(size)
     for where, of_run in zip(at, values, strict=True):
-        if not (np.diff(where) > 0).all():  # rows of haven's may repeat a step
+        if not (np.diff(where) > 0).all():  # rows of haven may repeat a step
             np.add.at(total, where, of_run)
             continue
         before = total[where]
@@ -239,8 +239,8 @@ def _compensated_sum(at: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]",
 def t_975(freedom: int) -> float:
     """The 0.975 quantile of Student's t with `freedom` >= 1 degrees of freedom.
 
-    Its distribution function is a finite sum (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4), inverted here
-    by bisection: scipy.stats takes a second to be imported.
+    The distribution function is a finite sum (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4), inverted by
+    bisection. Importing scipy.stats takes a second.
     """
     assert freedom >= 1, freedom
     low, high = 0.0, math.pi / 2
@@ -251,12 +251,12 @@ def t_975(freedom: int) -> float:
 
 
 def ci95(values: Sequence[float]) -> float | None:
-    """Half the width of the 95 % interval of the mean of `values`; None of fewer than two."""
+    """Half the width of the 95 % confidence interval of the mean of `values`; None for fewer than two."""
     return t_975(len(values) - 1) * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _probability(angle: float, freedom: int) -> float:
-    """That |t| <= sqrt(freedom) tan(angle)."""
+    """The probability that |t| <= sqrt(freedom) tan(angle)."""
     sine, square, odd = math.sin(angle), math.cos(angle) ** 2, freedom % 2
     term, total = math.cos(angle) if odd else 1.0, 0.0
     for k in range(2 if odd else 1, freedom, 2):

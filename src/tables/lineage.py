@@ -1,4 +1,4 @@
-"""Ancestry: which experiment of a folder of runs started from which, and which parents are missing or did not end well."""
+"""Ancestry in a folder of runs: which experiment started from which, and which parents are missing or failed."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,16 +21,16 @@ class Node:
 
     exp_id: str
     state: str
-    """As `saved.state_of` has it ("haven": written by haven); "missing": known only as a parent; "damaged": it cannot be read."""
+    """That of `metadata.state_of`, or "haven": written by haven; "missing": known only as a parent; "damaged": unreadable."""
     group: str = ""
     recipe: str = ""
     step: int | None = None
     scores: Mapping[str, float | None] = field(default_factory=dict)
-    """The last value of each headline score; None: it was never finite."""
+    """The last value of each headline score; None: never finite."""
     reason: str = ""
-    """Why it is failed, stopped, missing or damaged, as far as that is noted."""
+    """Why it failed, stopped, is missing or damaged, if known."""
     branches: tuple[tuple[int, int], ...] = ()
-    """(number, step) of each point where it went on otherwise than it had begun, after a rewind; the oldest first."""
+    """(number, step) of each branch after a rewind, the oldest first."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class Edge:
 
 @dataclass(frozen=True)
 class Lineage:
-    """Experiments by id, and who starts from whom. There is no cycle: an id is the hash of a dict that holds its parents' ids."""
+    """Experiments by id, and their parents. There is no cycle: an id is the hash of a dict that holds its parents' ids."""
 
     nodes: Mapping[str, Node]
     edges: tuple[Edge, ...]
     problems: tuple[str, ...] = ()
-    """One line for each parent that its child cannot start from, or can no longer be loaded from."""
+    """One line for each parent without a usable checkpoint."""
     warnings: tuple[str, ...] = ()
     """One line for each directory that was skipped."""
 
     def parents(self, exp_id: str) -> list[Edge]:
-        """The edges from `exp_id` to its parents, in the order in which its dict names them."""
+        """The edges from `exp_id` to its parents, in the order of its dict."""
         return self._up.get(exp_id, [])
 
     def children(self, exp_id: str) -> list[Edge]:
@@ -75,15 +75,14 @@ class Lineage:
         return found[0]
 
     def family(self, members: Iterable[str]) -> "Lineage":
-        """`members` with all that they come from and all that came from them; problems and warnings of these only."""
+        """`members` with all ancestors and descendants, and their problems."""
         members = list(members)
         up = _reachable(members, lambda name: [edge.parent for edge in self.parents(name)])
         kept = up | _reachable(members, lambda name: [edge.child for edge in self.children(name)])
-        told = [line for line in self.problems if line.split(":")[0] in kept]
         return Lineage(
             {name: node for name, node in self.nodes.items() if name in kept},
             tuple(edge for edge in self.edges if edge.child in kept and edge.parent in kept),
-            tuple(told),
+            tuple(line for line in self.problems if line.split(":")[0] in kept),
             self.warnings,
         )
 
@@ -126,7 +125,7 @@ def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
 
 
 def group_family(runs: Path, lineage: Lineage, group: str) -> Lineage:
-    """The family of the runs that `group` asked for.
+    """The family of the runs of `group`.
 
     Raises:
         ConfigError: no run is of `group`.

@@ -1,4 +1,4 @@
-"""Finished and running experiments as rows for tables and plots. Needs the save directories only, not exp_configs.py."""
+"""Experiments as rows for tables and plots, finished or running. Reads only the save directories, not exp_configs.py."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from src.config import unknown
 from src.errors import ConfigError, DataError, UserError
@@ -19,30 +19,28 @@ from src.runs.summary import is_finite
 from src.tables.curves import ci95
 from src.tables.scan import RunIndex, RunRecord
 
-if TYPE_CHECKING:
-    import pandas
-
 FACTS = ("exp_id", "state", "group", "step")
 _LOWER_IS_BETTER = {"loss", "ppl", "perplexity", "error", "errors", "err", "nll", "wer", "cer", "bpb", "bpc", "mse", "mae", "rmse", "kl"}
 
 _SIZES = ("projected_bytes_per_context_token", "decoder_cache_bytes_per_context_token")
 DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens", *_SIZES)
-"""What the training loop reports of itself in each score row, beside its loss; and sizes that the model's own is compared with."""
+"""Scores that are not results: diagnostics of the training loop, and the sizes that a model's own is compared with."""
 
 
 class Row(dict[str, Any]):
     """One run, flat: the keys of `FACTS`, the config by dotted key, and the last value of each score."""
 
     scores: tuple[str, ...] = ()
-    """Which of the keys are scores, in the order in which they first appeared."""
+    """The keys that are scores, in order of first appearance."""
 
 
 def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[list[Row], list[str]]:
-    """One row for each save directory in `runs`, those of `group` only if one or several are given; and a warning for each that
-    cannot be read. A run of several groups is told as of the first of them.
+    """One row for each save directory in `runs`, and a warning for each that cannot be read.
 
-    "state" is that of `saved.state_of`, or "haven" for a directory that haven wrote. "step" is that of the last row of scores,
-    or None. A config key named like a fact is called "config.<name>", a score named like any of them "score.<name>".
+    group: only the runs of one or several groups; the row of a run in several names the first.
+
+    "state" is `metadata.state_of`, or "haven" for a directory that haven wrote. "step" is that of the last row of scores,
+    or None. A config key with the name of a fact is called "config.<name>", a score with the name of either "score.<name>".
 
     Raises:
         DataError: there is no such folder, or it holds no run.
@@ -84,13 +82,13 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 
 def varying_keys(rows: Sequence[Row]) -> list[str]:
-    """Dotted config keys that are not the same in all rows, a key that is missing somewhere included: what names a run by what differs."""
+    """Dotted config keys that differ between rows, or are missing in some."""
     keys = dict.fromkeys(key for row in rows for key in config_keys(row))
     return [key for key in keys if len({_spell(row, key) for row in rows}) > 1]
 
 
 def distinguishing_keys(rows: Sequence[Row]) -> list[str]:
-    """`varying_keys` without what belongs to the seed: the seed itself, and the id of a parent where each seed has a parent of its own."""
+    """`varying_keys` without the seed, and without the id of a parent if each seed has a parent of its own."""
     keys = [key for key in varying_keys(rows) if key != "seed"]
     parents = [key for key in keys if key.endswith(".exp_id")]
     alike = group_rows(rows, [key for key in keys if key not in parents])
@@ -103,7 +101,7 @@ def distinguishing_keys(rows: Sequence[Row]) -> list[str]:
 
 
 def config_keys(row: Row) -> list[str]:
-    """Keys of the row that come from its experiment dict."""
+    """Keys of the row from its experiment dict."""
     return [key for key in row if key not in FACTS and key not in row.scores]
 
 
@@ -113,15 +111,12 @@ def score_names(rows: Iterable[Row]) -> list[str]:
 
 
 def headline_scores(names: Sequence[str]) -> list[str]:
-    """The scores that a reader wants first: not the loop's diagnostics, not parts such as "em/nq"; all where nothing else is left.
-
-    "inference/em" is no part: it is of the trained model, over all that was asked.
-    """
+    """The most interesting scores: no diagnostics, no parts such as "em/nq" ("inference/em" is none); all if no others are left."""
     return [name for name in names if name not in DIAGNOSTICS and "/" not in name.removeprefix("inference/")] or list(names)
 
 
 def group_rows(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
-    """Rows that agree in all of `by`, in the order of first appearance. 1 and 1.0 disagree, as their ids do."""
+    """Groups of rows that agree in all of `by`, in order of first appearance. 1 and 1.0 differ, as their ids do."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(_spell(row, key) for key in by), []).append(row)
@@ -129,7 +124,7 @@ def group_rows(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
 
 
 def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None) -> list[str]:
-    """The keys `by`, or where it is None those that tell the configurations of `rows` apart.
+    """`by`, or if it is None the `distinguishing_keys` of `rows`.
 
     Raises:
         ConfigError: a key of `by` that no row has.
@@ -143,9 +138,9 @@ def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None) -> list[str]:
 def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> list[dict[str, Any]]:
     """One row for each combination of `by`.
 
-    Its keys: those of `by`; "runs", how many; "state", one for all or such as "2 done, 1 failed"; "step", the lowest last step; and for
-    each score its mean (None of nothing), "<score>_std" (sample, n - 1; None for n < 2), "<score>_ci95" (half the width of the
-    95 % interval of the mean after Student's t; None for n < 2) and "<score>_n" (runs that have it).
+    Its keys: those of `by`; "runs", their number; "state", such as "done" or "2 done, 1 failed"; "step", the lowest last step; and for
+    each score its mean (None if no run has it), "<score>_std" (sample, n - 1; None for n < 2), "<score>_ci95" (half the width of the
+    95 % confidence interval of the mean, Student's t; None for n < 2) and "<score>_n" (runs that have it).
 
     Raises:
         ConfigError: a key of `by` or a score that no row has.
@@ -156,12 +151,12 @@ def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> 
 
 
 def lower_is_better(name: str) -> bool:
-    """Whether a score by this name is a loss, a perplexity or an error; anything else is better when higher."""
+    """Whether a score of this name is a loss, a perplexity or an error; others are better when higher."""
     return any(word in _LOWER_IS_BETTER for word in re.split(r"[^a-z0-9]+", name.lower()))
 
 
 def sort_best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | None = None) -> list[dict[str, Any]]:
-    """Rows sorted by `metric`; those without it last. `lowest`: True puts the lowest first, None decides by the metric's name."""
+    """Rows sorted by `metric`; those without it last. lowest: put the lowest first; None decides by the metric's name."""
     lowest = lower_is_better(metric) if lowest is None else lowest
 
     def place(row: dict[str, Any]) -> tuple[bool, float]:
@@ -172,7 +167,7 @@ def sort_best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | 
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Each dotted key with the shortest end that tells it from the others: {"model.stride": "stride"}."""
+    """Each dotted key with its shortest unique suffix: {"model.stride": "stride"}."""
     names = {}
     for key in keys:
         words = key.split(".")
@@ -186,7 +181,7 @@ def select(runs: Path, group: str | Sequence[str] | None = None, question: str |
 
     Raises:
         DataError: there is no such folder, or it holds no run.
-        ConfigError: no run is of one of the groups, none answers the question, or that cannot be understood.
+        ConfigError: a group without runs, or a question that is malformed or matches no run.
     """
     rows, warnings = load_rows(runs, group)
     if question is None or not rows:
@@ -201,12 +196,12 @@ def select(runs: Path, group: str | Sequence[str] | None = None, question: str |
 
 
 def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[Row]:
-    """The rows for which the question `text` holds: see `query`. "status" is the same as "state", unless an experiment says "status".
+    """The rows for which the expression `text` holds: see `expressions`. "status" means "state", unless it is a config key.
 
-    Without rows no name is known: then any will do. place: where the question was asked, for messages.
+    Without rows any name is accepted. place: begins the messages.
 
     Raises:
-        ConfigError: it cannot be understood, or asks for what no row has.
+        ConfigError: it is malformed, or uses a name that no row has.
     """
     asked = expressions.compile(text, place)
     if not rows:
@@ -218,7 +213,7 @@ def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[
 
 
 def missing_seeds(rows: Sequence[Row], by: Sequence[str]) -> list[str]:
-    """A sentence for each combination of `by` that lacks seeds which others have: its mean is over fewer runs, and other ones."""
+    """A sentence for each combination of `by` that lacks seeds which others have: its mean is over different runs."""
     if "seed" in by:
         return []
     seeds = sorted({_spell(row, "seed"): row["seed"] for row in rows if "seed" in row}.items(), key=lambda pair: _sort_key(pair[1]))
@@ -240,7 +235,7 @@ class Pivot:
     columns: list[Any]
     """Values of the second key, sorted."""
     cells: list[list[dict[str, Any] | None]]
-    """As rows of `aggregate`; None where no run has this combination."""
+    """Rows of `aggregate`; None for a combination without runs."""
 
 
 def pivot(rows: Sequence[Row], index: str, columns: str, score: str) -> Pivot:
@@ -256,18 +251,10 @@ def pivot(rows: Sequence[Row], index: str, columns: str, score: str) -> Pivot:
     return Pivot([downwards[one] for one in down], [across[other] for other in over], table)
 
 
-def to_frame(rows: Sequence[Row]) -> "pandas.DataFrame":
-    """The rows as a pandas DataFrame: facts first, then the config, then the scores."""
-    import pandas
-
-    columns = dict.fromkeys([*FACTS, *(key for row in rows for key in config_keys(row)), *score_names(rows)])
-    return pandas.DataFrame([[row.get(column) for column in columns] for row in rows], columns=list(columns))
-
-
 def _row(path: Path, record: RunRecord, group: str) -> Row:
     state = record.state
     if state == "running" and holder_is_dead(path):
-        state = state_of(path)  # read anew: it may have ended since
+        state = state_of(path)  # read again: it may have ended since
     row = Row({"exp_id": path.name, "state": state, "group": group, "step": record.summary.step})
     row.update({f"config.{key}" if key in FACTS else key: value for key, value in record.config.items()})
     named = {f"score.{name}" if name in row else name: value for name, value in record.summary.last.items()}
@@ -277,7 +264,7 @@ def _row(path: Path, record: RunRecord, group: str) -> Row:
 
 
 def _sort_key(value: Any) -> tuple[int, Any, str]:
-    """What to sort values of a key by: numbers by size, then texts, then all else."""
+    """Sorts numbers by size, then texts, then all other values."""
     if is_finite(value):
         return 0, value, ""
     return (1, 0, value) if isinstance(value, str) else (2, 0, json.dumps(value))

@@ -1,4 +1,4 @@
-"""What the files of each run in a folder say for a table, read again only where they have changed. No history is read: see `summary`."""
+"""One record for each run in a folder, from its small files; read again only if they have changed. Reads no histories: see `summary`."""
 
 import json
 import os
@@ -17,28 +17,27 @@ from src.runs.summary import SUMMARY, Summary, parse_summary, summarize
 from src.tables import cache
 
 SETTLED_SECONDS = 2.0
-"""A file that changed more recently may change once more without a trace: clocks of file systems tick in milliseconds, some in seconds."""
+"""A more recent file may change again without a new timestamp: clocks of file systems tick in milliseconds, some in seconds."""
 _READ = (EXP_DICT, GROUPS, ENV, STATUS, SCORES, SCORE_LIST)
 _RECORD = "record"
-"""Under which name a record is cached."""
+"""The name of a record in the cache."""
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass
 class RunRecord:
-    """What the files of one run say."""
+    """The facts of one run."""
 
     groups: list[str]
-    """Those that asked for it."""
     state: str
-    """As in status.json, so that "running" may be a run that was lost; "haven" where haven wrote the directory."""
+    """As in status.json, so "running" may be a lost run; "haven" if haven wrote the directory."""
     config: dict[str, Any]
     """The experiment dict by dotted key."""
     summary: Summary
 
 
 class RunIndex:
-    """The records of the runs in a folder. `names`: their ids, sorted."""
+    """The records of the runs in a folder. names: their ids, sorted."""
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
@@ -47,11 +46,11 @@ class RunIndex:
         self._changed: dict[str, dict[str, bytes]] = {}
 
     def save(self) -> None:
-        """Cache what was read anew."""
+        """Cache the changed records."""
         cache.write(self.runs, self._changed, self.names)
 
     def read(self, name: str, among: Collection[str] | None = None) -> tuple[list[str], RunRecord | None]:
-        """The groups that asked for a run, and its record; None unless one of them is in `among`, if that is given.
+        """The groups of a run, and its record; None if `among` is given and holds none of the groups.
 
         Raises:
             RunError, DataError: a file of it is damaged or cannot be read.
@@ -60,7 +59,7 @@ class RunIndex:
         with reading(path):
             key, settled = _file_key(path)
             cached = self._cached.get(name)
-            known = _cached_record(*cached[1:]) if cached is not None and cached[0] == key else None
+            known = RunRecord(*cached[1:4], Summary(*cached[4])) if cached is not None and cached[0] == key else None
             groups = known.groups if known else _groups(path)
             if among is not None and not any(group in among for group in groups):
                 return groups, None
@@ -72,15 +71,11 @@ class RunIndex:
         return groups, known
 
 
-def _cached_record(groups: list[str], state: str, config: dict[str, Any], summary: list[Any]) -> RunRecord:
-    return RunRecord(groups, state, config, Summary(*summary))
-
-
 def _file_key(path: Path) -> tuple[str, bool]:
     """A text that changes whenever one of the files does; and whether the last change is so old that the next one will show.
 
     Raises:
-        OSError: one cannot be looked at.
+        OSError: a file cannot be examined.
     """
     newest, parts, folder = 0, [], str(path)
     for name in _READ:
@@ -105,7 +100,7 @@ def _read_record(path: Path, groups: list[str]) -> RunRecord:
 
 
 def _groups(path: Path) -> list[str]:
-    """Those noted, and those of the last start."""
+    """The recorded groups, and those of the last start."""
     groups = read_groups(path)
     env = read_json(path / ENV, RunError) if (path / ENV).exists() else None
     last = env.get("groups") if isinstance(env, dict) else None
@@ -113,6 +108,6 @@ def _groups(path: Path) -> list[str]:
 
 
 def _is_plain(summary: Summary) -> bool:
-    """Whether JSON gives back what haven's pickle held."""
+    """Whether JSON can hold the values of haven's pickle."""
     values = (summary.step, *summary.last.values())
     return all(type(name) is str for name in summary.last) and all(type(value) in (int, float, bool, type(None)) for value in values)

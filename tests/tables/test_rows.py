@@ -276,15 +276,3 @@ def test_intervals_stand_beside_deviations(tmp_path: Path):
     assert row["loss_ci95"] == pytest.approx(4.302652729911275 * row["loss_std"] / 3**0.5, rel=1e-9)
     (alone,) = results.aggregate(grid(tmp_path / "other", (1,), (0,)), [], ["loss"])
     assert alone["loss_ci95"] is None
-
-
-def test_a_frame_has_a_column_for_each_key(tmp_path: Path):
-    rows = grid(tmp_path)
-    make(tmp_path, {"recipe": "toy", "seed": 9}, [])
-    rows, _ = results.load_rows(tmp_path)
-    found = results.to_frame(rows)
-    assert list(found.columns)[:4] == ["exp_id", "state", "group", "step"]
-    assert list(found.columns)[-1] == "loss"
-    assert found.shape[0] == 7
-    assert found["loss"].isna().sum() == 1
-    assert found[found["model.stride"] == 2]["loss"].mean() == pytest.approx(2.1)

@@ -15,24 +15,24 @@ _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 
 
 def folder(run: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies."""
+    """The folder of the checkpoint of `step`, which need not exist."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint folder is named by."""
+    """The step in the name of a checkpoint folder."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def list_all(run: Path) -> list[Path]:
-    """All checkpoints, whole or not, by step. Other folders, such as copies made by hand, are none of ours."""
+    """All checkpoints, whole or not, by step. Other folders, such as copies made by hand, are ignored."""
     return sorted((entry for entry in (run / "checkpoints").glob("step-*") if _NAME.fullmatch(entry.name)), key=step_of)
 
 
 def newest_whole(run: Path) -> Path | None:
-    """The newest checkpoint whose files are all as they were written; None where there is none. It is what a run resumes from.
+    """The newest checkpoint without a defect, from which a run resumes; None if there is none.
 
-    A damaged one is passed over with a warning that names the file.
+    Damaged ones are skipped with a warning that names the file.
     """
     for checkpoint in reversed(list_all(run)):
         problem = defect(checkpoint)
@@ -43,7 +43,7 @@ def newest_whole(run: Path) -> Path | None:
 
 
 def last(run: Path) -> Path:
-    """The checkpoint of the last step of a run that is done: what its children start from. An earlier one never stands in for it.
+    """The checkpoint of the last step of a run that is done, from which its children start. Never an earlier one.
 
     Raises:
         CheckpointError: the run is not done, or the checkpoint is gone or damaged.
@@ -64,7 +64,7 @@ def last(run: Path) -> Path:
 
 
 def best(run: Path) -> Path | None:
-    """The checkpoint that `mark_best` named, or None where none was.
+    """The checkpoint that `mark_best` named, if any.
 
     Raises:
         CheckpointError: the one named is gone or damaged, or best.json is.
@@ -80,7 +80,7 @@ def best(run: Path) -> Path | None:
 
 
 def best_step(run: Path) -> int | None:
-    """The step of the checkpoint that `mark_best` named, which may be gone; None where none was.
+    """The step that `mark_best` named, if any. Its checkpoint may be gone.
 
     Raises:
         CheckpointError: best.json is damaged.
@@ -94,7 +94,7 @@ def best_step(run: Path) -> int | None:
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """Hex digest of what a child takes from a whole checkpoint: its weights and its tokenizer, as the manifest lists them.
+    """Hex digest of the weights and the tokenizer of a whole checkpoint, from its manifest.
 
     Raises:
         CheckpointError: the manifest is missing or damaged.
@@ -110,7 +110,7 @@ def mark_best(run: Path, step: int) -> None:
 
 
 def forget_best(run: Path) -> None:
-    """Name none as the best: what a run does that resumes from before its first evaluation.
+    """Undo `mark_best`, for a run that resumes from before its first evaluation.
 
     Raises:
         RunError: the disk refuses.
@@ -120,7 +120,7 @@ def forget_best(run: Path) -> None:
 
 
 def set_aside_newer(run: Path, step: int) -> None:
-    """Rename the checkpoints newer than `step`, which a resume passed over, to damaged-step-…, so that nobody counts them.
+    """Rename the checkpoints newer than `step`, which a resume skipped, to damaged-step-….
 
     Raises:
         RunError: the disk refuses.

@@ -1,7 +1,7 @@
-"""Who works on checkpoints of a run: a file in <run>/pins/ for each. Nobody deletes what is pinned, but for whoever pinned it.
+"""Pins protect checkpoints from deletion while a process works on them: a file in <run>/pins/ for each holder.
 
-A pin counts while its holder beats his lease (see `lease`): that of a dead one holds nothing, though the file stays. Pins are written,
-and obeyed, under the guard of the run: what is pinned before it is looked for is there until the pin goes.
+A pin counts while its holder renews its lease (see `lease`); the file of a dead holder is ignored. Pins are written, and checked, under
+the guard of the run, so a checkpoint that exists when it is pinned exists until the pin is removed.
 """
 
 import json
@@ -22,19 +22,19 @@ FOLDER = "pins"
 
 @dataclass(frozen=True)
 class Pin:
-    """What one holder needs."""
+    """The checkpoints that one holder needs."""
 
     holder: str
-    """The folder with his lease, relative to the run."""
+    """The folder with its lease, relative to the run."""
     every: int | None = None
-    """The checkpoints at multiples of so many steps, those to come among them, but for the `ended`."""
+    """Present and future checkpoints at multiples of so many steps, except for the `ended`."""
     ended: dict[str, str] = field(default_factory=dict)
-    """"step-00000040" -> hash of its manifest: one of that step on another branch is another checkpoint."""
+    """"step-00000040" -> hash of its manifest: on another branch the step has another checkpoint."""
     steps: dict[str, str] = field(default_factory=dict)
-    """Single ones, named as in `ended`."""
+    """Single checkpoints, as in `ended`."""
 
     def holds(self, checkpoint: Path) -> bool:
-        """Whether it means the checkpoint."""
+        """Whether the checkpoint is pinned."""
         name = checkpoint.name
         if self.every and checkpoints.step_of(checkpoint) % self.every == 0:
             return self.ended.get(name) is None or self.ended[name] != manifest_hash(checkpoint)
@@ -42,21 +42,21 @@ class Pin:
 
 
 class StalenessProbe:
-    """Tells the leases of the dead. One whose holder is elsewhere must be seen standing still, between two looks on our own clock."""
+    """Detects stale leases. A remote holder is stale only if its counter did not change between two observations on the local clock."""
 
     def __init__(self, stale_seconds: float = STALE_SECONDS) -> None:
         self._stale_seconds = stale_seconds
         self._seen: dict[Path, tuple[bytes, float]] = {}
 
     def is_stale(self, folder: Path) -> bool:
-        """Whether nobody holds the lease in `folder` any more; False where that cannot be told yet."""
+        """Whether the lease in `folder` has no living holder; False if that is not known yet."""
         known = holder_is_dead(folder)
         if known is not None:
             return known
         try:
             with reading(folder):
                 beat = (folder / LEASE).read_bytes()
-        except (FileNotFoundError, RunError):  # let go of just now, or not to be read: the next look tells
+        except (FileNotFoundError, RunError):  # released just now, or unreadable: the next call decides
             return False
         now = time.monotonic()
         before, since = self._seen.get(folder, (b"", now))
@@ -67,7 +67,7 @@ class StalenessProbe:
 
 
 def place(run: Path, name: str, pin: Pin) -> None:
-    """Pin checkpoints of the save directory `run`, instead of what the pin `name` held; what is gone by then must be looked for after.
+    """Pin checkpoints of the save directory `run`; replaces the pin `name`. Check afterwards that the checkpoints still exist.
 
     Raises:
         RunError: there is no such run, or the disk refuses.
@@ -79,7 +79,7 @@ def place(run: Path, name: str, pin: Pin) -> None:
 
 
 def remove(run: Path, name: str) -> None:
-    """Pin nothing under this name any more.
+    """Remove the pin `name`, if there is one.
 
     Raises:
         RunError: the disk refuses.
@@ -90,7 +90,7 @@ def remove(run: Path, name: str) -> None:
 
 
 def find_pinned(run: Path, among: Collection[Path], silence: StalenessProbe) -> dict[Path, str]:
-    """Those of the checkpoints `among` that somebody works on: checkpoint -> who, for people. To be called under the guard of `run`.
+    """The pinned checkpoints of `among`, with their pin and holder, for people. Call it under the guard of `run`.
 
     Raises:
         RunError: a pin is damaged, or cannot be read.
@@ -108,7 +108,7 @@ def find_pinned(run: Path, among: Collection[Path], silence: StalenessProbe) -> 
 
 
 def _read_pin(path: Path) -> Pin | None:
-    """None where it was taken away just now."""
+    """The pin in a file; None if it was removed just now."""
     try:
         raw = read_json(path, RunError)
     except RunError as error:

@@ -1,6 +1,6 @@
-"""Which checkpoints stay: `Rotation` while a run trains, `plan` and `remove` for runs at rest.
+"""Deletion of old checkpoints: `Rotation` while a run trains, `plan` and `remove` afterwards.
 
-None goes that a run resumes from, that another experiment starts from, or that somebody works on.
+Never deleted: checkpoints that a run resumes from, that another experiment starts from, or that are pinned.
 """
 
 import logging
@@ -27,37 +27,38 @@ from src.runs.scores import SCORES, Scores
 
 log = logging.getLogger(__name__)
 _LEFT = ("damaged-step-", ".step-", ".damaged-step-")
-"""How copies that a resume set aside, and what killed writers left, begin."""
+"""Prefixes of damaged checkpoints that a resume renamed, and of leftovers of killed writers."""
 NeededCheckpoints = AbstractSet[tuple[str, str]]
-"""(id, "last" or "best") of what other experiments start from."""
+"""(id, "last" or "best") of the checkpoints that other experiments start from."""
 
 
 @dataclass(frozen=True)
 class CleanupRule:
-    """What to keep besides what must be kept."""
+    """Checkpoints to keep besides those that are never deleted."""
 
     keep_last: int = 1
-    """Newest whole checkpoints of each run."""
+    """Number of newest whole checkpoints of each run."""
     keep_best: bool = True
     older_than_seconds: float = 0.0
-    """Only what was written before that goes."""
+    """Keep younger checkpoints."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What may go of one run, and what it was decided from."""
+    """The checkpoints of one run that may be deleted."""
 
     run: Path
     deletable: tuple[Path, ...] = ()
     reason_to_keep: str = ""
-    """Why nothing of this run may go."""
+    """Why nothing of this run may be deleted."""
     snapshot: tuple[bytes, ...] = ()
+    """State of the run that the decision is based on."""
 
 
 def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
-    """What the experiments in the folder `runs` start from; and a warning for each whose dict cannot be read.
+    """The checkpoints that experiments in the folder `runs` start from, and a warning for each whose dict cannot be read.
 
-    What these start from is not known: then the last and the best checkpoint of every run are needed.
+    The parents of an unreadable dict are unknown: then the last and the best checkpoint of every run are needed.
     """
     found: set[tuple[str, str]] = set()
     warnings = []
@@ -73,9 +74,9 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
 
 
 def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float) -> Plan:
-    """What may go of the save directory `run`. by_others: see `needed_by_children`. now: seconds since the epoch, by the clock of the disk.
+    """The checkpoints of the save directory `run` that may be deleted, damaged ones and leftovers of killed writers included.
 
-    Copies that were set aside as damaged, and what killed writers left, may go as well.
+    by_others: see `needed_by_children`. now: seconds since the epoch, by the clock of the disk.
 
     Raises:
         RunError, CheckpointError: status.json, best.json or a pin is damaged.
@@ -106,16 +107,16 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
 
 
 def remove(decided: Plan) -> None:
-    """Delete what `plan` found, if nothing has happened to the run since. A crash at any moment leaves whole checkpoints or none.
+    """Delete the checkpoints of `plan`, if the run has not changed since. A crash leaves each checkpoint whole or gone.
 
     Raises:
-        RunError: the run was started, or has changed; nothing of it is deleted. Or the disk refuses.
+        RunError: the run was started or has changed, so nothing is deleted; or the disk refuses.
     """
     run = decided.run
     if not decided.deletable:
         return
     renamed = []
-    with directory_lock(run, create=False), writing(run):  # nobody can start the run in here, so it must not last
+    with directory_lock(run, create=False), writing(run):  # blocks a start of the run, so it must be short
         if holder_is_dead(run) is not True or _snapshot(run) != decided.snapshot:
             raise RunError(f"{run}: has changed meanwhile, so nothing of it was deleted. Look again.")
         for path, pin in _find_pinned(run, decided.deletable).items():
@@ -138,12 +139,12 @@ def folder_bytes(path: Path) -> int:
 
 
 def _find_pinned(run: Path, among: Sequence[Path]) -> dict[Path, str]:
-    """Those that somebody works on, who may be on another machine; copies that were set aside are nobody's."""
+    """The pinned checkpoints of `among`."""
     return pins.find_pinned(run, [path for path in among if not path.name.startswith(_LEFT)], pins.StalenessProbe())
 
 
 def _is_run(run: Path) -> bool:
-    """Whether it is the save directory of an experiment: one whose dict was lost can be started again all the same."""
+    """Whether it is a save directory of an experiment, even if its dict is lost."""
     try:
         return any((run / name).exists() for name in (EXP_DICT, STATUS, JOB))
     except PermissionError:
@@ -151,7 +152,7 @@ def _is_run(run: Path) -> bool:
 
 
 def _snapshot(run: Path) -> tuple[bytes, ...]:
-    """What tells whether a run has moved on: its status, its best checkpoint, and the names of all."""
+    """The state of a run that deletion depends on: its status, its best checkpoint, and the names of all checkpoints."""
     contents = [path.read_bytes() if path.exists() else b"" for path in (run / STATUS, run / "checkpoints" / "best.json")]
     folder = run / "checkpoints"
     return (*contents, *(name.encode(errors="replace") for name in sorted(os.listdir(folder) if folder.exists() else [])))
@@ -159,18 +160,18 @@ def _snapshot(run: Path) -> tuple[bytes, ...]:
 
 @dataclass(frozen=True)
 class RotationRule:
-    """A checkpoint stays while any of these holds.
+    """A checkpoint is kept while any of these holds.
 
     Raises:
         ConfigError: a number that is too small.
     """
 
     last: int = 2
-    """It is one of so many newest: one to resume from, one to fall back to."""
+    """It is one of so many newest: the second newest is a fallback for resuming."""
     every: int | None = None
     """Its step is a multiple of this."""
     best: int = 1
-    """It is one of so many best by `loop.best_metric`, of those that were evaluated."""
+    """It is one of so many best by `loop.best_metric`."""
 
     def __post_init__(self) -> None:
         for name, value in (("last", self.last), ("every", self.every), ("best", self.best)):
@@ -178,10 +179,10 @@ class RotationRule:
                 raise ConfigError(f"--keep_{name}: expected a number of at least 1, got {value}.")
 
     def check(self, intervals: Iterable[int]) -> None:
-        """Refuse an `every` that would keep none, or fewer than it says. intervals: steps between checkpoints, any of them.
+        """Refuse an `every` at whose multiples no checkpoints are written. intervals: steps between checkpoints.
 
         Raises:
-            ConfigError: checkpoints are not written at each multiple of `every`; the same in all processes.
+            ConfigError: checkpoints are not written at each multiple of `every`; the same on all ranks.
         """
         steps = sorted(set(intervals))
         if self.every is not None and all(self.every % interval for interval in steps):
@@ -194,11 +195,7 @@ class RotationRule:
 
 
 class Rotation:
-    """Applies `keep` to one run while it trains. A restart needs no state of it: the same checkpoints and scores decide alike.
-
-    The rule changes no number of a training, so it is a choice of the command line and of each start. It is applied to the live line alone:
-    the checkpoints up to the one just written, in checkpoints/, from which a rewind has moved those of other branches.
-    """
+    """Applies the rule `keep` to the present branch of a run while it trains. It is stateless: checkpoints and scores decide."""
 
     def __init__(self, run: Path, keep: RotationRule, metric: str, mode: Literal["min", "max"]) -> None:
         self._run, self._keep, self._metric = run, keep, metric
@@ -207,12 +204,12 @@ class Rotation:
         self._is_parent: bool | None = None
 
     def rotate(self, step: int, best_step: int | None) -> None:
-        """Delete what need not stay now that the checkpoint of `step` is written, and what killed writers have left.
+        """Delete old checkpoints after that of `step` is written, and leftovers of killed writers.
 
-        A crash at any moment leaves whole checkpoints or none. Where it cannot be told what must stay, or the disk refuses, all stay, and
-        a warning says so: the training goes on. To be called by who holds the lease, while nothing is being written.
+        A crash leaves each checkpoint whole or gone. If it is not known what must be kept, or the disk refuses, all are kept with
+        a warning, and the training goes on. The caller holds the lease, and no checkpoint is being written.
 
-        best_step: the one that best.json names. It stays.
+        best_step: the one that best.json names. It is kept.
         """
         try:
             if doomed := self._deletable(step, best_step):
@@ -225,10 +222,10 @@ class Rotation:
                 log.warning("%s: could not be deleted; it is tried again after the next checkpoint.", hidden)
 
     def _deletable(self, step: int, best_step: int | None) -> list[Path]:
-        """What may go by the rule, unless somebody works on it, oldest first. Looks closer only where something would go."""
+        """The checkpoints that the rule does not keep, oldest first; pins are not considered. Expensive checks come last."""
         keep = self._keep
         line = [path for path in checkpoints.list_all(self._run) if checkpoints.step_of(path) <= step]
-        whole = [path for path in line if defect(path, hashes=False) is None]  # what is damaged is none to fall back to
+        whole = [path for path in line if defect(path, hashes=False) is None]  # a damaged one is no fallback
         newest = whole[-keep.last :]
         if not newest:
             return []
@@ -244,18 +241,18 @@ class Rotation:
         return doomed
 
     def _best(self, whole: Collection[Path]) -> set[Path]:
-        """The best of those that were evaluated; of equals the earliest, as `Selection` has it."""
+        """The best evaluated checkpoints; of equals the earliest, as in `ModelSelection`."""
         rows = {row["step"]: row.get(self._metric) for row in Scores(self._run / SCORES, read_only=True).rows()}
         scored = [(value, checkpoints.step_of(path), path) for path in whole if (value := rows.get(checkpoints.step_of(path))) is not None]
         scored.sort(key=lambda item: (self._sign * item[0], item[1]))
         return {path for _, _, path in scored[: self._keep.best]}
 
     def _last_offered_step(self) -> int:
-        """The last step whose checkpoint another experiment may have started from, which stays; 0 where there is none.
+        """Latest checkpoint step that a child experiment may have started from; 0 if none. Never deleted.
 
-        Experiments start from the last or the best checkpoint of a run that is done, and who goes on in such a run has gone back in it
-        first. What was there then may have been the best, though another is now; so may what the branch was made on that an undo has
-        left. The folder of runs is searched once: who comes later starts from what the run has when it is done again.
+        Children start from the last or the best checkpoint of a run that is done. Such a run trains again only after a rewind, so the
+        checkpoints up to the rewind, or to a rewind that was undone, may have been the best. The folder of runs is searched once: later
+        children start from the checkpoints that the run has when it is done again.
         """
         chain = branches.read(self._run)
         number, before = (chain[-1].number, chain[-1].from_step) if chain else (0, 0)
@@ -270,12 +267,12 @@ class Rotation:
         return before if self._is_parent else 0
 
     def _hide(self, doomed: Collection[Path]) -> None:
-        """Rename, so that no half deleted folder looks like a checkpoint; not what somebody works on."""
+        """Rename unpinned checkpoints, so that no half deleted folder looks like a checkpoint."""
         folder = self._run / "checkpoints"
         with directory_lock(self._run, create=False), writing(folder):
             pinned = pins.find_pinned(self._run, doomed, self._silence)
             for path in doomed:
                 if path not in pinned:
-                    with suppress(FileNotFoundError):  # cleaned up by somebody else just now
+                    with suppress(FileNotFoundError):  # deleted by another process just now
                         path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old"))
             sync_directory(folder)

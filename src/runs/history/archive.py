@@ -1,7 +1,7 @@
-"""What was trained and then left: <run>/abandoned/branch-K, K counting up, and how a change of the run that adds one is put together.
+"""The archive of abandoned branches, <run>/abandoned/branch-K with increasing K, and the builder of the changes that add one.
 
-A branch's folder holds checkpoints/ and the rows that came after the step; before/ with every changeable file as it was, and the
-checkpoints that stayed as links (retention may delete theirs); record.json, which says what was done. Nothing is deleted or overwritten.
+A branch's folder holds the checkpoints and rows after the step; before/ with a copy of every changeable file, and the remaining checkpoints
+as links (retention may delete the originals); record.json, which describes the change. Nothing is deleted or overwritten.
 """
 
 import hashlib
@@ -26,39 +26,39 @@ RECORD = "record.json"
 WANDB = "wandb.json"
 BEST = "checkpoints/best.json"
 _HISTORIES = {ledger.FILE, "events.jsonl", "checkpoint_jobs.jsonl"}
-"""What happened stays true; the last tells steps of one branch from those of another."""
+"""Files of rows that are never cut: they record what happened. Rows of the last name their branch."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be done, decided from what lies there now."""
+    """A change of a run, decided from its present state."""
 
     run: Path
     steps: tuple[Step, ...]
     event: dict[str, Any]
     summary: tuple[str, ...]
-    """What people should know, a line each."""
+    """Lines for people."""
 
     def apply(self) -> None:
-        """Do it. The caller holds the lease of the run.
+        """Change the run, whose lease the caller holds.
 
         Raises:
-            RunError: the disk refuses; whoever opens the run next finishes.
+            RunError: the disk refuses; the next process that opens the run finishes the change.
         """
         journal.begin(self.run, self.steps, self.event)
 
 
 @dataclass
 class PlanBuilder:
-    """The steps of a plan while it is made."""
+    """Collects the steps of a plan."""
 
     run: Path
     number: int
     steps: list[Step] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
-    """sha256 of the changed files as they were."""
+    """sha256 of the files before the change."""
     moved: dict[str, str | None] = field(default_factory=dict)
-    """Hash of the manifest of each checkpoint that goes."""
+    """Hash of the manifest of each checkpoint that is moved to the archive."""
     archived: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -74,24 +74,24 @@ class PlanBuilder:
         self.add_step("keep", f"{self.folder}/before/{name}", **{"from": name})
 
     def archive_rows_after(self, name: str, step: int) -> None:
-        """Move the rows after `step` out of a file that was kept."""
+        """Move the rows after `step` out of a file that was archived before."""
         _, later = journal.rows_after((self.run / name).read_bytes(), step)
         if later:
             self.archived[name] = {"rows": later.count(b"\n"), "sha256": hashlib.sha256(later).hexdigest()}
             self.add_step("cut", name, rest=f"{self.folder}/{name}", step=step, **{"from": f"{self.folder}/before/{name}"})
 
     def archive_checkpoint(self, name: str) -> None:
-        """Move a checkpoint out of the run."""
+        """Move a checkpoint to the archive."""
         self.moved[name] = journal.manifest_hash(self.run / "checkpoints" / name)
         self.add_step("move", f"{self.folder}/checkpoints/{name}", **{"from": f"checkpoints/{name}"})
 
     def summary_lines(self) -> list[str]:
-        """What goes where, a line each."""
+        """A line for each thing that is moved."""
         lines = [f"{name} -> {self.folder}/checkpoints" for name in self.moved]
         return lines + [f"{facts['rows']} rows of {name} -> {self.folder}/{name}" for name, facts in self.archived.items()]
 
     def build(self, name: str, facts: Mapping[str, Any], every: Sequence[str] | None, told: Sequence[str]) -> Plan:
-        """The plan of the event `name`. every: names of the checkpoints that lie there now; None where none is touched."""
+        """The plan of the event `name`. every: names of the present checkpoints; None if none is touched."""
         event = ledger.event(
             name,
             id=uuid.uuid4().hex,
@@ -108,7 +108,7 @@ class PlanBuilder:
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """What was done to the save directory `run`, by number: what the folders in abandoned/ say.
+    """The record.json of each branch in the archive of the save directory `run`, by number.
 
     Raises:
         RunError: one of them is damaged.
@@ -123,16 +123,16 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def next_number(run: Path) -> int:
-    """A number that no branch of `run` ever had."""
+    """The number of the next branch; no number is used twice."""
     named = [re.fullmatch(r"branch-(\d+)", path.name) for path in (run / FOLDER).glob("branch-*")]
     return max([*(int(match[1]) for match in named if match), *(branch.number for branch in branches.read(run))], default=0) + 1
 
 
 def files_of_rows(run: Path) -> list[str]:
-    """Files of the run whose lines are of a step each."""
+    """Files of the run with one line per step."""
     return sorted(path.name for path in run.glob("*.jsonl") if path.name not in _HISTORIES)
 
 
 def changeable_files(run: Path) -> list[str]:
-    """Files of the run that a training or a rewind changes, as far as they are there."""
+    """The present files of the run that a training or a rewind changes."""
     return [name for name in (*files_of_rows(run), SCORE_LIST, STATUS, branches.FILE, BEST, WANDB) if (run / name).is_file()]

@@ -1,8 +1,7 @@
-"""What a run does otherwise since a person went back in it: branch.json, and what follows from it as pure functions of the step.
+"""Overrides after a rewind (learning rate, data order, optimizer reset): branch.json, and pure functions of it and the step.
 
-The file lists the branches that lead to where the run is, the oldest first. What a branch says holds for the optimizer steps that
-follow `from_step` finished ones. Nothing in it is ever used up: a restart before the first checkpoint of a branch does what the first
-start did, and one behind it finds all of it done.
+The file lists the branches on the way to the present state, the oldest first. The overrides of a branch apply to the optimizer steps
+that follow `from_step` finished ones. They depend on the step alone, so a restart at any point of a branch repeats the same steps.
 """
 
 import re
@@ -27,11 +26,11 @@ class Rate(Config):
     """A change of the learning rate: exactly one of these."""
 
     factor: float | None = Field(default=None, gt=0)
-    """On what the schedule, and earlier branches, say."""
+    """Multiplies the rate of the schedule and of earlier branches."""
     value: float | None = Field(default=None, gt=0)
-    """Of the first step of the branch; later ones follow the shape of the schedule from there."""
+    """The rate of the first step of the branch; later steps follow the shape of the schedule from there."""
     hold_steps: int | None = Field(default=None, gt=0)
-    """For so many steps the rate is 0; then it is what it would have been."""
+    """The rate is 0 for so many steps, then unchanged."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> "Rate":
@@ -41,19 +40,19 @@ class Rate(Config):
 
 
 class Branch(Config):
-    """One departure from what the run would have done."""
+    """The overrides of one rewind."""
 
     number: int = Field(gt=0)
     """Never given twice in a run, not even after `undo`."""
     from_step: int = Field(gt=0)
-    """Steps that were finished where it begins."""
+    """Finished steps at its beginning."""
     data: Annotated[str, Field(pattern=f"^(?:{_DATA.pattern})$")] = "same"
-    """"same"; "skip:K": K steps' worth of data is passed over; "reshuffle": what is left of the epoch comes in another order."""
+    """"same"; "skip:K": skip the data of K steps; "reshuffle": the rest of the epoch in another order."""
     learning_rate: Rate | None = None
     reset_optimizer: bool = False
-    """Whether its moments begin anew with the branch."""
+    """Whether its moments are reset at the beginning."""
     wandb: str | None = None
-    """Id of the Weights & Biases run that begins with the branch."""
+    """Id of a new Weights & Biases run for the branch."""
 
     @property
     def skipped_steps(self) -> int:
@@ -77,10 +76,10 @@ class Branches(Config):
 
 
 def read(run: Path) -> tuple[Branch, ...]:
-    """The branches of the save directory `run`, the oldest first; none where nobody ever went back.
+    """The branches of the save directory `run`, the oldest first; empty without a rewind.
 
     Raises:
-        RunError: branch.json is damaged: going on without it would train something else.
+        RunError: branch.json is damaged: without it the training would differ.
     """
     if not (run / FILE).exists():
         return ()
@@ -92,18 +91,15 @@ def read(run: Path) -> tuple[Branch, ...]:
 
 
 def chain(before: Sequence[Branch], new: Branch) -> tuple[Branch, ...]:
-    """`before` as far as it leads to the beginning of `new`, and `new`.
-
-    A branch changes the steps after its beginning. Who goes back to that very checkpoint is before the change, so it no longer holds.
-    """
+    """The branches of `before` that begin before `new`, and `new`. A rewind to the first step of a branch drops that branch."""
     return (*(branch for branch in before if branch.from_step < new.from_step), new)
 
 
 def parse_data(text: str) -> str:
-    """Check what --data says.
+    """Validate the value of --data.
 
     Raises:
-        ConfigError: it is none of the three.
+        ConfigError: it is none of the three forms.
     """
     if not _DATA.fullmatch(text):
         raise ConfigError(f"--data: expected 'same', 'skip:K' with K steps of at least 1, or 'reshuffle', got {text!r}.")
@@ -111,10 +107,10 @@ def parse_data(text: str) -> str:
 
 
 def parse_rate(text: str) -> Rate:
-    """What --lr says.
+    """The value of --lr.
 
     Raises:
-        ConfigError: it is none of the three, or not a positive finite number.
+        ConfigError: it is none of the three forms, or not a positive finite number.
     """
     if match := re.fullmatch(rf"hold0:({_COUNT})", text):
         return Rate(hold_steps=int(match[1]))
@@ -126,12 +122,12 @@ def parse_rate(text: str) -> Rate:
 
 
 def override_learning_rate(base: Callable[[int], float], branches: Sequence[Branch]) -> Callable[[int], float]:
-    """The learning rate of the optimizer step that follows `step` finished ones. base: the same without branches.
+    """The learning rate of the optimizer step that follows `step` finished ones. base: the schedule without branches.
 
-    Factors multiply along the chain. A value replaces what was before it. A hold ends early where a later branch names a rate.
+    Factors multiply along the chain. A value replaces earlier overrides. A hold ends early where a later branch sets a rate.
 
     Raises:
-        ConfigError: a branch names a value where the schedule is at 0, so that it has no shape to follow.
+        ConfigError: a branch sets a value where the schedule is at 0, so that there is no shape to follow.
     """
     rate = base
     holds: list[tuple[int, int]] = []
@@ -167,13 +163,10 @@ def _override(rate: Callable[[int], float], first: int, value: float) -> Callabl
 
 
 def must_reset_optimizer(branches: Sequence[Branch], step: int) -> bool:
-    """Whether a start that restored `step` finished steps must forget the optimizer's moments.
-
-    Also after a crash before the first checkpoint of the branch: the steps that are made again must be the same ones.
-    """
+    """Whether a start from a checkpoint of `step` must reset the optimizer's moments; also after a crash early in the branch."""
     return any(branch.reset_optimizer and branch.from_step == step for branch in branches)
 
 
 def branch_numbers(branches: Sequence[Branch], step: int) -> list[int]:
-    """Numbers of the branches that the first `step` steps were made under: what tells a checkpoint of one branch from another's."""
+    """Numbers of the branches of the first `step` steps; they distinguish checkpoints of one step on different branches."""
     return [branch.number for branch in branches if branch.from_step < step]

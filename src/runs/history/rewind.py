@@ -1,4 +1,4 @@
-"""Going back to an earlier checkpoint of a run, and back again: what that changes in the save directory. See `archive` for where."""
+"""Plans of a rewind to an earlier checkpoint of a run, of a roll-back of its evaluations, and of their undo. See `archive`."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ EVALUATIONS = "evaluations*.jsonl"
 
 
 def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> Plan:
-    """What going back to the checkpoint of `branch.from_step` will do. `branch.number` is `next_number(run)`. Changes nothing.
+    """The plan of a rewind to the checkpoint of `branch.from_step`. `branch.number` is `next_number(run)`. Changes nothing.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -30,7 +30,7 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
     step = branch.from_step
     target = _whole_checkpoint(run, step)
     status = read_status(run)
-    Scores(run / SCORES, read_only=True).rows()  # what cannot be read then could not be cut half way through
+    Scores(run / SCORES, read_only=True).rows()  # fails here, before any change, if the scores are damaged
     before = branches.read(run)
     if new_wandb:
         branch = branch.model_copy(update={"wandb": f"{run.name}-branch-{branch.number}"})
@@ -64,7 +64,7 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
 
 
 def plan_evaluations(run: Path, step: int, why: str = "") -> Plan:
-    """What taking the rows after `step` out of the evaluations' files will do. Changes nothing.
+    """The plan of moving the rows after `step` out of the evaluations' files. Changes nothing.
 
     Raises:
         RunError: there is none, or a file cannot be read.
@@ -80,12 +80,12 @@ def plan_evaluations(run: Path, step: int, why: str = "") -> Plan:
 
 
 def plan_undo(run: Path, why: str = "") -> Plan:
-    """What restoring the run as it was before the last rewind or roll-back that was not undone will do. Changes nothing.
+    """The plan of restoring the run as it was before the last rewind or roll-back that was not undone. Changes nothing.
 
-    What was trained since goes to a branch of its own.
+    Later training goes to a branch of its own.
 
     Raises:
-        RunError: there is none, or something of what it needs is gone.
+        RunError: there is nothing to undo, or a file that it needs is gone.
     """
     done = [record for record in abandoned.records(run) if record["event"] != "undo"]
     undoable = [record for record in done if not record.get("undone")]
@@ -116,7 +116,7 @@ def plan_undo(run: Path, why: str = "") -> Plan:
 
 
 def describe(branch: Branch) -> str:
-    """What a branch changes, for people."""
+    """The overrides of a branch, for people."""
     rate = branch.learning_rate
     said = {"same": "the same data", "reshuffle": "the rest of the epoch in another order"}
     words = [said.get(branch.data, f"{branch.skipped_steps} steps of data passed over")]
@@ -132,7 +132,7 @@ def describe(branch: Branch) -> str:
 
 
 def _restore_checkpoints(builder: PlanBuilder, old: str, listed: dict[str, str | None], every: Sequence[str]) -> None:
-    """First all that was made since goes, then all that was there comes back: both may have a checkpoint of one step."""
+    """Move later checkpoints away first, then move earlier ones back: both may have a checkpoint of one step."""
     run = builder.run
     for name in every:
         was_moved = (run / old / "checkpoints" / name).is_dir()
@@ -163,7 +163,7 @@ def _whole_checkpoint(run: Path, step: int) -> Path:
 
 
 def _best_step(run: Path, target: Path) -> tuple[int | None, list[str]]:
-    """The best step as the checkpoint `target` knows it; None where none was evaluated, or its checkpoint is gone."""
+    """The best step according to the checkpoint `target`, None if none was evaluated or it is gone; and warnings."""
     state = read_json(target / "state.json", CheckpointError) if (target / "state.json").exists() else {}
     selection = state.get("selection") if isinstance(state, dict) else None
     best = selection.get("best_step") if isinstance(selection, dict) else None

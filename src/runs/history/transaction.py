@@ -1,7 +1,7 @@
-"""Changes of a save directory that happen wholly, whenever they are interrupted: written down first, then done, then crossed out.
+"""Crash-safe multi-file transactions on a save directory: write a journal, apply its steps, delete it.
 
-The journal lists steps that may be done any number of times in their order. A process that finds one does them all again: what was
-decided is finished by whoever opens the run next. Nothing is deleted but what stands elsewhere by then. Paths are relative to the run.
+The steps are idempotent. A process that finds a journal repeats all of them, so an interrupted change is finished by the next process that
+opens the run. Nothing is deleted before it is stored elsewhere. Paths are relative to the run.
 """
 
 import contextlib
@@ -34,20 +34,20 @@ log = logging.getLogger(__name__)
 
 
 def begin(run: Path, steps: Sequence[Step], event: Mapping[str, Any]) -> None:
-    """Do `steps` in the save directory `run`, whose lease the caller holds, and put `event` into the ledger. It needs an "id".
+    """Apply `steps` to the save directory `run`, whose lease the caller holds, and add `event`, which has an "id", to the ledger.
 
     Raises:
-        RunError: the disk refuses. What is not done yet is done by the next `finish`.
+        RunError: the disk refuses. The next `finish` completes the transaction.
     """
-    assert event.get("id"), "without an id an interrupted event would be told twice"
+    assert event.get("id"), "without an id an interrupted event would be recorded twice"
     write_json(run / FILE, {"steps": list(steps), "event": dict(event)})
     finish(run)
 
 
 def finish(run: Path) -> dict[str, Any] | None:
-    """End what an interrupted `begin` has left to do in `run`, whose lease the caller holds; the event that was finished, if any.
+    """Complete an interrupted transaction of `run`, whose lease the caller holds; returns its event, if any.
 
-    To be called before anything of the run is read by who is going to write there.
+    Writers call it before they read anything of the run.
 
     Raises:
         RunError: the disk refuses, or the journal is damaged.
@@ -74,20 +74,20 @@ def finish(run: Path) -> dict[str, Any] | None:
 
 
 def describe_unfinished(run: Path) -> str | None:
-    """What was begun in `run` and is not ended, for people; None where nothing is."""
+    """The unfinished transaction of `run`, for people; None if there is none."""
     return describe_event(read_json(run / FILE, RunError)) if (run / FILE).exists() else None
 
 
 def describe_event(journal: Any) -> str:
-    """In a few words."""
+    """The event of a journal, for people."""
     event = journal.get("event") if isinstance(journal, dict) else None
     return f"{event.get('event')} by {event.get('who')} at {event.get('when')}" if isinstance(event, dict) else "unknown"
 
 
 def rows_after(content: bytes, step: int) -> tuple[bytes, bytes]:
-    """Lines of a file by whether they are of a step up to `step` (or of none that is known), and of a later one; both end as lines do.
+    """Splits the lines of a file: those up to `step` or without a step, and later ones. Both parts end with a newline.
 
-    A last line without its newline was cut by a crash; it goes with the later ones, lest the next be glued to it.
+    A last line without newline was cut by a crash; it goes with the later ones.
     """
     kept, later = [], []
     *lines, torn = content.split(b"\n")
@@ -98,7 +98,7 @@ def rows_after(content: bytes, step: int) -> tuple[bytes, bytes]:
 
 
 def step_of(line: bytes) -> int | None:
-    """The step that a JSON line is of: its "step", "opt_step" or "iteration", or the checkpoint in the path that it evaluates."""
+    """The step of a JSON line: its "step", "opt_step" or "iteration", or that of the checkpoint path that it evaluates."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -115,7 +115,7 @@ def step_of(line: bytes) -> int | None:
 
 
 def manifest_hash(checkpoint: Path) -> str | None:
-    """sha256 of the manifest, which holds the hash of every file; None where there is none."""
+    """sha256 of the manifest, which holds the hash of every file; None if there is none."""
     with contextlib.suppress(FileNotFoundError), reading(checkpoint):
         return hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
     return None
@@ -123,7 +123,7 @@ def manifest_hash(checkpoint: Path) -> str | None:
 
 @contextlib.contextmanager
 def _lock_rows(run: Path, steps: Sequence[Step]) -> Iterator[None]:
-    """Nobody adds a row to the files that are changed: those who evaluate checkpoints need no lease for it, but this lock."""
+    """Lock the files of rows that are changed: evaluations of checkpoints append to them without the lease."""
     names = {step["to"] for step in steps if step["do"] in ("cut", "put") and step["to"].endswith(".jsonl")}
     with contextlib.ExitStack() as stack:
         for path in (run / name for name in sorted(names) if (run / name).exists()):
@@ -134,7 +134,7 @@ def _lock_rows(run: Path, steps: Sequence[Step]) -> Iterator[None]:
 
 
 def _sweep(run: Path) -> None:
-    """Delete what a killed process left half written below the run's folders; in the run itself the next start does."""
+    """Delete temporary files of killed processes below the run's folders; in the run itself the next start does."""
     with writing(run):
         for path in run.glob("*/**/.*"):
             if TEMPORARY.fullmatch(path.name) and path.is_file():
@@ -142,7 +142,7 @@ def _sweep(run: Path) -> None:
 
 
 def _move(run: Path, step: Step) -> None:
-    """Rename a folder. It is never put over another: what lies at "to" was moved there by this journal."""
+    """Rename a folder. An existing "to" was moved there by this journal, so it is left alone."""
     source, target = run / step["from"], run / step["to"]
     if target.exists() or _is_gone(source):
         return
@@ -154,7 +154,7 @@ def _move(run: Path, step: Step) -> None:
 
 
 def _link(run: Path, step: Step) -> None:
-    """Let the files of a folder have a second name, so that who deletes one leaves the other; copies where there are no links."""
+    """Copy a folder with hard links to its files; with copies of them where links are not supported."""
     source, target = run / step["from"], run / step["to"]
     if target.exists() or _is_gone(source):
         return
@@ -170,7 +170,7 @@ def _link(run: Path, step: Step) -> None:
 
 
 def _is_gone(source: Path) -> bool:
-    """Whether a folder was deleted since it was looked at, as retention may: the rest is done all the same."""
+    """Whether a folder was deleted meanwhile, as retention may; the other steps are applied all the same."""
     if not source.is_dir():
         log.warning("%s: gone in the meantime, so it stays gone.", source)
         return True
@@ -189,7 +189,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _copy_aside(run: Path, step: Step) -> None:
-    """Copy a file to where none is yet."""
+    """Copy a file, unless the copy exists."""
     source, target = run / step["from"], run / step["to"]
     if not target.exists():
         with writing(target):
@@ -206,7 +206,7 @@ def _restore(run: Path, step: Step) -> None:
 
 
 def _cut_rows(run: Path, step: Step) -> None:
-    """Move the lines of later steps than "step" from "to" to "rest". It is done where "to" does not begin as its copy "from" any more."""
+    """Move the lines after "step" from "to" to "rest". Done already if "to" no longer begins like its copy "from"."""
     target = run / step["to"]
     with writing(target):
         before, content = (run / step["from"]).read_bytes(), target.read_bytes()
@@ -223,14 +223,14 @@ def _write(run: Path, step: Step) -> None:
 
 
 def _remove(run: Path, step: Step) -> None:
-    """Delete a file, of which a copy was kept."""
+    """Delete a file that was copied before."""
     with writing(run / step["to"]):
         (run / step["to"]).unlink(missing_ok=True)
         sync_directory((run / step["to"]).parent)
 
 
 def _conclude(run: Path, step: Step) -> None:
-    """Write what follows from the scores: haven's file and the status, which says what they come to."""
+    """Write the files that depend on the scores: haven's, and the status with the summary."""
     if (run / SCORES).exists():
         Scores(run / SCORES).export_haven()
     write_json(run / STATUS, {**step["json"], SUMMARY: summarize(run / SCORES).to_json()})
