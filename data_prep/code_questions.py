@@ -57,7 +57,7 @@ def snippets(source: str, min_chars: int, max_chars: int) -> Iterator[Snippet]:
 
 
 def reveals(question: str, answer: str) -> bool:
-    """True where the answer stands in the question: as characters, or as the same run of words, in any case."""
+    """Whether the question contains the answer: as characters, or as the same sequence of words, ignoring case."""
     if answer.lower() in question.lower():
         return True
     asked, answered = (re.findall(r"\w+", text.lower()) for text in (question, answer))
@@ -65,7 +65,7 @@ def reveals(question: str, answer: str) -> bool:
 
 
 def _is_fair(question: Question) -> bool:
-    """Short enough to learn, not given away, and with a word that the metrics count (they drop punctuation and articles)."""
+    """Whether an answer is short, not in the question, and has a word that the metrics count (they drop punctuation and articles)."""
     words = [w for w in re.findall(r"[^\W_]+", question.answer.lower()) if w not in _ARTICLES]
     return bool(words) and len(question.answer) <= _MAX_ANSWER_CHARS and not reveals(question.text, question.answer)
 
@@ -108,7 +108,7 @@ def _docstring(node: Definition) -> ast.Expr | None:
 
 
 def _without_docstrings(node: Definition, lines: Sequence[str]) -> str | None:
-    """Source of `node` from its first decorator, dedented, no docstring inside; None where one shares its line with code."""
+    """Source of `node` from its first decorator, dedented, no docstring inside; None if a docstring shares its line with code."""
     start = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
     kept: list[str | None] = list(lines[start : node.end_lineno])
     for inner in _definitions_in(node):
@@ -170,7 +170,7 @@ def _signature_questions(node: ast.FunctionDef | ast.AsyncFunctionDef, word: str
 
 
 def _first_sentence(doc: str) -> str | None:
-    """First sentence of a docstring, in one line; None for a signature or a single word, which say nothing of what it does."""
+    """First sentence of a docstring, in one line; None for a signature or a single word."""
     paragraph = " ".join(doc.strip().split("\n\n")[0].split())
     match = re.match(r"(.+?(?<!e\.g)(?<!i\.e)[.!?])(?=\s+[^a-z\s]|$)", paragraph)
     sentence = match.group(1) if match else paragraph
@@ -179,7 +179,7 @@ def _first_sentence(doc: str) -> str | None:
 
 
 def _segment(node: ast.expr, lines: Sequence[str]) -> str | None:
-    """Source of a node that stands on one line, else None."""
+    """Source of a node on one line, else None."""
     if node.lineno != node.end_lineno:
         return None
     return lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode()
@@ -196,7 +196,7 @@ def _running(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.AST] | No
 
 
 def _raised_classes(node: ast.FunctionDef | ast.AsyncFunctionDef, running: Sequence[ast.AST]) -> list[str]:
-    """Exception classes in the order of their raise statements; empty where one raises what is not visibly a class, or raises again."""
+    """Exception classes in the order of their raise statements; empty if one raises something else than a named class, or re-raises."""
     local = {inner.id for inner in running if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
     local |= {inner.name for inner in running if isinstance(inner, ast.ExceptHandler) and inner.name}
     local |= {inner.arg for inner in ast.walk(node.args) if isinstance(inner, ast.arg)}

@@ -1,4 +1,4 @@
-"""The distinct encoder inputs of a prepared corpus, in batches of like length."""
+"""The distinct encoder inputs of a prepared corpus, in batches of similar length."""
 
 import hashlib
 import json
@@ -15,16 +15,16 @@ from src.data.qa.encoder_inputs import EncoderInputs
 from src.errors import DataError
 
 _WINDOW = 64
-"""Batches among which inputs of like length are put together."""
+"""Batches per window; inputs are sorted by length within a window."""
 
 
 @dataclass
 class Counts:
-    """What a run did."""
+    """Counts of inputs."""
 
     rows: int = 0
     inputs: int = 0
-    """Distinct ones."""
+    """Distinct inputs."""
     too_long: int = 0
     """Distinct contexts that did not fit."""
     kept: int = 0
@@ -62,7 +62,7 @@ def row_files(source: Path) -> list[str]:
 
 
 def batches(inputs: Iterator[list[int]], size: int) -> Iterator[list[list[int]]]:
-    """Batches of inputs of like length: each window of the stream is sorted."""
+    """Batches of inputs of similar length: each window of the stream is sorted."""
     window: list[list[int]] = []
     for ids in inputs:
         window.append(ids)

@@ -17,7 +17,7 @@ from src.registry import MODELS, bind
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add what says which base encodes what."""
+    """Add the options for the base and its inputs."""
     add = parser.add_argument
     add("--embedding_model", required=True, help="the base: a folder of save_pretrained, a hub id in the cache, or an experiment's id")
     add("--maximum_input_length", type=int, required=True, help="most tokens of an encoder input: data.context_tokens of the experiments")
@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def require_positive(options: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError for a number that is less than 1. None is let pass."""
+    """Raises ConfigError for a number below 1; None is valid."""
     for name in ("maximum_input_length", *names):
         given = getattr(options, name)
         if given is not None and given < 1:
@@ -49,7 +49,7 @@ def model(options: argparse.Namespace) -> ModelConfig:
 
 
 def rules(options: argparse.Namespace) -> EncodingOptions:
-    """What is encoded."""
+    """The rules of the encoder inputs."""
     given = (options.template, options.questions_on_contexts, options.chunked_contexts, options.too_long)
     return EncodingOptions(options.maximum_input_length, *given)
 
@@ -80,7 +80,7 @@ def architecture(base: ModelConfig, places: Places, rules: EncodingOptions) -> t
 
 
 def device(named: str | None) -> str:
-    """The device itself, or where none is named the first GPU, or cpu.
+    """The named device; by default the first GPU, or the CPU without one.
 
     Raises:
         ConfigError: torch cannot use it here.
@@ -97,7 +97,7 @@ def device(named: str | None) -> str:
 
 
 def inputs(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[EncoderInputs, str]:
-    """What writes the encoder inputs with the base's tokenizer, and the digest of that.
+    """The writer of encoder inputs with the base's tokenizer, and its digest.
 
     Raises:
         DataError: the tokenizer cannot be had.
@@ -110,6 +110,6 @@ def inputs(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[E
 
 
 def _base_path(base: ModelConfig, places: Places) -> str | Path:
-    """The folder below the prepared data that the base is named by, else its path or hub id."""
+    """The folder of the base below the prepared data if it exists, else its path or hub id."""
     path: str = base.path  # type: ignore[attr-defined]  hf has one
     return places.data / path if os.path.isdir(places.data / path) else path

@@ -1,4 +1,4 @@
-"""A folder of encoded contexts while it is being written: held by one command, and taken up again where it was left."""
+"""Writing a folder of encoded contexts: locked by one command, resumable after a crash."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Raises RunError where another process encodes into `folder`."""
+    """Lock `folder`; raises RunError if another process encodes into it."""
     with files.writing(folder), open(folder / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -26,7 +26,7 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
 
 
 def open_or_create(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
-    """store.json, made where there is none."""
+    """store.json, created if missing."""
     if not (folder / encoded_store.STORE).exists():
         store = {"format": encoded_store.FORMAT, **mine, "shards": {}, "prepared": []}
         files.write_json(folder / encoded_store.STORE, store)
@@ -41,7 +41,7 @@ def open_or_create(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
 
 
 def recover(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
-    """Keys of all whole entries. `store` is changed: every shard is listed as it is; what is not whole is cut off."""
+    """Keys of all whole entries. Truncates damaged shards, and updates the list of shards in `store`."""
     size, broken = encoded_store.row_bytes(store), encoded_store.defects(folder, store)
     for message in broken.values():
         log.warning("%s: it is encoded anew.", message)
@@ -56,7 +56,7 @@ def recover(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
 
 
 def _records(folder: Path, name: str, store: dict[str, Any], size: int, everything: bool) -> Any:
-    """The whole records of a shard, which is cut where it is damaged."""
+    """The whole records of a shard, which is truncated at the first damaged one."""
     if not everything and name in store["shards"]:
         try:
             return encoded_shards.read_index(folder, name, store["shards"][name]["entries"])

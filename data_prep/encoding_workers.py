@@ -1,4 +1,4 @@
-"""Processes that encode: one for each device, each with a model and a shard of its own."""
+"""Encoding processes: one for each device, each with its own model and shard."""
 
 import contextlib
 import logging
@@ -23,22 +23,22 @@ from src.interfaces import ModelConfig
 log = logging.getLogger(__name__)
 Batch = Sequence[Sequence[int]]
 _AHEAD = 2
-"""Batches that a worker has been given at any time, so that it never waits for the next."""
+"""Batches queued per worker, so that it never waits for the next."""
 _REPORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker must know."""
+    """The settings of all workers."""
 
     model: ModelConfig
     places: Places
     folder: Path
-    """Of the store."""
+    """The folder of the store."""
     hidden_size: int
     dtype: str
     commit_seconds: float = 1.0
-    """Work that may be lost in a crash."""
+    """Seconds between commits: the work that a crash may lose."""
 
 
 class Encoding:
@@ -81,7 +81,7 @@ class Encoding:
             self._committed = time.monotonic()
 
     def close(self) -> None:
-        """Commit what was taken."""
+        """Commit the encoded batches."""
         if self._writer is not None:
             self._writer.close()
 
@@ -92,7 +92,7 @@ class Encoding:
 
 
 def encode_all(job: Job, batches: Iterable[Batch], devices: Sequence[str]) -> int:
-    """Encode all `batches`: in this process where there is one device, else in a process for each. Returns how many sequences.
+    """Encode all `batches`: in this process if there is one device, else in a process for each. Returns the number of sequences.
 
     What was committed before an error is kept.
 
@@ -203,7 +203,7 @@ def _lost(process: Any, device: str) -> RunError:
 
 
 def _work(job: Job, device: str, threads: int, pipe: Connection) -> None:
-    """A worker: ends when it is told to, or when its parent is gone."""
+    """The main function of a worker: ends on request, or when its parent is gone."""
     import torch
 
     torch.set_num_threads(threads)

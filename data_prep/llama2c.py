@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     num_heads: int
     num_key_value_heads: int
     vocab_size: int
-    """Negative where the output matrix is another than that of the embeddings."""
+    """Negative if the output matrix is not tied to the embeddings."""
     max_positions: int
 
 
@@ -56,7 +56,7 @@ def read_tokens(path: Path) -> list[tuple[bytes, float]]:
 
 
 def tokenizer_of(tokens: Sequence[tuple[bytes, float]]) -> Any:
-    """SentencePiece's byte-pair encoding as a tokenizer of transformers: the best-scored pair is joined first."""
+    """SentencePiece's byte-pair encoding as a tokenizer of transformers: the pair with the best score is merged first."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -121,7 +121,7 @@ def read_model(path: Path) -> Any:
 
 
 def _shapes(sizes: Sizes, path: Path) -> dict[str, tuple[int, ...]]:
-    """What stands in the file, in its order."""
+    """Names and shapes of the tensors, in the order of the file."""
     if min(sizes[:5]) < 1 or not sizes.vocab_size or sizes.max_positions < 1 or sizes.hidden_size % sizes.num_heads:
         raise DataError(f"{path}: its header says {tuple(sizes)}, which are no sizes of a model. Expected a llama2.c model, version 0.")
     D, inner, L = sizes.hidden_size, sizes.intermediate_size, sizes.num_layers
@@ -146,7 +146,7 @@ def _shapes(sizes: Sizes, path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _rename_weights(read: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """The weights by transformers' names. llama2.c turns neighbours by one angle, transformers the halves of a head."""
+    """The weights by transformers' names. llama2.c rotates neighbouring dimensions by one angle, transformers the halves of a head."""
     top = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
     made = {top[name]: tensor for name, tensor in read.items() if name in top}
     head = sizes.hidden_size // sizes.num_heads

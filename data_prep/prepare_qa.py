@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def prepare(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False where it is whole and was made from the same, so that nothing was done.
+    """Make the folder `data_path / options.name`; False if it is whole and has the same provenance, so that nothing was done.
 
     Raises:
         DataError: a source is missing, damaged or of no known layout, or a split would be empty. Nothing was written.
@@ -92,7 +92,7 @@ def prepare(data_path: Path, options: Options) -> bool:
 
 
 def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
-    """Write both splits into the folder `beside`; what the manifest says of them."""
+    """Write both splits into the folder `beside`; returns the facts for the manifest."""
     pools: dict[str, dict[str, Passage]] = {split: {} for split in SPLITS}
     if options.distractors_from == "rows":
         for split, _, question in choice.questions():
@@ -120,7 +120,7 @@ def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
 
 
 def _provenance(options: Options, releases: dict[str, list[Release]], only: Release | None) -> dict[str, Any]:
-    """All that the bytes of the folder depend on.
+    """Everything that the content of the folder depends on.
 
     Raises:
         DataError: one source is given twice.
@@ -147,7 +147,7 @@ def _provenance(options: Options, releases: dict[str, list[Release]], only: Rele
 
 
 def _digest_of_tree(folder: Path) -> str:
-    """Of the names and sizes of the files below a folder of many; their bytes are not read."""
+    """Digest of the names and sizes of the files below a folder; the files are not read."""
     if not folder.is_dir():
         raise DataError(f"--evidence: {folder} is no folder. Expected one that holds wikipedia/ and web/.")
     found = sorted(

@@ -35,7 +35,7 @@ _SHOWN = 3  # complaints about rows left out
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     task: str
     name: str
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def prepare(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False where it is whole and was made from the same, so that nothing was done.
+    """Make the folder `data_path / options.name`; False if it is whole and has the same provenance, so that nothing was done.
 
     Raises:
         ConfigError: the task is unknown, or its entry has a mistake.
@@ -112,7 +112,7 @@ def prepare(data_path: Path, options: Options) -> bool:
 
 
 def _write(beside: Path, options: Options, sources: dict[str, list[Source]], task: tasks.NamedTask) -> dict[str, Any]:
-    """Fill the folder `beside`; what the manifest says of it."""
+    """Fill the folder `beside`; returns the facts for the manifest."""
     skipped: dict[str, list[str]] = {split: [] for split in SPLITS}
     rows: dict[str, list[task_rows.Row]] = {split: [] for split in SPLITS}
     for split in SPLITS:
@@ -143,7 +143,7 @@ def _write(beside: Path, options: Options, sources: dict[str, list[Source]], tas
 
 
 def _split_off_validation(rows: list[task_rows.Row], percent: float, seed: int) -> tuple[list[task_rows.Row], list[task_rows.Row]]:
-    """Rows for training, rows for validation; rows of one group (a question's answers) stay together."""
+    """Rows for training and for validation; rows of one group (the answers of a question) stay together."""
     groups = {row.get("group") or str(number): None for number, row in enumerate(rows)}
     count = max(1, round(len(groups) * percent / 100))
     chosen = set(Random(f"{seed}/{len(groups)}").sample(list(groups), count))
@@ -153,7 +153,7 @@ def _split_off_validation(rows: list[task_rows.Row], percent: float, seed: int) 
 
 
 def _number(rows: list[task_rows.Row]) -> None:
-    """Rows without an index, or with one that another has, are numbered from 0 in their order."""
+    """Number the rows from 0 in their order if an index is missing or repeated."""
     found = [row["index"] for row in rows]
     if None in found or len(set(found)) < len(found):
         for number, row in enumerate(rows):
@@ -166,7 +166,7 @@ def _counts(rows: list[task_rows.Row], task: tasks.NamedTask) -> dict[str, Any]:
 
 
 def _provenance(options: Options, sources: dict[str, list[Source]]) -> dict[str, Any]:
-    """All that the bytes of the folder depend on.
+    """Everything that the content of the folder depends on.
 
     Raises:
         DataError: one source is given twice.

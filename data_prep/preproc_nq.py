@@ -36,21 +36,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """What to encode, by what, and where."""
+    """The base, the corpus and the folder of an encoding."""
 
     model: ModelConfig
     places: Places
     corpus: str
     rules: EncodingOptions
     devices: Sequence[str]
-    """One worker each."""
+    """One worker for each."""
     batch_size: int = 8
     dtype: str = "bfloat16"
-    """Of the states on disk."""
+    """The type of the states on disk."""
     verify: bool = False
-    """Whether the checksums of all that is there are compared; what is damaged is encoded anew."""
+    """Compare the checksums of all entries, and encode damaged ones again."""
     commit_seconds: float = 1.0
-    """Work that may be lost in a crash."""
+    """Seconds between commits: the work that a crash may lose."""
 
 
 @print_errors
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(request: Request) -> distinct_inputs.Counts:
-    """Encode what is not encoded yet, and write the rows beside it.
+    """Encode the missing inputs, and write the rows beside them.
 
     Raises:
         ConfigError: the base has no weights yet, or the folder holds states of another one.
@@ -114,7 +114,7 @@ def folder_of(request: Request) -> Path:
 
 
 def _finish(folder: Path, store: dict[str, Any], made: dict[str, Any], source: Path) -> None:
-    """List the shards, and put the rows beside them. What was prepared for other rows is so no longer."""
+    """List the shards, and write the rows beside them. Replaces rows that were prepared before."""
     options = {name: made[name] for name in encoded_store.FLAGS}
     others = [p for p in store["prepared"] if p["corpus"] == made["corpus"] and {n: p[n] for n in encoded_store.FLAGS} != options]
     store["prepared"] = [*others, made]
@@ -132,7 +132,7 @@ def _finish(folder: Path, store: dict[str, Any], made: dict[str, Any], source: P
 
 
 def _link(request: Request) -> None:
-    """Let the names of models and tokenizers lead from beside the encoded corpus to where they are: --data_path will be there."""
+    """Link models and tokenizers into the folder of the encoded corpus, which will be the --data_path."""
     data, beside = request.places.data, folder_of(request).parent
     names = {path.parent.name for path in data.glob("*/tokenizer.json")} | {getattr(request.model, "path", "")}
     for name in sorted(names):

@@ -1,4 +1,4 @@
-"""From questions of releases to the rows of two splits: what is left out, which split a question is in, what is counted."""
+"""From questions of releases to the rows of two splits: filters, assignment to splits, and counts."""
 
 import dataclasses
 import hashlib
@@ -25,7 +25,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class Options:
-    """What decides which rows there are and what stands in them."""
+    """The options that determine the rows."""
 
     name: str
     train: tuple[str, ...]
@@ -43,7 +43,7 @@ class Options:
     evidence: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raises DataError for options that contradict each other or mean nothing."""
+        """Raises DataError for options that contradict each other or have no effect."""
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name):
             raise DataError(f"--name: expected the name of a folder, of letters, digits, _, - and ., got {self.name!r}.")
         if bool(self.val) == (self.val_percent is not None):
@@ -59,13 +59,13 @@ class Options:
         Placing(self.seed, self.distractors, self.position or "given")
 
     def options_for_manifest(self) -> dict[str, Any]:
-        """Those that are not sources, which are known by what they hold."""
+        """The options except for the sources, which are identified by their content."""
         given = dataclasses.asdict(self)
         return {key: given[key] for key in given if key not in {"name", "train", "val", "evidence", "only_questions_of"}}
 
 
 class Choice:
-    """The questions that are kept, each with its split, and how many were left out and why."""
+    """The selected questions, each with its split, and counts of the others by reason."""
 
     def __init__(self, options: Options, releases: Mapping[str, Sequence[Release]], only: Release | None) -> None:
         """only: a source of the questions to keep; None for all.
@@ -121,7 +121,7 @@ class Choice:
         return replace(question, dataset=self._options.dataset) if self._options.dataset else question
 
     def _split(self, question: Question) -> str | None:
-        """The split of the family, or else of the useful passages, which must agree; None where they do not."""
+        """The split of the family, or else of the useful passages; None if these disagree."""
         if question.family is not None:
             decisive = [question.family]
         else:
@@ -136,7 +136,7 @@ class Choice:
 
 
 class SplitFile:
-    """Rows of one split, written as they come, and what the manifest says of them."""
+    """A file of the rows of one split, and their counts for the manifest."""
 
     def __init__(self, output: TextIO, options: Options, pool: Sequence[Any] = ()) -> None:
         """pool: passages to draw distractors from."""
@@ -149,7 +149,7 @@ class SplitFile:
         self.contexts: set[int] = set()
 
     def add(self, question: Question, shuffled: bool) -> None:
-        """Write one row. shuffled: where no position is asked for, the passages come in random order, not as they are given.
+        """Write one row. shuffled: without a requested position, the passages are in random order.
 
         Raises:
             DataError: distractors or positions are asked for, and the release does not mark the useful passages.
@@ -176,7 +176,7 @@ class SplitFile:
 
 
 def row_of(question: Question, index: int) -> dict[str, Any]:
-    """A question as a row of prepared data. `useful_contexts` is there only where the release marks them."""
+    """A question as a row of prepared data. `useful_contexts` is present only if the release marks them."""
     useful = [passage.text for passage in question.passages if passage.useful]
     row = {
         "context": " ".join(useful or [passage.text for passage in question.passages]),
@@ -196,7 +196,7 @@ def row_of(question: Question, index: int) -> dict[str, Any]:
 
 
 def _require_text(question: Question) -> None:
-    """Raises DataError where half of a surrogate pair stands in what will be written."""
+    """Raises DataError for text with an unpaired surrogate."""
     passages, where = question.passages, question.where
     jsonl.check_type([passage.text for passage in passages], list[str], f"{where}: context")
     jsonl.check_type([passage.title for passage in passages], list[str], f"{where}: title")
@@ -212,7 +212,7 @@ def _require_new(question: Question, ids: set[tuple[str, str]]) -> None:
 
 
 def _plain(question: str) -> str:
-    """Without case, punctuation and repeated white space, in which the releases of the same question differ."""
+    """The text without case, punctuation and repeated white space, which differ between releases."""
     return " ".join(question.lower().translate(_NO_PUNCTUATION).split())
 
 

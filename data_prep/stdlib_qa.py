@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None) -> bool:
-    """Make the three folders below `data_path`; False where they are whole and were made from the same, so that nothing was done.
+    """Make the three folders below `data_path`; False if they are whole and have the same provenance, so that nothing was done.
 
     Raises:
         DataError: there are no sources to read, or too small a vocabulary is asked for.
@@ -119,7 +119,7 @@ def split_of(module: str) -> str:
 
 
 def question_rows(sources: Mapping[str, str]) -> tuple[Rows, list[str]]:
-    """Rows of both splits, and the modules that do not parse. A context is asked about where it comes first, train before val."""
+    """Rows of both splits, and the modules that do not parse. A repeated context counts where it first appears, train before val."""
     rows: Rows = {split: [] for split in SPLITS}
     skipped: list[str] = []
     seen: set[str] = set()
@@ -147,7 +147,7 @@ def text_rows(sources: Mapping[str, str]) -> Rows:
 
 
 def _read(path: Path) -> str | None:
-    """Text in the encoding that the file declares; None where it is not text."""
+    """Text in the encoding that the file declares; None if it is not text."""
     try:
         with tokenize.open(path) as file:
             return file.read()
@@ -172,7 +172,7 @@ def _rows_of(snippet: code_questions.Snippet, module: str, first_index: int) -> 
 
 
 def _provenance(sources: Mapping[str, str], vocab_size: int) -> dict[str, Any]:
-    """All that the bytes of the folders depend on."""
+    """Everything that the content of the folders depends on."""
     scripts = (Path(__file__), Path(code_questions.__file__))
     return {
         "python": platform.python_version(),
@@ -205,7 +205,7 @@ def _write_rows(folder: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
 
 
 def _write_tokenizer(folder: Path, lines: Sequence[str], vocab_size: int, facts: Mapping[str, Any]) -> None:
-    """Train byte-level BPE on `lines`, which are all from the train split. Digits stand alone, as in StarCoder's."""
+    """Train byte-level BPE on `lines`, which are all from the train split. Digits are split, as in StarCoder's tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

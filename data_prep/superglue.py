@@ -1,4 +1,4 @@
-"""What T5 does to the rows of MultiRC, ReCoRD and WSC before it reads them (Google's t5.data.preprocessors).
+"""T5's preprocessing of the rows of MultiRC, ReCoRD and WSC (Google's t5.data.preprocessors).
 
 Each function takes a record of the original release, or a row of the hub's, and gives records that have the columns of the task.
 """
@@ -68,7 +68,7 @@ def record(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def wsc(record: Record, split: str, where: str) -> Iterator[Record]:
-    """The noun between asterisks, the pronoun between number signs."""
+    """Mark the noun with asterisks and the pronoun with number signs."""
     del split
     target = record.get("target") or record
     noun, noun_at = _get(target, "span1_text", str, where), _get(target, "span1_index", int, where)

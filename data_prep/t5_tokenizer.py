@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path | None = None, sentences: int = 0) -> bool:
-    """Make the folder `data_path / name` from one of two sources; False where it is whole and was made from the same.
+    """Make the folder `data_path / name` from one of two sources; False if it is whole and has the same provenance.
 
     Raises:
         DataError: the source is missing, damaged, or has already what is to be added. Sentinels it may have where `sentences` are.
@@ -87,7 +87,7 @@ def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path 
 
 
 def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str) -> "PreTrainedTokenizerFast":
-    """A copy with 100 sentinels and, where it has no padding token of its own, one.
+    """A copy with 100 sentinels and, if it has none, a padding token.
 
     Raises:
         DataError: it has sentinels already.
@@ -114,7 +114,7 @@ def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str) -> "PreTrain
 
 
 def add_sentences(tokenizer: "PreTrainedTokenizerFast", number: int, where: str) -> None:
-    """Add <eosen> and `number` names of sentences to `tokenizer`, behind all other tokens.
+    """Add <eosen> and `number` names of sentences to `tokenizer`, after all other tokens.
 
     Raises:
         DataError: it has some already.
@@ -150,7 +150,7 @@ def _refuse_sentinels(vocabulary: Any, where: str) -> None:
 
 
 def from_sentencepiece(path: Path) -> "PreTrainedTokenizerFast":
-    """The fast tokenizer that cuts text as the unigram model in `path` does, with 100 sentinels behind its pieces.
+    """The fast tokenizer that segments text like the unigram model in `path`, with 100 sentinels after its pieces.
 
     The sentinels are no pieces of the model, as they are in T5Tokenizer, where text that spells one becomes one.
 

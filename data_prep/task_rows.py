@@ -1,4 +1,4 @@
-"""A record of a release as a row of a prepared task: {"index", its columns, "label"}, and where there are any "answers" and "group"."""
+"""A record of a release as a row of a prepared task: {"index", its columns, "label"}, and "answers" and "group" if there are any."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ _NO_LABEL = (None, "", -1, "-1")
 
 
 def rows(source: Source, skipped: list[str] | None) -> Iterator[Row]:
-    """The rows of a source, in its order. skipped: takes the complaints about those that do not fit; None: they are refused.
+    """The rows of a source, in its order. skipped: collects messages about rows that do not fit; None: these raise an error.
 
     Raises:
         DataError: a record does not fit the task, or has no label where one must be; names its place.
@@ -51,7 +51,7 @@ def _row(record: Record, source: Source, where: str) -> Row:
 
 
 def _column_value(record: Record, source: Source, column: str) -> Any:
-    """The value of a column under the first of its names that the record has."""
+    """The value of a column, under the first of its names in the record."""
     return next((record[name] for name in source.names(column) if record.get(name) is not None), None)
 
 
@@ -62,7 +62,7 @@ def _index(value: Any) -> int | None:
 
 
 def _label(value: Any, source: Source, where: str) -> str | None:
-    """The text of a class; of a regression the number as text.
+    """The text of a class, or the number of a regression as text.
 
     A class may be written as its text, or as its number from 0; True and False are texts, or else 1 and 0.
     """

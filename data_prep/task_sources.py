@@ -1,4 +1,4 @@
-"""Where rows of a task come from: lines of columns with or without a header, csv, JSON, parquet, folders of `datasets`, the hub."""
+"""Sources of the rows of a task: lines of columns with or without a header, csv, JSON, parquet, folders of `datasets`, the hub."""
 
 import csv
 import hashlib
@@ -15,13 +15,13 @@ from src.files import reading, sha256
 
 HUB = "hub:"
 SPLITS = {"train": ("train",), "val": ("validation", "val", "dev", "validation_matched"), "test": ("test", "test_matched")}
-"""Splits of a prepared data set, and what they are called on the hub."""
+"""Splits of a prepared data set, and their names on the hub."""
 OTHER_NAMES = {"index": ["index", "idx", "id"]}
 Record = dict[str, Any]
 
 
 class Source:
-    """Records of one source, each with the names of its release, read anew each time."""
+    """Records of one source, with the names of its release, read again each time."""
 
     def __init__(self, source: str, split: str, task: tasks.NamedTask) -> None:
         """source: a path, or "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT". split: a key of `SPLITS`.
@@ -36,7 +36,7 @@ class Source:
             raise DataError(f"{source}: no such file.{hint}")
 
     def facts(self) -> dict[str, Any]:
-        """What the prepared data are made from: {"name", "bytes", "sha256"}; without the folder that it lies in."""
+        """Identity of the source: {"name", "bytes", "sha256"}, without its folder."""
         if self._rows is None:
             path = Path(self.source)
             with reading(path, DataError):
@@ -67,7 +67,7 @@ class Source:
             yield from json_stream.records(path)
 
     def _of_lines(self, path: Path) -> Iterator[tuple[str, Record]]:
-        """Columns parted by tabs. A quotation mark is a character like any other, as in all files of GLUE."""
+        """Columns separated by tabs. Quotation marks have no meaning, as in all files of GLUE."""
         lines = [line.removesuffix("\r") for line in _text(path).split("\n")]
         while lines and not lines[-1]:
             lines.pop()
@@ -84,7 +84,7 @@ class Source:
             yield f"{path}:{number}", {name: value for name, value in zip(names, values, strict=True) if name != "_"}
 
     def names(self, column: str) -> list[str]:
-        """What `column` may be called in a release."""
+        """The names of `column` in releases."""
         return [*OTHER_NAMES.get(column, [column]), *self.task.task.names.get(column, [])]
 
     def _plain(self, path: Path, first: list[str]) -> list[str]:
@@ -108,7 +108,7 @@ class Source:
             raise DataError(f"{path}:{reader.line_num}: {error}.") from None
 
     def _of_datasets(self, rows: Any) -> Iterator[tuple[str, Record]]:
-        """Numbers of classes become their names, where these are the task's."""
+        """Replaces numbers of classes by their names, if these are the task's."""
         classes = {name: feature.names for name, feature in rows.features.items() if type(feature).__name__ == "ClassLabel"}
         classes = {name: texts for name, texts in classes.items() if set(texts) <= set(self.task.task.labels)}
         for number, row in enumerate(rows, 1):
@@ -127,7 +127,7 @@ def _text(path: Path) -> str:
 
 
 def _load_datasets(source: str, split: str) -> Any:
-    """What `datasets` gives for a set of the hub, or for a folder that it has saved; None for a file."""
+    """The data set of the hub, or saved by `datasets` in a folder; None for a file."""
     if not source.startswith(HUB) and not Path(source).is_dir():
         return None
     import datasets

@@ -1,4 +1,4 @@
-"""Where documents to be tokenised come from: text and JSON files, parquet, folders saved by `datasets`, and sets of the hub.
+"""Sources of documents to be tokenised: text and JSON files, parquet, folders saved by `datasets`, and sets of the hub.
 
 A source is read in batches that do not depend on who asks, so that a run can go on where another stopped. Lines of JSON are handed
 on as they are: whoever tokenises them parses them too.
@@ -29,7 +29,7 @@ _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 21
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents one behind the other: lines of JSON, of which `numbers` counts, or texts with the places that they are from."""
+    """Consecutive documents: lines of JSON, numbered from `first_line`, or texts with their places."""
 
     source: str
     """The path of the file whose lines they are."""
@@ -38,7 +38,7 @@ class Batch:
     texts: Sequence[tuple[str, str]] = ()
     """("FILE:LINE" or the like, text)."""
     state: Any = None
-    """What the source reads on from behind this batch without reading what was before; None: it must be read from its beginning."""
+    """The position at which the source continues after this batch; None: it must be read from its beginning."""
 
     def documents(self, field: str) -> list[str]:
         """The texts.
@@ -72,11 +72,11 @@ class Source:
     """Documents of one file, folder or set."""
 
     name: str
-    """As the user gave it."""
+    """As given by the user."""
     facts: dict[str, Any]
-    """Equal for equal data, wherever they lie."""
+    """Equal for equal data in any folder."""
     read: Callable[[Any], Iterator[Batch]]
-    """All batches; or those behind the one whose `state` is given."""
+    """All batches, or those after the one with the given `state`."""
 
 
 @dataclass(frozen=True)

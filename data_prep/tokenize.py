@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def tokenise(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False where it is whole and was made from the same, so that nothing was done.
+    """Make the folder `data_path / options.name`; False if it is whole and has the same provenance, so that nothing was done.
 
     Raises:
         DataError: a source or the tokenizer is missing or damaged, or a split would be empty. Finished shards are kept.
@@ -155,7 +155,7 @@ def _sources(data_path: Path, options: Options) -> list[tuple[str, text_sources.
 
 
 def _provenance(options: Options, about: dict[str, Any], sources: Sequence[tuple[str, text_sources.Source]]) -> dict[str, Any]:
-    """All that the bytes of the folder depend on."""
+    """Everything that the content of the folder depends on."""
     ignored = ("name", "tokenizer", "train", "val", "corpus", "processes")
     return {
         "sources": [{"split": split, **source.facts} for split, source in sources],

@@ -1,4 +1,4 @@
-"""The learning curves of the dashboard: one line with its band for each configuration. A reader's zoom outlives new data."""
+"""The learning curves of the dashboard: one line with its band for each configuration. The zoom is kept when data change."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ _LEGEND_CHARACTERS = 90
 
 
 class Plot:
-    """`pane` shows what `show` was given last."""
+    """`pane` displays the last argument of `show`."""
 
     def __init__(self) -> None:
         self.pane = pn.pane.Bokeh(sizing_mode="stretch_width", height=HEIGHT, margin=0)
@@ -36,7 +36,7 @@ class Plot:
         self._sources: list[ColumnDataSource] = []
 
     def show(self, lines: Sequence[Line], metric: str, x: str, logarithmic: bool) -> None:
-        """Draw anew where other lines are asked for; else only send the points that changed."""
+        """Draw again if the lines are others; else only send the changed points."""
         wanted = (metric, x, logarithmic, *(line.label for line in lines))
         if wanted == self._made_for:
             for source, line in zip(self._sources, lines, strict=True):

@@ -1,4 +1,4 @@
-"""Deletes checkpoints and code snapshots that nothing needs any more, by rule: `python -m results.clean [RUNS] [-e GROUP] [--apply]`.
+"""Deletes checkpoints and code snapshots that are no longer needed, by rule: `python -m results.clean [RUNS] [-e GROUP] [--apply]`.
 
 Without --apply it only says what would go. It never touches a run that is alive, what an unfinished run resumes from, or what another
 experiment in the folder starts from.
@@ -30,13 +30,13 @@ _DAY = 86_400.0
 
 @dataclass
 class Cleanup:
-    """What may go, and what stays for a reason that one should know."""
+    """What may be deleted, and warnings about what may not."""
 
     plans: list[retention.Plan] = field(default_factory=list)
     snapshots: list[Path] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     needed: retention.NeededCheckpoints = frozenset()
-    """By other experiments, when this was decided."""
+    """Checkpoints that other experiments needed at that time."""
 
     @property
     def paths(self) -> list[Path]:
@@ -45,7 +45,7 @@ class Cleanup:
 
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what goes, and its size; delete it with --apply. Returns the exit code: 1 where something could not be deleted."""
+    """Print what may be deleted, and its size; delete it with --apply. Returns the exit code: 1 if something could not be deleted."""
     options = _parser().parse_args(arguments)
     if options.keep_last < 0 or options.older_than < 0:
         raise ConfigError("--keep-last and --older-than: expected a number of at least 0.")
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def look(runs: Path, rule: retention.CleanupRule, group: str | None = None, question: str | None = None) -> Cleanup:
-    """What may go of the chosen runs, and which snapshots of code, if all runs are chosen.
+    """What may be deleted of the chosen runs and, if all runs are chosen, of the code snapshots.
 
     Raises:
         DataError: no such folder, or no runs in it.
@@ -86,7 +86,7 @@ def look(runs: Path, rule: retention.CleanupRule, group: str | None = None, ques
 
 
 def _snapshots(runs: Path, before: float, warnings: list[str]) -> list[Path]:
-    """Code from which no job will run any more. The last day's are left alone: a submission may be about to name one."""
+    """Code snapshots of no unfinished job. Those of the last day are kept: a submission may be about to use one."""
     folders = [path for path in sorted((runs / SNAPSHOTS).glob("*")) if path.is_dir() and not path.is_symlink()]
     used = set()
     for intent in sorted((runs / submissions.FOLDER).glob(f"*/{submissions.INTENT}")):
@@ -101,7 +101,7 @@ def _snapshots(runs: Path, before: float, warnings: list[str]) -> list[Path]:
 
 
 def _may_run(run: Path, submission: str) -> bool:
-    """Whether a job of the submission may still run the experiment: unless that is done, or another submission has taken it over."""
+    """Whether a job of the submission may still run the experiment: it is not done, and no other submission has it."""
     try:
         job = read_job(run)
         overtaken = job is not None and job["submission"] not in ("", submission)
@@ -111,7 +111,7 @@ def _may_run(run: Path, submission: str) -> bool:
 
 
 def delete(runs: Path, found: Cleanup) -> list[str]:
-    """Delete what `look` found, but nothing of what an experiment starts from since; a message for each that was not."""
+    """Delete what `look` found, except for what an experiment needs since then; returns a message for each that was not deleted."""
     failed = []
     now, _ = retention.needed_by_children(runs)
     parents = {name for name, _ in now - found.needed}

@@ -19,22 +19,22 @@ from src.tables import rows as results
 
 PORT = 5006
 SECONDS = (2, 5, 15, 60)
-"""Choices of the time between two looks at the folder."""
+"""Choices of the refresh interval."""
 ALL = "all"
 LOG_LINES = 300
 _FIRST = ("failed", "lost", "unknown", "stopped", "running", "queued")
-"""The states that want attention: these come first in the table of jobs."""
+"""States that need attention: these come first in the table of jobs."""
 _BODY_CSS = "body { margin: 0; background: #f5f6f8; }"
 
 
 def app(runs: Path = RUNS, group: str | None = None, live: bool = True) -> pn.viewable.Viewable:
-    """The page. live: it looks at the folder again every few seconds, until the switch on it is turned off."""
+    """The page. live: refresh it every few seconds, until the switch on it is turned off."""
     pn.extension("tabulator", inline=True, notifications=False)
     return Dashboard(runs, group, live).view()
 
 
 class Dashboard:
-    """The widgets, and what of the folder they show. `reload` reads the folder; every other change works on what was read."""
+    """The widgets and their data. `reload` reads the folder; all other updates use the data in memory."""
 
     def __init__(self, runs: Path = RUNS, group: str | None = None, live: bool = False) -> None:
         self.runs = runs
@@ -100,7 +100,7 @@ class Dashboard:
         self._show_overview(overview.load(self.runs, None if self.group.value == ALL else self.group.value))
 
     async def tick(self) -> None:
-        """`reload`, with the reading in a thread of its own: a scheduler may take its time to answer. One at a time."""
+        """`reload` in a thread, as a scheduler may be slow to answer. One at a time."""
         if self._busy:
             return
         self._busy = True
@@ -113,7 +113,7 @@ class Dashboard:
             self._busy = False
 
     def filter(self) -> None:
-        """Show what the filters leave; a mistake in the expression is told below it, and what was shown stays."""
+        """Apply the filters; a mistake in the expression is shown below it and changes nothing else."""
         try:
             self.shown = overview.select(self.found, self.states.value, self.where.value, self.text.value)
         except ConfigError as error:
@@ -135,7 +135,7 @@ class Dashboard:
         self.results.fill(*overview.tabulate(self.shown, self.by.value, self.scores.value, self.metric.value, self.spread.value))
 
     def show_curves(self) -> None:
-        """The learning curves, where a row or a choice has changed."""
+        """Update the learning curves if a row or an option has changed."""
         choices = (self.metric.value or "", self.x.value, self.logarithmic.value)
         wanted = (self.shown.rows, *choices, self.spread.value)
         if wanted == self._drawn:
@@ -146,7 +146,7 @@ class Dashboard:
         panes.show_html(self.curve_note, "".join(map(markup.note, drawn.notes)))
 
     def show_jobs(self) -> None:
-        """The table of jobs, those that want attention first, and the choice of an experiment."""
+        """The table of jobs, those that need attention first, and the choice of an experiment."""
         places = {state: place for place, state in enumerate(_FIRST)}
         ordered = sorted(self.shown.jobs, key=lambda job: places.get(job.state, len(places)))
         told = overview.differing(self.shown)
@@ -161,7 +161,7 @@ class Dashboard:
         self.show_detail()
 
     def show_detail(self) -> None:
-        """What the open tab says of the chosen experiment."""
+        """Update the open tab for the chosen experiment."""
         name = self.experiment.value
         if name in self._ids and self.jobs.widget.selection != [self._ids.index(name)]:
             self.jobs.widget.selection = [self._ids.index(name)]
@@ -238,7 +238,7 @@ class Dashboard:
 
 
 def _offer(widget: Any, options: list[str] | dict[str, str]) -> None:
-    """Give a widget its choices; what was chosen stays where it is still there."""
+    """Set the options of a widget; the chosen ones are kept if they still exist."""
     several = isinstance(widget, pn.widgets.MultiChoice)
     if several:
         options = {markup.escape(value): value for value in options}  # this widget takes its labels for HTML

@@ -1,4 +1,4 @@
-"""What differs between two experiments: config, code, environment, data and scores: `python -m results.diff ID1 ID2 [--runs RUNS]`."""
+"""Differences between two experiments: config, code, environment, data and scores: `python -m results.diff ID1 ID2 [--runs RUNS]`."""
 
 import argparse
 import difflib
@@ -19,17 +19,17 @@ from src.runs.scores import SCORES
 from src.runs.summary import summarize
 
 MOST_LINES = 40
-"""Lines of the difference between two patches that are shown as text."""
+"""Most lines of the difference between two patches in the text output."""
 _CODE = ("commit", "branch", "dirty")
 _IGNORED = {"attempt", "groups", "pid", "time", *_CODE}
 Values = dict[str, Any]
 Difference = dict[str, dict[str, Any]]
-"""Key -> {"a": value, "b": value}; one of them is left out where that experiment has no such key."""
+"""Key -> {"a": value, "b": value}; one is missing if that experiment has no such key."""
 
 
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print only what differs. Returns the exit code: 0 whether or not anything does."""
+    """Print the differences. Returns the exit code, 0 also if there are some."""
     options = _parser().parse_args(arguments)
     runs = [options.runs / resolve(options.runs, given) for given in options.ids]
     found, warnings = differences(*runs)
@@ -61,7 +61,7 @@ def resolve(runs: Path, given: str) -> str:
 
 
 def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str]]:
-    """By section, the values that differ between two save directories; and a warning for each file that cannot be read."""
+    """The differing values of two save directories by section, and a warning for each file that cannot be read."""
     sections: dict[str, Callable[[Path], Values]] = {
         "experiment": lambda run: flatten(read_exp_dict(run)),
         "config": _config,
@@ -103,7 +103,7 @@ def _config(run: Path) -> Values:
 
 
 def _dict(path: Path) -> Values:
-    """What a file of a run holds; empty where there is none."""
+    """The dict in a file of a run; empty if there is none."""
     found = read_json(path, RunError) if path.exists() else {}
     if not isinstance(found, dict):
         raise RunError(f"{path}: expected a dict, got {type(found).__name__}.")
@@ -128,7 +128,7 @@ def _environment(run: Path) -> Values:
 
 
 def _data(run: Path) -> Values:
-    """Fingerprints of what the training read, as its newest checkpoint holds them; none where the checkpoints are gone."""
+    """Fingerprints of the training data, from the newest checkpoint; empty if the checkpoints are gone."""
     for checkpoint in reversed(checkpoints.list_all(run)):
         if (checkpoint / "state.json").exists():
             state = read_json(checkpoint / "state.json", CheckpointError)

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 FILE = "statistics.jsonl"
 MOST_COLUMNS = 400
-"""Steps that are drawn; of more, every n-th."""
+"""Most steps that are drawn; of more, every n-th."""
 _LABELS = 64
-"""Most rows that are each named."""
+"""Most rows with a label each."""
 _NONFINITE = "#b42318"
 _ZERO = "#e3e6ea"
 
 
 @dataclass
 class Layers:
-    """One number for each layer and step: None where it is not finite."""
+    """One number for each layer and step; None if it is not finite."""
 
     title: str
     values: dict[str, dict[int, float | None]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Layers:
 
 
 def read(run: Path) -> tuple[list[Layers], list[str]]:
-    """What the save directory `run` noted of its layers, and warnings for lines that are no records.
+    """The statistics of layers in the save directory `run`, and warnings for malformed lines.
 
     Raises:
         RunError: the file cannot be read.
@@ -86,7 +86,7 @@ _KINDS = (
 
 
 def draw(layers: Layers) -> "Figure":
-    """A heat map: a row for each layer, a column for each step, colours by magnitude; zero is grey, what is not finite is red."""
+    """A heat map: a row for each layer, a column for each step, coloured by magnitude; zero is grey, not finite is red."""
     import numpy as np
     from matplotlib import colormaps
     from matplotlib.figure import Figure

@@ -13,14 +13,14 @@ from src.tables import lineage
 from src.tables.lineage import Lineage, Node
 
 SHORT = 8
-"""Characters of an id that are shown."""
+"""Displayed characters of an id."""
 _COLOURS = {"done": "#c8e6c9", "haven": "#c8e6c9", "running": "#bbdefb", "stopped": "#fff9c4", "new": "#eeeeee"}
 _BAD_COLOUR = "#ffcdd2"
 
 
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the ancestry; skipped directories and parents that cannot be started from are told on stderr. Returns the exit code."""
+    """Print the ancestry; skipped directories and unusable parents are reported on stderr. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
     found = lineage.build(options.runs)
     if options.groups:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(found: Lineage) -> str:
-    """One row for each experiment, with its parents, the checkpoint that was taken of each, and the parents' states."""
+    """One row for each experiment, with its parents, the checkpoint of each, and the parents' states."""
     rows = [("experiment", "group", "recipe", "state", "step", "score", "parents")]
     for node in _ancestors_first(found):
         parents = ", ".join(f"{_short(e.parent)} {e.checkpoint} ({found.nodes[e.parent].state})" for e in found.parents(node.exp_id))
@@ -44,7 +44,7 @@ def table(found: Lineage) -> str:
 
 
 def tree(found: Lineage) -> str:
-    """Ancestors to the left, children below them. One with several parents stands below each, its own children below the first."""
+    """Ancestors to the left, children below them. An experiment with several parents is below each, its children below the first."""
     lines: list[str] = []
     written: set[str] = set()
     roots = [node.exp_id for node in found.nodes.values() if not found.parents(node.exp_id)]
@@ -77,7 +77,7 @@ def dot(found: Lineage) -> str:
 
 
 def mermaid(found: Lineage) -> str:
-    """A graph that Markdown pages show where they stand in a ```mermaid block."""
+    """A graph for Markdown pages, in a ```mermaid block."""
     escapes = {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "`": "#96;", "\n": " "}
     lines = ["flowchart LR"]
     for node in found.nodes.values():
@@ -133,7 +133,7 @@ def _label(node: Node) -> list[str]:
 
 
 def _branch(node: Node) -> str:
-    """Where a run that was rewound left what it had been: its parent is itself, up to that step."""
+    """The branches of a run after rewinds: their parent is the run itself, up to that step."""
     return f"(branch {node.branches[-1][0]} from step {node.branches[-1][1]})" if node.branches else ""
 
 

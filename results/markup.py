@@ -12,7 +12,7 @@ def style(name: str) -> str:
 
 
 CSS = style("markup")
-"""How the pieces look."""
+"""The style sheet of the pieces."""
 
 
 def chips(counts: Mapping[str, int]) -> str:
@@ -35,7 +35,7 @@ def warnings(texts: Sequence[str]) -> str:
 
 
 def error(text: str) -> str:
-    """A mistake of the reader's; empty for none."""
+    """An error message; empty for none."""
     return f'<div class="error">{escape(text)}</div>' if text else ""
 
 
@@ -45,12 +45,12 @@ def note(text: str) -> str:
 
 
 def text_block(text: str) -> str:
-    """Text as it stands; of a long one the end is seen first."""
+    """Preformatted text, scrolled to its end."""
     return f'<div class="tail"><pre>{escape(text)}</pre></div>'
 
 
 def plain_table(headings: Sequence[str], lines: Iterable[Sequence[Any]], chips: int | None = None) -> str:
-    """A small table whose first column names things. chips: the column, if any, that holds states."""
+    """A small table with row headings. chips: the column of states, if any."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
     rows = []
     for line in lines:
@@ -60,5 +60,5 @@ def plain_table(headings: Sequence[str], lines: Iterable[Sequence[Any]], chips: 
 
 
 def escape(value: Any) -> str:
-    """Safe as text and inside quotes."""
+    """Escape for text and quoted attributes."""
     return html.escape(str(value), quote=True)

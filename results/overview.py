@@ -1,4 +1,4 @@
-"""What the dashboard and the report show of a folder of runs: plain rows and texts, no page. One bad directory never stops the rest."""
+"""The content of the dashboard and the report as plain rows and texts, without markup. A damaged directory only gives a warning."""
 
 import json
 import math
@@ -17,33 +17,33 @@ from src.tables import curves as banded
 from src.tables import rows as results
 
 LINES = 12
-"""Most curves in one picture: those that stand first in the table."""
+"""Most curves in one picture: the first of the table."""
 JOB_HEADINGS = ("experiment", "configuration", "group", "state", "step", "loss", "run time", "heartbeat", "starts", "node", "reason")
 MOST_CHARACTERS = 4000
-"""Of a value that differs, such as uncommitted code."""
+"""Most characters of a differing value, such as uncommitted code."""
 _ID = re.compile(r"[0-9a-f]{32}")
 _FACTS = ("time", "host", "platform", "python", "commit", "dirty", "cpus", "gpus", "command")
 
 
 @dataclass(frozen=True)
 class Overview:
-    """A folder of runs, or a part of it, as it was when it was read."""
+    """A snapshot of a folder of runs, or of a part of it."""
 
     runs: Path
     rows: list[results.Row] = field(default_factory=list)
-    """Experiments that have a save directory that can be read. "state" is that of their job."""
+    """Experiments with a readable save directory. "state" is that of their job."""
     jobs: list[launched.Row] = field(default_factory=list)
     """The same experiments, and those that are only queued or cannot be read."""
     groups: list[str] = field(default_factory=list)
-    """Every group of the folder, also of what is not in this part."""
+    """All groups of the folder, also those outside of this part."""
     warnings: list[str] = field(default_factory=list)
 
     def row(self, exp_id: str) -> results.Row | None:
-        """The row of an experiment; None where it has none."""
+        """The row of an experiment, if it has one."""
         return next((row for row in self.rows if row["exp_id"] == exp_id), None)
 
     def counts(self) -> dict[str, int]:
-        """How many experiments are in each state, the most frequent first."""
+        """Number of experiments by state, the most frequent first."""
         states = [job.state for job in self.jobs]
         return dict(sorted(((state, states.count(state)) for state in set(states)), key=lambda item: (-item[1], item[0])))
 
@@ -61,14 +61,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines of one picture, best first, and what the reader should know of it."""
+    """Lines of one picture, best first, and remarks."""
 
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
-    """Everything in `runs`, of `group` only if one or several are given. What cannot be read is told in warnings; never raises for it."""
+    """Everything in `runs`, or of one or several groups. What cannot be read gives warnings, no errors."""
     ids: list[str] = []
     try:
         with reading(runs):
@@ -144,7 +144,7 @@ def tabulate(
 
 
 def metrics(found: Overview) -> list[str]:
-    """Every score, the one that tables are sorted by first."""
+    """All scores, the one that tables are sorted by first."""
     known = results.score_names(found.rows)
     first = table.default_metric(results.headline_scores(known))
     return [first, *(name for name in known if name != first)] if first else []
@@ -170,7 +170,7 @@ def curves(found: Overview, metric: str, x: str = "step", spread: str = "std") -
 
 
 def differing(found: Overview) -> dict[str, str]:
-    """Exp id -> what tells it from the others: "stride=2, seed=0"."""
+    """Exp id -> its distinguishing config values: "stride=2, seed=0"."""
     keys = results.varying_keys(found.rows)
     names = results.short_names(keys)
     return {
@@ -179,7 +179,7 @@ def differing(found: Overview) -> dict[str, str]:
 
 
 def job_cells(job: launched.Row, told: str) -> list[str]:
-    """The cells below `JOB_HEADINGS`; `told`: what tells the experiment from the others."""
+    """The cells below `JOB_HEADINGS`. told: the distinguishing config values of the experiment."""
     step = "–" if job.step is None else str(job.step)
     return [
         job.exp_id[:8],
@@ -207,7 +207,7 @@ def duration(seconds: float | None) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value of a config: a text as it is, all else as JSON."""
+    """A value of a config: text unchanged, others as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -225,7 +225,7 @@ def _side(pair: Mapping[str, Any], side: str) -> str:
 
 
 def environment(runs: Path, exp_id: str) -> dict[str, str]:
-    """What the last start noted of code, machine and versions; empty where that cannot be read."""
+    """Code, machine and versions of the last start; empty if unreadable."""
     try:
         env = read_json(runs / exp_id / metadata.ENV, RunError)
     except RunError:
@@ -239,7 +239,7 @@ def environment(runs: Path, exp_id: str) -> dict[str, str]:
 
 
 def logs(found: Overview, exp_id: str) -> dict[str, Path]:
-    """The log files of an experiment by name, what its job printed first."""
+    """The log files of an experiment by name, the output of its job first."""
     of_job = {f"{end}.log": found.runs / "logs" / f"{exp_id}.{end}.log" for end in ("out", "err")}
     noted = next((job.log for job in found.jobs if job.exp_id == exp_id and job.log is not None), None)
     own = {path.name: path for path in sorted((found.runs / exp_id / "logs").glob("*.log"))}
@@ -248,7 +248,7 @@ def logs(found: Overview, exp_id: str) -> dict[str, Path]:
 
 
 def tail(path: Path, lines: int) -> str:
-    """The last lines of a log; what is wrong with it where it cannot be read."""
+    """The last lines of a log, or why it cannot be read."""
     try:
         return launched.tail(path, lines)
     except (UserError, OSError) as error:

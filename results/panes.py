@@ -1,4 +1,4 @@
-"""The parts that the dashboard is put together from: boxes, panes of HTML, and tables that can be sorted."""
+"""Parts of the dashboard: boxes, panes of HTML, and sortable tables."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from results import markup, overview
 
 CSS = markup.CSS + markup.style("dashboard")
 BUILDING_SECONDS = 1.5
-"""Less than the time between two looks at the folder, and long enough for most browsers to build a table."""
+"""Less than the refresh interval, and long enough for most browsers to build a table."""
 
 
 def box(*children: Any, kind: str = "card", row: bool = False) -> pn.layout.ListPanel:
-    """Children below or beside each other, in the look that `kind` has in dashboard.css."""
+    """Children below or beside each other, with the style of `kind` in dashboard.css."""
     layout = pn.Row if row else pn.Column
     return layout(*children, css_classes=kind.split(), stylesheets=[CSS], sizing_mode="stretch_width", margin=0)
 
@@ -26,7 +26,7 @@ def page(text: str = "", **sizes: Any) -> pn.pane.HTML:
 
 
 def show_html(pane: pn.pane.HTML, text: str) -> None:
-    """Show `text`; nothing is sent where it stands there already."""
+    """Show `text`; sends nothing if it is unchanged."""
     if pane.object != text:
         pane.param.update(object=text, visible=bool(text))
 
@@ -39,7 +39,7 @@ class Table:
     """
 
     def __init__(self, name: str, page_size: int, on_selection: Callable[[list[int]], None] | None = None, **settings: Any) -> None:
-        """name: its CSS class. on_selection: told the numbers of the lines that a reader, or the program, has selected."""
+        """name: its CSS class. on_selection: called with the numbers of the selected lines."""
         self._settings = {"css_classes": [name], "page_size": page_size, **settings}
         self._on_selection = on_selection
         self.pane = pn.Column(sizing_mode="stretch_width", margin=(0, 0, 0, 5))
@@ -47,11 +47,11 @@ class Table:
 
     @property
     def value(self) -> pd.DataFrame:
-        """What is shown."""
+        """The displayed cells."""
         return self.widget.value
 
     def fill(self, headings: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
-        """Show these cells; nothing is sent where they stand there already."""
+        """Show these cells; sends nothing if they are unchanged."""
         frame = pd.DataFrame(list(map(list, lines)), columns=pd.Index(unique(headings)), dtype=object)
         same_columns = list(self.value.columns) == list(frame.columns)
         if same_columns and self.value.equals(frame):
@@ -82,11 +82,11 @@ class Table:
 
 
 def unique(names: Sequence[str]) -> list[str]:
-    """`names`, of which a later equal one gets a number: the columns of a table need names of their own."""
+    """`names`, repeated ones with a number appended: the columns of a table need distinct names."""
     return [f"{name} ({names[:index].count(name) + 1})" if name in names[:index] else name for index, name in enumerate(names)]
 
 
 def head(found: overview.Overview, shown: overview.Overview) -> str:
-    """Title, folder, and how many experiments are in which state."""
+    """Title, folder, and numbers of experiments by state."""
     told = f"{len(shown.jobs)} experiments" if len(shown.jobs) == len(found.jobs) else f"{len(shown.jobs)} of {len(found.jobs)} experiments"
     return f'<h1>Experiments</h1><span class="where">{markup.escape(found.runs)} · {told}</span>{markup.chips(shown.counts())}'

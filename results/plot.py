@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PLOTS = Path("results/plots")
 LABEL_CHARACTERS = 48
-"""In a line of the legend."""
+"""Characters in a line of the legend."""
 
 
 @print_errors
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def save(figure: "Figure", output: Path) -> None:
-    """Write the picture, whole or not at all, in the format that its name ends with.
+    """Write the picture atomically, in the format of its suffix.
 
     Raises:
         ConfigError: a name without a known ending.
@@ -156,25 +156,25 @@ def points(
 
 
 def label(group: Sequence[results.Row], keys: Sequence[str]) -> str:
-    """What tells this configuration from the others, and over how many runs its line is."""
+    """The distinguishing values of a configuration, and the number of its runs."""
     names = results.short_names(keys)
     told = ", ".join(f"{names[key]}={str(group[0][key])[:16]}" for key in keys if key in group[0])
     return f"{told} ({len(group)})" if len(group) > 1 else told
 
 
 def in_legend(text: str) -> str:
-    """In lines short enough to leave room for the plot. A space in front, as names that begin with _ are left out of legends."""
+    """Break into lines that leave room for the plot. With a leading space, as legends omit names that begin with _."""
     return " " + textwrap.fill(text, LABEL_CHARACTERS)
 
 
 def draw_line(axes: Any, x: Any, mean: Any, low: Any, high: Any, text: str) -> None:
-    """One line with its band, in the next colour. Without runs to deviate from each other, `low` and `high` are `mean`."""
+    """One line with its band, in the next colour. With one run, `low` and `high` are `mean`."""
     (line,) = axes.plot(x, mean, label=in_legend(text), marker="o" if len(x) < 20 else None, markersize=3)
     axes.fill_between(x, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
 
 
 def write_plainly(figure: Any) -> None:
-    """No text of a run is read as mathematics: $ is a dollar, also where it would be a mistake."""
+    """Escape $, so that matplotlib does not read it as mathematics."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):

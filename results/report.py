@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = 3
-"""Most scores whose curves are drawn where none is named."""
+"""Most scores whose curves are drawn by default."""
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""What a browser may load for the page: nothing but what is in it."""
+"""Content security policy: a browser loads nothing for the page."""
 
 
 @print_errors
@@ -68,7 +68,7 @@ def render(found: overview.Overview, groups: Sequence[str] | None = None, metric
 
 
 def page(title: str, body: str) -> str:
-    """One file of HTML that loads nothing."""
+    """A self-contained HTML file."""
     style = markup.CSS + markup.style("report")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -78,7 +78,7 @@ def page(title: str, body: str) -> str:
 
 
 def section(title: str, content: str, kind: str = "") -> str:
-    """A box with a heading; empty where it would have nothing in it."""
+    """A box with a heading; empty if it has no content."""
     heading = f"<h2>{markup.escape(title)}</h2>" if title else ""
     return f'<section class="{kind}">{heading}{content}</section>\n' if content else ""
 
@@ -166,7 +166,7 @@ def _experiments(found: overview.Overview) -> str:
 
 
 def _configuration(found: overview.Overview) -> str:
-    """What all share, once; what differs, for each experiment."""
+    """Shared config values once, differing ones for each experiment."""
     if not found.rows:
         return ""
     varying = results.varying_keys(found.rows)
@@ -187,7 +187,7 @@ def _lineage(found: overview.Overview) -> str:
 
 
 def _environment(found: overview.Overview) -> str:
-    """Each fact with its values, and how many experiments have each where they differ."""
+    """Each fact with its values, and if they differ the number of experiments with each."""
     seen: dict[str, Counter[str]] = {}
     for row in found.rows:
         for name, value in overview.environment(found.runs, row["exp_id"]).items():

@@ -66,7 +66,7 @@ def read(file: Path) -> list[Prediction]:
 def select_answers(
     answers: Sequence[Prediction], file: Path, datasets: Sequence[str] | None, listed: Sequence[int] | None
 ) -> list[Prediction]:
-    """Those at the places `listed`, and of these the ones whose source is one of `datasets`. None: all.
+    """The answers with the row numbers `listed` and a source in `datasets`. None: all.
 
     Raises:
         ConfigError: a source that no row is of.
@@ -84,7 +84,7 @@ def select_answers(
 
 
 def score_answers(metrics: Sequence[MetricConfig], answers: Sequence[Prediction], best_answer: bool) -> dict[str, dict[str, float]]:
-    """{"all": {"rows": …, "em": …}, "nq": …}; sources only where there are several."""
+    """{"all": {"rows": …, "em": …}, "nq": …}; sources only if there are several."""
     tables: dict[str, dict[str, float]] = {"all": {"rows": len(answers)}}
     for name, value in answered.scores(metrics, answers, best_answer).items():
         metric, _, source = name.partition("/")
@@ -108,7 +108,7 @@ def _metric(text: str) -> MetricConfig:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself, or those of the inference in a save directory."""
+    """The file itself, or the inference outputs in a save directory."""
     if not path.is_dir():
         return [path]
     found = sorted((path / "inference").glob("*.jsonl")) or sorted(path.glob("*.jsonl")) * (path.name == "inference")

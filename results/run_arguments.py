@@ -17,7 +17,7 @@ def warn(lines: Iterable[str]) -> None:
 
 
 def write_page(output: Path, page: str) -> None:
-    """Write a page into a folder that need not exist, and print its path.
+    """Write a page, creating its folder, and print its path.
 
     Raises:
         RunError: the disk refuses.
@@ -49,5 +49,5 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def title(groups: Sequence[str] | None) -> str:
-    """What a file about the groups is called."""
+    """The name of a file about the groups."""
     return "+".join(groups or ["all"])

@@ -34,7 +34,7 @@ _NAMED = {
     "peak_host_memory_bytes": "peak host memory, bytes",
     "watts": "watts",
 }
-"""Panels with one line, in their order, and what stands above them."""
+"""Panels with one line, in order, with their titles."""
 
 
 @print_errors
@@ -79,7 +79,7 @@ def render(run: Path) -> str:
 
 
 def read_perf(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of perf.jsonl in the order of their steps, and a warning where lines are none. Of a step made twice the later row counts.
+    """The rows of perf.jsonl in the order of their steps, and a warning for malformed lines. The later row of a repeated step counts.
 
     Raises:
         RunError: the file cannot be read.
@@ -98,7 +98,7 @@ Line = tuple[list[int], list[float]]
 
 
 def _lines_by_name(rows: Sequence[Mapping[str, Any]], fits: Any) -> dict[str, Line]:
-    """Steps and values of each column whose name fits; a value that is no number is left out of its line."""
+    """Steps and finite values of each column whose name fits."""
     lines: dict[str, Line] = {}
     for row in rows:
         for name, value in row.items():

@@ -1,4 +1,4 @@
-"""A zip of the save directories of a group, without weights and keys: `python -m results.share [RUNS] -e GROUP -o FILE.zip`."""
+"""A zip of the save directories of a group, without weights and secrets: `python -m results.share [RUNS] -e GROUP -o FILE.zip`."""
 
 import argparse
 import os
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def share(runs: Path, rows: Sequence[results.Row], output: Path, group: str | None = None, wandb: bool = False) -> tuple[int, list[str]]:
-    """Write the zip, whole or not at all; the same files give the same bytes. Returns its number of files, and what was left out or hidden.
+    """Write the zip atomically; the same files give the same bytes. Returns its number of files, and what was left out or hidden.
 
     Keys and passwords in texts become ***; a file that is no text and holds one is left out.
 
@@ -92,7 +92,7 @@ def share(runs: Path, rows: Sequence[results.Row], output: Path, group: str | No
 
 
 def _files(run: Path, wandb: bool, warnings: list[str]) -> Iterator[Path]:
-    """What is shared of a run, in the order of names. Links are not followed."""
+    """The shared files of a run, sorted by name. Links are not followed."""
     left = _FOLDERS - ({"wandb"} if wandb else set())
     for folder, folders, names in os.walk(run):
         folders[:] = sorted(name for name in folders if name not in left and not name.startswith("."))
@@ -111,7 +111,7 @@ def _files(run: Path, wandb: bool, warnings: list[str]) -> Iterator[Path]:
 
 
 def _scrub(path: Path, warnings: list[str]) -> bytes | None:
-    """The content without keys; None: it is left out.
+    """The content without secrets; None: the file is left out.
 
     Raises:
         DataError: it is an exp_dict.json with a key.

@@ -15,7 +15,7 @@ from src.tables import rows as results
 
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
 INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the mean"}
-"""What may follow ±, as `src.tables.rows.aggregate` calls it."""
+"""The choices of the value after ±, with their names in `src.tables.rows.aggregate`."""
 MOST_REMARKS = 5
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def remarks(rows: Sequence[results.Row], keys: Sequence[str]) -> list[str]:
-    """What a reader of means over all but `keys` should know: runs that are not done, seeds that are missing, what else differs."""
+    """Remarks on means over all but `keys`: unfinished runs, missing seeds, other config values that differ."""
     found = []
     waiting = sum(row["state"] not in ("done", "haven") for row in rows)
     if waiting:
@@ -94,13 +94,13 @@ def tabulate(
 
 
 def default_metric(scores: Sequence[str]) -> str | None:
-    """The score that tables are sorted by and plots show when none is named."""
+    """The default score for sorting tables and for plots."""
     preferred = [name for name in scores if name == "val_loss"] or [name for name in scores if name.startswith("val_")] or scores
     return preferred[0] if preferred else None
 
 
 def pivot_score(rows: Sequence[results.Row], index: str, columns: str, metric: str | None = None) -> tuple[results.Pivot, str]:
-    """One score over two dotted keys, and which score that is: `metric`, or what tables are sorted by.
+    """One score over two dotted keys, and its name: `metric`, or the default.
 
     Raises:
         ConfigError: a key or a score that no run has, or no score at all.
@@ -112,7 +112,7 @@ def pivot_score(rows: Sequence[results.Row], index: str, columns: str, metric: s
 
 
 def print_table(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std") -> None:
-    """Print to stdout. csv and json hold every digit; the others four, as mean ± deviation (n)."""
+    """Print to stdout. csv and json have all digits; the others four, as mean ± deviation (n)."""
     if style == "rich":
         draw_rich(*_cells(table, keys, scores, interval), f"mean ± {INTERVALS[interval]} (number of runs), best first")
     else:
@@ -181,7 +181,7 @@ def _score(row: dict[str, Any], name: str, interval: str) -> str:
 
 
 def _ends(interval: str) -> tuple[str, ...]:
-    """What csv shows of a score: the deviation always, so that its columns mean the same in every file."""
+    """The csv columns of a score: always the deviation, so that columns have one meaning in all files."""
     return ("", "_std", "_n") if interval == "std" else ("", "_std", f"_{interval}", "_n")
 
 
@@ -214,7 +214,7 @@ def _escape(cell: str) -> str:
 
 
 def draw_rich(headings: list[str], lines: list[list[str]], caption: str) -> None:
-    """Print a table to stdout, as wide as it must be where that is no terminal."""
+    """Print a table to stdout, at full width if that is no terminal."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table as RichTable
