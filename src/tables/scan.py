@@ -59,7 +59,7 @@ class RunIndex:
         with reading(path):
             key, settled = _file_key(path)
             cached = self._cached.get(name)
-            known = RunRecord(*cached[1:4], Summary(*cached[4])) if cached is not None and cached[0] == key else None
+            known = RunRecord(cached[1], cached[2], cached[3], Summary(*cached[4])) if cached and cached[0] == key else None
             groups = known.groups if known else _groups(path)
             if among is not None and not any(group in among for group in groups):
                 return groups, None
