@@ -13,6 +13,7 @@ from src.data.qa import encoded_store as encoded
 from src.data.qa import questions
 from src.data.qa.encoder_inputs import EncoderInputs
 from src.errors import DataError
+from src.metrics import answers
 
 _WINDOW = 64
 """Batches per window; inputs are sorted by length within a window."""
@@ -40,7 +41,7 @@ def missing(source: Path, inputs: EncoderInputs, known: set[bytes], counts: Coun
         for number, row in enumerate(jsonl.read_rows(source / name, questions.FIELDS, questions.OPTIONAL), 1):
             counts.rows += 1
             question = row["question"] if inputs.rules.questions_on_contexts else ""
-            text = hashlib.sha256(json.dumps([questions.all_contexts(row), question]).encode()).digest()
+            text = hashlib.sha256(json.dumps([answers.contexts(row), question]).encode()).digest()
             if text in counts.texts:
                 continue
             counts.texts.add(text)

@@ -23,10 +23,10 @@ _RELEASES = "SQuAD, HotpotQA, Natural Questions, MS MARCO, TopiOCQA, TriviaQA"
 
 
 def corpus_folder(places: Places, name: str) -> Path:
-    """Folder of the prepared data set `name`. Its files are those that were written, by size; their hashes are not read.
+    """Folder of the prepared data set `name`. Compares the sizes of its files with the manifest, not their hashes.
 
     Raises:
-        DataError: the folder is missing or incomplete; says what makes it, or which data sets there are.
+        DataError: the folder is missing or incomplete; says how to make it, or which data sets there are.
     """
     folder = places.data / name
     if not os.path.isdir(folder):  # unlike Path.is_dir, False for a name that is too long
@@ -36,7 +36,7 @@ def corpus_folder(places: Places, name: str) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """sha256 of what the manifest says of the folder's files: the same for the same data, wherever and whenever it was made."""
+    """sha256 of the manifest's entries of the files: the same for the same data, wherever and whenever it was made."""
     manifest = read_manifest(folder, DataError)
     return hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
 
@@ -57,7 +57,7 @@ def require_splits(places: Places, name: str) -> None:
     """Refuse a data set that is missing or incomplete, without reading its rows.
 
     Raises:
-        DataError: says what makes it.
+        DataError: says how to make it.
     """
     folder = corpus_folder(places, name)
     for split in SPLITS:
@@ -70,13 +70,13 @@ def read_rows(
     optional: Mapping[str, Any] | None = None,
     check: "Callable[[dict[str, Any], str], None] | None" = None,
 ) -> "Rows":
-    """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`. All are checked here; each is parsed when asked for.
+    """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`. All are checked here, and parsed again on access.
 
     A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional` may be
     absent or null. A blank line is refused like any other that is not JSON. `check(row, "FILE:LINE")` may refuse a row.
 
     Raises:
-        DataError: the folder is missing or incomplete, the file is missing or empty, or a line is not what it should be.
+        DataError: the folder is missing or incomplete, the file is missing or empty, or a line is malformed.
     """
     if not path.parent.is_dir():
         raise DataError(f"{path.parent}: no such folder. {preparation_hint(path.parent)}".rstrip())
@@ -103,14 +103,14 @@ def read_rows(
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """Rows of a checked JSONL file, parsed when they are asked for: eight bytes of memory each, however long they are.
+    """Rows of a checked JSONL file, parsed on access: eight bytes of memory each, however long they are.
 
-    May be pickled, copied and shared by forked workers: every read says its own position in the file. A file that is replaced
-    while this object lives is read on as it was; where it must be opened again, as in another process, other data are refused.
+    May be pickled, copied and shared by forked workers: every read gives its own position in the file. If the file is replaced, this
+    object goes on reading the old one; where it must be opened again, as in another process, other data are refused.
     """
 
     def __init__(self, path: Path, ends: "array[int]", facts: object = None) -> None:
-        """ends: byte offsets at which rows end, after a 0. facts: what the manifest says of the file; None: what it says now."""
+        """ends: byte offsets at which rows end, after a 0. facts: the manifest's entry of the file; None: the present one."""
         self.path = path
         self.ends = ends
         self._facts = facts or self._manifest_entry()
@@ -125,7 +125,7 @@ class Rows(Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """One row, or a list of several. The row asked for last is kept, so that its fields may be asked for one by one.
+        """One row, or a list of several. The last row is cached, so that its fields can be read one by one.
 
         Raises:
             DataError: the file was altered since it was checked.
@@ -142,7 +142,7 @@ class Rows(Sequence[dict[str, Any]]):
         return last[1]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """All rows in order, read by the mebibyte."""
+        """All rows, read in blocks of one mebibyte."""
         first, total = 0, len(self)
         while first < total:
             last = first + 1
@@ -163,7 +163,7 @@ class Rows(Sequence[dict[str, Any]]):
     __hash__ = None  # pyright: ignore[reportAssignmentType]  as a list
 
     def __getstate__(self) -> tuple[Path, "array[int]", object]:
-        """All but the open file."""
+        """Everything but the open file."""
         return self.path, self.ends, self._facts
 
     def __setstate__(self, state: tuple[Path, "array[int]", object]) -> None:
@@ -171,10 +171,10 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def file(self) -> int:
-        """Descriptor of the file, opened where this process has not yet.
+        """Descriptor of the file, opened at first use in each process.
 
         Raises:
-            DataError: the file is gone, or its manifest no longer says what it did.
+            DataError: the file is gone, or its manifest entry has changed.
         """
         if self._file is None:
             if self._manifest_entry() != self._facts:
@@ -193,7 +193,7 @@ class Rows(Sequence[dict[str, Any]]):
         return parse(line, f"{self.path}:{number + 1}")
 
     def _read_bytes(self, start: int, end: int) -> bytes:
-        """Bytes start..end of the file. Moves no position that another process or thread could share."""
+        """Bytes start..end of the file, without moving a file position that another process or thread may share."""
         with reading(self.path, DataError):
             data = os.pread(self.file, end - start, start)
             while len(data) < end - start and (more := os.pread(self.file, end - start - len(data), start + len(data))):
@@ -218,7 +218,7 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
     """The JSON object on one line.
 
     Raises:
-        DataError: it is no JSON object, or none that Python can read; names `where`.
+        DataError: it is no JSON object, or one that Python cannot read; names `where`.
     """
     try:
         row = json.loads(line.rstrip(b"\r\n"))
@@ -250,7 +250,7 @@ def check_type(value: Any, kind: Any, where: str) -> None:
 
 
 def _check_text(text: str, where: str) -> None:
-    """JSON can spell half of a surrogate pair, which is no character and which no tokenizer takes."""
+    """Refuse half a surrogate pair, which JSON can spell and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as bad:
@@ -275,13 +275,13 @@ def _check_sizes(folder: Path) -> None:
 
 
 def preparation_hint(folder: Path) -> str:
-    """A sentence that says what makes `folder`, empty where nothing of ours does."""
+    """A sentence with the command that makes `folder`; empty where we have none."""
     command = _MADE_BY.get(folder.name)
     return f"Make it with: {command} --data_path {folder.parent}" if command else ""
 
 
 def _known_corpora_hint(places: Places, name: str) -> str:
-    """What follows "no such data set": the command that makes it, or which there are and how another is added."""
+    """Continues "no such data set": the command that makes it, or which data sets exist and how to add one."""
     command = preparation_hint(places.data / name)
     if command:
         return f". {command}"

@@ -1,4 +1,4 @@
-"""What crosses from models to metrics: answered questions, and how the scores of single answers become scores of many."""
+"""From rows and answers to predictions, and from the scores of single answers to means."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from src.files import reading
 from src.interfaces import MetricConfig, Prediction
 
 PREDICTION = "answer_pred"
-"""Field of a row of an inference with what the model has answered."""
+"""Field of an inference's rows with the model's answer."""
 
 
 def make_prediction(row: Mapping[str, Any], prediction: str) -> Prediction:
@@ -34,7 +34,7 @@ def source(row: Mapping[str, Any]) -> str:
 
 
 def read_row_indices(path: Path) -> list[int]:
-    """The numbers of rows in an index file, one on each line, counted from 0; blank lines are passed over.
+    """The numbers of rows in an index file, one per line, counted from 0; blank lines are skipped.
 
     Raises:
         DataError: the file is missing, or a line is no number; names it.
@@ -60,7 +60,7 @@ def select_rows(
     """Which of `count` rows: those that `numbers` lists, in its order, and of these the ones of one of `sources`. None: all.
 
     Raises:
-        DataError: one of `numbers` is no row's, or stands there twice; names `place`.
+        DataError: one of `numbers` is out of range or repeated; names `place`.
     """
     for number, times in Counter(numbers or ()).items():
         if not 0 <= number < count:
@@ -80,8 +80,8 @@ def scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_
     """Means over all answers and, where these are of several sources, over each source: {"em": …, "em/nq": …}.
 
     A score of a whole set is computed for all answers, and for those of each source.
-    best_answer: rows that ask one question on the same contexts count as one. A prediction of any of them is right where it is right
-    for any, and the highest score counts. Scores of a whole set count every row.
+    best_answer: rows that ask one question on the same contexts count as one. A prediction for any of them may match the references of
+    all, and the highest score counts. Scores of a whole set count every row.
 
     Raises:
         ValueError: no answers.

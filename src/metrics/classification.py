@@ -1,6 +1,6 @@
 """Scores of a whole set of answers that name a class or a number, as GLUE and SuperGLUE define them and T5 computes them.
 
-An answer that is no label is of class -1: wrong, whatever was asked.
+An answer that is no label is of class -1, which is always wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class Config(MetricConfig):
         return tuple(self.scores)
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, float | list[float]]:
-        """The scores that the config names. The one right answer is the first of the references; blanks around an answer do not count.
+        """The scores that the config names. The one right answer is the first of the references; surrounding white space is ignored.
 
         accuracy        of each answer: 1 where it is the reference, else 0.
         f1              from 0 to 1, of class 1; a class that is no label counts as the wrong one.
@@ -79,7 +79,7 @@ def _f1(texts: Texts, labels: Sequence[str]) -> float:
 
 
 def _flip_invalid(predictions: Sequence[int], references: Sequence[int]) -> list[int]:
-    """Of two classes: what is no label becomes the wrong one."""
+    """Of two classes: replace predictions that are no label by the wrong class."""
     return [p if p >= 0 else int(r == 0) for p, r in zip(predictions, references, strict=True)]
 
 

@@ -15,11 +15,11 @@ class Config(MetricConfig):
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
         """{"meteor"} of each answer, between 0 and 1, with nltk's weights: alpha 0.9, beta 3, gamma 0.5.
 
-        METEOR proper also matches synonyms, by WordNet, which is no part of nltk and would have to be downloaded. It is left out even where
-        it is there: the same answers have the same scores on every machine, and these are at most as high as with it.
+        METEOR proper also matches synonyms, by WordNet, which would have to be downloaded. It is never used, even where it is installed,
+        so that the same answers have the same scores on every machine.
 
         Words are split as in the Penn Treebank. Of several references the one with the best value counts. Two texts without words agree. A
-        perfect answer of m words has 1 - 0.5 / m³, as the penalty for word order never is zero: one right word scores 0.5.
+        perfect answer of m words has 1 - 0.5 / m³, as the penalty for word order is never zero: one right word scores 0.5.
         nltk matches a word that the reference repeats with its last place there, not with the one that disturbs the order least.
         """
         from nltk.stem.porter import PorterStemmer
@@ -38,7 +38,7 @@ class Config(MetricConfig):
 
 
 class _NoSynonyms:
-    """A WordNet without a word in it."""
+    """An empty WordNet."""
 
     def synsets(self, word: str) -> list[str]:
         """The meanings of a word."""

@@ -1,4 +1,4 @@
-"""What can be said of a decoder before any weight is loaded: its family and its sizes."""
+"""Family and sizes of a model, read from its config before any weight is loaded."""
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -16,7 +16,7 @@ _SPELLINGS = {
 
 
 def from_dict(raw: Mapping[str, Any]) -> Architecture | None:
-    """Read the content of a Hugging Face config.json, in any of the spellings of its families; None where a size is not in it.
+    """Read the content of a Hugging Face config.json, in the spelling of any family; None where a size is missing.
 
     Raises:
         ValueError: a size is no positive int, or the family no str; says which key.

@@ -1,7 +1,7 @@
-"""A trained model as other programs load it: adapters merged into the weights, the tokenizer beside them.
+"""Exports a trained model for other programs: adapters are merged into the weights, and the tokenizer is copied.
 
-A plain model is one of transformers then. Of a cross-attention model it is the new blocks, in the layout of XC-Cache; with adapters
-or a base that learned too, the base is beside them in base/.
+A plain model is saved as a transformers model. Of a cross-attention model the new blocks are saved in the layout of XC-Cache, and the
+base in base/ if it has adapters or was trained.
 
 python -m src.models.export results/runs/EXP_ID exported                        its last checkpoint
 python -m src.models.export results/runs/EXP_ID/checkpoints/step-00002000 exported --dtype bfloat16
@@ -28,12 +28,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def export(source: Path, target: Path, places: Places, dtype: str | None = None) -> None:
-    """Write the model of the run or checkpoint `source` to the new folder `target`. dtype: of the weights; None: as they were trained.
+    """Write the model of the run or checkpoint `source` to the new folder `target`. dtype: of the weights; None: as trained.
 
     Raises:
-        ConfigError: `target` is there, or the model is one that no other program knows.
+        ConfigError: `target` exists, or no other program can load the model.
         CheckpointError: there is no whole checkpoint.
-        UserError: what the model is built on cannot be had.
+        UserError: a part of the model is missing.
     """
     import torch
 
@@ -52,14 +52,14 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None)
 
 
 def _write(model: Any, moved: bool, made: Path, folder: Path) -> None:
-    """The weights of `model`, trained in the checkpoint `folder`. moved: whether its base is not the one that it was built on."""
+    """The weights of `model`, trained in the checkpoint `folder`. moved: whether its base has changed."""
     from transformers import PreTrainedModel
 
     from src.models.cross_attention.layers import CrossAttentionLM
     from src.models.fusion_in_decoder.layers import FusionInDecoder
 
     if isinstance(model, FusionInDecoder):
-        model.base.save_pretrained(made)  # others read it as the encoder-decoder that it is
+        model.base.save_pretrained(made)  # a plain encoder-decoder
     elif isinstance(model, CrossAttentionLM):
         if moved or model.settings.train_all_params:
             model.base.save_pretrained(made / "base")
@@ -75,10 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a run or one of its checkpoints")
-    parser.add_argument("target", type=Path, help="the folder to be made")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were trained)")
+    parser.add_argument("target", type=Path, help="the new folder")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as trained)")
     parser.add_argument("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
-    parser.add_argument("-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="of the model's parents")
+    parser.add_argument(
+        "-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="save directories of the model's parents"
+    )
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     try:

@@ -70,5 +70,5 @@ class Config(ModelConfig):
         return kv_cache_size.decoder_bytes(self.architecture(places), value_bytes)
 
     def has_random_weights(self) -> bool:
-        """Whether its weights are random: they are."""
+        """Always."""
         return True

@@ -74,24 +74,24 @@ class Config(ModelConfig):
         except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
             raise CheckpointError(f"{_find_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again.") from error
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, ImportError, StrictDataclassError) as error:
-            # Whatever a value of config.json that fits no model leads to.
+            # Raised by a value in config.json that fits no model.
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"{folder / 'config.json'}: no model can be made of it ({reason[:300]}).") from error
         model, report = loaded
         if report["missing_keys"]:
-            # transformers would go on with random numbers in their place.
+            # transformers would use random numbers instead.
             missing = ", ".join(sorted(report["missing_keys"])[:3])
             raise CheckpointError(f"{_find_weights(folder)}: incomplete: {missing} missing. Get it again.")
         if self.quantization is None:
             return model
         for module in model.modules():
-            # On processors with AVX512-BF16 a pass without gradients would pack the weights so that later passes get none (0.50.2).
+            # With AVX512-BF16 a pass without gradients packs the weights, and later passes get no gradients (0.50.2).
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
         return model.requires_grad_(False)
 
     def _quantization_config(self) -> Any:
-        """What transformers is to be told of `quantization`."""
+        """The quantization setting as transformers takes it."""
         import torch
         from transformers import BitsAndBytesConfig
 
@@ -102,7 +102,7 @@ class Config(ModelConfig):
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, self.dtype))
 
     def is_frozen(self) -> bool:
-        """Whether it cannot learn itself, only what is put around it."""
+        """Whether it cannot be trained itself, only what is around it."""
         return self.quantization is not None
 
     def check(self, places: Places) -> None:
@@ -112,7 +112,7 @@ class Config(ModelConfig):
             raise ConfigError(f"{path}: of an encoder-decoder, and 'hf' reads decoders. The model part 't5' reads a T5.")
 
     def require_files(self, places: Places) -> None:
-        """`check`, for a model of any kind."""
+        """As `check`, for a model of any kind."""
         self.architecture(places)
         folder = self._folder(places)
         if self.quantization is not None and find_spec("bitsandbytes") is None:
@@ -145,8 +145,8 @@ class Config(ModelConfig):
         """sha256 over config.json and the weight files that `build` loads, the same for a hub id and for a copy of its files.
 
         Of a weight file count name, size, the first and last MiB, and 1,024 pieces of 4 KiB at even distances: 6 MiB at most are read
-        of many gigabytes. A change is met where it fills a thousandth of its file or more in one stretch, as another training does, or
-        adapters that were merged into the matrices of each layer. One of a few bytes may not be.
+        of many gigabytes. A change of a contiguous thousandth of the file or more is detected, as after further training
+        or merged adapters; one of a few bytes may not be.
 
         Raises:
             UserError: what `check` raises.
@@ -179,13 +179,13 @@ class Config(ModelConfig):
         return found
 
     def _local_folder(self, places: Places) -> Path | None:
-        """The folder that `path` names, below the prepared data or as it stands; None where it is a hub id."""
+        """The folder `path`, below the prepared data or as given; None where it is a hub id."""
         candidates = (places.data / self.path, Path(self.path))
         return next((path for path in candidates if os.path.isdir(path)), None)  # unlike Path.is_dir, False for a name that is too long
 
 
 def _sample_digest(path: Path) -> str:
-    """sha256 of the first and last MiB and of the pieces between, whose places follow from the size alone."""
+    """sha256 of the first and last MiB and of the pieces between, whose positions depend on the size alone."""
     digest, size = hashlib.sha256(), path.stat().st_size
     with open(path, "rb", buffering=0) as file:
         digest.update(os.pread(file.fileno(), _MIB, 0) + os.pread(file.fileno(), _MIB, max(size - _MIB, 0)))
@@ -203,7 +203,7 @@ def _hub_cache() -> Path:
 
 
 def _find_weights(folder: Path) -> Path | None:
-    """The file, or the index of files, that transformers will load from `folder`."""
+    """The weight file, or the index of files, that transformers will load from `folder`."""
     candidates = [folder / f"{name}{suffix}" for name in WEIGHTS for suffix in ("", ".index.json")]
     return next((path for path in candidates if path.is_file()), None)
 
@@ -212,7 +212,7 @@ def _weight_files(weights: Path) -> list[Path]:
     """The weight file itself, or the shards of an index, by name.
 
     Raises:
-        CheckpointError: the index is no index.
+        CheckpointError: the index is malformed.
     """
     if weights.suffix != ".json":
         return [weights]

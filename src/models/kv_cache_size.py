@@ -1,21 +1,20 @@
-"""What must be kept of a context to answer a further question on it, in bytes per token of the context.
+"""Bytes per context token that must be kept to answer further questions on a context.
 
 L layers, K key/value heads and d width of a head of the decoder, D its hidden size; n blocks with own weights, K' and d' of theirs.
 
 - A decoder with the context in its prompt keeps keys and values of each layer: 2 L K d numbers.
-- With cross-attention the last hidden state is enough, D numbers: what a cache on disk holds, and what XC-Cache counts (Monteiro et al.
-  2024, arXiv 2404.15420). While a context is read there are keys and values of each block beside it, 2 n K' d' numbers, which
-  follow from the hidden states.
+- With cross-attention the last hidden state is enough, D numbers: the size of a cache on disk, as XC-Cache counts it (Monteiro et al.
+  2024, arXiv 2404.15420). While a context is read, each block also has keys and values, 2 n K' d' numbers in all.
 """
 
 from src.interfaces import Architecture
 
 BLOCK_BYTES = 4
-"""Of a number that a block makes: blocks are float32 whatever the base's type."""
+"""Bytes of a block's number: blocks are float32 whatever the base's type."""
 
 
 def decoder_bytes(sizes: Architecture | None, value_bytes: int) -> dict[str, int] | None:
-    """{"cache_bytes_per_context_token"} of a decoder that reads the context as a part of its prompt; None where its sizes are not known.
+    """{"cache_bytes_per_context_token"} of a decoder with the context in its prompt; None where its sizes are not known.
 
     value_bytes: of one number in the decoder.
     """
@@ -23,9 +22,9 @@ def decoder_bytes(sizes: Architecture | None, value_bytes: int) -> dict[str, int
 
 
 def cross_attention_bytes(sizes: Architecture, num_blocks: int, block_key_values: int, value_bytes: int) -> dict[str, int]:
-    """The same of a decoder with cross-attention; and, to compare, what its blocks keep besides, and what the decoder alone would.
+    """The same with cross-attention; and, for comparison, for the keys and values of its blocks and for the decoder alone.
 
-    num_blocks: those with weights of their own. block_key_values: numbers that keys and values of one of them are, 2 K' d'.
+    num_blocks: those with their own weights. block_key_values: numbers in keys and values of one block, 2 K' d'.
     """
     return {
         "cache_bytes_per_context_token": sizes.hidden_size * value_bytes,

@@ -15,15 +15,15 @@ from src.runs.checkpoints import folder as checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
-"""Where prepared data and the runs of parents are looked for, unless the caller says otherwise."""
+"""Default folders of prepared data and of the runs of parents."""
 
 
 def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
-    """The model of a run, of its newest whole checkpoint, or of the checkpoint named; in eval mode, with its tokenizer.
+    """The model of a checkpoint, or of the newest whole checkpoint of a run, in eval mode; and its tokenizer.
 
     Raises:
         CheckpointError: there is no whole checkpoint.
-        UserError: what the model is built on cannot be had.
+        UserError: a part of the model is missing.
     """
     from transformers import AutoTokenizer
 

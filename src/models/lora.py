@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) in a frozen model: the config, and how they go in and are merged.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) in a frozen model: config, injection and merging.
 
-A matrix W of the base becomes W + alpha / rank * B A, where only A and B are trained and saved. B begins at zero, so that the first
-step begins from the base's own output.
+A matrix W of the base becomes W + alpha / rank * B A, where only A and B are trained and saved. B begins at zero, so that training
+begins at the base's own output.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,13 +37,13 @@ class Config(ModelConfig):
     rank: int = Field(gt=0)
     """Rows of A and columns of B."""
     alpha: float = Field(gt=0)
-    """What the adapters add is multiplied by alpha / rank."""
+    """The adapters' output is multiplied by alpha / rank."""
     target_modules: list[str] = Field(min_length=1)
-    """Names of the matrices, such as "q_proj": all the layers' that are called so."""
+    """Names of the matrices, such as "q_proj": in all layers."""
     base: ModelField
-    """The model that is frozen. Around a cross-attention model the decoder inside gets the adapters; its blocks are trained as ever."""
+    """The model that is frozen. In a cross-attention model the decoder gets the adapters, and the blocks are trained as without."""
     dropout_rate: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that are zero at a training step."""
+    """Dropout of an adapter's inputs in training."""
 
     @model_validator(mode="after")
     def _each_adapter_once(self) -> "Config":
@@ -108,7 +108,7 @@ class Config(ModelConfig):
 
 
 def merge(model: "nn.Module") -> int:
-    """Add the adapters in `model` to the matrices that they adapt, and take them out. `model` is changed in place; returns how many."""
+    """Merge the adapters in `model` into their matrices, in place; returns how many there were."""
     import torch
     from peft.tuners.lora import LoraLayer
 
@@ -131,7 +131,7 @@ def _decoder(model: "nn.Module") -> Any:
 
 
 def _matrices(decoder: Any) -> Iterator[tuple[str, "nn.Module"]]:
-    """(dotted name, module) of what can be adapted: every matrix but the one that makes logits, which may be the embedding's too."""
+    """(dotted name, module) of the matrices that can be adapted: all but the output matrix, which may be tied to the embedding."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

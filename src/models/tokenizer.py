@@ -1,4 +1,4 @@
-"""The tokenizer that a model from random weights gets its vocabulary from: a prepared folder."""
+"""Tokenizers in prepared folders, from which models with random weights get their vocabulary."""
 
 import os
 from pathlib import Path

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Config(ModelConfig):
-    """Whose model, and from which of its checkpoints."""
+    """The experiment, and which of its checkpoints."""
 
     exp_id: str = Field(pattern=r"^[0-9a-f]{32}$")
     """Id of the parent, as `ref` writes it: when the parent changes, so does the child's id."""
@@ -40,7 +40,7 @@ class Config(ModelConfig):
         return from_checkpoint(folder, f"parent {self.exp_id}", places)
 
     def identity(self, places: Places) -> str | None:
-        """Digest of the weights that `build` loads, and of all that they are built on; None where the parent is not trained yet.
+        """Digest of the weights that `build` loads and of the models below them; None where the parent is not trained yet.
 
         Raises:
             CheckpointError: a checkpoint is gone or damaged.
@@ -104,7 +104,7 @@ def from_checkpoint(folder: Path, who: str, places: Places) -> "nn.Module":
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its own description.
-        UserError: what the model is built on cannot be had.
+        UserError: a part of the model is missing.
     """
     from src.weights import load_trained
 

@@ -1,4 +1,4 @@
-"""What the models that are put around a transformers model have in common."""
+"""Base class of models around a transformers model."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ class Wrapper(nn.Module):
     """A model around `base`, whose config and tokenizer are its own."""
 
     base: Any
-    """A transformers model; their classes do not tell a type checker what they can do."""
+    """A transformers model, whose classes are of no use to a type checker."""
 
     @property
     def config(self) -> Any:

@@ -1,4 +1,4 @@
-"""Samples of several denoisers, in fixed shares, over rows of text that are as long as the denoiser of each sample asks for."""
+"""Samples of several denoisers in fixed shares, over rows of text whose lengths depend on the denoiser."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from src.data.text.documents import Documents
 
 BLOCK = 400
-"""Samples within which the shares are met."""
+"""Samples of a block, in which the shares are exact."""
 
 
 class DenoiserSpec(NamedTuple):
@@ -27,14 +27,13 @@ class DenoiserSpec(NamedTuple):
     raw: int
     """Tokens of its rows."""
     mode: "np.ndarray"
-    """(tokens,) int32: what its inputs begin with; may be empty."""
+    """(tokens,) int32: first tokens of its inputs; may be empty."""
     objective: "Objective"
 
 
 class DenoiserMixture(DenoisingDataset):
     """The text is cut into blocks of as many tokens each, and every block into as many rows for each denoiser, in an order drawn from
-    (seed, epoch, block). So no sample must know the samples before its block, and each epoch reads every token once but those at the end
-    that make no sample.
+    (seed, epoch, block). So a sample depends on its own block alone, and each epoch reads every token once, except a remainder at the end.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """Masks of whole n-grams: word sequences of a vocabulary, and single words (PMI-masking, Levine et al. 2021, arXiv 2010.01825).
 
-A row is parted into units: the vocabulary's n-grams that occur in it, where they overlap the longest, and of equally long ones any; all
-other words are units by themselves. As many runs are masked as in span corruption, with exactly as many tokens together, so inputs and
-targets have its lengths. Each run has a unit drawn at random, all as likely, and goes on with those that follow, runs taking turns at
-random, until the tokens are as many as wanted. A run may follow another at once; each has a sentinel of its own.
+A row is split into units: the n-grams of the vocabulary that occur in it (of overlapping ones the longest; ties at random), and single
+words. As many runs are masked as in span corruption, with exactly as many tokens together, so inputs and
+targets have its lengths. Each run starts at a unit drawn uniformly and grows by the units that follow, in random turns,
+until enough tokens are masked. Runs may be adjacent; each has its own sentinel.
 
-Where the units drawn are too long together, some are exchanged at random for shorter ones. Only where units cannot give
-the exact number of tokens is one of them cut.
+If the drawn units are too long together, some are exchanged at random for shorter ones. A unit is cut only if whole units cannot give
+the exact number of tokens.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 class Vocabulary(NamedTuple):
-    """N-grams in lower case, words parted by spaces as in the text."""
+    """N-grams in lower case, with spaces between words as in the text."""
 
     ngrams: frozenset[str]
     beginnings: frozenset[str]
-    """All that n-grams begin with, up to the end of a word."""
+    """All prefixes of n-grams that end with a word."""
     fingerprint: str
     """sha256 of the file."""
 
@@ -86,7 +86,7 @@ class Ngrams:
 
         wanted = noise.counts(len(row), *self._shares)
         first, sizes = self.units(row, rng)
-        if sizes.sum() < wanted.noise:  # nearly all of the row are control tokens
+        if sizes.sum() < wanted.noise:  # almost only control tokens
             first, sizes = np.arange(len(row)), np.ones(len(row), dtype=np.int64)
         first, sizes = split_longest(wanted.spans, first, sizes)
         begin = draw_first_units(sizes, wanted, rng)
@@ -107,8 +107,8 @@ class Ngrams:
 
         bounds = np.append(self._words.starts(row).nonzero()[0], len(row))
         spelled = self._words.word_texts(row, bounds)
-        joined = np.zeros(len(spelled), dtype=bool)  # to the word before
-        parted = np.zeros(len(spelled), dtype=bool)  # from those around it: of no n-gram yet
+        joined = np.zeros(len(spelled), dtype=bool)  # with the previous word
+        parted = np.zeros(len(spelled), dtype=bool)  # already part of an n-gram
         for first, last in self._find_ngrams(spelled, rng):
             if not parted[first:last].any():
                 parted[first:last] = True
@@ -137,7 +137,7 @@ class Ngrams:
 
 
 def split_longest(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tuple[np.ndarray, np.ndarray]":
-    """The same units, the longest of them cut in two until there are as many as `spans`."""
+    """Halve the longest unit until there are at least `spans`."""
     import numpy as np
 
     while len(sizes) < spans:
@@ -150,7 +150,7 @@ def split_longest(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tupl
 
 
 def draw_first_units(sizes: "np.ndarray", wanted: noise.Counts, rng: "np.random.Generator") -> "np.ndarray":
-    """(spans,) int64: units that begin runs, in random order. Of no more than `wanted.noise` tokens, where exchanges come that far."""
+    """(spans,) int64: units that begin runs, in random order; together at most `wanted.noise` tokens if exchanges can achieve it."""
     import numpy as np
 
     order = rng.permutation(len(sizes))
@@ -171,7 +171,7 @@ def draw_first_units(sizes: "np.ndarray", wanted: noise.Counts, rng: "np.random.
 def extend_runs(
     first: "np.ndarray", sizes: "np.ndarray", begin: "np.ndarray", tokens: int, rng: "np.random.Generator"
 ) -> "tuple[np.ndarray, list[int]]":
-    """Make runs of the units `begin` longer by those that follow, then by those before, as far as `tokens` allow.
+    """Extend the runs that begin with the units `begin`, first to the right, then to the left, up to `tokens` tokens.
 
     Returns (units,) bool, True on all units of runs, and the first unit of each run.
     """
@@ -184,12 +184,12 @@ def extend_runs(
     left = tokens - int(sizes[begin].sum())
 
     def free(unit: int, step: int) -> bool:
-        """Whether the unit beside may be taken, as far as it is short enough."""
+        """Whether the neighbouring unit is free and short enough."""
         beside = unit + step
         return 0 <= beside < len(taken) and adjacent[min(unit, beside)] and not taken[beside] and lengths[beside] <= left
 
     def walk(step: int) -> list[int]:
-        """The last unit of each run in this direction, when none can go on."""
+        """Extend runs in one direction; returns the last unit of each."""
         nonlocal left
         going, done = begin.tolist(), []
         draws = rng.random(left + len(going)).tolist()  # each takes a unit or ends a run
@@ -211,14 +211,14 @@ def extend_runs(
 
 
 def shorten(sizes: "np.ndarray", tokens: int) -> "np.ndarray":
-    """`sizes` with the largest made smaller, one token at a time, until they add up to no more than `tokens`; none below 1."""
+    """Shrink the largest of `sizes`, one token at a time, until they sum to at most `tokens`."""
     for _ in range(int(sizes.sum()) - tokens):
         sizes[sizes.argmax()] -= 1
     return sizes
 
 
 def grow(mask: "np.ndarray", starts: "np.ndarray", control: "np.ndarray", tokens: int) -> None:
-    """Mask `tokens` more, each beside one that is masked: the token after it, no control token while there is another; else that before."""
+    """Mask `tokens` more: each time the token after a masked one, preferably no control token; else the token before."""
     import numpy as np
 
     for _ in range(tokens):

@@ -1,6 +1,6 @@
-"""Noise masks, sentinels and exact lengths of T5's span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4). NumPy alone.
+"""Noise masks, sentinels and exact lengths of T5's span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4).
 
-Counts and draws are those of Google's text-to-text-transfer-transformer (t5/data/preprocessors.py), its order of draws included.
+Counts and draws, and their order, are those of Google's text-to-text-transfer-transformer (t5/data/preprocessors.py).
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Counts(NamedTuple):
-    """How many of a row's tokens are masked, in how many runs, and how many are kept. Functions of its length alone."""
+    """Numbers of masked tokens, masked runs and kept tokens of a row: functions of its length."""
 
     noise: int
     spans: int
@@ -32,10 +32,10 @@ class Counts(NamedTuple):
 
 
 def counts(length: int, density: float, mean_span: float) -> Counts:
-    """Of a row of `length` tokens. Halves are rounded to the even number. Density 0 masks nothing; else one token is masked at least.
+    """Counts of a row of `length` tokens, rounded half to even. Density 0 masks nothing; any other masks at least one token.
 
     Raises:
-        ConfigError: no mask has so many runs, each between kept tokens; or the values are out of range.
+        ConfigError: the kept tokens are too few to separate the runs, or a value is out of range.
     """
     if not 0 <= density < 1 or mean_span < 1:
         raise ConfigError(f"expected 0 <= noise density < 1 and a mean span >= 1; got {density} and {mean_span}.")
@@ -53,9 +53,9 @@ def counts(length: int, density: float, mean_span: float) -> Counts:
 
 
 def lengths(inputs: int, density: float, mean_span: float) -> tuple[int, int]:
-    """(raw tokens of a row, tokens of its targets), so that corrupted inputs have at most `inputs` tokens and the row is the longest such.
+    """(raw tokens of a row, tokens of its targets), of the longest row whose corrupted inputs have at most `inputs` tokens.
 
-    Both end tokens are counted in. Source: `random_spans_helper` of the same file, which starts at inputs - 1, where others start at
+    End tokens are counted. Source: `random_spans_helper` of the same file, which starts at inputs - 1, where others start at
     `inputs` and give one token too many for spans of one token.
     """
 
@@ -76,8 +76,8 @@ def lengths(inputs: int, density: float, mean_span: float) -> tuple[int, int]:
 def longest_row(inputs: int, density: float, mean_span: float) -> tuple[int, Counts]:
     """Tokens of the longest row whose corrupted inputs have at most `inputs` tokens, and its counts.
 
-    As `lengths` has it, so at density 0.5 they may be one fewer than they could be. A row that `lengths` takes for one without a mask has
-    one masked token all the same, and is shorter for it.
+    As `lengths` has it, so at density 0.5 they may be one fewer than they could be. Where `lengths` computes no masked
+    token, one is masked all the same, so the row is shorter.
 
     Raises:
         ConfigError: there is no such row.
@@ -108,7 +108,7 @@ def exact_lengths(inputs: int, density: float, mean_span: float) -> tuple[int, C
 
 
 def composition(items: int, parts: int, rng: "Random") -> "np.ndarray":
-    """(parts,) int64: sizes, each at least 1, that add up to `items`; all such lists are equally likely."""
+    """(parts,) int64: sizes of at least 1 that sum to `items`, drawn uniformly."""
     import numpy as np
 
     gaps = np.zeros(items - 1, dtype=bool)
@@ -121,9 +121,9 @@ def composition(items: int, parts: int, rng: "Random") -> "np.ndarray":
 
 
 def noise_mask(length: int, density: float, mean_span: float, rng: "Random", roll: bool = False) -> "np.ndarray":
-    """(length,) bool, True on tokens to mask. It begins with a kept token and ends with a masked one; all such masks are equally likely.
+    """(length,) bool, True on tokens to mask. Drawn uniformly from those that begin with a kept and end with a masked one.
 
-    roll: turn it round by a random number of positions, so that it may begin and end with either.
+    roll: rotate it by a random number of positions, so that it may begin and end with either.
 
     Raises:
         ConfigError: see `counts`.
@@ -155,8 +155,7 @@ def corrupt(
     """(inputs, targets) of a row, each ended by `eos_id`.
 
     Inputs are the row with each masked run replaced by a sentinel; targets each run after its sentinel. Sentinels come in their order.
-    Where runs and kept tokens take turns from a kept token to a run, this is what Google's code writes, whose targets are the row
-    with each kept run replaced.
+    For masks that begin with a kept token this equals Google's code, whose targets are the row with each kept run replaced.
 
     ids: (length,). mask: (length,) bool, True on masked tokens. starts: (length,) bool, True where a run begins: on the first of masked
     tokens, and wherever a run follows on another. sentinels: at least as many as runs.

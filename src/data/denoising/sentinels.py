@@ -1,4 +1,4 @@
-"""The tokens that stand for masked text: <extra_id_0>, <extra_id_1>, ... as the tokenizer's own table numbers them."""
+"""Sentinels: the tokens <extra_id_0>, <extra_id_1>, ... that replace masked text, with their ids in the tokenizer."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ AGAIN = "Take one of T5's, or add them: python -m data_prep.t5_tokenizer."
 def sentinel_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     """Ids of <extra_id_0>, <extra_id_1>, ... up to the last before the first that is missing.
 
-    The size of the vocabulary says nothing of them: some versions count them in and some do not, and a model's embedding may be larger.
+    They cannot be derived from the vocabulary's size: some versions count them and some do not, and an embedding may be larger.
 
     Raises:
         DataError: there are none, or some are ordinary tokens, which a corpus could spell.
@@ -39,14 +39,14 @@ def require(tokenizer: "PreTrainedTokenizerFast", needed: int, field: str) -> li
 
 
 def require_in_folder(folder: Path | None, needed: int, field: str) -> None:
-    """As `require`, from the file of a tokenizer that is not loaded. None, or a folder without that file, is left to `require`."""
+    """As `require`, from tokenizer.json without loading the tokenizer. Passes where there is no such file."""
     added = read_added_tokens(folder)
     if added is not None:
         _take_first(_consecutive_ids(added, str(folder)), needed, field, str(folder))
 
 
 def read_added_tokens(folder: Path | None) -> dict[str, tuple[int, bool]] | None:
-    """Id of each added token of a tokenizer that is not loaded, and whether it is special; None where its file is not there or damaged."""
+    """Id of each added token in tokenizer.json, and whether it is special; None where the file is missing or damaged."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     with reading(folder, DataError):

@@ -1,8 +1,8 @@
 """UL2's mixture of denoisers over packed text (Tay et al. 2022, arXiv 2205.05131, section 3.1).
 
-Each sample is made by one denoiser: span corruption of some density and span length, or prefix language modelling. Rows of text are as
-long as the denoiser of the sample asks for, so that nothing is lost, and at most one token of an input is padding; over an epoch every
-token is read once.
+Each sample is made by one denoiser: span corruption of some density and span length, or prefix language modelling. The denoiser
+determines the length of its rows of text, so that no text is lost and at most one token of an input is padding. An epoch reads every
+token once.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ class Denoiser(StrictConfig):
     rate: float = Field(gt=0)
     """Its share of the samples, in proportion to the other rates."""
     mode: str = ""
-    """What its inputs begin with, such as "[NLU]": one token where the tokenizer has it as a control token, else its characters."""
+    """First text of its inputs, such as "[NLU]": one token where the tokenizer has it as a control token, else its characters."""
     mean_span_tokens: float | None = Field(default=None, ge=1)
     noise_density: float | None = Field(default=None, gt=0, lt=1)
 
@@ -64,7 +64,7 @@ class Lengths(NamedTuple):
 
 
 def _published_denoisers() -> list[Denoiser]:
-    """Those of UL2 with the shares of FAT5: two regular ones, the prefix, and four extreme ones."""
+    """The denoisers of UL2 with the shares of FAT5: two regular ones, the prefix, and four extreme ones."""
     regular = [(3.0, 0.15), (8.0, 0.15)]
     extreme = [(3.0, 0.5), (8.0, 0.15), (64.0, 0.15), (64.0, 0.5)]
     return [
@@ -93,7 +93,7 @@ class Config(DenoisingConfig):
 
     def check_tokenizer(self, folder: Path | None) -> None:
         for number, denoiser in enumerate(self.denoisers):
-            most_of_mode = len(denoiser.mode.encode()) + 1  # tokens; how many they are, only the tokenizer knows
+            most_of_mode = len(denoiser.mode.encode()) + 1  # at most so many tokens
             if denoiser.noise_density is not None and denoiser.mean_span_tokens is not None and self.input_tokens > 2 * most_of_mode:
                 room = self.input_tokens - most_of_mode
                 needed = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_ESCAPED = "surrogateescape"  # bytes of a character whose other bytes stand in another token
+_ESCAPED = "surrogateescape"  # for bytes of a character that is split between tokens
 
 
 class Words:
@@ -64,7 +64,7 @@ def _in_word(letter: str) -> bool:
 
 
 def _speller(tokenizer: "PreTrainedTokenizerFast") -> Callable[[str], str]:
-    """What gives the text of a token."""
+    """The function that gives the text of a token."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     marks = json.dumps([parts["pre_tokenizer"], parts["decoder"]], ensure_ascii=False)
     if '"ByteLevel"' in marks:

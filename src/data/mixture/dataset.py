@@ -1,9 +1,9 @@
 """Several data sets mixed by rate, each part in its share, evenly spread over the indices of an epoch.
 
-An epoch has as many samples as its parts have together, or `samples_per_epoch`. Of these each part has its share, rounded to whole
-samples: the same in every epoch. A part goes through its own data in an order of its own and goes on in the next epoch where it
-stopped, so that all of its samples are read before one is read again; each time it begins anew its own epoch counts up, and with it
-its masks change. The validation split holds every sample of every part once, part by part.
+An epoch has as many samples as its parts have together, or `samples_per_epoch`. Each part has a fixed share of them, rounded to whole
+samples. A part reads its own data in its own order and continues in the next epoch where it stopped, so that all of its samples are
+read before one is repeated; each pass over a part is an epoch of that part, with its own order and masks. The validation split has
+every sample of every part once, part by part.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Config(DatasetConfig):
     """Parts by name, and how much is read of each."""
 
     parts: dict[str, DatasetField] = Field(min_length=1)
-    """Data sets whose samples make batches of the same kind. The loss of each is told under its name."""
+    """Data sets whose samples make batches of the same kind. The loss of each is logged under its name."""
     rates: dict[str, float] | None = None
     """Share of each part in what is read; they need not sum to 1. None: in proportion to the examples of each: those that T5's mixtures
     count of a task, where the data set says so, else its samples."""
@@ -141,7 +141,7 @@ class Config(DatasetConfig):
 
 
 def _part_seed(seed: int, name: str) -> int:
-    """63 bits, so that two parts on one corpus are not masked alike."""
+    """63 bits. Two parts on one corpus get different masks."""
     return int.from_bytes(hashlib.sha256(f"mixture/{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
@@ -160,7 +160,7 @@ class MixtureDataset:
         self.parts = parts
         self.fingerprint = hashlib.sha256(json.dumps({name: part.fingerprint for name, part in parts.items()}).encode()).hexdigest()
         self.sources = list(parts)
-        """Names by which the loss is told apart."""
+        """Names under which the losses are logged."""
         self._counts = counts
         self._sizes = [len(part) for part in parts.values()]
         self._seed = seed
@@ -225,9 +225,9 @@ def _tensor_kinds(batch: "Mapping[str, Tensor]") -> dict[str, str]:
 
 
 def join_batches(batches: "Sequence[tuple[Mapping[str, Tensor], Sequence[int]]]", pad_id: int) -> "Mapping[str, Tensor]":
-    """Batches of the same tensors as one. Beside each: the rows of the joined batch that are its own.
+    """One batch of several, each given with its row numbers in the result.
 
-    Shorter ones are padded behind: ids with `pad_id`, labels so that nothing is learned, masks with False.
+    Shorter sequences are padded on the right: ids with `pad_id`, labels with `NOT_LEARNED`, masks with False.
     """
     import torch
 

@@ -1,11 +1,11 @@
-"""Which sample of which part stands where in a mixture: arithmetic, so that a mixture of any length needs no memory."""
+"""The order of samples in a mixture, computed by arithmetic: a mixture of any length needs no memory."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import blake2b
 
 _SLOT = 32
-"""Samples that are put in order at once."""
+"""Samples that are sorted at once."""
 _ROUNDS = 4
 
 
@@ -16,7 +16,7 @@ def rates(examples: Sequence[float], cap: int | None, temperature: float) -> lis
 
 
 def shares(wanted: Sequence[float], total: int) -> list[int]:
-    """`total` samples divided in the proportion `wanted`: each rounded down, and what is left to those with the largest remainders."""
+    """`total` samples divided in proportion to `wanted`, by largest remainders."""
     quotas = [total * rate / sum(wanted) for rate in wanted]
     counts = [int(quota) for quota in quotas]
     by_remainder = sorted(range(len(quotas)), key=lambda part: (counts[part] - quotas[part], part))
@@ -28,8 +28,8 @@ def shares(wanted: Sequence[float], total: int) -> list[int]:
 class Interleaving:
     """The order of an epoch with `counts[p]` samples of part p: sample k of part p belongs at the time (k + 1/2) / counts[p] of 0..1.
 
-    So among any n samples in a row a part has its share of n, within less than one sample by its own measure; parts whose times are
-    equal come in their order.
+    So among any n consecutive samples a part has its share of n, to within one sample. Samples with equal times are in the order of the
+    parts.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ class Interleaving:
 
 
 def feistel_permute(position: int, size: int, key: str) -> int:
-    """Where `position` of 0..size-1 goes in a permutation that depends on `key`, computed for itself alone.
+    """Image of `position` under a permutation of 0..size-1 that depends on `key`, computed without the others.
 
     A Feistel network over the next power of 4, walked until it is back below `size` (Black and Rogaway 2002, "Ciphers with arbitrary
     finite domains").

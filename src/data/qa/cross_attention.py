@@ -63,7 +63,7 @@ class Config(questions.DecoderConfig):
         return max(self.sequence_tokens, self.context_tokens if self.include_contexts else 0)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "QADataset":
-        """The rows of one split, tokenised when they are asked for.
+        """The rows of one split, tokenised on access.
 
         Raises:
             DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.

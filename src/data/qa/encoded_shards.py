@@ -1,7 +1,7 @@
-"""Hidden states in files of fixed-size entries: written by one process each, batch by batch, read by memory map.
+"""Shards of hidden states: each is written by one process, batch by batch, and read by memory map.
 
-NAME.states holds the vectors of all tokens, one behind the other. NAME.index holds a record of fixed size for each sequence. A record
-is written after the vectors that it speaks of, so what a killed writer left is whole up to the last record.
+NAME.states holds the vectors of all tokens, concatenated. NAME.index holds a record of fixed size for each sequence. A record is
+written after its vectors, so the files of a killed writer are valid up to the last record.
 
 Shapes: S tokens of a sequence, D hidden size.
 """
@@ -26,12 +26,12 @@ RECORD = np.dtype([("key", "V32"), ("first", "<i8"), ("tokens", "<i4"), ("states
 """key: sha256 of the ids. first: token of the file at which the sequence begins. Checksums: crc32 of the vectors, and of the record."""
 STATES, INDEX = ".states", ".index"
 DTYPES = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.dtype("<u4")}
-"""Types of the states, and the integers that stand for their bits in numpy, which has no bfloat16."""
+"""Types of the states, and the integers that hold their bits in numpy, which has no bfloat16."""
 _PATIENCE_SECONDS = 60.0
 
 
 class Writer:
-    """Appends to a new shard of its own. Nothing counts before `commit`."""
+    """Appends to a new shard. Entries are valid after `commit`."""
 
     def __init__(self, folder: Path, name: str, hidden_size: int, dtype: str) -> None:
         """Raises RunError where the disk refuses."""
@@ -66,7 +66,7 @@ class Writer:
         self._tokens += len(states)
 
     def commit(self) -> int:
-        """Make what was appended last; returns how many sequences that is.
+        """Make the appended entries durable; returns their number.
 
         Raises:
             RunError: the disk refuses.
@@ -82,7 +82,7 @@ class Writer:
         return count
 
     def close(self) -> None:
-        """Commit, and let others read it as finished."""
+        """Commit and release the lock on the shard."""
         self.commit()
         self._states.close()
         self._index.close()
@@ -102,7 +102,7 @@ def _checksums(records: np.ndarray) -> list[int]:
 
 
 def read_index(folder: Path, name: str, entries: int | None = None) -> np.ndarray:
-    """The records of a shard, in the order of writing. entries: how many there must be; None: as many as are whole.
+    """The records of a shard, in the order of writing. entries: the required number; None: as many as are intact.
 
     Raises:
         DataError: there are fewer, or one is damaged.
@@ -122,11 +122,10 @@ def read_index(folder: Path, name: str, entries: int | None = None) -> np.ndarra
 
 
 def recover(folder: Path, name: str, row_bytes: int, compared: int = 64) -> np.ndarray:
-    """The records of a shard whose writer was killed; what is not whole at its end is cut off. A shard without a record, or without
-    its index, is deleted.
+    """Repair the shard of a killed writer: cut off an incomplete end, delete a shard without records. Returns its records.
 
-    row_bytes: of the vector of one token. compared: of how many records, the last ones, the vectors are read and their checksums
-    compared. What was committed before them is on the disk.
+    row_bytes: of the vector of one token. compared: number of last records whose vectors are compared with their checksums; earlier
+    ones were committed.
 
     Raises:
         RunError: a process is still writing it.
@@ -158,7 +157,7 @@ def recover(folder: Path, name: str, row_bytes: int, compared: int = 64) -> np.n
 
 
 def _count_whole_states(records: np.ndarray, file: Any, row_bytes: int) -> int:
-    """How many records come before the first whose vectors are damaged."""
+    """Number of records before the first with damaged vectors."""
     for i, record in enumerate(records):
         file.seek(int(record["first"]) * row_bytes)
         if zlib.crc32(file.read(int(record["tokens"]) * row_bytes)) != int(record["states_crc"]):
@@ -167,7 +166,7 @@ def _count_whole_states(records: np.ndarray, file: Any, row_bytes: int) -> int:
 
 
 def _wait_for_lock(file: Any, path: Path) -> None:
-    """Lock `file`, whose writer may be about to end because its parent did."""
+    """Lock `file`, waiting for a writer that may be about to end because its parent did."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Contexts that were encoded before: hidden states on disk, found by the ids that the encoder read, copied from a memory map.
+"""Contexts encoded in advance: hidden states on disk, found by the ids of the encoder input, copied from a memory map.
 
 A store is a folder with store.json and shards (src/data/qa/encoded_shards.py). The key of an entry is the sha256 of its ids, so equal
 inputs share one. data_prep.preproc_nq writes it beside the rows, as `encoded`.
@@ -36,22 +36,22 @@ FLAGS = {"context_tokens": "--maximum_input_length", **{name: f"--{name}" for na
 
 
 def context_key(ids: Sequence[int]) -> bytes:
-    """sha256 of ids as little-endian int64: what an encoder input is found by."""
+    """Key of an encoder input: sha256 of its ids as little-endian int64."""
     return hashlib.sha256(array("q", ids).tobytes()).digest()
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Of a fast tokenizer: as that of `training.state.fingerprints`."""
+    """sha256 of a fast tokenizer, as in `training.state.fingerprints`."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
 def base_identity(model: ModelConfig, places: Places) -> dict[str, Any] | None:
-    """Who encodes the contexts of `model`; None where that is not known before training.
+    """Identity of the encoder of `model`'s contexts; None where it is not known before training.
 
-    {"name", "fingerprint", and what the config of the base says}. Equal where all but the place and its revision are.
+    {"name", "fingerprint", and what the config of the base says}. Compare with `same_base`.
 
     Raises:
-        UserError: an experiment that nobody knows, or something damaged.
+        UserError: an unknown experiment, or damaged files.
     """
     base, changed = _find_encoder(model, places)
     found = None if changed else call_once(base.identity, places)
@@ -59,9 +59,9 @@ def base_identity(model: ModelConfig, places: Places) -> dict[str, Any] | None:
 
 
 def _find_encoder(model: ModelConfig, places: Places) -> tuple[ModelConfig, str]:
-    """What encodes the contexts of `model`, and what of its training changes that, in words; "" where nothing does.
+    """The model that encodes the contexts of `model`, and the setting that trains it; "" where none does.
 
-    It is the base of a cross-attention model, also of one that an experiment trained: its blocks alone. Any other encodes for itself.
+    For a cross-attention model, also one that an experiment trained, it is the base. Any other model is its own encoder.
     """
     if model.name == "lora" or model.trains_base():
         return model, "adapters" if model.name == "lora" else "train_all_params"
@@ -113,7 +113,7 @@ def row_bytes(store: Mapping[str, Any]) -> int:
 
 
 def defects(folder: Path, store: Mapping[str, Any]) -> dict[str, str]:
-    """The shards that are missing or of the wrong size, with what is wrong."""
+    """Shards that are missing or of the wrong size, with a description."""
     found = {}
     for name, facts in store["shards"].items():
         path = folder / f"{name}.states"
@@ -124,11 +124,11 @@ def defects(folder: Path, store: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check(folder: Path, rules: EncodingOptions, corpus: str) -> dict[str, Any]:
-    """The store in `folder`, which is finished for `rules` and the rows of the fingerprint `corpus`. Reads no rows and no states.
+    """The store in `folder`, if it is complete for `rules` and the rows with the fingerprint `corpus`. Reads no rows and no states.
 
     Raises:
         DataError: it is missing, unfinished or damaged, or of other rows.
-        ConfigError: it was made by other options; says which.
+        ConfigError: it was made with other options; says which.
     """
     store = read_store(folder)
     for problem in defects(folder, store).values():
@@ -144,10 +144,10 @@ def check(folder: Path, rules: EncodingOptions, corpus: str) -> dict[str, Any]:
 
 
 def check_base(folder: Path, model: ModelConfig, places: Places) -> None:
-    """Refuse a model whose encoder is not the one that wrote the store in `folder`. An encoder that is still to be trained passes.
+    """Refuse a model whose encoder did not write the store in `folder`. An encoder that is not trained yet passes.
 
     Raises:
-        ConfigError: names both, or says why the contexts of `model` cannot be encoded ahead.
+        ConfigError: names both, or says why the contexts of `model` cannot be encoded in advance.
     """
     changed = _find_encoder(model, places)[1]
     if changed:
@@ -170,10 +170,10 @@ def _differences(wanted: Mapping[str, Any], made: Mapping[str, Any]) -> str:
 
 
 class Store:
-    """Reads the states of a finished store. Copies may go to other processes, each of which maps the files for itself."""
+    """Reads the states of a finished store. May be pickled: each process maps the files itself."""
 
     def __init__(self, folder: Path, store: Mapping[str, Any]) -> None:
-        """`store` is what `read_store` or `check` gave. Raises DataError where an index is damaged."""
+        """store: from `read_store` or `check`. Raises DataError where an index is damaged."""
         self._folder, self._store = folder, store
         self.hidden_size: int = store["hidden_size"]
         self._load()
@@ -206,7 +206,7 @@ class Store:
     def pad(self, samples: Sequence[Sequence[Sequence[int]]]) -> tuple["Tensor", "Tensor"]:
         """States (B, P, D) of the chunks of B samples, zero at padding, and a mask (B, P), True on real tokens.
 
-        Chunk c of a sample begins at position c * S, where it is when contexts are encoded at each step.
+        Chunk c of a sample begins at position c * S, as when contexts are encoded at each step.
 
         Raises:
             DataError: an input is not in the store, or damaged.
@@ -279,7 +279,7 @@ class Store:
 
 
 def _key_prefixes(records: "np.ndarray") -> "np.ndarray":
-    """The first eight bytes of each key as a number: what they are sorted and searched by."""
+    """The first eight bytes of each key as a number, for sorting and searching."""
     import numpy as np
 
     return np.ascontiguousarray(np.frombuffer(records["key"].tobytes(), ">u8")[::4]).astype(np.uint64)

@@ -1,12 +1,12 @@
-"""What the encoder reads of a row: its contexts in the template, joined or as chunks, none longer than is allowed."""
+"""Encoder inputs of a row: its contexts in the template, joined or as chunks, within the allowed length."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from src.data.qa import templates
-from src.data.qa.questions import Row, all_contexts
+from src.data.qa.questions import Row
 from src.errors import DataError
+from src.metrics import answers
 
 TooLong = Literal["truncate", "chunk", "refuse"]
 _ALL = 2**62
@@ -24,7 +24,7 @@ class EncodingOptions:
 
 
 class EncoderInputs:
-    """Writes encoder inputs by `rules`."""
+    """Makes encoder inputs by `rules`."""
 
     def __init__(self, prompter: templates.Prompter, rules: EncodingOptions) -> None:
         self.rules = rules
@@ -33,7 +33,7 @@ class EncoderInputs:
     def chunks(self, row: Row, question: str) -> list[list[int]]:
         """Encoder inputs of a row's contexts: at least one, none empty, none longer than `context_tokens`.
 
-        question: read before each context where `questions_on_contexts` says so.
+        question: written before each context with `questions_on_contexts`.
 
         Raises:
             DataError: a context is too long, and `too_long` is "refuse".
@@ -41,23 +41,15 @@ class EncoderInputs:
         return self.chunks_and_cuts(row, question)[0]
 
     def chunks_and_cuts(self, row: Row, question: str) -> tuple[list[list[int]], int]:
-        """The `chunks`, and how many of the contexts did not fit as they are: they were cut short, or cut in chunks."""
-        fitted = [self._fit(text, question) for text in self._texts(row)]
+        """The `chunks`, and how many of the contexts were too long: truncated or cut into chunks."""
+        contexts = answers.contexts(row)
+        texts = contexts if self.rules.chunked_contexts else [" ".join(contexts)]
+        fitted = [self._fit(text, question if self.rules.questions_on_contexts else "") for text in texts]
         return [chunk for chunks, _ in fitted for chunk in chunks], sum(cut for _, cut in fitted)
-
-    def _texts(self, row: Row) -> Sequence[str]:
-        contexts = all_contexts(row)
-        return contexts if self.rules.chunked_contexts else [" ".join(contexts)]
-
-    def _used_question(self, question: str) -> str:
-        return question if self.rules.questions_on_contexts else ""
-
-    def _encode_whole(self, text: str, question: str) -> list[int]:
-        return self._prompter.context(text, self._used_question(question), _ALL)
 
     def _fit(self, text: str, question: str) -> tuple[list[list[int]], bool]:
         """Encoder inputs of one context, and whether it had to be cut."""
-        most, whole = self.rules.context_tokens, self._encode_whole(text, question)
+        most, whole = self.rules.context_tokens, self._prompter.context(text, question, _ALL)
         if len(whole) <= most:
             return [whole], False
         if self.rules.too_long == "refuse":
@@ -66,14 +58,14 @@ class EncoderInputs:
                 f"It begins {text[:60]!r}. Allow more tokens, or write 'truncate' or 'chunk'."
             )
         if self.rules.too_long == "truncate":
-            return [self._prompter.context(text, self._used_question(question), most)], True
+            return [self._prompter.context(text, question, most)], True
         return self._split(text, question, whole), True
 
     def _split(self, text: str, question: str, whole: list[int]) -> list[list[int]]:
-        """The context in pieces that fill the room, each behind the same template. A long question leaves half of it to the context."""
+        """The context in pieces, each after the same template. A long question leaves half of the room to the context."""
         most, prompter = self.rules.context_tokens, self._prompter
-        ids = whole[len(prompter.context("", self._used_question(question), _ALL)) :]
+        ids = whole[len(prompter.context("", question, _ALL)) :]
         fixed = prompter.fixed_context_tokens
-        head = prompter.context("", self._used_question(question), fixed + (most - fixed) // 2)
+        head = prompter.context("", question, fixed + (most - fixed) // 2)
         room = most - len(head)
         return [[*head, *ids[first : first + room]] for first in range(0, max(len(ids), 1), room)]

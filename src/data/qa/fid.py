@@ -15,6 +15,7 @@ from src.data.qa.subsets import RowsConfig
 from src.data.text.tokenizers import SafeTokenizer
 from src.interfaces import require_fit
 from src.kinds import FUSION_IN_DECODER
+from src.metrics import answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -50,7 +51,7 @@ class Config(RowsConfig):
         require_fit("data.answer_tokens", max(self.answer_tokens, new_tokens) + 1, max_positions)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "FidQADataset":
-        """The rows of one split, tokenised when they are asked for.
+        """The rows of one split, tokenised on access.
 
         Raises:
             DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
@@ -122,7 +123,7 @@ class FidQADataset(questions.Questions):
             most = self._config.passage_tokens - 1 - len(self._words.question)
             return [[*self._words.question, *question[max(0, len(question) - most) :], self._encoder.eos_id]]
         row = self._context_row(index)
-        titles, contexts = row.get("titles_list") or [], questions.all_contexts(row)
+        titles, contexts = row.get("titles_list") or [], answers.contexts(row)
         chosen = questions.useful_indices(row) if self._config.contexts == "useful" else range(len(contexts))
         chosen = chosen[: self._config.num_passages]  # each is a passage at least
         passages = [part for i in chosen for part in self._parts(question, titles[i] if titles else "", contexts[i])]

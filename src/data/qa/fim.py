@@ -12,7 +12,7 @@ _RATE = 0.5
 
 @dataclass(frozen=True)
 class FimTokens:
-    """Ids that stand before each part; more than one id where the vocabulary lacks the control token."""
+    """Ids before each part; more than one id where the vocabulary lacks the control token."""
 
     prefix: Sequence[int]
     middle: Sequence[int]

@@ -38,7 +38,7 @@ class Config(questions.DecoderConfig):
         require_fit(field, self.longest() + new_tokens, max_positions)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "PromptedQADataset":
-        """The rows of one split, tokenised when they are asked for.
+        """The rows of one split, tokenised on access.
 
         Raises:
             DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`; or a context is

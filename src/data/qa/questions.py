@@ -57,21 +57,16 @@ def _require_equal_lengths(row: Row, where: str) -> None:
             raise DataError(f"{where}: field {field!r}: {len(values)} entries for {len(contexts)} in 'contexts_list'.")
 
 
-def all_contexts(row: Row) -> list[str]:
-    """At least one."""
-    return answers.contexts(row)
-
-
 def useful_contexts(row: Row) -> list[str]:
     """All of them where none is marked."""
-    contexts = all_contexts(row)
+    contexts = answers.contexts(row)
     return [contexts[i] for i in useful_indices(row)]
 
 
 def useful_indices(row: Row) -> list[int]:
     """Indices of the contexts that are marked as useful; all where none is."""
     marked = [i for i, mark in enumerate(row.get("useful_contexts") or []) if mark]
-    return marked or list(range(len(all_contexts(row))))
+    return marked or list(range(len(answers.contexts(row))))
 
 
 class TruncationCounter:
@@ -105,7 +100,7 @@ class Questions:
         self._rows = rows
         self._seed = seed
         self._name = name
-        self._texts_of: Callable[[Row], list[str]] = useful_contexts if contexts == "useful" else all_contexts
+        self._texts_of: Callable[[Row], list[str]] = useful_contexts if contexts == "useful" else answers.contexts
         self._context_rows: Sequence[int] = range(len(rows))
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Files that list rows of a prepared data set by number: which questions of a split are asked."""
+"""Index files: the numbers of the rows of a split that are asked."""
 
 from src.config import Places
 from src.data import jsonl
@@ -12,7 +12,7 @@ def check(places: Places, data: RowsConfig, split: str, name: str | None) -> Non
 
     Raises:
         DataError: the data set lacks it; says what there is.
-        ConfigError: the numbers would be those of other rows.
+        ConfigError: the numbers would refer to other rows.
     """
     folder = jsonl.corpus_folder(places, data.corpus)
     jsonl.require_file(folder, f"{split}.jsonl")

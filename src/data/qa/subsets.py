@@ -1,4 +1,4 @@
-"""Which rows of a prepared data set are used: of some sources, or some that stand for all."""
+"""Selects the rows of a prepared data set that are used: of some sources, or a sample of all."""
 
 from abc import abstractmethod
 from array import array
@@ -59,7 +59,7 @@ class RowsConfig(DatasetConfig):
 
     @abstractmethod
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> ContextDataset:
-        """The rows of one split, tokenised when they are asked for."""
+        """The rows of one split, tokenised on access."""
 
     def datasets(self, split: str) -> list[str] | None:
         """The sources whose rows of a split are used; None for all."""

@@ -75,7 +75,7 @@ class Config(DatasetConfig):
         require_fit("data.target_tokens", max(self.target_tokens, new_tokens), max_positions)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TaskDataset":
-        """The rows of one split, tokenised when they are asked for. They do not depend on `seed`, which every data set is given.
+        """The rows of one split, tokenised on access. They do not depend on `seed`, which every data set is given.
 
         Raises:
             DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`; a row of another split than
@@ -110,7 +110,7 @@ class Sample(TypedDict):
 
 
 def _require_columns(task: tasks.NamedTask, path: Path) -> None:
-    """Raises DataError where the first row of a file lacks a column of the task: most likely it is of another."""
+    """Raises DataError where the first row of a file lacks a column of the task: most likely the file is of another task."""
     with reading(path, DataError), open(path, "rb") as file:
         row = jsonl.parse(file.readline(), f"{path}:1")
     for column in task.task.columns:
@@ -144,7 +144,7 @@ class TaskDataset:
         self._require_writable_targets(tokenizer)
 
     def _require_writable_targets(self, tokenizer: "PreTrainedTokenizerFast") -> None:
-        """Raises DataError where a target is too long, or comes back from the tokenizer as another text."""
+        """Raises DataError where a target is too long, or the tokenizer decodes it to another text."""
         texts, place = self.task.answers, f"task {self.task.name!r}"
         for text, ids in zip(texts, self.answer_ids, strict=True):
             back = str(tokenizer.decode(ids[:-1], skip_special_tokens=True)).strip()
@@ -166,7 +166,7 @@ class TaskDataset:
 
     @property
     def num_questions(self) -> int:
-        """Rows: what can be asked."""
+        """Rows that can be asked."""
         return len(self._rows)
 
     @property
@@ -180,7 +180,7 @@ class TaskDataset:
         return self.task.name
 
     def row(self, index: int) -> Row:
-        """Row `index` as it stands in the prepared data."""
+        """Row `index` of the prepared data."""
         return self._rows[index]
 
     def sample(self, epoch: int, index: int) -> Sample:
@@ -194,15 +194,15 @@ class TaskDataset:
         return {"inputs": self._encode_input(index), "targets": [self._encoder.eos_id]}
 
     def input(self, index: int) -> str:
-        """What the model reads, before it is cut to `input_tokens`."""
+        """Text that the model reads, before it is cut to `input_tokens`."""
         return self.task.input(self._rows[index])
 
     def target(self, index: int) -> str:
-        """What the model should write; `tasks.UNLABELLED` where the row has no label."""
+        """Text that the model should write; `tasks.UNLABELLED` for a row without a label."""
         return self.task.target(self._rows[index].get("label"))
 
     def prediction(self, index: int, text: str) -> Prediction:
-        """Row `index` with what a model has written, to be scored."""
+        """The model's `text` for row `index`, ready to be scored."""
         row = self._rows[index]
         return Prediction(text, row.get("answers") or [self.target(index)], row.get("group") or "", source=self.task.name)
 
@@ -233,7 +233,7 @@ class TaskDataset:
         return [*ids[:most], self._encoder.eos_id]
 
     def _warn(self) -> None:
-        """At the first input that is cut, the 10th, the 100th and so on."""
+        """Called at the first input that is cut, the 10th, the 100th and so on."""
         found = f"{self._cut} of {self._read} inputs that this process has read so far lost their end"
         log.warning("%s: %s: data.input_tokens is %d.", self._config.corpus, found, self._config.input_tokens)
         self._next = 10 ** len(str(self._cut))

@@ -1,4 +1,4 @@
-"""The table of tasks that are written as text: what a model reads, what it should write, and how that is scored.
+"""Tasks written as text: inputs, targets and metrics.
 
 A task is an entry of a YAML file in resources/tasks, or of a user's own. The model reads "PREFIX COLUMN: value COLUMN: value", as T5
 does with GLUE (Raffel et al. 2020, arXiv 1910.10683, appendix D; Google's t5.data.preprocessors.glue), and writes a label as text.
@@ -27,7 +27,7 @@ UNLABELLED = "<unk>"
 """What T5 writes for the label of a row that has none."""
 
 FIELDS = ("index", "label", "answers", "group")
-"""What a prepared row may hold beside its columns."""
+"""Fields of a prepared row besides its columns."""
 
 _OF_CLASSES, _OF_NUMBERS = {"accuracy", "f1", "macro_f1", "matthews", "f1a", "question_match"}, {"pearson", "spearman", "accuracy"}
 _OF_TEXT = {"em": "squad", "f1": "squad", "bleu": "bleu", "meteor": "meteor", "rouge1": "rouge", "rouge2": "rouge", "rougeL": "rouge"}
@@ -49,7 +49,7 @@ class Task(Config):
     columns: list[str] = Field(min_length=1)
     """What the model reads of a row, in this order."""
     kind: Literal["classes", "regression", "text"] = "classes"
-    """regression: a number, written to the nearest 0.2 with one decimal. text: whatever stands in a row's label."""
+    """regression: a number, written to the nearest 0.2 with one decimal. text: the label of the row."""
     labels: list[str] = []
     """Texts of the classes 0, 1, 2…"""
     range: list[float] | None = None
@@ -60,9 +60,9 @@ class Task(Config):
     weight: float | None = Field(gt=0)
     """Examples of the task in T5's mixtures, in proportion to those of others; null: they leave it out."""
     trained: bool = True
-    """Whether there are rows to train on; if not, the task is asked of a model that was trained on another."""
+    """Whether there are rows to train on; if not, the task evaluates a model trained on another."""
     prefix: str | None = Field(default=None, min_length=1)
-    """What the input begins with. null: the name of the task."""
+    """Beginning of the input. null: the name of the task."""
     separator: str = " "
     """Between one column and the next."""
     names: dict[str, list[str]] = {}
@@ -70,7 +70,7 @@ class Task(Config):
     plain: list[list[str]] = []
     """Columns of the lines of a tsv file without a header, "_" for one that is not read; one list for each number of columns."""
     form: Literal["multirc", "record", "wsc"] | None = None
-    """What is done to a row of the release before its columns are there."""
+    """Conversion of a row of the release, by its name in `data_prep.superglue.FORMS`."""
     submission: Submission | None = None
 
     @model_validator(mode="after")
@@ -121,14 +121,14 @@ def _require_distinct(field: str, values: list[str]) -> None:
 
 
 class NamedTask:
-    """A task with its name: everything that is said in words."""
+    """A task with its name: turns rows into text."""
 
     def __init__(self, name: str, task: Task) -> None:
         self.name, self.task = name, task
 
     @property
     def fingerprint(self) -> str:
-        """Of all that the text of samples and their scores depend on."""
+        """Digest of everything that samples and scores depend on."""
         return hashlib.sha256(json.dumps([self.name, self.task.model_dump(mode="json")], sort_keys=True).encode()).hexdigest()
 
     @property
@@ -142,12 +142,12 @@ class NamedTask:
         return value if self.optimised_metric in _IN_HUNDREDS else 100 * value
 
     def input(self, row: Mapping[str, str]) -> str:
-        """What the model reads of a row."""
+        """Text that the model reads for a row."""
         pairs = self.task.separator.join(f"{column}: {row[column]}" for column in self.task.columns)
         return f"{self.task.prefix or self.name} {pairs}"
 
     def target(self, label: str | float | None) -> str:
-        """What the model should write. label: the text of a class or an answer, the number of a regression; None where there is none."""
+        """Text that the model should write. label: a class, an answer, or the number of a regression; None: no label."""
         if label is None:
             return UNLABELLED
         if self.task.kind == "regression":
@@ -156,7 +156,7 @@ class NamedTask:
 
     @cached_property
     def answers(self) -> list[str]:
-        """All texts that may be written, where they can be listed: the labels, or a regression's steps. Else empty."""
+        """All possible targets: the labels, or the steps of a regression. Empty if they cannot be listed."""
         if self.task.range is None:
             return self.task.labels
         low, high = (round(end * _STEPS) for end in self.task.range)
@@ -174,7 +174,7 @@ class NamedTask:
 
 
 def find(name: str, own: Path | None = None) -> NamedTask:
-    """The task called `name`. own: a user's file, in which it may stand beside those of resources/tasks.
+    """The task called `name`. own: a user's file with tasks beside those of resources/tasks.
 
     Raises:
         ConfigError: no file has it; or a file has a mistake: names the file, the task and the field.
@@ -192,7 +192,7 @@ def find(name: str, own: Path | None = None) -> NamedTask:
 
 
 def find_in_corpus(name: str, folder: Path) -> NamedTask:
-    """The task `name`, which the prepared data set `folder` may have brought itself."""
+    """The task `name`, which the prepared data set in `folder` may define itself."""
     return find(name, folder / OWN if (folder / OWN).is_file() else None)
 
 

@@ -84,7 +84,7 @@ class Documents:
     """Documents of one split in their order. `documents[i]` are the ids of one, (tokens,) int32, without its end token."""
 
     def __init__(self, shards: Sequence[token_files.Shard], eos_id: int, fingerprint: str, path: Path) -> None:
-        """path: what messages name."""
+        """path: named in messages."""
         self.eos_id = eos_id
         self.fingerprint = fingerprint
         self.path = path
@@ -105,20 +105,13 @@ class Documents:
         return shard.ids[int(shard.ends[place]) : int(shard.ends[place + 1]) - 1].astype("int32")
 
     def slice_tokens(self, first: int, last: int) -> "np.ndarray":
-        """Tokens `first` to `last` (not included) of all documents joined, each ended by the end token: (last - first,) int32."""
+        """Tokens `first` to `last` (not included) of all documents joined, each ended by the end token: (last - first,) int32, a copy."""
+        import numpy as np
+
         if not 0 <= first <= last <= self.num_tokens:
             raise IndexError(f"tokens {first} to {last} of {self.num_tokens}")
         number = bisect_right(self._first_tokens, first) - 1
-        start = self._first_tokens[number]
-        if last <= self._first_tokens[min(number + 1, len(self._shards))]:
-            return self._shards[min(number, len(self._shards) - 1)].ids[first - start : last - start].astype("int32")
-        return self._join_shards(number, first, last)
-
-    def _join_shards(self, number: int, first: int, last: int) -> "np.ndarray":
-        """What `join_documents` gives, from shard `number` on."""
-        import numpy as np
-
-        pieces = []
+        pieces = [np.empty(0, np.int32)]
         while first < last:
             start, end = self._first_tokens[number : number + 2]
             pieces.append(self._shards[number].ids[first - start : min(last, end) - start])

@@ -1,9 +1,8 @@
 """Token ids of documents on disk: written once in shards, read by memory map.
 
 A shard is two files of little-endian integers. NAME.ids holds the ids of its documents, each followed by the end token, so that a run of
-documents is one slice: uint16 where the vocabulary allows, else uint32. NAME.ends holds (documents + 1,) int64: 0, then where in
-NAME.ids each document ends, behind its end token. The manifest says which shards a split has, in their order, and with which
-tokenizer they were made.
+documents is one slice: uint16 where the vocabulary allows, else uint32. NAME.ends holds (documents + 1,) int64: 0, then the position in
+NAME.ids after each document's end token. The manifest lists the shards of each split in their order, and the tokenizer that made them.
 """
 
 import os
@@ -26,12 +25,12 @@ AGAIN = "Run data_prep.tokenize again."
 
 @dataclass(frozen=True)
 class Shard:
-    """Documents one behind the other."""
+    """Joined documents."""
 
     ids: "np.ndarray"
     """(tokens,) integers: of all documents, each followed by the end token."""
     ends: "np.ndarray"
-    """(documents + 1,) int64: 0, then where each document ends in `ids`, behind its end token."""
+    """(documents + 1,) int64: 0, then the position in `ids` after each document's end token."""
 
 
 def id_dtype(vocab_size: int) -> str:
@@ -40,7 +39,7 @@ def id_dtype(vocab_size: int) -> str:
 
 
 def is_tokenised(folder: Path) -> bool:
-    """Whether a prepared folder holds token files, as its manifest says.
+    """Whether the manifest of a prepared folder says that it holds token files.
 
     Raises:
         DataError: it has no manifest, or none that can be read.
@@ -104,7 +103,7 @@ def _map_file(path: Path, dtype: "np.dtype", count: int) -> "np.ndarray":
 
 
 class Writer:
-    """Writes a new shard, document by document, in a `with`. What an earlier writer left under its name is overwritten."""
+    """Writes a new shard, document by document; a context manager. Overwrites what an earlier writer left under its name."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         """Raises RunError where the disk refuses."""
@@ -141,7 +140,7 @@ class Writer:
         self.tokens += len(ids)
 
     def close(self) -> dict[str, Any] | None:
-        """Sync the files; what the manifest says of the shard under "splits", or None, and no files, where there is no document.
+        """Sync the files; returns the shard's entry in the manifest. Without documents: removes the files and returns None.
 
         Raises:
             RunError: the disk refuses.

@@ -1,4 +1,4 @@
-"""Tokenizers from a folder or from the local hub cache, and text that can never turn into control tokens."""
+"""Loads tokenizers from a folder or the local hub cache, and encodes text so that it can never become control tokens."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def load(source: str | Path) -> "PreTrainedTokenizerFast":
 
 
 def _describe_error(source: str | Path, error: Exception) -> str:
-    """What is wrong with a tokenizer that transformers answers with `error`."""
+    """Message for a tokenizer that transformers could not load because of `error`."""
     if os.path.isdir(source) and not os.path.isfile(Path(source) / "tokenizer.json"):
         return f"{source}: no tokenizer can be read from this folder. It should hold tokenizer.json."
     if not os.path.isdir(source) and isinstance(error, OSError | ValueError) and not isinstance(error, json.JSONDecodeError):
@@ -59,7 +59,7 @@ def _is_path(source: str | Path) -> bool:
 class SafeTokenizer:
     """Text to ids, for text that users wrote: "<|assistant|>" in it is plain characters, never a control token.
 
-    It has a tokenizer of its own, so that neither its settings nor those of the one it is made from touch the other.
+    It copies the tokenizer, so that the settings of the two never affect each other.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -79,7 +79,7 @@ class SafeTokenizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._backend.encode_special_tokens = True  # a copy in another process forgets it
+        self._backend.encode_special_tokens = True  # pickling loses it
 
     def encode(self, text: str) -> list[int]:
         """Ids of user text; no control token is among them."""
@@ -102,16 +102,16 @@ class SafeTokenizer:
 
 
 def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> None:
-    """Cut text that spells a control token behind its first character, where the model of `backend` would else take it for one piece.
+    """Split text that spells a control token after its first character, where the model of `backend` would otherwise make it one piece.
 
-    So it is with models of unigrams that have control tokens among their pieces, as transformers' own T5Tokenizer makes them. Other text
-    is cut as before, and so is all text where no spelling becomes a control token.
+    This happens to unigram models whose pieces include control tokens, as transformers' T5Tokenizer makes them. All other text is
+    split as before.
     """
     from tokenizers import Regex, models, pre_tokenizers
 
     pieces = backend.get_vocab(with_added_tokens=False)
     names = [name for name in controls if name in pieces]
-    if not isinstance(backend.model, models.Unigram):  # whose choice hangs on the text around; others are asked
+    if not isinstance(backend.model, models.Unigram):  # a unigram model decides by the surrounding text; others can be tried
         texts = [text for name in names for text in (name, f"a{name}b", f"a {name} b")]
         ids = {pieces[name] for name in names}
         names = names if any(ids & set(encoding.ids) for encoding in backend.encode_batch(texts, add_special_tokens=False)) else []
@@ -127,7 +127,7 @@ def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> No
 
 
 def _start_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """What the tokenizer itself puts before every sequence, as Llama's <s>; often nothing."""
+    """Ids that the tokenizer puts before every sequence, such as Llama's <s>; often none."""
     ids = list(tokenizer("")["input_ids"])
     if ids and ids[-1] == tokenizer.eos_token_id != tokenizer.bos_token_id:
         ids.pop()

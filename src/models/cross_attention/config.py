@@ -1,4 +1,4 @@
-"""A frozen decoder with new layers that read encoded contexts: the config, and all that can be refused before torch is loaded.
+"""Config of a frozen decoder with new layers that read encoded contexts, and all checks that need no torch.
 
 The method is "XC-Cache: Cross-Attending to Cached Context for Efficient LLM Inference" (EMNLP Findings 2024).
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """What the attachment must know of a family of decoders: where its layers are and what its config calls things."""
+    """A family of decoders: where its layers are, and the names of its config fields."""
 
     layers: str
     """Attribute path of the list of decoder layers."""
@@ -59,7 +59,7 @@ class Config(ModelConfig):
     shared_weights: bool = False
     """One block for all the places."""
     final_layer: bool = False
-    """True: a block runs after its decoder layer. False: before it."""
+    """Run a block after its decoder layer, rather than before it."""
     shared_projections: bool = False
     """One matrix for queries and keys."""
     hidden_size: int | None = Field(default=None, gt=0)
@@ -77,9 +77,9 @@ class Config(ModelConfig):
     context_dropout_rate: float = Field(default=0.0, ge=0, lt=1)
     """Share of the context positions that each block cannot read at a training step."""
     train_all_params: bool = False
-    """The base learns too, as decoder; what encodes the contexts is the base as it stands, and no gradient goes that way."""
+    """Train the base too, as decoder. Contexts are encoded by the current base without gradients."""
     weights: str | None = Field(default=None, min_length=1)
-    """Folder of a model in the layout of XC-Cache, whose blocks are where the training begins. None: they are drawn."""
+    """Folder of a model in the layout of XC-Cache, whose blocks are the initial weights. None: they are drawn."""
 
     @model_validator(mode="after")
     def _base_has_nothing_to_learn(self) -> "Config":
@@ -148,7 +148,7 @@ class Config(ModelConfig):
         return CROSS_ATTENTION
 
     def plan(self, base: Architecture) -> "Plan":
-        """Make every choice that the config leaves to the base.
+        """Fill in the settings that the config leaves to the base.
 
         Raises:
             ConfigError: the family is unknown, the blocks do not fit, or a setting would be ignored.
@@ -168,7 +168,7 @@ class Config(ModelConfig):
 
 @dataclass(frozen=True)
 class Plan:
-    """A config with every choice made, for one base."""
+    """Settings of the blocks for one base."""
 
     family: Family
     layer_indices: list[int]

@@ -1,8 +1,8 @@
-"""Encoded contexts on disk, for serving: what was encoded once is read by every later question, in any process.
+"""Cache of encoded contexts on disk, for serving: a context is encoded once and read by every later question, in any process.
 
-A folder holds the contexts of one base: cache.json says which, and a file for each context. A file appears whole, by renaming, and
-is checked whenever it is read; what is damaged is dropped and encoded anew. The least recently read are deleted where the files
-would be more than `max_bytes` together. Several processes may read and write the folder at once.
+A folder holds the contexts of one base, named in cache.json, in one file each. Files are renamed into place and checked when read;
+damaged ones are deleted and encoded again. The least recently read are evicted to stay below `max_bytes`. Several
+processes may read and write the folder at once.
 
 Shapes: B samples, C context chunks, S tokens of a chunk, N chunks that are not cached, D hidden size of the base.
 """
@@ -36,9 +36,9 @@ Dtype = Literal["float32", "bfloat16", "int8"]
 FORMAT = 1
 SUFFIX = ".safetensors"
 _SAMPLED = 1024
-"""Values of each matrix that an identity is made of. Training moves nearly all of them."""
+"""Values of each matrix in a digest. Training changes nearly all of them."""
 _NOT_WHICH = {"architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version", "use_cache"}
-"""Settings of a base that change no state: names and versions; the type, which its parameters tell; whether a cache is kept."""
+"""Settings of a base that do not change its states; its type is in its parameters."""
 _LOCK = ".lock"
 _KEPT_AFTER_EVICTION = 0.9
 _ABANDONED_SECONDS = 3600.0
@@ -47,7 +47,7 @@ _ABANDONED_SECONDS = 3600.0
 def base_digest(base: Any) -> str:
     """Identity of a transformers model in memory: sha256 over config, and names, shapes, types and evenly spaced values of parameters.
 
-    The same wherever its files lie and however it was loaded; another for other weights, another type, other adapters or settings.
+    Independent of where its files are and how it was loaded; different for other weights, types, adapters or settings.
     """
     config = {k: v for k, v in base.config.to_dict().items() if k not in _NOT_WHICH and not k.startswith("_")}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
@@ -62,7 +62,7 @@ class ContextCache:
     """The contexts of one base in one folder."""
 
     def __init__(self, folder: Path, model: Any, max_bytes: int, dtype: Dtype = "bfloat16") -> None:
-        """Open the cache in `folder`, or begin one.
+        """Open or create the cache in `folder`.
 
         model: a CrossAttentionLM, or the base of one. dtype: of the states on disk; int8 has a scale for each token.
 
@@ -75,7 +75,7 @@ class ContextCache:
             raise ConfigError(f"max_bytes: expected at least 1, got {max_bytes}.")
         self.folder, self.max_bytes, self.dtype = folder, max_bytes, dtype
         self.hits = self.misses = self.damaged = self.evicted = 0
-        """Contexts that were found, that were encoded, that were damaged (and encoded anew), and that made room. Of this process."""
+        """Contexts that this process found, encoded, found damaged (and encoded again), and evicted."""
         self._model = model
         base = model.base if isinstance(model, CrossAttentionLM) else model
         self._base, self._read_as = base_digest(base), base.dtype
@@ -85,12 +85,12 @@ class ContextCache:
         self._claim(str(base.name_or_path))
 
     def contexts(self, context_ids: Tensor, context_mask: Tensor) -> Context:
-        """What `CrossAttentionLM.encode` gives for (B, C, S) chunks, read from the cache or encoded and put there.
+        """As `CrossAttentionLM.encode` of (B, C, S) chunks, read from the cache or encoded and written to it.
 
-        A context is the same tensor, to the bit, when it is encoded and whenever it is read again: as the type on disk rounds it.
+        The states of a context are bit-identical when it is encoded and when it is read: rounded to the type on disk.
 
         Raises:
-            ConfigError: one context is larger than the whole cache may be.
+            ConfigError: one context is larger than `max_bytes`.
             DataError: states are not finite, or not in the type on disk.
             RunError: the disk refuses.
         """
@@ -115,11 +115,11 @@ class ContextCache:
         return Context(hidden.view(B, C * S, -1).to(context_ids.device), mask.view(B, C * S))
 
     def key(self, ids: Tensor) -> str:
-        """Name of the context with these ids (S,): of the base and the ids alone."""
+        """Key of the context with these ids (S,): depends on the base and the ids."""
         return hashlib.sha256(self._base.encode() + _bytes(ids.long().cpu())).hexdigest()
 
     def num_bytes(self) -> int:
-        """Of all entries, counted now."""
+        """Bytes of all entries, counted now."""
         return sum(size for _, size, _ in self._entries())
 
     def _encode(self, ids: Tensor, mask: Tensor, rows: list[int]) -> list[Tensor]:
@@ -189,7 +189,7 @@ class ContextCache:
                     if path.exists():  # another process was faster
                         return
                     total = self._total_bytes(lock) + len(data)
-                    _write_total(lock, total)  # before the file is there: who is killed between leaves it too large, never too small
+                    _write_total(lock, total)  # before the file exists: after a kill in between it is too large, never too small
                     os.replace(beside, path)
                     if total > self.max_bytes:
                         _write_total(lock, self._evict())
@@ -197,12 +197,12 @@ class ContextCache:
                 beside.unlink(missing_ok=True)
 
     def _total_bytes(self, lock: int) -> int:
-        """Bytes of all entries, as the file of the lock says; counted where it is new, or was lost."""
+        """Bytes of all entries as stored in the lock file; counted if they are not."""
         data = os.pread(lock, 8, 0)
         return struct.unpack("<q", data)[0] if len(data) == 8 else self.num_bytes()
 
     def _evict(self) -> int:
-        """Delete the entries that were not read for the longest time, and what killed writers left; returns the bytes that stay."""
+        """Delete the least recently read entries and files of killed writers; returns the remaining bytes."""
         entries = sorted(self._entries())
         total = sum(size for _, size, _ in entries)
         if total > self.max_bytes:
@@ -219,7 +219,7 @@ class ContextCache:
         return total
 
     def _entries(self) -> Iterator[tuple[int, int, Path]]:
-        """(when it was last read, bytes, path) of each."""
+        """(time of last read, bytes, path) of each entry."""
         for path in self.folder.glob(f"??/*{SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):
                 facts = path.stat()
@@ -229,7 +229,7 @@ class ContextCache:
         return self.folder / key[:2] / f"{key}{SUFFIX}"
 
     def _claim(self, name: str) -> None:
-        """Check that the folder is this base's, or make it so."""
+        """Check that the folder is this base's, or claim a new one."""
         path = self.folder / "cache.json"
         mine = {"format": FORMAT, "base": self._base, "name": name, "dtype": self.dtype}
         with writing(path), self._lock():
@@ -249,7 +249,7 @@ class ContextCache:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[int]:
-        """Hold the lock of all writers; gives its file, which holds the bytes of all entries."""
+        """Hold the writers' lock; yields its file, which stores the total bytes."""
         descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -263,7 +263,7 @@ def _write_total(lock: int, total: int) -> None:
 
 
 def _checksum(key: str, stored: dict[str, Tensor]) -> int:
-    """Of an entry and its name, so that a file of another name is not taken for it either."""
+    """Checksum of an entry and its name, so that a renamed file is detected."""
     value = zlib.crc32(key.encode())
     for name in sorted(stored):
         value = zlib.crc32(_bytes(stored[name]), value)

@@ -1,4 +1,4 @@
-"""Last hidden states of a decoder: what cross-attention reads of a context.
+"""Last hidden states of a decoder, which cross-attention reads as the context.
 
 Shapes: N sequences, S tokens of the longest, D hidden size.
 """
@@ -25,15 +25,15 @@ def last_hidden(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode(model: Any, ids: Tensor, mask: Tensor, passes: Callable[[int], int] = lambda needed: needed) -> Tensor:
-    """Hidden states (N, S, D) of sequences (N, S), each on its own; zero where a sequence has no token. Sequences without one cost nothing.
+    """Hidden states (N, S, D) of sequences (N, S), each on its own; zero where a sequence has no token. Those without any are skipped.
 
-    passes: how many passes are made where so many are needed. More where processes wait for each other in them.
+    passes: number of passes to make if this many are needed: more where ranks must make equally many.
     """
     hidden = torch.zeros(*ids.shape, model.config.hidden_size, dtype=model.dtype, device=ids.device)
     lengths = mask.sum(dim=-1)
     rows = lengths.argsort(stable=True)[(lengths == 0).sum() :]
     groups = rows.split(ENCODED_TOGETHER) if len(rows) else ()
-    more = passes(len(groups)) - len(groups)  # asked before the first: who waits for others does so in the same place
+    more = passes(len(groups)) - len(groups)  # before the first pass: it may be a collective
     for group in groups:
         columns = mask[group].any(dim=0).nonzero()[:, 0]
         some = group[:, None], columns

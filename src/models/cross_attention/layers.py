@@ -1,4 +1,4 @@
-"""The cross-attention blocks, and the one way in which they are attached to any decoder: hooks on its list of layers.
+"""Cross-attention blocks, attached to any decoder by hooks on its list of layers.
 
 Shapes: B samples, T decoder tokens, C context chunks, S tokens of a chunk, P = C * S context positions, D hidden size of the
 base, H heads, K key/value heads, d width of a head. R rows of the decoder per context (beams), so the decoder has B * R rows.
@@ -36,11 +36,11 @@ class Context:
 
 @dataclass
 class ActiveContext:
-    """A context while the decoder reads it."""
+    """The context that the decoder reads, with the blocks' key/value cache."""
 
     context: Context
     kv_cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Keys and values by block: they depend on the context alone, so they are computed once, not once for each place and token."""
+    """Keys and values by block. They depend on the context alone, so they are computed once."""
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
@@ -73,8 +73,8 @@ class CrossAttention(nn.Module):
         self.residual_dropout = nn.Dropout(getattr(base, sizes.family.residual_dropout) if sizes.family.residual_dropout else 0.0)
 
     def project(self, context_BPD: Tensor, mask_BP: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, (B, K, P, d) each, of the encoded contexts. Positions count real tokens: so that those of others
-        in the batch, which chunks are padded to, do not count."""
+        """Keys and values, (B, K, P, d) each, of the encoded contexts. Positions count real tokens,
+        so that padding to the length of other chunks changes nothing."""
         B, P, _ = context_BPD.shape
         k = (self.q if self.k is None else self.k)(context_BPD).view(B, P, -1, self.head_size)
         v = self.v(context_BPD).view(B, P, -1, self.head_size)
@@ -83,7 +83,7 @@ class CrossAttention(nn.Module):
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
-        """What the decoder states h (B * R, T, D) read, in the same shape; exactly zero for a sample without a readable position.
+        """Attention output for the decoder states h (B * R, T, D), in the same shape; zero for a sample without a readable position.
 
         mask: (B, P) bool, True on readable positions. positions: (B * R or 1, T), of the decoder tokens; None without rotary positions.
         """
@@ -92,10 +92,10 @@ class CrossAttention(nn.Module):
         if self.theta is not None:
             assert positions is not None
             q = rotate(q, positions, self.theta)
-        # Reading is not causal, so the rows that share a context can stand behind one another as if they were one longer row.
+        # Cross-attention is not causal, so the rows that share a context can be concatenated.
         q = q.reshape(len(keys), -1, self.heads, self.head_size).transpose(1, 2)
         readable = mask.any(dim=-1)
-        # Softmax over nothing is NaN, and so is its gradient even where the result is thrown away: read all, then drop it.
+        # An empty softmax gives NaN, and NaN gradients even if its result is discarded: attend to everything, then discard.
         allowed = (mask | ~readable[:, None])[:, None, None, :]
         rate = self.attention_dropout if self.training else 0.0
         read = functional.scaled_dot_product_attention(q, keys, values, allowed, dropout_p=rate, enable_gqa=keys.shape[1] != self.heads)
@@ -158,14 +158,14 @@ def _initialize(module: nn.Module, std: float) -> None:
 
 
 class CrossAttentionLM(Wrapper):
-    """A causal language model, and trained blocks between its layers that read a context.
+    """A causal language model with trained blocks between its layers that read a context.
 
-    Unless `train_all_params` says otherwise the base is frozen: its weights have no gradients, and it is never in train mode, so
-    its dropout is off. It always is while it encodes.
+    Without `train_all_params` the base is frozen: its weights have no gradients, and it stays in eval mode, without dropout. While it
+    encodes, it is always in eval mode.
     """
 
     def __init__(self, config: Config, base: PreTrainedModel) -> None:
-        """Attach the blocks of `config` to `base`, which gets hooks that sleep until a context is read.
+        """Attach the blocks of `config` to `base`, as hooks that do nothing until a context is read.
 
         Raises:
             ConfigError: `base` is of no known family, or the blocks do not fit it.
@@ -182,7 +182,7 @@ class CrossAttentionLM(Wrapper):
         """By the index of the decoder layer, or one for all of them."""
         self._reading: ActiveContext | None = None
         self.num_passes: Callable[[int], int] = lambda needed: needed
-        """How many passes through the base `encode` makes where it needs so many. More where processes wait for each other in them."""
+        """Passes through the base that `encode` makes if it needs this many: more where ranks must make equally many."""
         for i in sizes.layer_indices:
             block = blocks["shared" if config.shared_weights else str(i)]
             if config.final_layer:
@@ -192,7 +192,7 @@ class CrossAttentionLM(Wrapper):
         self.train()
 
     def unique_blocks(self) -> list[Block]:
-        """The blocks, one that stands at several places once."""
+        """The blocks; one shared by several layers once."""
         return cast(list[Block], list(self.blocks.values()))
 
     def train(self, mode: bool = True) -> "CrossAttentionLM":
@@ -204,7 +204,7 @@ class CrossAttentionLM(Wrapper):
     def encode(self, context_ids: Tensor, context_mask: Tensor) -> Context:
         """Encode (B, C, S) chunks, each on its own, and join those of a sample along the positions.
 
-        context_mask: (B, C, S) bool, True on real tokens. Chunks without one cost nothing.
+        context_mask: (B, C, S) bool, True on real tokens. Chunks without any are skipped.
         """
         B, C, S = context_ids.shape
         mask = context_mask.bool()
@@ -251,11 +251,10 @@ class CrossAttentionLM(Wrapper):
     ) -> Tensor:
         """Continue left-padded prompts (B, T); returns prompts and continuations. `kwargs` are those of transformers' generate.
 
-        Without a context it reads the one of the `reading` around it. Call it in eval mode: in train mode positions of the context are
-        dropped.
+        Without a context it reads that of the enclosing `reading`. Call it in eval mode: train mode drops positions of the context.
 
         Raises:
-            ConfigError: there is no context, neither here nor around.
+            ConfigError: there is no context.
         """
         with self._reading_batch(context_ids, context_mask, context_hidden):
             return self.base.generate(input_ids=input_ids, attention_mask=attention_mask.long(), **kwargs)
@@ -263,7 +262,7 @@ class CrossAttentionLM(Wrapper):
     def _reading_batch(
         self, context_ids: Tensor | None, context_mask: Tensor | None, context_hidden: Tensor | None
     ) -> AbstractContextManager[None]:
-        """While the contexts of a batch are read; those that are being read already where it has none."""
+        """`reading` of the contexts of a batch; without contexts, the enclosing `reading` stays."""
         if context_mask is not None:
             return self.reading(self.make_context(context_ids, context_mask, context_hidden))
         if self._reading is None:
@@ -271,7 +270,7 @@ class CrossAttentionLM(Wrapper):
         return nullcontext()
 
     def make_context(self, context_ids: Tensor | None, context_mask: Tensor, context_hidden: Tensor | None = None) -> Context:
-        """Contexts to be read: (B, C, S) ids and mask are encoded now; states (B, P, D) were before, and the mask is (B, P)."""
+        """Encode (B, C, S) ids and mask, or wrap states (B, P, D) that were encoded in advance, with their mask (B, P)."""
         if context_hidden is not None:
             return Context(context_hidden, context_mask.bool())
         assert context_ids is not None
@@ -279,10 +278,9 @@ class CrossAttentionLM(Wrapper):
 
     @contextmanager
     def reading(self, context: Context | None) -> Iterator[None]:
-        """Let every forward of the base inside this block read `context`: its rows are the contexts', or each one's rows in turn.
+        """Let every forward of the base inside this `with` read `context`. Row b of the context is read by R consecutive rows.
 
-        Keys and values are projected at first use and kept until the block ends, so weights must not change inside.
-        None: the base is by itself.
+        Keys and values are computed at first use and cached, so weights must not change inside. None: the base reads no context.
         """
         outer, self._reading = self._reading, None if context is None else ActiveContext(context)
         try:
@@ -298,13 +296,13 @@ class CrossAttentionLM(Wrapper):
         return block(h, *reading.kv_cache[block], reading.context.mask, kwargs.get("position_ids"))
 
     def _pre_hook(self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pre-hook: the layer gets what the block makes of its input."""
+        """Pre-hook: pass the block's output to the layer as input."""
         if self._reading is None:
             return None
         return (self._apply_block(block, args[0], kwargs), *args[1:]), kwargs
 
     def _post_hook(self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Hook: the next layer gets what the block makes of this layer's output."""
+        """Hook: pass the layer's output through the block."""
         if self._reading is None:
             return None
         if isinstance(output, tuple):
@@ -313,7 +311,7 @@ class CrossAttentionLM(Wrapper):
 
 
 def _plan_for(config: Config, base: PreTrainedModel) -> tuple[Plan, nn.ModuleList]:
-    """The choices for this base, and its list of layers."""
+    """The settings for this base, and its list of layers."""
     known = architecture.from_dict(base.config.to_dict())
     if known is None or known.model_type not in FAMILIES:
         raise ConfigError(

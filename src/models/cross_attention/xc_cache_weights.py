@@ -1,9 +1,8 @@
-"""Cross-attention blocks under the names that XC-Cache gives them, to begin with published weights and to give ours away.
+"""Reads and writes cross-attention blocks in the layout of XC-Cache.
 
-A folder has config.json and the weights as safetensors or PyTorch files, whole or in several. Of these only
-`cross_attn_layers.<i>.…` are read; a block that stands at several places is there once for each. What config.json says of the blocks
-must be what the experiment says. Names: ServiceNow/xc-cache, xc_cache/models/cross_attn; its own code loads Llama-style blocks with
-LayerNorm alone (`norm: layer`).
+A folder has config.json and the weights in safetensors or PyTorch files. Of these only `cross_attn_layers.<i>.…` are read; a shared
+block is repeated for each layer. The blocks' settings in config.json must equal the experiment's. Names: ServiceNow/xc-cache,
+xc_cache/models/cross_attn; its own code loads Llama-style blocks with LayerNorm alone (`norm: layer`).
 """
 
 import hashlib
@@ -41,7 +40,7 @@ _PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
 
 
 def names(model: "CrossAttentionLM") -> dict[str, list[str]]:
-    """What XC-Cache calls each weight of the blocks, by our name; several names where a block stands at several places."""
+    """XC-Cache's names of each weight of the blocks, by our name; several for a shared block."""
     block = model.unique_blocks()[0]
     gated, together = block.mlp.gate is not None, block.attention.k is None
     table = _LLAMA if gated else _GPT_TOGETHER if together else _GPT_APART
@@ -67,7 +66,7 @@ def require(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path, base: str | None) -> str:
-    """Of the weights in `folder` and of those of the base."""
+    """Digest of the weights in `folder` and of those of the base."""
     return hashlib.sha256(json.dumps([base, *(sha256(path) for path in require(folder))]).encode()).hexdigest()
 
 
@@ -75,7 +74,7 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
     """Copy the blocks in `folder` into those of `model`, which is changed in place.
 
     Raises:
-        CheckpointError: the files are damaged, or their blocks are not such as those of `model`; it is unchanged then.
+        CheckpointError: the files are damaged, or do not fit the blocks of `model`, which is unchanged then.
     """
     import torch
 
@@ -104,11 +103,11 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
 
 
 def _check_config(model: "CrossAttentionLM", folder: Path) -> None:
-    """Refuse blocks that stand or compute otherwise, as far as their config.json tells."""
+    """Refuse blocks with other settings in their config.json."""
     path = folder / "config.json"
     told = read_json(path, CheckpointError) if path.is_file() else {}
     ours = _settings(model)
-    # Dropout is a choice of the training; where they come from is not one of the blocks.
+    # Dropout belongs to the training.
     wrong = [
         f"{name} is {told[name]!r}, the experiment's is {value!r}"
         for name, value in ours.items()
@@ -119,7 +118,7 @@ def _check_config(model: "CrossAttentionLM", folder: Path) -> None:
 
 
 def save(model: "CrossAttentionLM", folder: Path) -> None:
-    """Write the blocks of `model`, and a config.json that names the base, into `folder`, which is there."""
+    """Write the blocks of `model`, and a config.json that names the base, into the existing `folder`."""
     from safetensors.torch import save_file
 
     weights = model.state_dict()

@@ -1,4 +1,4 @@
-"""Fusion-in-Decoder: the config, and all that can be refused before torch is loaded.
+"""Config of Fusion-in-Decoder, and all checks that need no torch.
 
 Izacard & Grave, "Leveraging Passage Retrieval with Generative Models for Open Domain Question Answering" (EACL 2021, arXiv 2007.01282).
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Config(ModelConfig):
-    """What encodes the passages and writes the answer."""
+    """The encoder-decoder that encodes the passages and writes the answer."""
 
     base: ModelField
     """A T5, or an experiment that trained one."""
@@ -29,10 +29,10 @@ class Config(ModelConfig):
         return self
 
     def build(self, places: Places) -> "FusionInDecoder":
-        """The base, whole, as Fusion-in-Decoder. It adds no weights.
+        """Fusion-in-Decoder around the base. It adds no weights.
 
         Raises:
-            UserError: whatever is wrong with the base.
+            UserError: the base cannot be built.
         """
         from src.models.fusion_in_decoder.layers import FusionInDecoder
 

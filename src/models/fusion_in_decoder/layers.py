@@ -22,7 +22,7 @@ class FusionInDecoder(Wrapper):
     def encode(self, context_ids: Tensor, context_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states (B, P, D) of passages (B, C, S) and their mask (B, P), True on real tokens; zeros where it is False.
 
-        context_mask: (B, C, S) bool, True on real tokens. A passage without one, which only fills up, is not encoded.
+        context_mask: (B, C, S) bool, True on real tokens. A passage without any is padding and is not encoded.
         """
         B, C, S = context_ids.shape
         mask = context_mask.bool()
@@ -37,7 +37,7 @@ class FusionInDecoder(Wrapper):
     ) -> Tensor:
         """Logits of the decoder's tokens (B, T), read with their passages. Padding is on the right.
 
-        The first token of each only stands for the base's start token. Masks are True on real tokens.
+        The first token of each is replaced by the base's start token. Masks are True on real tokens.
 
         Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each
         predicted from the tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token after it.

@@ -108,7 +108,7 @@ class Config(ModelConfig):
         return None if self.random else self._hf_config().fingerprint(places)
 
     def tokenizer_folder(self, places: Places) -> Path | None:
-        """Where the tokenizer of random weights lies; None for pretrained ones."""
+        """Folder of the tokenizer of random weights; None for pretrained ones."""
         return places.data / self.random.tokenizer if self.random else None
 
     def kind(self, places: Places | None) -> str:
@@ -122,7 +122,7 @@ def _build_random(sizes: Random, dropout_rate: float, folder: Path) -> "T5ForCon
     """Weights drawn as in T5 (Raffel et al. 2020, arXiv 1910.10683).
 
     v1.1's matrix for the logits is drawn with standard deviation hidden_size^-0.5, so that logits begin with variance 1 and the loss at
-    the logarithm of the vocabulary. Drawn with 1, as the embedding is, the first loss is ten times that.
+    the logarithm of the vocabulary. With standard deviation 1, as for the embedding, the first loss would be ten times that.
     """
     import torch
     from transformers import T5Config, T5ForConditionalGeneration
@@ -149,7 +149,7 @@ def _build_random(sizes: Random, dropout_rate: float, folder: Path) -> "T5ForCon
         "decoder_start_token_id": start,
     }
     model = T5ForConditionalGeneration(T5Config(**settings))
-    if not original:  # transformers has tied it all the same
+    if not original:  # transformers has tied it anyway
         model.lm_head.weight = torch.nn.Parameter(torch.randn(vocabulary, sizes.hidden_size) * sizes.hidden_size**-0.5)
         model.config.tie_word_embeddings = False
     model.name_or_path = str(folder)
@@ -163,5 +163,5 @@ def _set_dropout(model: "T5ForConditionalGeneration", rate: float) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = rate
-        elif isinstance(getattr(module, "dropout", None), float):  # attention keeps a number
+        elif isinstance(getattr(module, "dropout", None), float):  # attention stores a number
             module.dropout = rate  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""Lets a T5 of transformers take one mask for its encoder and another for its decoder's view of the encoder.
+"""Lets a transformers T5 take separate masks for its encoder and for its cross-attention.
 
-The public forward gives `attention_mask` to both, so that a mask with a row for each token fits only one of them. Its other keywords reach
-the encoder, the decoder and their layers, which use none that they do not know: two hooks pick one of them out on its way.
+The public forward uses `attention_mask` for both, so a mask with a row for each token fits only one of them. Other keywords are passed
+on to encoder and decoder, which ignore unknown ones: two hooks pick ours out on the way.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ def accept(model: "T5ForConditionalGeneration") -> None:
     """From now on `model(..., cross_attention_mask=(B, 1, T, S))` is what its decoder sees of its encoder. Mutates `model`.
 
     Masks of four axes, `attention_mask` (B, 1, S, S) and `decoder_attention_mask` (B, 1, T, T), are taken as they are, so that the
-    decoder's must be causal itself. bool, True where a token (third axis) sees another (fourth). Without them all is as before.
+    decoder's must be causal itself. bool, True where a token (third axis) sees another (fourth). Without such masks nothing changes.
     """
     model.encoder.register_forward_pre_hook(_without_cross_mask, with_kwargs=True)
     model.decoder.register_forward_pre_hook(_with_cross_mask, with_kwargs=True)

@@ -1,10 +1,10 @@
 """DEPTH: the decoder fills in masked words and puts shuffled sentences in their order (Bamberger et al. 2024, arXiv 2405.07788).
 
-A sample is some sentences of one document that follow each other: <eosen> <sent_i> words <eosen> <sent_j> words ... <eosen> </s>, with
+A sample is some consecutive sentences of one document: <eosen> <sent_i> words <eosen> <sent_j> words ... <eosen> </s>, with
 masked runs replaced by sentinels. Its target has all the same sentence tokens in the order of the text, each with its masked words.
 
-Sentence tokens are drawn without replacement and say nothing of the order. Nor do sentinels: they are numbered as the encoder reads them,
-after shuffling. Numbered as the text has them, which is the order of the target, they would tell it.
+Sentence tokens are drawn without replacement, so they do not reveal the order. Nor do sentinels: they are numbered after shuffling, as
+the encoder reads them. Numbered in the order of the text they would reveal it.
 """
 
 import copy
@@ -48,9 +48,9 @@ class Config(DenoisingConfig):
     shuffle_rate: float = Field(default=0.5, ge=0, le=1)
     """Share of the samples whose sentences the encoder reads in random order."""
     sentence_weight: float = Field(default=1.0, ge=0)
-    """How much the training loss of a sentence token counts, beside 1 for any other (the paper's lambda). Validation counts each once."""
+    """Weight of a sentence token in the training loss, where other tokens have 1 (the paper's lambda). In validation all have 1."""
     fixed_length: bool = False
-    """Every batch is as long as inputs and targets may be, rather than as its longest ones, for `loop.compile`."""
+    """Pad every batch to the longest possible inputs and targets, rather than to its own longest, for `loop.compile`."""
 
     @model_validator(mode="after")
     def _has_room(self) -> "Config":
@@ -101,7 +101,7 @@ class Config(DenoisingConfig):
 
 
 def sentence_tokens(number: int) -> list[str]:
-    """What stands between sentences, and `number` names of sentences."""
+    """The token between sentences, and `number` names of sentences."""
     return [EOSEN, *(f"<sent_{n}>" for n in range(number))]
 
 
@@ -121,7 +121,7 @@ class Words:
     """Ids of special tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", num_sentences: int) -> None:
-        """Raises DataError where the tokenizer lacks some, or has them as plain text."""
+        """Raises DataError where the tokenizer lacks one as a special token."""
         import numpy as np
 
         special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -159,7 +159,7 @@ class DepthDataset:
         names = rng.permutation(self._words.sentences)[:count]
         shuffled = rng.random() < config.shuffle_rate
         order = rng.permutation(count) if shuffled else range(count)
-        # Not turned round, the mask would end with the last word of the text, and so tell which sentence is the last.
+        # Without `roll` the mask would always include the last word of the text, and so reveal the last sentence.
         mask = noise.noise_mask(len(ids), config.noise_density, config.mean_span_tokens, rng, roll=True)
         inputs, targets = corrupt(ids, bounds, mask, order, self._words.sentinels)
         return {"input_ids": self._join_sentences(inputs, names, order), "labels": self._join_sentences(targets, names, range(count))}
@@ -173,7 +173,7 @@ class DepthDataset:
         return np.concatenate([*parts, (eosen, self._words.eos)], dtype=np.int32)
 
     def sentence_targets(self) -> Self:
-        """The same samples, of which only the sentence tokens are learned: what the order of the sentences costs."""
+        """The same samples with loss on the sentence tokens alone: the cost of the order of the sentences."""
         view = copy.copy(self)
         view._sentences_alone = True
         return view
@@ -200,10 +200,10 @@ class DepthDataset:
 def corrupt(
     ids: "np.ndarray", bounds: "np.ndarray", mask: "np.ndarray", order: Iterable[int], sentinels: "np.ndarray"
 ) -> "tuple[list[np.ndarray], list[np.ndarray]]":
-    """(inputs, targets), in the order of the text: of each sentence what the encoder reads, and its masked runs.
+    """(inputs, targets): for each sentence, in the order of the text, the encoder's tokens and the masked runs.
 
     ids: (N,) of all sentences. bounds: (K + 1,), where they begin and end. mask: (N,) bool, True on masked tokens. order: of the K
-    sentences, as the encoder reads them, by which runs are numbered. sentinels: at least as many as runs.
+    sentences in the encoder, which numbers the runs. sentinels: at least as many as runs.
     """
     import numpy as np
 
@@ -231,7 +231,7 @@ def with_masks(batch: Seq2SeqBatch, sentence_ids: "Tensor") -> DepthBatch:
 
     A sentence token of the encoder sees its own sentence: itself, its words, and the <eosen> that ends it. All its other tokens see all
     tokens. A sentence token that the decoder reads sees itself, those before it, and of the encoder the sentence tokens; its other tokens
-    see what they see in T5. Padding, whose states nothing reads, sees as other tokens do, so that no softmax is over nothing.
+    see what they see in T5. Padding, whose states are not read, sees what other tokens see, so that no softmax is empty.
 
     sentence_ids: ids of <sent_0>, <sent_1>, ...; no text has them.
     """
@@ -241,7 +241,7 @@ def with_masks(batch: Seq2SeqBatch, sentence_ids: "Tensor") -> DepthBatch:
     read_BS = torch.isin(batch["input_ids"], sentence_ids) & real_BS
     written_BT = torch.isin(batch["decoder_input_ids"], sentence_ids) & real_BT
     sentence_BS = read_BS.cumsum(1)
-    sentence_BS.scatter_(1, real_BS.sum(1, keepdim=True) - 1, 0)  # the end token is of no sentence, as what stands before the first
+    sentence_BS.scatter_(1, real_BS.sum(1, keepdim=True) - 1, 0)  # the end token belongs to no sentence
     sentence_BS.masked_fill_(~real_BS, -1)
     S, T = real_BS.shape[1], real_BT.shape[1]
     encoder_BSS, cross_BTS = real_BS[:, None].repeat(1, S, 1), real_BS[:, None].repeat(1, T, 1)

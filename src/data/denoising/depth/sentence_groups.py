@@ -1,4 +1,4 @@
-"""Sentences of documents in groups that fit a sample whatever is masked, so that nothing is ever cut off and no text is lost."""
+"""Groups sentences of documents so that each group fits a sample whatever is masked: no text is cut off or lost."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ _BATCH = 1024
 
 
 class Room:
-    """How many tokens of text a sample takes. A sentence adds <eosen> and its name, a sample a last <eosen> and the end token."""
+    """How many tokens of text fit in a sample. A sentence adds <eosen> and its name, a sample a last <eosen> and the end token."""
 
     def __init__(self, input_tokens: int, target_tokens: int, density: float, mean_span: float, num_sentinels: int) -> None:
         """Raises ConfigError where not even two tokens of one sentence fit, or no mask has the wanted density and runs."""
@@ -46,7 +46,7 @@ class Room:
 
 
 class Groups:
-    """Sentences that follow each other in one document, as many together as fit a sample. One that alone is too long is cut in several."""
+    """Groups of consecutive sentences of one document, as many as fit a sample. A sentence that is too long is cut into several."""
 
     def __init__(
         self, texts: Iterable[str], tokenizer: "PreTrainedTokenizerFast", room: Room, num_sentences: int, fingerprint: str

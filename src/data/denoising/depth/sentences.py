@@ -1,7 +1,7 @@
 """Texts as sentences, without any download: nltk's Punkt (Kiss & Strunk 2006) with abbreviations that are given rather than learned.
 
-Punkt's trained models are pickles or tables that have to be fetched. Without one it knows no abbreviation, so the frequent English ones
-stand here; numbers and initials it knows by itself. Each sentence is a function of its text alone, not of a corpus.
+Punkt's trained models have to be downloaded, and without one it knows numbers and initials but no abbreviations, so the frequent English
+ones are listed here. The split depends on the text alone, not on a corpus.
 """
 
 import re
