@@ -125,11 +125,8 @@ def test_settings_of_the_shell_do_not_change_the_question(cluster: Cluster, fold
     assert {"SLURM_CONF", "PATH", "HOME"} <= names
 
 
-def test_kill_is_idempotent(cluster: Cluster, folder: Path):
-    ids, _ = submit([job(folder, f"e{i}") for i in range(3)], folder)
-    SOON.kill(ids[1:])
-    SOON.kill([*ids[1:], "4711_0"])
-    assert cluster.alive() == ["1_0"]
+def test_a_kill_of_what_is_ending_is_no_error_and_a_refused_one_is(cluster: Cluster, folder: Path):
+    submit([job(folder, "a")], folder)
     cluster.fail("scancel", "say", "scancel: error: Kill job error on job id 1_0: Job/step already completing or completed")
     SOON.kill(["1_0"])
     cluster.fail("scancel", "say", "scancel: error: Kill job error on job id 1_0: Access/permission denied")

@@ -437,10 +437,6 @@ class TestStates:
         }
         assert config.states([]) == {}
 
-    def test_a_failing_job(self, tmp_path: Path):
-        config, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a", "raise SystemExit(3)")])
-        assert wait_for(config, job_id).state == "failed"
-
 
 TRAINING = """
     import json, os, signal, sys, time

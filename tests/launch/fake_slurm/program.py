@@ -165,7 +165,8 @@ def sacct(state: dict[str, Any], arguments: list[str]) -> str:
     vanished = sorted({array for array, _, task in rows if task.get("vanished")})
     rows = [row for row in rows if not row[2].get("vanished")]
     if any(word.endswith("JobID,JobName") for word in arguments):
-        return "".join(f"{array}_{i}|{state['arrays'][array]['name']}\n" for array, i, _ in rows)
+        listed = [*(f"{array}_{i}" for array, i, _ in rows), *vanished]
+        return "".join(f"{job}|{state['arrays'][job.partition('_')[0]]['name']}\n" for job in listed)
     lines = []
     for array, i, task in rows:
         node = task["node"] or "None assigned"

@@ -81,6 +81,8 @@ class InMemory:
     def v1_job_delete_by_id(self, job_id: str) -> None:
         _called("v1_job_delete_by_id", job_id)
         job = _found(job_id)
+        if not job.alive:
+            raise rest.ApiException(400, f"cannot cancel a job that is in state {job.state}")
         job.state, job.alive = "CANCELLED", False
 
 
