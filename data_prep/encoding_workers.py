@@ -219,7 +219,7 @@ def _work(job: Job, device: str, threads: int, pipe: Connection) -> None:
     except UserError as error:
         encoding.close()
         pipe.send(error)
-    except Exception as error:  # noqa: BLE001  whatever the device raises is told by the parent
+    except Exception as error:  # noqa: BLE001  the parent reports whatever the device raises
         log.error("%s failed:\n%s", device, traceback.format_exc())
         encoding.close()
         pipe.send(_line(error))

@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--train", nargs="+", required=True, metavar="SOURCE", help="sources of the training split")
     add("--val", nargs="+", default=[], metavar="SOURCE", help="sources of the validation split")
     add("--val_percent", type=float, metavar="P", help="instead of --val: set apart about P %% of the contexts of --train")
-    add("--layout", choices=sorted(LAYOUTS), help="of all sources (default: told from the first record of each)")
+    add("--layout", choices=sorted(LAYOUTS), help="of all sources (default: detected by the first record of each)")
     add("--dataset", metavar="NAME", help="what scores are grouped by (default: the layout says)")
     add("--distractors", type=int, metavar="K", help="at most K passages that are not useful, the first ones (default: all)")
     add("--distractors_from", choices=("release", "rows"), default="release", help="rows: draw what lacks to K from other questions")

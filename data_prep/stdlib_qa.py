@@ -38,7 +38,7 @@ SPECIAL_TOKENS = (
 )  # fmt: skip
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
-# What nearly every function has; a context is asked about one of them, or they would drown the other kinds.
+# Nearly every function has these; a context gets one question about them, or they would outnumber the other kinds.
 _FREQUENT_KINDS = ("name", "parameters", "calls")
 _SKIPPED_FOLDERS = {"__pycache__", "_bundled", "dist-packages", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
 # Chosen so that tkinter, one question in twenty, is not a third of the validation split.

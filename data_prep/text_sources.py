@@ -32,7 +32,7 @@ class Batch:
     """Consecutive documents: lines of JSON, numbered from `first_line`, or texts with their places."""
 
     source: str
-    """The path of the file whose lines they are."""
+    """The path of the file of the lines."""
     lines: Sequence[bytes] = ()
     first_line: int = 0
     texts: Sequence[tuple[str, str]] = ()
@@ -84,15 +84,15 @@ class Reading:
     """How sources are read."""
 
     field: str
-    """Of JSON objects and table rows: which one is the text."""
+    """The field of the text in JSON objects and table rows."""
     documents_by: DocumentsBy
-    """What of a text file is a document; paragraphs end with blank lines."""
+    """The unit of a text file that is a document; paragraphs end with blank lines."""
     streaming: bool
-    """Sets of the hub are read over the network while they are tokenised, and never written to the disk."""
+    """Read sets of the hub over the network while they are tokenised, without writing them to the disk."""
 
 
 def open_source(name: str, split: str, how: Reading) -> Source:
-    """The source called `name`: a path, or hub:ID or hub:ID@CONFIG. split: of a set that has several.
+    """The source called `name`: a path, or hub:ID or hub:ID@CONFIG. split: the one to read of a set with several.
 
     Raises:
         DataError: there is no such source, or none that is known how to read.
@@ -125,7 +125,7 @@ def _rows(records: Iterable[tuple[str, dict[str, Any]]], field: str) -> Iterator
 
 
 def _group_documents(source: str, documents: Iterable[tuple[str, str]], state: Callable[[], Any] = lambda: None) -> Iterator[Batch]:
-    """state: gives that of the batch whose last document was read last."""
+    """state: returns the state after the last document that was read."""
     batch, size = [], 0
     for where, text in documents:
         batch.append((where, text))
@@ -162,7 +162,7 @@ def _line_batches(path: Path) -> Iterator[Batch]:
 
 
 def _text_documents(path: Path, by: DocumentsBy) -> Iterator[tuple[str, str]]:
-    """Lines without their line ends; paragraphs and whole files as they are, but for line ends and blank lines around them."""
+    """Lines without their line ends; paragraphs and whole files unchanged, except for line ends and surrounding blank lines."""
     parts: list[str] = []
     first = 0
     for number, raw in enumerate(_lines(path), 1):
@@ -212,7 +212,7 @@ def _open_saved(folder: Path, split: str, how: Reading) -> Source:
 
 
 def _table(name: str, short: str, rows: Any, how: Reading) -> Source:
-    """Rows of `datasets` that lie on the disk."""
+    """Numbered rows of a data set of `datasets` on the disk."""
     _require_column(rows, name, how.field)
     paths = [Path(file["filename"]) for file in rows.cache_files]
     with reading(Path(name), DataError):
@@ -251,7 +251,7 @@ def _hub(name: str, split: str, how: Reading) -> Source:
 
 
 def _stream_rows(rows: Any, name: str, field: str, state: dict[str, Any] | None) -> Iterator[Batch]:
-    """Rows that come over the network; a file that was read before `state` is not fetched again."""
+    """Rows that are read over the network; files read before `state` are not fetched again."""
     if state is not None:
         rows.load_state_dict(state["rows"])
     count = state["count"] if state is not None else 0

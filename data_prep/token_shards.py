@@ -1,4 +1,4 @@
-"""A folder of token files while it is being written: whole shards, kept when the writer is killed."""
+"""Writing a folder of token files, shard by shard; whole shards survive a kill of the writer."""
 
 import contextlib
 import fcntl
@@ -28,7 +28,7 @@ Tokenise = Callable[[Iterable[Batch]], Iterator[tuple[Tokens, Tokens]]]
 
 @contextlib.contextmanager
 def partial(folder: Path, made_from: dict[str, Any]) -> Iterator["Shards"]:
-    """The shards of `folder` that are finished so far, in a hidden folder beside it. Those made from anything else are deleted.
+    """The finished shards of `folder`, in a hidden folder beside it. Shards of another provenance are deleted.
 
     Raises:
         RunError: another process writes them, or the disk refuses.
@@ -50,7 +50,7 @@ def partial(folder: Path, made_from: dict[str, Any]) -> Iterator["Shards"]:
 
 
 def discard(folder: Path) -> None:
-    """Delete what a writer left that was killed when `folder` was whole already."""
+    """Delete the leftovers of a writer that was killed after `folder` was whole."""
     shutil.rmtree(_beside(folder), ignore_errors=True)
 
 
@@ -81,11 +81,11 @@ class Shards:
             self._segments.append(segment)
 
     def shards_of(self, split: str) -> list[dict[str, Any]]:
-        """What the manifest says of the finished shards of a split."""
+        """The finished shards of a split, as in the manifest."""
         return [segment["shards"][split] for segment in self._segments if split in segment["shards"]]
 
     def add(self, split: str, source: Source, tokenise: Tokenise, shard_tokens: int) -> None:
-        """Tokenise the next source, but for what is finished of it. split: of all its documents, where `tokenise` does not part them.
+        """Tokenise the rest of the next source. split: that of all its documents, if `tokenise` does not split them.
 
         Raises:
             DataError: the source is damaged.
@@ -103,7 +103,7 @@ class Shards:
         self._source += 1
 
     def _segment(self, split: str, begun: "_Progress", results: Iterator[tuple[Tokens, Tokens]], shard_tokens: int) -> bool:
-        """Write the shards of a segment, and note what of the source they hold; whether the source ends with them."""
+        """Write the shards of a segment, and record which part of the source they hold; returns whether the source ends with them."""
         number, tokens, ended = len(self._segments), 0, False
         with contextlib.ExitStack() as opened:
             writers = {
@@ -131,7 +131,7 @@ class Shards:
         return self._beside / f"{number:05d}{_DONE}"
 
     def publish(self, facts: dict[str, Any]) -> None:
-        """Make the finished shards the folder itself, in place of an older one.
+        """Turn the finished shards into the folder itself, replacing an older one.
 
         Raises:
             RunError: the disk refuses.
@@ -146,7 +146,7 @@ class Shards:
 
 
 class _Progress:
-    """How much of a source is finished: how many batches, and the state behind the last."""
+    """The finished part of a source: the number of batches, and the state after the last."""
 
     def __init__(self, batches: int, state: Any) -> None:
         self.batches, self.state = batches, state
@@ -164,7 +164,7 @@ class _Progress:
 
 
 def _log_progress(name: str, results: Iterator[tuple[Tokens, Tokens]]) -> Iterator[tuple[Tokens, Tokens]]:
-    """The `results`; says every few seconds how far it is."""
+    """The `results`; logs the progress every few seconds."""
     tokens = 0
     began = told = time.monotonic()
     for parts in results:

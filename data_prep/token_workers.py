@@ -1,4 +1,4 @@
-"""Processes that tokenise batches of documents, and hand them back in the order in which they were given."""
+"""Processes that tokenise batches of documents and return them in order."""
 
 import hashlib
 import multiprocessing
@@ -18,19 +18,19 @@ from src.data.text.tokenizers import SafeTokenizer
 from src.errors import RunError
 
 _AHEAD = 4
-"""Batches that a process has been given at any time, so that it never waits for the next."""
+"""Batches queued per process, so that it never waits for the next."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every process must know."""
+    """The settings of all processes."""
 
     encoder: SafeTokenizer
     dtype: str
-    """Of the ids."""
+    """The type of the ids."""
     field: str
     val_rate: float
-    """Share of documents that become validation documents, by their text."""
+    """Share of validation documents; a document is assigned by its text."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Tokens:
     """Documents of one split."""
 
     ids: np.ndarray
-    """Of all, each followed by the end token."""
+    """The ids of all documents, each followed by the end token."""
     lengths: np.ndarray
     """(documents,) int64, with their end tokens."""
 
@@ -50,7 +50,7 @@ def is_validation(text: str, rate: float) -> bool:
 
 
 def tokenise_batch(job: Job, batch: Batch) -> tuple[Tokens, Tokens]:
-    """The documents of a batch that are for training, and those for validation, in their order.
+    """The training and the validation documents of a batch, in order.
 
     Raises:
         DataError: a row is not what it should be; names it.
@@ -68,7 +68,7 @@ def _tokens(job: Job, texts: list[str]) -> Tokens:
 
 
 class Workers:
-    """Tokenises in `count` processes; in this one where that is 1. To be used in a `with`."""
+    """Tokenises in `count` processes; in this one if that is 1. A context manager."""
 
     def __init__(self, job: Job, count: int) -> None:
         self._job, self._count = job, count
@@ -85,7 +85,7 @@ class Workers:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def map_batches(self, batches: Iterable[Batch]) -> Iterator[tuple[Tokens, Tokens]]:
-        """`tokenise_batch` of every batch, in their order.
+        """`tokenise_batch` of every batch, in order.
 
         Raises:
             RunError: a process was killed.

@@ -33,7 +33,7 @@ _SCRIPTS = [_HERE / f"{name}.py" for name in ("tokenize", "text_sources", "token
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is tokenised, and how. All but `processes` may change the bytes."""
+    """The options of the command line. All but `processes` may change the result."""
 
     name: str
     tokenizer: str
@@ -118,7 +118,7 @@ def tokenise(data_path: Path, options: Options) -> bool:
 
 
 def _check(options: Options) -> None:
-    """Raises ConfigError where options do not go together."""
+    """Raises ConfigError for contradicting options."""
     if not 0 <= options.val_rate < 1:
         raise ConfigError(f"--val_rate: expected a share of at least 0 and below 1, got {options.val_rate}.")
     for flag in ("shard_tokens", "processes"):
@@ -133,7 +133,7 @@ def _check(options: Options) -> None:
 
 
 def _sources(data_path: Path, options: Options) -> list[tuple[str, text_sources.Source]]:
-    """(Split, source) in the order in which they are read.
+    """(Split, source) in reading order.
 
     Raises:
         DataError: a source is missing, or is given twice.

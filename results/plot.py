@@ -121,7 +121,7 @@ def draw_panels(
 def points(
     runs: Path, rows: Sequence[results.Row], x: str, y: str, log_x: bool = False, by: Sequence[str] | None = None
 ) -> tuple["Figure", list[str]]:
-    """One point for each experiment at the last values of two scores, a colour for each configuration but the seed; and who was left out.
+    """One point for each experiment at the last values of two scores, a colour for each configuration but the seed; and what was left out.
 
     x: may also be a dotted config key, such as "model.stride". by: as in `drawn`.
 

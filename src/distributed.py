@@ -144,7 +144,7 @@ def _end_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != _PARENT:  # it died before the kernel was asked
+        if os.getppid() != _PARENT:  # it died before the call above
             raise SystemExit(143)
 
 

@@ -14,7 +14,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
-    """One question. A passage is useful where it is `isgold`; without such marks nothing is known of it.
+    """One question. A passage is useful if it is `isgold`; without such marks that is not known.
 
     The annotated long answer, `nq_annotated_gold`, is not read: its passage stands in `ctxs`.
 

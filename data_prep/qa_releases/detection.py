@@ -1,4 +1,4 @@
-"""Which layout a release has: by name, or by its first record."""
+"""The layout of a release: by name, or by its first record."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout_of(record: dict[str, Any], where: str, name: str | None) -> str:
-    """The name of the layout of a first record; `name` where the user says so and the record agrees.
+    """The name of the layout of a first record; `name` if the user gave it and the record agrees.
 
     Raises:
         DataError: `name` is unknown or another layout fits, or none does.

@@ -1,4 +1,4 @@
-"""Dense Passage Retrieval (Karpukhin et al., 2020): passages that hold the answer, and passages that a retriever took for them."""
+"""Dense Passage Retrieval (Karpukhin et al., 2020): passages that hold the answer, and passages that a retriever confused with them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from data_prep.qa_releases.question import Passage, Question, Skipped, clean_ans
 
 DESCRIPTION = 'DPR: [{"question", "answers", "positive_ctxs": [{"title", "text"}], "hard_negative_ctxs", "negative_ctxs"}]'
 MANY_DISTRACTORS = True
-"""Up to 150 a question: how many are wanted must be said."""
+"""There are up to 150 for a question, so the user must choose a number."""
 
 
 def fits(record: dict[str, Any]) -> bool:

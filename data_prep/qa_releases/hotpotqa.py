@@ -8,7 +8,7 @@ from src.errors import DataError
 
 DESCRIPTION = 'HotpotQA: [{"_id", "question", "answer", "supporting_facts": [[title, sentence]], "context": [[title, [sentence]]]}]'
 SHUFFLED = True
-"""The order of the paragraphs may tell the useful ones."""
+"""The order of the paragraphs may reveal the useful ones."""
 
 
 def fits(record: dict[str, Any]) -> bool:
@@ -17,7 +17,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
-    """One question. A paragraph is useful where a supporting fact has its title.
+    """One question. A paragraph is useful if a supporting fact has its title.
 
     Raises:
         DataError: a field is missing or malformed.
@@ -47,7 +47,7 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
 
 
 def _pairs(record: dict[str, Any], name: str, second: str, where: str) -> list[tuple[str, Any]]:
-    """(Title, what goes with it): a list of pairs in the release, two lists in rows of the hub."""
+    """(title, value): a list of pairs in the release, two lists in rows of the hub."""
     value = record.get(name)
     place = f"{where}: field {name!r}"
     if isinstance(value, dict):

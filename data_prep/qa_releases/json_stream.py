@@ -52,7 +52,7 @@ def records(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Reco
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[Bytes]:
-    """The bytes of a file, unpacked where they are packed. Damage is a DataError."""
+    """The bytes of a file, decompressed if necessary. Raises DataError if it is damaged."""
     try:
         with reading(path, DataError):
             with open(path, "rb") as raw:
@@ -100,7 +100,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _items(path: Path, key: str | None) -> Iterator[tuple[int, Any]]:
-    """(Number from 1, value) of each item of a list. The rest of the file is read too, so that one that is cut off is noticed."""
+    """(Number from 1, value) of each item of a list. Reads the rest of the file too, to notice a truncated one."""
     with _open(path) as file:
         text = _Scanner(file, path)
         if key is None:
@@ -117,7 +117,7 @@ def _items(path: Path, key: str | None) -> Iterator[tuple[int, Any]]:
 
 
 def _rows_of_columns(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Record]]:
-    """Walks the file once for each column, all at the same time."""
+    """Reads all columns in parallel, each with its own pass through the file."""
     readers = [_column(path, column) for column in columns]
     for cells in zip_longest(*readers, fillvalue=("nothing", None)):
         keys = [key for key, _ in cells]
@@ -143,7 +143,7 @@ def _column(path: Path, column: str) -> Iterator[tuple[str, Any]]:
 
 
 class _Scanner:
-    """Walks a JSON text from the front. What it has passed is forgotten."""
+    """Reads a JSON text forwards, and keeps only the current part in memory."""
 
     def __init__(self, file: Bytes, path: Path) -> None:
         self._file = file
@@ -164,11 +164,11 @@ class _Scanner:
                 return ""
 
     def items(self) -> Iterator[int]:
-        """Stands before each item of a list in turn, which the caller takes; gives its number from 1."""
+        """Yields the number, from 1, of each item of a list; the caller then reads the item."""
         yield from self._between("[", "]")
 
     def members(self) -> Iterator[str]:
-        """Stands before the value of each member of an object in turn, which the caller takes; gives its name."""
+        """Yields the name of each member of an object; the caller then reads its value."""
         for _ in self._between("{", "}"):
             if self.peek() != '"':
                 raise self._syntax_error("a name in double quotes")
@@ -205,7 +205,7 @@ class _Scanner:
             return value
 
     def skip(self) -> None:
-        """Pass the next value, holding one of its members at a time."""
+        """Skip the next value, with one of its members in memory at a time."""
         first = self.peek()
         if first == "[":
             for _ in self.items():
@@ -217,7 +217,7 @@ class _Scanner:
             self.value()
 
     def end(self) -> None:
-        """Raises DataError where anything follows."""
+        """Raises DataError if anything follows."""
         if self.peek():
             raise self._syntax_error("the end of the file")
 
@@ -249,7 +249,7 @@ class _Scanner:
         return f"at character {self._passed + self._at + 1}"
 
     def _more(self) -> bool:
-        """Read on, at least as much as is held, so that a long value is not parsed again and again; False at the end."""
+        """Read at least as much as is in the buffer, so that a long value is parsed few times; False at the end."""
         if self._ended:
             return False
         data = self._file.read(max(_PIECE, len(self._text) - self._at))

@@ -1,4 +1,4 @@
-"""MS MARCO question answering, v1.1 (lines) and v2.1 (columns): ten passages a query, some selected by whoever wrote the answer."""
+"""MS MARCO question answering, v1.1 (lines) and v2.1 (columns): ten passages a query, some selected by the annotator."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
-    """One query. "No Answer Present." is UNANSWERABLE; `wellFormedAnswers`, whole sentences, are left out.
+    """One query. "No Answer Present." is UNANSWERABLE; `wellFormedAnswers`, whole sentences, are ignored.
 
     Raises:
         DataError: a field is missing or malformed.

@@ -14,12 +14,12 @@ DESCRIPTION = 'Natural Questions: lines with "annotations" and "document_text" (
 _TAG = re.compile(r"</?[A-Z][A-Za-z0-9]*(_[^>]*)?>")  # in the simplified text, where <Td colspan="2"> is <Td_colspan="2">
 _SPELLED = {"YES": "Yes", "NO": "No", 1: "Yes", 0: "No"}  # of the release, and of rows of the hub
 _FEW = 2
-"""Annotators who must have found an answer, where several looked; as in the release's own nq_eval.py."""
+"""Number of annotators who must have found an answer, if there are several; as in the release's own nq_eval.py."""
 
 
 @dataclass(frozen=True)
 class _Annotation:
-    """What one annotator found."""
+    """The annotation of one annotator."""
 
     context: str
     answers: tuple[str, ...]
@@ -62,15 +62,15 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
 
 @dataclass(frozen=True)
 class _Document:
-    """Tokens of a page, of which only those of answers are looked at: a page has 10,000 and more."""
+    """Tokens of a page. Only those of answers are read: a page has 10,000 and more."""
 
     tokens: Sequence[Any]
     is_html: Sequence[Any] | None
-    """None: the tokens say it themselves, by their spelling or, being dicts, in `html_token`."""
+    """None: the tokens show it, by their spelling or, if they are dicts, in `html_token`."""
     where: str
 
     def words(self, span: Mapping[str, Any], what: str) -> str:
-        """Text from `start_token` to `end_token` without html; "" where both are -1, which is how the release says none."""
+        """Text from `start_token` to `end_token` without html; "" if both are -1, which means none."""
         start, end = span.get("start_token"), span.get("end_token")
         if start == end == -1:
             return ""
@@ -129,7 +129,7 @@ def _annotation(given: dict[str, Any], document: _Document) -> _Annotation:
 
 
 def _title(record: dict[str, Any], where: str) -> str:
-    """The release says it, or the address of the page does; "" where neither is there."""
+    """The title in the release, or else from the address of the page; "" without both."""
     if isinstance(record.get("document"), dict):
         return str(record["document"].get("title") or "")
     if record.get("document_title"):

@@ -9,7 +9,7 @@ DESCRIPTION = 'NQ-open: lines {"question", "answer": [text]}; it has no contexts
 
 
 def fits(record: dict[str, Any]) -> bool:
-    """True for a question with a list of answers and nothing to read."""
+    """True for a question with a list of answers and no context."""
     return "question" in record and isinstance(record.get("answer"), list)
 
 

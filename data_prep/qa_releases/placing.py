@@ -1,4 +1,4 @@
-"""Which distractors stand beside the useful passages of a question, and where: pure functions of the seed and the question."""
+"""Choice of distractors and order of passages: pure functions of the seed and the question."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,21 +18,21 @@ class Placing:
 
     seed: int
     distractors: int | None = None
-    """Passages that are not useful, at most; the first ones of the release. None: all."""
+    """Most passages that are not useful, the first ones of the release. None: all."""
     position: str = "given"
-    """Where the useful passages stand among the others: one of POSITIONS, or how many stand before them."""
+    """The position of the useful passages: one of POSITIONS, or the number of passages before them."""
     pool: Sequence[Passage] = ()
-    """Passages of other questions, to draw from where the release has too few distractors."""
+    """Passages of other questions, drawn if the release has too few distractors."""
 
     def __post_init__(self) -> None:
-        """Raises DataError for a position or a number that means nothing."""
+        """Raises DataError for an invalid position or number."""
         if self.position not in POSITIONS and not (self.position.isascii() and self.position.isdigit()):
             raise DataError(f"--position: expected one of {', '.join(POSITIONS)}, or a number from 0, got {self.position!r}.")
         if self.distractors is not None and self.distractors < 0:
             raise DataError(f"--distractors: expected a number from 0, got {self.distractors}.")
 
     def place(self, question: Question) -> Question:
-        """The question with its passages chosen and in order. Where none is marked useful, only "random" moves them.
+        """The question with its passages chosen and in order. If none is marked useful, only "random" moves them.
 
         Raises:
             DataError: distractors are to be chosen, or the useful ones to be moved, and the release does not say which they are.
@@ -59,7 +59,7 @@ class Placing:
         return replace(question, passages=tuple(order))
 
     def _draw_distractors(self, question: Question, count: int) -> list[Passage]:
-        """Passages of the pool, none of them the question's own, none twice, none with an accepted answer in it."""
+        """Distinct passages of the pool, without the question's own, and without accepted answers."""
         taken = {passage.text for passage in question.passages}
         answers = [answer.lower() for answer in question.answers if answer not in {UNANSWERABLE, "Yes", "No"}]
         random, drawn = self._random("pool", question), []

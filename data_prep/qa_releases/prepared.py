@@ -17,7 +17,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
-    """One row. Contexts are marked useful or not, or nothing is known of them.
+    """One row. Contexts may be marked useful or not.
 
     `sample_idx` is not read, as it is given anew, nor `context`, which the useful ones make up.
 

@@ -1,4 +1,4 @@
-"""A question as a release asks it, and the checks that every layout shares."""
+"""A question of a release, and the checks that all layouts share."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ class Passage:
     text: str
     title: str = ""
     useful: bool | None = None
-    """The answer rests on it. None: the release does not say."""
+    """Whether it supports the answer. None: not known."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question with all that the release gives to answer it from."""
+    """One question with its passages and answers."""
 
     where: str
     """The place in the release, for messages."""
     id: str | None
-    """The release's own; None where it has none."""
+    """The release's own; None if it has none."""
     text: str
     answers: tuple[str, ...]
-    """All that are accepted, the best first, none twice; (UNANSWERABLE,) where there is none."""
+    """Distinct accepted answers, the best first; (UNANSWERABLE,) if there is none."""
     passages: tuple[Passage, ...]
     dataset: str
-    """What scores are grouped by."""
+    """The group of its scores."""
     family: str | None = None
     """Questions of one family belong in one split; None: those of one useful passage do."""
 
@@ -47,7 +47,7 @@ class Skipped:
 
 
 def field(record: Mapping[str, Any], name: str, kind: Any, where: str) -> Any:
-    """A field of a record that must be there and be of `kind`, as `str` or `list[dict]`.
+    """A required field of a record of type `kind`, such as `str` or `list[dict]`.
 
     Raises:
         DataError: it is missing or of another type, or holds half a surrogate pair.
@@ -93,7 +93,7 @@ def clean_answers(answers: Iterable[str], where: str) -> tuple[str, ...]:
 
 
 def passages(found: Iterable[Passage]) -> tuple[Passage, ...]:
-    """Those that are not blank, each text once; one that is useful anywhere is useful."""
+    """The passages that are not blank, each text once; useful if any copy is."""
     kept: dict[str, Passage] = {}
     for passage in found:
         if passage.text.strip() and (passage.text not in kept or (passage.useful and not kept[passage.text].useful)):

@@ -23,10 +23,10 @@ _BATCH_ROWS = 256
 
 
 class Release:
-    """Questions of one source, read anew each time."""
+    """Questions of one source, read again each time."""
 
     def __init__(self, source: str, split: str, layout: str | None = None, evidence: Path | None = None) -> None:
-        """source: a path, or "hub:ID" or "hub:ID@CONFIG". layout: None to tell it by the first record.
+        """source: a path, or "hub:ID" or "hub:ID@CONFIG". layout: None to detect it by the first record.
 
         Raises:
             DataError: there is no such source.
@@ -42,11 +42,11 @@ class Release:
 
     @property
     def name(self) -> str:
-        """Without the folder it lies in, which the prepared data do not depend on."""
+        """The name without its folder, on which the prepared data do not depend."""
         return self.source if self.source.startswith(HUB) else Path(self.source).name
 
     def facts(self) -> dict[str, Any]:
-        """What the prepared data are made from: {"name", "bytes", "sha256"}."""
+        """Identity of the source: {"name", "bytes", "sha256"}."""
         if self._rows is None:
             with reading(Path(self.source), DataError):
                 return {"name": self.name, "bytes": Path(self.source).stat().st_size, "sha256": sha256(Path(self.source))}
@@ -126,7 +126,7 @@ def _select_split(loaded: Any, source: str, split: str) -> "Dataset":
 
 
 def _drop_unused_columns(rows: "Dataset") -> "Dataset":
-    """Without the fields that would be unpacked for nothing."""
+    """Without unused fields, which take long to decompress."""
     return rows.remove_columns([name for name in rows.column_names if name in prepared.DROPPED])
 
 

@@ -1,4 +1,4 @@
-"""TriviaQA (Joshi et al., 2017): questions with pages whose text lies in files of its own, below the folder `evidence`."""
+"""TriviaQA (Joshi et al., 2017): questions with pages, whose texts are separate files below the folder `evidence`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: dict[str, Any], where: str, evidence: Path | None = None) -> Iterator[Question | Skipped]:
-    """One question with all its pages: their texts below `evidence`, or else what a search engine said of them.
+    """One question with all its pages: their texts below `evidence`, or else the snippets of a search engine.
 
     The release does not mark useful pages. The answer is its value, its aliases are accepted too.
 

@@ -1,4 +1,4 @@
-"""What cross-attention is compared with on the same questions: prompts with and without a context, and Fusion-in-Decoder."""
+"""Baselines of cross-attention on the same questions: prompts with and without a context, and Fusion-in-Decoder."""
 
 from src.exp_groups.crossattn import BASE_TINY, CROSSATTN_TINY, CROSSATTN_TULU
 from src.experiments.grid import grid, override, ref

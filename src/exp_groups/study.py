@@ -1,4 +1,4 @@
-"""`make study`: cross-attention beside prompting and beside no context, on real questions."""
+"""`make study`: cross-attention compared with prompting and with no context, on real questions."""
 
 from src.experiments.grid import grid, override, seeds
 

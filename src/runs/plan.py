@@ -155,6 +155,7 @@ def add_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: 
     return [everything[name] for name in ordered]
 
 
+@remember_calls()
 def find_problems(
     planned: Sequence[Planned], places: Places, reset: Container[str] = (), ahead: Collection[str] = ()
 ) -> dict[str, list[str]]:
@@ -163,12 +164,8 @@ def find_problems(
     reset: ids that start over. Other experiments that are done are not checked.
     ahead: ids whose jobs will have ended before: as parents they are not missing. So are those that come earlier in `planned`.
     """
-    with remember_calls():
-        return _find_problems(planned, places, reset, set(ahead))
-
-
-def _find_problems(planned: Sequence[Planned], places: Places, reset: Container[str], ahead: set[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
+    before = set(ahead)
     seen: parents.Seen = {}
     for item in planned:
         lacks: list[str] = []
@@ -177,12 +174,12 @@ def _find_problems(planned: Sequence[Planned], places: Places, reset: Container[
                 continue
         except UserError as error:
             lacks.append(str(error))
-        lacks += parents.missing_parents(item.exp, places, ahead, seen)
+        lacks += parents.missing_parents(item.exp, places, before, seen)
         try:
             item.recipe.check(places)
         except UserError as error:
             lacks.append(str(error))
         if lacks:
             found[item.exp_id] = [f"{item.where}: {lack}" for lack in lacks]
-        ahead.add(item.exp_id)
+        before.add(item.exp_id)
     return found

@@ -46,7 +46,7 @@ class Scores:
         self._check_writable()
         values = self._json_values(row)
         if not self._mended:
-            self._truncate(math.inf)  # a killed process may have left a partial line
+            self.truncate(math.inf)  # a killed process may have left a partial line
         step = row["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"{self.path}: step {step} cannot follow step {self._last_step}: truncate first.")
@@ -75,7 +75,7 @@ class Scores:
         """
         return [row for _, row in self._read_lines()]
 
-    def truncate(self, step: int) -> None:
+    def truncate(self, step: float) -> None:
         """Drop the rows after `step`, from which a run resumes, and a line that was cut by a crash.
 
         Raises:
@@ -83,7 +83,13 @@ class Scores:
             RunError: the disk refuses. The file is unchanged.
         """
         self._check_writable()
-        self._truncate(step)
+        rows = list(itertools.takewhile(lambda pair: pair[1]["step"] <= step, self._read_lines()))
+        size = sum(len(line) + 1 for line, _ in rows)
+        if self.path.exists() and self.path.stat().st_size > size:
+            with writing(self.path):
+                os.truncate(self.path, size)
+        self._last_step = rows[-1][1]["step"] if rows else None
+        self._mended = True
 
     def export_haven(self) -> None:
         """Write the rows to score_list.pkl; null becomes NaN, which haven's tables skip.
@@ -112,16 +118,6 @@ class Scores:
                 log.warning("%s: %s at step %d is %s; written as null.", self.path, key, row["step"], value)
                 values[key] = None
         return values
-
-    def _truncate(self, step: float) -> None:
-        """Drop the rows after `step` and a partial line, and set the last step."""
-        rows = list(itertools.takewhile(lambda pair: pair[1]["step"] <= step, self._read_lines()))
-        size = sum(len(line) + 1 for line, _ in rows)
-        if self.path.exists() and self.path.stat().st_size > size:
-            with writing(self.path):
-                os.truncate(self.path, size)
-        self._last_step = rows[-1][1]["step"] if rows else None
-        self._mended = True
 
     def _read_lines(self) -> list[tuple[bytes, Row]]:
         """Complete lines, without their newlines, with their rows."""

@@ -14,7 +14,6 @@ from src.experiments import expressions
 from src.files import reading
 from src.runs.lease import holder_is_dead
 from src.runs.metadata import state_of
-from src.runs.scores import SCORE_LIST, SCORES, Scores, read_score_list
 from src.runs.summary import is_finite
 from src.tables.curves import ci95
 from src.tables.scan import RunIndex, RunRecord
@@ -68,17 +67,6 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[lis
     if not rows and not warnings:
         raise DataError(f"{runs}: no runs in this folder. Train something first, or name the folder given as --savedir_base.")
     return rows, warnings
-
-
-def read_history(path: Path) -> list[dict[str, Any]]:
-    """All rows of scores of the save directory `path`; haven's where only haven's are there.
-
-    Raises:
-        DataError: the scores are damaged.
-    """
-    if not (path / SCORES).exists() and (path / SCORE_LIST).exists():
-        return read_score_list(path / SCORE_LIST)
-    return Scores(path / SCORES, read_only=True).rows()
 
 
 def varying_keys(rows: Sequence[Row]) -> list[str]:

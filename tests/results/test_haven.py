@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from results import table
+from src.runs.scores import Scores
 from src.tables import rows as results
 
 with warnings.catch_warnings():
@@ -36,7 +37,7 @@ def test_havens_histories_are_our_rows(manager: ResultManager, runs: Path):
     histories = manager.get_score_lists(return_as_dict=True)
     assert len(histories) == 6
     for name, rows in histories.items():
-        assert rows == results.read_history(runs / name)
+        assert rows == Scores(runs / name / "scores.jsonl").rows()
 
 
 def test_havens_table_is_ours(manager: ResultManager, runs: Path, capsys: pytest.CaptureFixture[str]):
@@ -56,7 +57,7 @@ def test_havens_table_is_ours(manager: ResultManager, runs: Path, capsys: pytest
 def test_havens_last_value_skips_what_is_not_finite_as_ours_does(runs: Path):
     rows, _ = results.load_rows(runs)
     path = runs / rows[0]["exp_id"]
-    scores = results.Scores(path / "scores.jsonl")
+    scores = Scores(path / "scores.jsonl")
     scores.append({"step": 9, "val_loss": math.inf})
     scores.export_haven()
     with warnings.catch_warnings():
@@ -79,5 +80,5 @@ def test_haven_opens_the_runs_of_an_earlier_version_beside_new_ones(runs: Path, 
     assert len(old) == 3
     assert histories.keys() == old.keys() | new
     for name in histories:
-        assert histories[name] == results.read_history(runs / name)
+        assert histories[name] == Scores(runs / name / "scores.jsonl").rows()
         assert histories[name]

@@ -21,6 +21,7 @@ from src.experiments.identity import exp_id
 from src.runs import summary
 from src.runs.metadata import join_groups
 from src.runs.run_dir import RunDir
+from src.runs.scores import SCORE_LIST, SCORES, Scores, read_score_list
 from src.runs.summary import SUMMARY, parse_summary, summarize
 from src.tables import cache, curves, scan
 from src.tables import rows as results
@@ -352,7 +353,8 @@ def test_integers_are_those_that_were_written(tmp_path: Path):
 
 
 def columns_of(runs: Path, name: str) -> dict[str, list[float | None]]:
-    rows = results.read_history(runs / name)
+    old = (runs / name / SCORE_LIST).exists() and not (runs / name / SCORES).exists()
+    rows = read_score_list(runs / name / SCORE_LIST) if old else Scores(runs / name / SCORES).rows()
     return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
 
 
