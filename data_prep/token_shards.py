@@ -158,7 +158,7 @@ class _Progress:
             yield batch
 
     def finish(self) -> None:
-        """The first of those that were given and not finished yet."""
+        """Count the next batch as finished."""
         self.state = self._given.popleft()
         self.batches += 1
 

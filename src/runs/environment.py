@@ -56,7 +56,7 @@ def describe(command: Sequence[str]) -> dict[str, Any]:
     Values of flags that look like secrets are hidden in "command".
     """
     return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": now(),
         "command": redact(command),
         **code_version(_ROOT),
         "python": platform.python_version(),
@@ -68,6 +68,11 @@ def describe(command: Sequence[str]) -> dict[str, Any]:
         "gpus": gpu_names(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def slurm_job(variables: Mapping[str, str]) -> str | None:

@@ -8,13 +8,13 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
 from src.files import read_json, write_json
 from src.runs import jsonl_records, log_rules
+from src.runs.environment import now
 
 EVENTS = "events.jsonl"
 CURSORS = "events.cursors.json"
@@ -27,11 +27,6 @@ _SHOWN = 500
 Event = dict[str, Any]
 
 log = logging.getLogger(__name__)
-
-
-def now() -> str:
-    """The time in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False) -> list[Event]:

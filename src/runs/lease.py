@@ -16,12 +16,12 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
 from src.files import reading, write_atomic, writing
+from src.runs.environment import now
 
 STALE_SECONDS = 30.0
 """A holder elsewhere whose counter does not change for so long is dead."""
@@ -43,7 +43,7 @@ class Lease:
         self.lost = False
         self._stale_seconds = stale_seconds
         self._beat_seconds = beat_seconds
-        self._facts = {**this_process(), "token": uuid.uuid4().hex, "since": datetime.now(UTC).isoformat(timespec="seconds")}
+        self._facts = {**this_process(), "token": uuid.uuid4().hex, "since": now()}
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"lease {path.name}", daemon=True)
 
@@ -78,8 +78,8 @@ class Lease:
             raise RunError(f"{self.path}: the lease was released; nothing more may be written.")
         self._check_owner()
         if self.lost:
-            now = _read(self.path)
-            by = f"held by {_holder(now)} now" if now else "gone"
+            held = _read(self.path)
+            by = f"held by {_holder(held)} now" if held else "gone"
             raise RunError(f"{self.path}: this process no longer holds the lease (it is {by}), so it stops here and writes nothing more.")
 
     def release(self) -> None:
@@ -115,15 +115,15 @@ class Lease:
             RunError: the holder is known to be alive.
         """
         with directory_lock(self.path):
-            now = _read(self.path)
-            if now is not None and now != silent:
-                alive = _alive(_parse(now))
+            held = _read(self.path)
+            if held is not None and held != silent:
+                alive = _alive(_parse(held))
                 if alive:
-                    raise _held_error(self.path, now)
+                    raise _held_error(self.path, held)
                 if alive is None:
-                    return now
-            if now is not None:
-                log.warning("%s: taking over from a dead holder: %s", self.path, _holder(now))
+                    return held
+            if held is not None:
+                log.warning("%s: taking over from a dead holder: %s", self.path, _holder(held))
             self._write(0)
         return None
 

@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def event(name: str, **facts: Any) -> dict[str, Any]:
     """An event called `name` at the present time: "when" (UTC), "who" (user@host) and `facts`, JSON values only."""
-    return {"event": name, "when": datetime.now(UTC).isoformat(timespec="seconds"), "who": user_and_host(), **facts}
+    return {"event": name, "when": environment.now(), "who": user_and_host(), **facts}
 
 
 def append(run: Path, what: Mapping[str, Any]) -> None:

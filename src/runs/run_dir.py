@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +15,7 @@ from src.errors import ConfigError, RunError, UserError
 from src.experiments.identity import check_values, exp_id
 from src.files import TEMPORARY, read_json, write_atomic, write_json, writing
 from src.runs import lease as leases
+from src.runs.environment import now
 from src.runs.history import transaction as journal
 from src.runs.lease import Lease
 from src.runs.metadata import (
@@ -138,15 +138,15 @@ class RunDir:
         """
         assert state in get_args(State), state
         self.confirm()
-        now = _now()
+        time = now()
         before = self.status()
         if before.get("attempt") == self.attempt:
             kept = {key: value for key, value in before.items() if key not in ("reason", SUMMARY)}
         else:
-            kept = {"started": now} | {key: value for key, value in before.items() if key == "step"}
+            kept = {"started": time} | {key: value for key, value in before.items() if key == "step"}
         with contextlib.suppress(UserError):  # readers of the scores report what is damaged
             facts[SUMMARY] = summarize(self.path / SCORES, parse_summary(before.get(SUMMARY))).to_json()
-        write_json(self.path / STATUS, {**kept, **facts, "state": state, "attempt": self.attempt, "updated": now})
+        write_json(self.path / STATUS, {**kept, **facts, "state": state, "attempt": self.attempt, "updated": time})
 
     def status(self) -> dict[str, Any]:
         """The content of status.json: at least "state", which is "new" before the first start.
@@ -273,7 +273,3 @@ def _restore_notes(backup: Path, path: Path) -> None:
     join_groups(path, read_groups(backup))
     if (backup / JOB).exists() and not (path / JOB).exists():
         write_atomic(path / JOB, (backup / JOB).read_bytes())
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

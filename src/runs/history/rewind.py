@@ -1,7 +1,6 @@
 """Plans of a rewind to an earlier checkpoint of a run, of a roll-back of its evaluations, and of their undo. See `archive`."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from src.errors import CheckpointError, RunError
@@ -9,6 +8,7 @@ from src.files import defect, read_json
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import retention
+from src.runs.environment import now
 from src.runs.history import archive as abandoned
 from src.runs.history import branches
 from src.runs.history import transaction as journal
@@ -56,8 +56,7 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
         builder.add_step("write", WANDB, json={"id": branch.wandb, "forked_from": {"run": _wandb_id(run), "step": step}})
     reason = f"rewound to step {step} by {ledger.user_and_host()}{f' ({why})' if why else ''}; start it again to continue"
     kept = {key: value for key, value in status.items() if key != "loss"}
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    builder.add_step("conclude", STATUS, json={**kept, "state": "stopped", "step": step, "reason": reason, "updated": now})
+    builder.add_step("conclude", STATUS, json={**kept, "state": "stopped", "step": step, "reason": reason, "updated": now()})
     left = [item.number for item in before if item not in after]
     facts = {"why": why, "step": step, "was_at": status.get("step"), "branch": branch.model_dump(mode="json", exclude_none=True)}
     return builder.build("rewind", facts, every, [f"to step {step}: {describe(branch)}", *told, *_warnings(run, branch, builder, left)])
@@ -109,7 +108,7 @@ def plan_undo(run: Path, why: str = "") -> Plan:
             raise RunError(f"{run / old / 'before' / name}: gone, so the run cannot be restored.")
         else:
             builder.add_step("put", name, **{"from": f"{old}/before/{name}"})
-    builder.add_step("write", f"{old}/{abandoned.RECORD}", json={**record, "undone": datetime.now(UTC).isoformat(timespec="seconds")})
+    builder.add_step("write", f"{old}/{abandoned.RECORD}", json={**record, "undone": now()})
     told = [f"as it was before the {record['event']} to step {record['step']} by {record['who']} at {record['when']}"]
     facts = {"why": why, "step": record["step"], "undoes": record["number"]}
     return builder.build("undo", facts, None if listed is None else every, told)
