@@ -1,4 +1,4 @@
-"""The arguments of trainval.py: what they are, what of them goes together, and what they choose for a training."""
+"""The arguments of trainval.py: parsing, checks, and the options of a training."""
 
 import argparse
 import os
@@ -14,13 +14,13 @@ if TYPE_CHECKING:  # --help must not wait for what checks experiments
 
 JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry")
 PASSED_ON = ("log_every", "stop_after", "max_host_memory", "num_workers", "statistics_every", "keep_last", "keep_every", "keep_best")
-"""Arguments of a launched experiment besides those for Weights & Biases and the sharing of the model."""
+"""Arguments that launched experiments get too, besides those for Weights & Biases and for sharded models."""
 SWITCHES = ("fsdp", "gradient_checkpointing", "offload_activations", "wandb_log_gradients")
-"""Arguments without a value that are passed on too."""
+"""Switches that launched experiments get too."""
 
 
 def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namespace:
-    """The arguments, by haven's names where haven has them. about: the text of --help. root: of the project."""
+    """The arguments, named as in haven where haven has them. about: the text of --help. root: of the project."""
     parser = argparse.ArgumentParser(
         prog="trainval.py", description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -39,25 +39,25 @@ def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namesp
     where = parser.add_argument_group("where and how")
     where.add_argument("-sb", "--savedir_base", type=Path, default=root / "results" / "runs", metavar="DIR", help="save directories")
     where.add_argument("--data_path", type=Path, default=root / "results" / "data", metavar="DIR", help="prepared data sets")
-    where.add_argument("-r", "--reset", type=int, choices=(0, 1), default=0, help="1: back up what there is and start over")
+    where.add_argument("-r", "--reset", type=int, choices=(0, 1), default=0, help="1: back up the run and start over")
     where.add_argument("--log_every", type=int, metavar="N", help="steps between score rows and checkpoints (default: each evaluation)")
     where.add_argument(
         "-j", "--j", "--job_scheduler", dest="job_scheduler", metavar="NAME", help="a launcher of job_configs.py; none: run here"
     )
     where.add_argument("--job_option", choices=JOB_OPTIONS, default="run", help="what to do with the jobs (default: run, with -j)")
     where.add_argument("--python_binary", metavar="COMMAND", help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there')
-    where.add_argument("--stop_after", type=float, metavar="SECONDS", help="stop in order, to be continued, so long after the start")
-    where.add_argument("--max_host_memory", type=float, metavar="SHARE", help="stop in order when so much is in use, such as 0.9")
-    where.add_argument("--num_workers", type=int, metavar="N", help="processes that read data beside each (default: 2 beside a GPU)")
+    where.add_argument("--stop_after", type=float, metavar="SECONDS", help="stop gracefully, resumable, this long after the start")
+    where.add_argument("--max_host_memory", type=float, metavar="SHARE", help="stop gracefully when this share is in use, such as 0.9")
+    where.add_argument("--num_workers", type=int, metavar="N", help="data-loading processes per rank (default: 2 with a GPU)")
     where.add_argument("--statistics_every", type=int, metavar="N", default=50, help="steps between statistics; 0: none (default: 50)")
-    where.add_argument("--keep_last", type=int, metavar="N", help="newest checkpoints that stay (default: 2)")
-    where.add_argument("--keep_every", type=int, metavar="N", help="those at multiples of N steps stay, too (default: none)")
-    where.add_argument("--keep_best", type=int, metavar="N", help="and so many best by loop.best_metric (default: 1)")
-    where.add_argument("--deepspeed", type=Path, metavar="JSON", help="share the model between processes by DeepSpeed ZeRO")
-    where.add_argument("--fsdp", action="store_true", help="share the model between processes by FSDP2")
-    where.add_argument("--gradient_checkpointing", action="store_true", help="compute layers again in the backward pass: less memory")
-    where.add_argument("--offload_activations", action="store_true", help="keep what the backward pass needs in the host's memory")
-    where.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed and old launchers append it; LOCAL_RANK says it too
+    where.add_argument("--keep_last", type=int, metavar="N", help="newest checkpoints to keep (default: 2)")
+    where.add_argument("--keep_every", type=int, metavar="N", help="also keep those at multiples of N steps (default: none)")
+    where.add_argument("--keep_best", type=int, metavar="N", help="and the N best by loop.best_metric (default: 1)")
+    where.add_argument("--deepspeed", type=Path, metavar="JSON", help="shard the model with DeepSpeed ZeRO")
+    where.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
+    where.add_argument("--gradient_checkpointing", action="store_true", help="recompute layers in the backward pass, to save memory")
+    where.add_argument("--offload_activations", action="store_true", help="keep saved activations in host memory")
+    where.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by deepspeed and old launchers; LOCAL_RANK is used
     logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")
     logs.add_argument("--wandb_entity_name", metavar="NAME")
     logs.add_argument("--wandb_project_name", metavar="NAME")
@@ -73,11 +73,7 @@ def _flag(text: str) -> bool:
 
 
 def check(args: argparse.Namespace, processes: int) -> None:
-    """Refuse what would be ignored. processes: those that the launcher has started.
-
-    Raises:
-        ConfigError: says what, and what to write instead.
-    """
+    """Raises ConfigError for arguments that would be ignored. processes: those that torchrun has started."""
     if args.job_scheduler in ("None", "0"):
         args.job_scheduler = None
     if not args.list and not args.exp_group and not args.exp_id:
@@ -115,10 +111,10 @@ def check(args: argparse.Namespace, processes: int) -> None:
 
 
 def training_options(args: argparse.Namespace, processes: int) -> "Options":
-    """What the command line, and `accelerate launch` where that was it, choose for the trainings of this process.
+    """The options of a training, from the command line and from `accelerate launch` if that started it.
 
     Raises:
-        ConfigError: they contradict each other.
+        ConfigError: the two contradict each other.
     """
     from src.launch import accelerate_env
     from src.runs.checkpoints.retention import RotationRule

@@ -13,9 +13,9 @@ from src.launch.job import Job
 from src.runs.metadata import STATUS
 
 STOPPED = 75
-"""Exit code of a job that was stopped in order: started again, it goes on. sysexits.h calls it EX_TEMPFAIL."""
+"""Exit code of a job that stopped gracefully and continues when it is started again: EX_TEMPFAIL of sysexits.h."""
 INTERRUPTED = 130
-"""Exit code of a job that a person stopped: nothing but a person starts it again."""
+"""Exit code of a job that a person stopped: only a person starts it again."""
 _OF_TORCHRUN = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _NGPUS = re.compile(r"(?<![\w${])NGPUS(?!\w)")
 _COUNT_GPUS = (
@@ -23,9 +23,9 @@ _COUNT_GPUS = (
     " else nvidia-smi -L 2> /dev/null | grep '^GPU '; fi | grep -c '^[^-]');"
     ' [ "$GPUS_HERE" -gt 0 ] || GPUS_HERE=1;'
 )
-# Processes of DeepSpeed on a machine without a GPU must be told so.
+# DeepSpeed must be told that a machine has no GPU.
 _WITHOUT_GPU = '[ -n "${DS_ACCELERATOR+set}${CUDA_VISIBLE_DEVICES:+set}" ] || nvidia-smi -L > /dev/null 2>&1 || export DS_ACCELERATOR=cpu;'
-# DeepSpeed's starters die of signals that their processes obey, and what they started is killed before it has written a checkpoint.
+# DeepSpeed's starters die of signals that their processes handle, and kill these before they have written a checkpoint.
 _DEAF = """bash -c 'trap "" TERM USR1; exec "$@"' _ """
 _WORLD_INFO = (
     "import base64, json, sys; nodes, each = map(int, sys.argv[1:]);"
@@ -39,7 +39,7 @@ _MODULES = {
     "accelerate": "accelerate.commands.launch",
 }
 _SHARING = {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--config_file"}
-"""Options of accelerate that say how processes share a model."""
+"""Options of accelerate that choose how the model is distributed."""
 
 
 def _check_names(environment: dict[str, str]) -> dict[str, str]:
@@ -58,7 +58,7 @@ def _check_word(word: str) -> str:
 
 
 Environment = Annotated[dict[str, str], AfterValidator(_check_names)]
-"""Variables that a job finds in its environment."""
+"""Environment variables of a job."""
 
 
 class Processes(Config):
@@ -66,14 +66,14 @@ class Processes(Config):
 
     starter: Literal["python", "torchrun", "deepspeed", "accelerate"] = "python"
     per_node: Annotated[int, Field(ge=1)] | Literal["gpus"] = 1
-    """Processes on each node; "gpus": one for each GPU of the node, counted there, and 1 where there are none."""
+    """Processes on each node; "gpus": one for each GPU of the node, counted there, at least 1."""
     nodes: int = Field(default=1, ge=1)
     arguments: list[Annotated[str, AfterValidator(_check_word)]] = []
     """More arguments of the starter."""
     env_path: Annotated[str, Field(min_length=1), AfterValidator(_check_word)] | None = None
-    """Folder of the Python environment, whose bin/ holds the starter. None: that of ENV_PATH where it is set, else this Python's."""
+    """Folder of the Python environment, whose bin/ holds the starter. None: ENV_PATH if set, else this Python's."""
     stop_seconds: int = Field(default=120, ge=1)
-    """How long torchrun lets its processes finish a step and write a checkpoint once it was told to stop."""
+    """How long torchrun lets its processes finish a step and write a checkpoint when it is stopped."""
 
     @model_validator(mode="after")
     def _check_starter(self) -> "Processes":
@@ -83,17 +83,16 @@ class Processes(Config):
 
 
 def shell_line(job: Job, processes: Processes | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """Bash that runs `job` and exits with its code; to be given to `bash -c`, not to be put into a line.
+    """Bash that runs `job` and exits with its code; an argument of `bash -c`, not part of a line.
 
-    With several nodes, each of them runs it, with the variables MASTER_ADDR, MASTER_PORT, NODE_RANK and NNODES set.
+    Each of several nodes runs it, with the variables MASTER_ADDR, MASTER_PORT, NODE_RANK and NNODES set.
 
-    The exit code is `STOPPED` where the job was stopped in order: where its save directory says so, since torchrun makes 1 of every
-    other code, or where SIGTERM or SIGUSR1 came before it could hear them. It is `INTERRUPTED` where a person stopped it, and 0 where
-    the run was done before the command ended badly, as when a signal comes while the processes end. bash itself outlives both signals
-    until its command has ended.
+    The exit code is `STOPPED` if the job stopped gracefully: if its save directory says so, as torchrun turns every other code into 1, or
+    if SIGTERM or SIGUSR1 came before it could handle them. It is `INTERRUPTED` if a person stopped it, and 0 if the run was done before
+    the command failed, as when a signal comes while the processes end. bash itself outlives both signals.
 
-    The word NGPUS in `job.python_binary`, which replaces the starter, becomes the number of GPUs of the machine that runs the line:
-    those of CUDA_VISIBLE_DEVICES where it is set, else those of `nvidia-smi -L`, and 1 where there are none.
+    NGPUS in `job.python_binary`, which replaces the starter, becomes the number of GPUs of the machine that runs the line:
+    those of CUDA_VISIBLE_DEVICES if set, else those of `nvidia-smi -L`, at least 1.
     """
     processes = processes or Processes()
     exports = [f"export {name}={shlex.quote(value)};" for name, value in (environment or {}).items()]
@@ -121,7 +120,7 @@ exit $JOB_CODE"""
 
 
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` without what torchrun put there: a job is no rank of the torchrun that this process may run under."""
+    """`environment` without torchrun's variables: a job is no rank of the torchrun that may have started this process."""
     return {name: value for name, value in environment.items() if not _OF_TORCHRUN.fullmatch(name)}
 
 
@@ -143,7 +142,7 @@ def _torchrun_variables(processes: Processes) -> list[str]:
 
 
 def _starter_command(processes: Processes) -> tuple[list[str], str]:
-    """What stands before the command, and its beginning, for a job without a command of its own."""
+    """Bash to run first, and the beginning of the command, for a job without `python_binary`."""
     folder = processes.env_path and processes.env_path.rstrip("/") + "/bin"
     python = shlex.quote(f"{folder}/python" if folder else sys.executable)
     each = '"$GPUS_HERE"' if processes.per_node == "gpus" else str(processes.per_node)

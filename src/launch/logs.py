@@ -1,4 +1,4 @@
-"""What jobs print, as they print it."""
+"""Follows the output of jobs."""
 
 import logging
 import time
@@ -10,7 +10,7 @@ from src.launch import status
 LINES = 20
 POLL_SECONDS = 0.5
 STATES_SECONDS = 5.0
-"""How often the schedulers are asked whether all have ended: they are shared with others."""
+"""How often the schedulers, which are shared, are asked whether all have ended."""
 _SHORT = 8
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 def follow(runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callable[[float], None] = time.sleep) -> Iterator[str]:
     """The last `lines` lines of each log of the experiments, then every line as it is written, until none is queued or running any more.
-    At last the log tells of those that have printed nothing.
+    At the end, those that have printed nothing are logged.
 
     Each line begins with the first characters of the experiment's id where there are several.
     """
@@ -51,17 +51,17 @@ def follow(runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callab
 
 
 def _log_files(runs: Path, exp_id: str) -> list[Path]:
-    """What the job prints; where no job printed, what the training has logged."""
+    """The output files of the job; if there are none, the log of the training."""
     *printed, logged = status.logs_of(runs, exp_id)
     return [path for path in printed if path.exists()] or [logged]
 
 
 def _new_lines(path: Path, places: dict[Path, int], last: bool) -> list[str]:
-    """The whole lines since the last look; at the `last` one also the beginning of a line."""
+    """The whole lines since the last call; at the `last` one also an unfinished line."""
     start = places.get(path, 0)
     try:
         with open(path, "rb") as file:
-            if _size(path) < start:  # somebody emptied it
+            if _size(path) < start:  # it was truncated
                 start = 0
             file.seek(start)
             data = file.read()

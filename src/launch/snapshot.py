@@ -1,4 +1,4 @@
-"""A copy of the code for jobs to run from: an edit while they wait changes none of them. Named by what is in it, so copied once."""
+"""A copy of the code from which jobs run, so that later edits do not change them. Named by its digest, so copied once."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd",
 """A file whose name has one of these words is left out (wandb_token.txt, my-secrets.yaml), but for modules (tokenizers.py, token.py)."""
 SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
 LEFT_OUT = {"__pycache__", "node_modules"}
-"""Folders that are not looked into where no git says what belongs to the code; nor are hidden ones, environments, and results."""
+"""Folders that are skipped without git, besides hidden ones, environments and results."""
 _RESERVED = {SNAPSHOT, MANIFEST}
 _GIT_SECONDS = 60.0
 _TRIES = 3
@@ -36,17 +36,17 @@ def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
     """Copy the code in `root` to <snapshots>/<digest>, unless that is there, and give that folder.
 
     The code is what git tracks or would track; without git, every file but those of `LEFT_OUT`.
-    Links are followed. Files that look like keys are left out, by `SECRET_FILES` and `SECRET_WORDS`, and named in the log.
+    Links are followed. Likely secrets are excluded, by `SECRET_FILES` and `SECRET_WORDS`, and named in the log.
     The digest is that of the paths, the modes and the contents.
 
-    leave_out: folders that are no code wherever they lie, such as save directories.
+    leave_out: folders that are not code, such as save directories.
 
     Raises:
         LaunchError: a file or the whole is too large, cannot be read, has a name of ours, or changes while it is copied.
         RunError: the disk refuses.
     """
     if (root / SNAPSHOT).exists():
-        return root  # a job that submits: it runs from a snapshot
+        return root  # submitted by a job, which runs from a snapshot
     for _ in range(_TRIES):
         found = _collect_files(root, leave_out)
         final = snapshots / _digest(found)
@@ -63,7 +63,7 @@ def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
 
 
 class _ChangedError(Exception):
-    """A file is not what it was when it was looked at."""
+    """A file changed after it was hashed."""
 
 
 def _collect_files(root: Path, leave_out: Sequence[Path]) -> _Found:
