@@ -92,6 +92,8 @@ def reads(tree: ast.Module, excluded: str | None) -> set[str]:
 
 def unread(fields: Iterator[tuple[str, str, str]]) -> list[str]:
     elsewhere = {module: reads(tree, None) for module, tree in trees().items()}
+    for path in (ROOT / "data_prep").rglob("*.py"):  # reads fields of tasks
+        elsewhere[str(path)] = reads(ast.parse(path.read_text(encoding="utf-8")), None)
     wrong = []
     for module, cls, field in fields:
         at_home = reads(trees()[module], cls)
