@@ -39,9 +39,10 @@ class Config(RecipeConfig):
         return self.rate * self.seed
 """
 
-# A shell that starts the tests in the background has SIGINT ignored, and so would every process that they start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that starts the tests in the background has SIGINT ignored, nohup SIGHUP, and so would every process that they start.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 # Long files, of trainings for the most part, come first, so that no worker is left with one of them at the end.

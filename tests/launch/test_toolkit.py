@@ -239,6 +239,7 @@ class TestSubmit:
             launched(tmp_path, [job(tmp_path, "a")])
         with pytest.raises(LaunchError, match="eai: no such program on PATH"):
             configured(tmp_path).check()
+        monkeypatch.setitem(sys.modules, "eai_toolkit_client", None)  # another test may have imported the stand-in
         with pytest.raises(LaunchError, match="needs the client eai_toolkit_client, which is not installed"):
             configured(tmp_path, via="haven").check()
 

@@ -12,7 +12,7 @@ from src.experiments.grid import ref
 from src.experiments.identity import exp_id
 from tests import toy
 
-RELEASED = Path(os.environ.get("TRAINVAL_DATA", "/nowhere"))
+RELEASED = Path(os.environ.get("TRAINVAL_DATA") or "/nowhere")
 pytestmark = pytest.mark.skipif(not RELEASED.is_dir(), reason="needs TRAINVAL_DATA, the folder of the released data")
 
 PRETRAINED: dict[str, Any] = {
