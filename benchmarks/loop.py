@@ -48,6 +48,7 @@ from src.training.loop import TrainSpec, fit
 from src.training.loss import causal_lm_loss, seq2seq_loss
 from src.training.optim import optimizers, schedule
 from src.training.parallel import memory
+from src.training.state import State
 from src.training.validation import Loss
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,7 +107,9 @@ def bare(work: Work) -> None:
     model = DistributedDataParallel(work.model) if distributed.world_size() > 1 else work.model
     optimizer, rate = optimizers.adamw(model, loop), schedule.learning_rate(loop)
     model.train()
-    for step, read in enumerate(islice(loader.steps(work.train, loop, work.config.seed, 0, torch.device("cpu")), loop.steps)):
+    order = data_order.order_of(work.train, work.config.seed, loop.sequences_per_step)
+    steps = loader.steps(work.train, order, loop, State(), torch.device("cpu"))
+    for step, read in enumerate(islice(steps, loop.steps)):
         (tokens,) = distributed.all_reduce_sum([read.loss_tokens])
         for group in optimizer.param_groups:
             group["lr"] = rate(step)

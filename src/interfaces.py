@@ -153,8 +153,8 @@ class SourcedDataset(Dataset, Protocol):
         """Their names."""
         ...
 
-    def source(self, index: int) -> str:
-        """The one of `sources` that sample `index` is from, in every epoch."""
+    def sample_source(self, *key: Any) -> str:
+        """The one of `sources` that the sample of a key is from."""
         ...
 
 

@@ -94,16 +94,16 @@ class LoopConfig(Config):
         """Check the settings against the number of processes and the `scores` that the recipe evaluates.
 
         Raises:
-            ConfigError: the processes cannot share an optimizer step evenly, or nobody measures `best_metric`.
+            ConfigError: there are more processes than micro-batches in a step, or nobody measures `best_metric`.
         """
         name, _, part = self.best_metric.partition("/")  # "em/nq": over the rows of one source, where metrics are given
         if name not in scores or (part and name.startswith("val_")):
             raise ConfigError(f"loop.best_metric: {unknown_text('score', self.best_metric, scores)}")
         count, world_size = self.sequences_per_step // self.micro_batch, distributed.world_size()
-        if count % world_size:
+        if count < world_size:
             raise ConfigError(
                 f"loop.sequences_per_step: {self.sequences_per_step} sequences in micro-batches of {self.micro_batch} make {count} "
-                f"micro-batches a step, which {world_size} processes cannot share evenly. Change their number or loop.micro_batch."
+                f"micro-batches a step, fewer than the {world_size} processes. Start at most {count}, or lower loop.micro_batch."
             )
 
     def check_accelerate(self, told: Mapping[str, str | float]) -> None:
@@ -112,7 +112,7 @@ class LoopConfig(Config):
         Raises:
             ConfigError: names both values.
         """
-        accumulated = self.sequences_per_step // self.micro_batch // distributed.world_size()
+        accumulated = -(-(self.sequences_per_step // self.micro_batch) // distributed.world_size())
         own = {
             "precision": ("--mixed_precision", "loop.precision", self.precision),
             "gradient_accumulation_steps": ("--gradient_accumulation_steps", "the accumulation of loop.sequences_per_step", accumulated),

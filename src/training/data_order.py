@@ -2,24 +2,53 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from src.interfaces import Dataset
+from src.orders import Cursor, Key, Order, RankShare
 from src.runs.history.branches import Branch
 
 Reshuffles = Mapping[int, Sequence[tuple[int, int]]]
 """Epoch -> (offset, branch number): from this offset on the epoch comes in another order. In the order in which they happened."""
 
 
-@dataclass(frozen=True)
-class RankShare:
-    """How the sequences of one optimizer step are cut into micro-batches, and which of them this process takes."""
+@runtime_checkable
+class OrderedDataset(Dataset, Protocol):
+    """A data set with an order of its own: what a step reads does not follow from the step's number."""
 
+    def order(self, seed: int, per_step: int, branches: Sequence[Branch]) -> Order:
+        """The order of a training of `per_step` sequences a step; `branches` are the rewinds that it went through, oldest first."""
+        ...
+
+
+def order_of(dataset: Dataset, seed: int, per_step: int, branches: Sequence[Branch] = ()) -> Order:
+    """The order of a training: the data set's own if it has one, else permutations of its indices."""
+    if isinstance(dataset, OrderedDataset):
+        return dataset.order(seed, per_step, branches)
+    return IndexedOrder(seed, len(dataset), per_step, branches)
+
+
+@dataclass(frozen=True)
+class IndexedOrder:
+    """Each epoch is a permutation of all indices. What a step reads follows from its number, so cursors are empty."""
+
+    seed: int
+    num_samples: int
     per_step: int
-    micro_batch: int
-    rank: int
-    world_size: int
+    branches: Sequence[Branch] = ()
+
+    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
+        """See `orders.Order`. A step reads the next `share.per_step` positions of `samples`."""
+        for keys in micro_batches(self.seed, self.num_samples, first_step, share, self.branches):
+            yield list(keys), {}
+
+    def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
+        """The epoch, and how many of its samples were read."""
+        epoch, offset = divmod(position(step, self.per_step, self.branches), self.num_samples)
+        return {"epoch": epoch, "offset": offset}
 
 
 def samples(seed: int, num_samples: int, first: int, reshuffles: Reshuffles | None = None) -> Iterator[tuple[int, int]]:
@@ -69,6 +98,6 @@ def micro_batches(
         if step == first_step or step in jumps:
             stream = samples(seed, num_samples, position(step, share.per_step, branches), reordered)
         keys = [next(stream) for _ in range(share.per_step)]
-        for g in range(share.rank, share.per_step // share.micro_batch, share.world_size):
+        for g in share.numbers:
             yield keys[g * share.micro_batch : (g + 1) * share.micro_batch]
         step += 1

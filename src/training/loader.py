@@ -1,5 +1,6 @@
 """The micro-batches of this process, optimizer step by optimizer step."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +12,10 @@ from torch.utils.data import Dataset as TorchDataset
 
 from src import distributed
 from src.interfaces import Dataset, SourcedDataset
-from src.runs.history.branches import Branch
-from src.training import data_order
+from src.orders import Cursor, Key, Order, RankShare
 from src.training.config import LoopConfig
+from src.training.state import State
 from src.training.validation import to_device
-
-
-@dataclass(frozen=True)
-class LoaderOptions:
-    """How data are read."""
-
-    branches: Sequence[Branch] = ()
-    num_workers: int | None = None
-    """Processes that read beside this one; None: 2 beside a GPU, else none, as they would take the cores that train."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +30,12 @@ class Step:
     read_tokens: int
     """Real tokens that the model reads, contexts too."""
     sequences: int
+    keys: Sequence[Sequence[Key]]
+    """Of each micro-batch, the keys of its samples."""
+    cursor: Cursor
+    """What this process has changed of the order's cursor, up to the end of this step."""
+    passes: int
+    """Micro-batches of the process that has most. A process with fewer makes up for them with passes that count nothing."""
 
 
 class _Samples(TorchDataset):
@@ -48,10 +46,10 @@ class _Samples(TorchDataset):
         names = sources(dataset)
         self.numbers = {name: number for number, name in enumerate(names)} if len(names) > 1 else {}
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, int | None]:
+    def __getitem__(self, key: Key) -> tuple[Any, int | None]:
         number = None
         if self.numbers and isinstance(self.dataset, SourcedDataset):
-            number = self.numbers[self.dataset.source(key[1])]
+            number = self.numbers[self.dataset.sample_source(*key)]
         return self.dataset.sample(*key), number
 
     def collate(self, samples: Sequence[tuple[Any, int | None]]) -> tuple[Mapping[str, Tensor], Tensor | None]:
@@ -66,47 +64,54 @@ def sources(dataset: Dataset) -> Sequence[str]:
 
 
 class _BatchSampler(Sampler):
-    """Passes an iterator of (epoch, index) lists to a DataLoader."""
+    """Passes the keys of micro-batches to a DataLoader, which may ask ahead, and holds their cursors until the batches come out."""
 
-    def __init__(self, micro_batches: Iterator[list[tuple[int, int]]]) -> None:
+    def __init__(self, micro_batches: Iterator[tuple[list[Key], Cursor]]) -> None:
         self.micro_batches = micro_batches
+        self.ahead: deque[tuple[list[Key], Cursor]] = deque()
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self.micro_batches
+    def __iter__(self) -> Iterator[list[Key]]:
+        for keys, cursor in self.micro_batches:
+            self.ahead.append((keys, cursor))
+            yield keys
 
 
 def steps(
-    dataset: Dataset, config: LoopConfig, seed: int, first_step: int, device: torch.device, options: LoaderOptions | None = None
+    dataset: Dataset, order: Order, config: LoopConfig, start: State, device: torch.device, num_workers: int | None = None
 ) -> Iterator[Step]:
-    """Yield the micro-batches of this process, on `device`, for each optimizer step from `first_step` on. Endless.
+    """Yield the micro-batches of this process, on `device`, for each optimizer step after those that `start` has finished. Endless.
 
-    `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`; for the loss by source also `sources`, their
-    names, and `source(index)`.
+    num_workers: processes that read beside this one, which changes no number; None: 2 beside a GPU, else none, as they would take the
+    cores that train.
     """
-    options = options or LoaderOptions()
-    rank, world_size = distributed.rank(), distributed.world_size()
-    share = data_order.RankShare(config.sequences_per_step, config.micro_batch, rank, world_size)
+    share = RankShare(config.sequences_per_step, config.micro_batch, distributed.rank(), distributed.world_size())
     gpu = device.type == "cuda"
     samples = _Samples(dataset)
+    sampler = _BatchSampler(order.micro_batches(start.step, share, start.cursor))
     batches = DataLoader(
         samples,
-        batch_sampler=_BatchSampler(data_order.micro_batches(seed, len(dataset), first_step, share, options.branches)),
+        batch_sampler=sampler,
         collate_fn=samples.collate,
-        num_workers=(2 if gpu else 0) if options.num_workers is None else options.num_workers,  # samples are pure: no number changes
+        num_workers=(2 if gpu else 0) if num_workers is None else num_workers,
         worker_init_fn=distributed.ignore_stops,
         pin_memory=gpu,
         generator=torch.Generator(),  # else it draws from the global one
     )
     stream = iter(batches)
-    count = config.sequences_per_step // config.micro_batch // world_size
+    behind: Cursor = {}
     while True:
-        batches, numbers = zip(*(next(stream) for _ in range(count)), strict=True)
+        batches, numbers = zip(*(next(stream) for _ in share.numbers), strict=True)
+        keys, cursors = zip(*(sampler.ahead.popleft() for _ in share.numbers), strict=True)
+        behind = {name: value for part in (behind, *cursors) for name, value in part.items()}
         yield Step(
             [to_device(batch, device) for batch in batches],
             [number if number is None else number.to(device, non_blocking=True) for number in numbers],
             loss_tokens=_count_true(batches, "loss_mask"),
             read_tokens=_count_true(batches, "attention_mask") + _count_true(batches, "context_mask"),
             sequences=sum(len(batch["input_ids"]) for batch in batches),
+            keys=keys,
+            cursor=behind,
+            passes=share.passes,
         )
 
 

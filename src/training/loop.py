@@ -19,6 +19,7 @@ from torch import nn
 from src import distributed
 from src.errors import CheckpointError, RunError, TrainingError, UserError
 from src.interfaces import Dataset
+from src.orders import Cursor
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Run
@@ -51,7 +52,6 @@ class TrainSpec:
     model: nn.Module
     about: checkpoint.CheckpointMetadata
     train: Dataset
-    """Data set: `len`, `sample(epoch, index)`, `collate(samples)`."""
     inputs: Mapping[str, str]
     """Fingerprints of the training's inputs by name. They must not change between starts."""
     loss: Loss
@@ -91,8 +91,7 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
         distributed.stop_when(limits.reason),
         loop.ledger_session(),
     ):
-        reading = loader.LoaderOptions(loop.branches, run.options.num_workers)
-        steps = loader.steps(spec.train, config, seed, loop.state.step, accelerator.device, reading)
+        steps = loader.steps(spec.train, loop.order, config, loop.state, accelerator.device, run.options.num_workers)
         loop.meter.restart()
         distributed.stop_together()
         while True:
@@ -116,10 +115,13 @@ class Loop:
         self.spec, self.run, self.config, self.seed, self.accelerator = spec, run, config, seed, accelerator
         self.engine: Engine  # made by `restore`, when the weights are there
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
+        self.order = data_order.order_of(spec.train, seed, config.sequences_per_step, self.branches)
+        self.cursor: Cursor = {}
+        """What this process has changed of the order's cursor since the start, up to the last finished step."""
         self.learning_rate = branches.override_learning_rate(schedule.learning_rate(config), self.branches)
         self.selection = ModelSelection(config)
         self.saver = Saver(run, spec.about, config)
-        self.guard = DivergenceGuard(run, config, Source(spec.train, spec.about.tokenizer, seed, self.branches), self.saver.wait)
+        self.guard = DivergenceGuard(run, config, Source(spec.train, spec.about.tokenizer, self.branches), self.saver.wait)
         self.state = State(inputs=dict(spec.inputs))
         self.row_every = run.options.log_every or config.eval_every
         self.meter = ThroughputMeter(spec.model, config.precision)
@@ -140,11 +142,11 @@ class Loop:
     def ledger_session(self) -> Iterator[None]:
         """Record the start and the end of this attempt in the ledger. On a stop, save a checkpoint of the last finished step first.
 
-        The "cursor" of a start is where its data begin: the epoch, and how many of its samples are passed.
+        The "cursor" of a start says where its data begin, as the order describes it.
         """
-        epoch, offset = divmod(data_order.position(self.state.step, self.config.sequences_per_step, self.branches), len(self.spec.train))
+        cursor = dict(self.order.describe(self.state.step, self.state.cursor))
         with distributed.raise_together():
-            facts = {"engine": self.engine.name, "world_size": distributed.world_size(), "cursor": {"epoch": epoch, "offset": offset}}
+            facts = {"engine": self.engine.name, "world_size": distributed.world_size(), "cursor": cursor}
             self._record_event("start", **facts, **ledger.last_start(self.run.path))
         try:
             yield
@@ -182,19 +184,24 @@ class Loop:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate(state.step)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
-        for a, (batch, sources) in enumerate(zip(step.batches, step.sources, strict=True)):
+        for a in range(step.passes):
+            counts = a < len(step.batches)  # else a pass that keeps this process in step with those that have one more
+            batch, sources = (step.batches[a], step.sources[a]) if counts else (step.batches[0], None)
             self._seed_dropout(seeds.dropout_seed(self.seed, state.step, a * world_size + distributed.rank()))
-            last = a == len(step.batches) - 1
+            last = a == step.passes - 1
             with self.engine.accumulation_context(last):
                 with self.accelerator.autocast(), self.monitor.forward(batch, last, sources), self._activation_context():
                     loss = self.spec.loss(self.engine.model, batch)
                 # The engine takes the mean over ranks; the factor makes it a sum.
-                self.engine.backward(loss * (world_size / tokens), last)
-            loss_sum += loss.detach()
+                self.engine.backward(loss * (counts * world_size / tokens), last)
+            if counts:
+                loss_sum += loss.detach()
         norm = self.engine.norm()
         # The norm of rank 0: copies on unlike devices may differ in the last bit, and all ranks must decide alike.
         total, norm = distributed.all_reduce_sum([float(loss_sum), norm if distributed.is_main() else 0.0])
+        self.guard.remember_keys(state.step + 1, step.keys)
         self.optimizer_step(total, int(tokens), norm)
+        self.cursor = step.cursor
         self.meter.count(step)
         return total / tokens
 
@@ -265,6 +272,7 @@ class Loop:
         state, scaler = self.state, self.accelerator.scaler
         state.selection, state.detector = self.selection.state(), self.guard.detector.state()
         state.scaler = scaler.state_dict() if scaler else {}
+        state.cursor |= dict(distributed.all_gather_list(list(self.cursor.items())))
         with self.meter.pause():
             self.saver.save(self.engine, LoopSnapshot(state.step, self.selection.best_step, state.to_json()))
 

@@ -6,8 +6,12 @@ from typing import Any
 
 from src.errors import CheckpointError
 from src.interfaces import Dataset
+from src.orders import Cursor
 from src.runs import parents
 from src.runs.context import Run
+
+ADDED = {"cursor"}
+"""Fields of `State` that checkpoints of earlier versions lack. They are empty there."""
 
 
 @dataclass
@@ -47,10 +51,13 @@ class State:
     """Of the detector of divergence."""
     inputs: dict[str, str] = field(default_factory=dict)
     """Fingerprints of what the training reads and does not make, by name."""
+    cursor: Cursor = field(default_factory=dict)
+    """Of the order of the data, behind `step`."""
 
     def to_json(self) -> dict[str, Any]:
-        """A copy as JSON values."""
-        return asdict(self)
+        """A copy as JSON values, without the fields in `ADDED` that have their default: checkpoints without them stay as they were."""
+        found = asdict(self)
+        return {name: value for name, value in found.items() if name not in ADDED or value}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "State":
@@ -59,7 +66,7 @@ class State:
         Raises:
             CheckpointError: another version of this code wrote it.
         """
-        if saved.keys() != cls().to_json().keys():
+        if saved.keys() | ADDED != cls.__dataclass_fields__.keys():
             raise CheckpointError("its checkpoints were written by another version of this code. Start over with -r 1.")
         return cls(**{**saved, "since_row": IntervalTotals(**saved["since_row"])})
 

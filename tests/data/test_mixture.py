@@ -79,7 +79,7 @@ def test_in_proportion_to_examples_an_epoch_is_every_sample_once(build):
     for epoch in range(3):
         where = [data.locate(epoch, i) for i in range(15)]
         assert sorted(where) == sorted([("small", epoch, i) for i in range(3)] + [("large", epoch, i) for i in range(12)])
-    sources = [data.source(i) for i in range(15)]
+    sources = [data.sample_source(0, i) for i in range(15)]
     assert [sum(name == "small" for name in sources[i : i + 5]) for i in (0, 5, 10)] == [1, 1, 1]
     assert data.sources == ["large", "small"]
 
@@ -98,7 +98,7 @@ def test_a_part_goes_on_where_it_stopped_and_its_own_epoch_counts_up(build):
 
 def test_any_window_has_the_proportion_of_the_rates(build):
     data = build(ABC, rates={"small": 0.2, "large": 0.6}, samples_per_epoch=400)
-    small = [data.source(i) == "small" for i in range(400)]
+    small = [data.sample_source(0, i) == "small" for i in range(400)]
     assert sum(small) == 100
     assert {sum(small[i : i + 40]) for i in range(360)} <= {9, 10, 11}
 
@@ -106,7 +106,7 @@ def test_any_window_has_the_proportion_of_the_rates(build):
 def test_validation_is_every_sample_of_every_part_once(build):
     data = build(ABC, "val", rates={"small": 9, "large": 1}, samples_per_epoch=100)
     assert [data.locate(0, i) for i in range(len(data))] == [("large", 0, i) for i in range(12)] + [("small", 0, i) for i in range(3)]
-    assert [data.source(i) for i in (0, 11, 12, 14)] == ["large", "large", "small", "small"]
+    assert [data.sample_source(0, i) for i in (0, 11, 12, 14)] == ["large", "large", "small", "small"]
     assert data.sample(0, 13).sample == data.parts["small"].sample(0, 1)
     for index in (15, -1):
         with pytest.raises(IndexError, match="of 15"):
@@ -157,7 +157,7 @@ def test_tasks_count_as_many_examples_as_in_t5s_mixtures(places, write_corpus, t
     parts = {name: {"name": "task", "task": name, "corpus": name} for name in rows}
     config = load(mixture.Config, {"parts": parts, "samples_per_epoch": 8551 + 2490 + 3}, "data")
     data = config.build(places, tokenizer, "train", 0)
-    assert Counter(data.source(i) for i in range(len(data))) == {"cola": 8551, "rte": 2490, "wnli": 3}
+    assert Counter(data.sample_source(0, i) for i in range(len(data))) == {"cola": 8551, "rte": 2490, "wnli": 3}
 
 
 def test_a_share_of_less_than_a_sample_is_refused(build):

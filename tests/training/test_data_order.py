@@ -6,8 +6,9 @@ from itertools import islice
 
 import pytest
 
+from src.orders import RankShare
 from src.runs.history.branches import Branch
-from src.training.data_order import RankShare, micro_batches, samples
+from src.training.data_order import micro_batches, samples
 from src.training.seeds import dropout_seed
 
 

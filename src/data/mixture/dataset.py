@@ -171,8 +171,8 @@ class MixtureDataset:
         """Samples in one epoch."""
         return len(self._order)
 
-    def source(self, index: int) -> str:
-        """The part of sample `index`, in every epoch."""
+    def sample_source(self, epoch: int, index: int) -> str:
+        """The part of a sample, the same in every epoch."""
         return self.sources[self._place(index)[0]]
 
     def locate(self, epoch: int, index: int) -> tuple[str, int, int]:

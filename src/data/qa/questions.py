@@ -120,6 +120,10 @@ class Questions:
         """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as "stdlib_calls"."""
         return answers.source(self._rows[index % len(self._rows)])
 
+    def sample_source(self, epoch: int, index: int) -> str:
+        """`source` of a sample."""
+        return self.source(index)
+
     @cached_property
     def sources(self) -> list[str]:
         """Every `source`, sorted."""

@@ -179,6 +179,10 @@ class TaskDataset:
         del index
         return self.task.name
 
+    def sample_source(self, epoch: int, index: int) -> str:
+        """The task."""
+        return self.task.name
+
     def row(self, index: int) -> Row:
         """Row `index` of the prepared data."""
         return self._rows[index]

@@ -7,14 +7,11 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.files import write_atomic, writing
-from src.interfaces import Dataset
-from src.runs.history.branches import Branch
-from src.training import data_order
+from src.orders import Key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,21 +27,6 @@ MOST_CHARACTERS = 500_000
 
 log = logging.getLogger(__name__)
 
-Key = tuple[int, int]
-"""(epoch, index): what `sample` of the data set is asked for."""
-
-
-def read_batches(
-    dataset: Dataset, seed: int, share: data_order.RankShare, step: int, branches: Sequence[Branch] = ()
-) -> tuple[list[Mapping[str, "Tensor"]], list[list[Key]]]:
-    """Read the micro-batches of this process in optimizer step `step` (counted from 1) again; returns them and their keys.
-
-    `dataset` has `len`, `sample(epoch, index)` (a pure function) and `collate(samples)`.
-    """
-    count = share.per_step // share.micro_batch // share.world_size
-    keys = list(islice(data_order.micro_batches(seed, len(dataset), step - 1, share, branches), count))
-    return [dataset.collate([dataset.sample(*key) for key in micro_batch]) for micro_batch in keys], keys
-
 
 def save(
     run_path: Path,
@@ -56,7 +38,8 @@ def save(
 ) -> Path | None:
     """Write the documents of `batches`; returns the file. Replaces an older file of the same step. Not collective.
 
-    batches: micro-batches of `src.batches`, on any device. keys: of each micro-batch its documents' (epoch, index), row by row.
+    batches: micro-batches of `src.batches`, on any device. keys: of each micro-batch, those of its samples. Row r is of sample
+    `sample_of_row[r]`, of sample r where a batch does not have this entry.
     Returns None, and writes nothing, where this process has written MOST_FILES files already.
 
     Raises:
@@ -71,9 +54,10 @@ def save(
             return None
     left, documents = MOST_CHARACTERS, []
     for number, (batch, rows) in enumerate(zip(batches, keys, strict=True)):
-        assert len(batch["input_ids"]) == len(rows), "a key for each document"
-        for row, (epoch, index) in enumerate(rows):
-            document = {"micro_batch": number, "epoch": epoch, "index": index, **_counts(batch, row)}
+        samples = batch["sample_of_row"].tolist() if "sample_of_row" in batch else range(len(rows))
+        assert len(batch["input_ids"]) == len(samples), "a sample for each row"
+        for row, sample in enumerate(samples):
+            document = {"micro_batch": number, **_key_fields(rows[sample]), **_counts(batch, row)}
             if left > 0:
                 document |= _texts(batch, row, tokenizer, left)
                 left -= len(document["text"]) + sum(map(len, document.get("contexts", [])))
@@ -82,6 +66,11 @@ def save(
     lines = ",\n".join(json.dumps(document, ensure_ascii=False) for document in documents)
     write_atomic(path, f'{{"step": {step}, "rank": {rank}, "documents": [\n{lines}\n]}}\n')
     return path
+
+
+def _key_fields(key: Key) -> dict[str, Any]:
+    """{"epoch", "index"} of a data set that is indexed, else {"key"}."""
+    return {"epoch": key[0], "index": key[1]} if [type(part) for part in key] == [int, int] else {"key": key}
 
 
 def _counts(batch: Mapping[str, "Tensor"], row: int) -> dict[str, Any]:

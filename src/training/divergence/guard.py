@@ -1,6 +1,7 @@
 """Acts on divergence findings before the optimizer step: warn, dump the batch, skip, rewind or stop. See `detector`."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,16 +9,16 @@ from typing import Any
 from src import distributed
 from src.errors import TrainingError, UserError
 from src.interfaces import Dataset
+from src.orders import Key
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Run
 from src.runs.history import archive as abandoned
 from src.runs.history import rewind
 from src.runs.history.branches import Branch
-from src.training import data_order
 from src.training.config import LoopConfig
 from src.training.divergence import batch_dump
-from src.training.divergence.detector import Detector, Finding, severest
+from src.training.divergence.detector import MOST_SUSPECTS, Detector, Finding, severest
 
 REMEDY = "Lower loop.learning_rate, lengthen loop.warmup_rate, or look at the data of this step."
 
@@ -26,12 +27,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """Everything needed to read a step's batch again."""
+    """Everything needed to read a step's batch again, besides its keys."""
 
     dataset: Dataset
-    """Data set: `len`, `sample(epoch, index)`, `collate(samples)`."""
     tokenizer: Any
-    seed: int
     branches: Sequence[Branch]
 
 
@@ -44,6 +43,12 @@ class DivergenceGuard:
     def __init__(self, run: Run, config: LoopConfig, source: Source, wait_for_checkpoint: Callable[[], None]) -> None:
         self.run, self.config, self.source, self.written = run, config, source, wait_for_checkpoint
         self.detector = Detector(config.divergence)
+        self.recent: deque[tuple[int, Sequence[Sequence[Key]]]] = deque(maxlen=MOST_SUSPECTS)
+        """The last steps and the keys of their micro-batches in this process."""
+
+    def remember_keys(self, step: int, keys: Sequence[Sequence[Key]]) -> None:
+        """Call it before `skips_step`, with what this process has read in optimizer step `step`."""
+        self.recent.append((step, keys))
 
     def skips_step(self, step: int, loss: float, grad_norm: float, overflowed: bool) -> bool:
         """True where the weights must not move for step number `step`, counted from 1. Collective where something is found.
@@ -76,12 +81,13 @@ class DivergenceGuard:
             ledger.append(self.run.path, ledger.event("divergence", **facts))
 
     def _save_batches(self, found: Sequence[Finding]) -> None:
-        config, source, rank = self.config, self.source, distributed.rank()
-        share = data_order.RankShare(config.sequences_per_step, config.micro_batch, rank, distributed.world_size())
+        """Save the suspected batches, of those that this process has read since it started."""
+        source, suspects = self.source, {step for finding in found if finding.action != "warn" for step in finding.suspects}
         with distributed.raise_together():
-            for suspect in sorted({step for finding in found if finding.action != "warn" for step in finding.suspects}):
-                batches, keys = batch_dump.read_batches(source.dataset, source.seed, share, suspect, source.branches)
-                batch_dump.save(self.run.path, suspect, rank, batches, source.tokenizer, keys)
+            for step, keys in self.recent:
+                if step in suspects:
+                    batches = [source.dataset.collate([source.dataset.sample(*key) for key in rows]) for rows in keys]
+                    batch_dump.save(self.run.path, step, distributed.rank(), batches, source.tokenizer, keys)
 
     def _rewind(self, found: Sequence[Finding], step: int, text: str) -> None:
         """Rewind to the newest checkpoint before the divergence began and skip the data up to here; returns if that is impossible."""

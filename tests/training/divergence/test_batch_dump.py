@@ -2,7 +2,6 @@
 
 import json
 import os
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,6 @@ import torch
 from src.data.collate import pad_chunks, pad_tokens
 from src.data.text import tokenizers
 from src.errors import RunError
-from src.runs.history.branches import Branch
-from src.training import data_order, loader
-from src.training.config import LoopConfig
 from src.training.divergence import batch_dump
 from tests import toy
 
@@ -63,22 +59,12 @@ def test_documents_and_their_text(tmp_path: Path, tokenizer: Any):
     assert os.listdir(path.parent) == [path.name], "nothing is left beside it"
 
 
-def test_the_batch_read_again_is_the_one_that_the_step_was_given(tokenizer: Any):
-    """By one process and by two, in the fourth step, which is in the second epoch."""
-    config = LoopConfig(steps=9, sequences_per_step=8, micro_batch=2, learning_rate=1.0, eval_every=9)
-    documents = Documents(tokenizer)
-    given = next(loader.steps(documents, config, 5, 3, torch.device("cpu"))).batches
-    again, keys = batch_dump.read_batches(documents, 5, data_order.RankShare(8, 2, 0, 1), 4)
-    assert len(given) == len(again) == len(keys) == 4
-    assert all(torch.equal(a[name], b[name]) for a, b in zip(given, again, strict=True) for name in b)
-    halves = [batch_dump.read_batches(documents, 5, data_order.RankShare(8, 2, rank, 2), 4)[1] for rank in (0, 1)]
-    assert halves == [keys[0::2], keys[1::2]]
-    assert [key for rows in keys for key in rows] == list(islice(data_order.samples(5, 16, 24), 8))
-    passed_over = [Branch(number=1, from_step=2, data="skip:3")]
-    assert (
-        batch_dump.read_batches(documents, 5, data_order.RankShare(8, 2, 0, 1), 7)[1]
-        == batch_dump.read_batches(documents, 5, data_order.RankShare(8, 2, 0, 1), 4, passed_over)[1]
-    )
+def test_rows_of_one_sample_are_saved_with_its_key(tmp_path: Path, tokenizer: Any):
+    """Two replies to the first question, one to the second; keys need not be (epoch, index)."""
+    ids = tokenizer(["red", "blue .", "green"])["input_ids"]
+    batch: Any = pad_tokens(ids, [[False] * len(row) for row in ids], pad_id=0) | {"sample_of_row": torch.tensor([0, 0, 1])}
+    found = read(batch_dump.save(tmp_path, 1, 0, [batch], tokenizer, [[("tree", 7, 1), (2, 5)]]))["documents"]
+    assert [document.get("key", (document.get("epoch"), document.get("index"))) for document in found] == [["tree", 7, 1]] * 2 + [(2, 5)]
 
 
 def test_contexts_stand_beside_the_text_and_missing_chunks_are_left_out(tmp_path: Path, tokenizer: Any):
