@@ -45,9 +45,9 @@ def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
     stage = given.get("zero_optimization", {}).get("stage") if isinstance(given.get("zero_optimization"), dict) else None
     if stage not in (1, 2, 3):
         raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, got {json.dumps(stage)}.")
-    count = config.sequences_per_step // config.micro_batch // distributed.world_size()
+    count = -(-(config.sequences_per_step // config.micro_batch) // distributed.world_size())  # passes, some of which may count nothing
     wanted: dict[str, Any] = {
-        "train_batch_size": config.sequences_per_step,
+        "train_batch_size": count * config.micro_batch * distributed.world_size(),
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": count,
         "gradient_clipping": config.max_grad_norm,

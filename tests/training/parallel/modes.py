@@ -25,9 +25,9 @@ WIDE = copy.deepcopy(EXP)
 WIDE["loop"] |= {"steps": 9, "sequences_per_step": 12, "micro_batch": 2}
 UNEVEN = copy.deepcopy(toy.CROSSATTN)
 UNEVEN["data"] |= {"corpus": "uneven_qa"}
-UNEVEN["loop"] |= {"steps": 2, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 2}
+UNEVEN["loop"] |= {"steps": 2, "sequences_per_step": 6, "micro_batch": 2, "eval_every": 2}
 AT_ONCE = copy.deepcopy(UNEVEN)
-AT_ONCE["loop"]["micro_batch"] = 8
+AT_ONCE["loop"]["micro_batch"] = 6
 PASSES = copy.deepcopy(UNEVEN)
 PASSES["loop"] |= {"steps": 1, "sequences_per_step": 32, "micro_batch": 16, "eval_every": 1}
 SKIPS = copy.deepcopy(LONG)
@@ -44,7 +44,7 @@ EXPERIMENTS = {
     "passes": PASSES,
     "skips": SKIPS,
 }
-"""Uneven answers are of one to four words, and its model stands on that of base, frozen.
+"""Uneven has three micro-batches a step, and answers of one to four words; its model stands on that of base, frozen.
 On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three
 processes. Passes evaluates batches of 16 and of 4 questions, whose contexts are read 8 at a time. Skips leaves a batch out."""
 FIRST, LAST = "step-00000003", "step-00000006"
