@@ -20,7 +20,7 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -49,11 +49,10 @@ from src.training.loss import causal_lm_loss, seq2seq_loss
 from src.training.optim import optimizers, schedule
 from src.training.parallel import memory
 from src.training.state import State
-from src.training.validation import Loss
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {"bare": 0.97, "trainer": 1.0}
-LOSSES: dict[str, Loss] = {"base_tiny": causal_lm_loss, "t5_tiny": seq2seq_loss}
+LOSSES: dict[str, Callable[..., Tensor]] = {"base_tiny": causal_lm_loss, "t5_tiny": seq2seq_loss}
 COMPARED = 8
 """Steps, at most, after which all must have the same weights."""
 
@@ -93,7 +92,7 @@ class Work:
     exp: dict[str, Any]
     places: Places
     clock: Clock
-    loss: Loss
+    loss: Callable[..., Tensor]
 
     @property
     def config(self) -> Any:
@@ -108,7 +107,7 @@ def bare(work: Work) -> None:
     optimizer, rate = optimizers.adamw(model, loop), schedule.learning_rate(loop)
     model.train()
     order = data_order.order_of(work.train, work.config.seed, loop.sequences_per_step)
-    steps = loader.steps(work.train, order, loop, State(), torch.device("cpu"))
+    steps = loader.StepLoader(work.train, order, loop, torch.device("cpu")).steps(State())
     for step, read in enumerate(islice(steps, loop.steps)):
         (tokens,) = distributed.all_reduce_sum([read.loss_tokens])
         for group in optimizer.param_groups:
@@ -216,7 +215,7 @@ def trainer(work: Work) -> None:
 WAYS = {"bare": bare, "fit": ours, "trainer": trainer}
 
 
-def round_of(names: list[str], exp: dict[str, Any], loss: Loss, data: Path) -> dict[str, list[tuple[float, float]]]:
+def round_of(names: list[str], exp: dict[str, Any], loss: Callable[..., Tensor], data: Path) -> dict[str, list[tuple[float, float]]]:
     """Seconds of each measured step, by the wall and by the processor, by way; the ways begin in the order of `names`.
 
     Where there are several processes, those of rank 0: all wait for each other in each step.

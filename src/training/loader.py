@@ -1,7 +1,7 @@
 """The micro-batches of this process, optimizer step by optimizer step."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ class Step:
     batches: Sequence[Mapping[str, Tensor]]
     sources: Sequence[Tensor | None]
     """Of each micro-batch, (B,) int64: the number in `sources` of the data set of each sequence. None where it names one source or none."""
+    count: float
+    """What the summed losses are divided by, of this process."""
     loss_tokens: int
     """True entries of the loss masks."""
     read_tokens: int
@@ -76,43 +78,57 @@ class _BatchSampler(Sampler):
             yield keys
 
 
-def steps(
-    dataset: Dataset, order: Order, config: LoopConfig, start: State, device: torch.device, num_workers: int | None = None
-) -> Iterator[Step]:
-    """Yield the micro-batches of this process, on `device`, for each optimizer step after those that `start` has finished. Endless.
+def count_loss_tokens(batch: Mapping[str, Tensor]) -> int:
+    """True entries of the loss mask."""
+    return _count_true([batch], "loss_mask")
 
-    num_workers: processes that read beside this one, which changes no number; None: 2 beside a GPU, else none, as they would take the
-    cores that train.
-    """
-    share = RankShare(config.sequences_per_step, config.micro_batch, distributed.rank(), distributed.world_size())
-    gpu = device.type == "cuda"
-    samples = _Samples(dataset)
-    sampler = _BatchSampler(order.micro_batches(start.step, share, start.cursor))
-    batches = DataLoader(
-        samples,
-        batch_sampler=sampler,
-        collate_fn=samples.collate,
-        num_workers=(2 if gpu else 0) if num_workers is None else num_workers,
-        worker_init_fn=distributed.ignore_stops,
-        pin_memory=gpu,
-        generator=torch.Generator(),  # else it draws from the global one
-    )
-    stream = iter(batches)
-    behind: Cursor = {}
-    while True:
-        batches, numbers = zip(*(next(stream) for _ in share.numbers), strict=True)
-        keys, cursors = zip(*(sampler.ahead.popleft() for _ in share.numbers), strict=True)
-        behind = {name: value for part in (behind, *cursors) for name, value in part.items()}
-        yield Step(
-            [to_device(batch, device) for batch in batches],
-            [number if number is None else number.to(device, non_blocking=True) for number in numbers],
-            loss_tokens=_count_true(batches, "loss_mask"),
-            read_tokens=_count_true(batches, "attention_mask") + _count_true(batches, "context_mask"),
-            sequences=sum(len(batch["input_ids"]) for batch in batches),
-            keys=keys,
-            cursor=behind,
-            passes=share.passes,
+
+@dataclass(frozen=True)
+class StepLoader:
+    """Reads the micro-batches of this process."""
+
+    dataset: Dataset
+    order: Order
+    config: LoopConfig
+    device: torch.device
+    count: Callable[[Mapping[str, Tensor]], float] = count_loss_tokens
+    """What the summed loss of a batch, on the CPU, is divided by; see `TrainSpec`."""
+    num_workers: int | None = None
+    """Processes that read beside this one, which changes no number; None: 2 beside a GPU, else none, as they would take the cores that
+    train."""
+
+    def steps(self, start: State) -> Iterator[Step]:
+        """Yield what each optimizer step after those that `start` has finished reads, on the device. Endless."""
+        share = RankShare(self.config.sequences_per_step, self.config.micro_batch, distributed.rank(), distributed.world_size())
+        gpu = self.device.type == "cuda"
+        samples = _Samples(self.dataset)
+        sampler = _BatchSampler(self.order.micro_batches(start.step, share, start.cursor))
+        batches = DataLoader(
+            samples,
+            batch_sampler=sampler,
+            collate_fn=samples.collate,
+            num_workers=(2 if gpu else 0) if self.num_workers is None else self.num_workers,
+            worker_init_fn=distributed.ignore_stops,
+            pin_memory=gpu,
+            generator=torch.Generator(),  # else it draws from the global one
         )
+        stream = iter(batches)
+        behind: Cursor = {}
+        while True:
+            batches, numbers = zip(*(next(stream) for _ in share.numbers), strict=True)
+            keys, cursors = zip(*(sampler.ahead.popleft() for _ in share.numbers), strict=True)
+            behind = {name: value for part in (behind, *cursors) for name, value in part.items()}
+            yield Step(
+                [to_device(batch, self.device) for batch in batches],
+                [number if number is None else number.to(self.device, non_blocking=True) for number in numbers],
+                count=sum(self.count(batch) for batch in batches),
+                loss_tokens=_count_true(batches, "loss_mask"),
+                read_tokens=_count_true(batches, "attention_mask") + _count_true(batches, "context_mask"),
+                sequences=sum(len(batch["input_ids"]) for batch in batches),
+                keys=keys,
+                cursor=behind,
+                passes=share.passes,
+            )
 
 
 def _count_true(batches: Sequence[Mapping[str, Tensor]], mask: str) -> int:

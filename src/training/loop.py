@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from src import distributed
 from src.errors import CheckpointError, RunError, TrainingError, UserError
@@ -28,6 +28,7 @@ from src.training import data_order, loader, seeds
 from src.training.checkpointing import folder as checkpoint
 from src.training.config import LoopConfig
 from src.training.divergence.guard import DivergenceGuard, Source
+from src.training.loss import Loss, NamedSums, watch_groups
 from src.training.model_selection import ModelSelection
 from src.training.monitoring.monitor import Monitor
 from src.training.monitoring.reporter import Reporter
@@ -40,7 +41,6 @@ from src.training.parallel.engine import Engine
 from src.training.saver import LoopSnapshot, Saver
 from src.training.state import IntervalTotals, State
 from src.training.stop_conditions import StopConditions
-from src.training.validation import Loss
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +55,14 @@ class TrainSpec:
     inputs: Mapping[str, str]
     """Fingerprints of the training's inputs by name. They must not change between starts."""
     loss: Loss
-    """(model, batch) -> summed loss over the tokens where batch["loss_mask"] is True."""
+    """(model, batch) -> summed loss, and named sums to report if it has any; see `training.loss.Loss`."""
     evaluate: Callable[[Accelerator], Mapping[str, float]]
     """Scores of the model as it stands, the same on every rank. Called on every rank, in eval mode."""
     finish: Callable[[Accelerator], Mapping[str, float]] | None = None
     """Like `evaluate`, but called once after training, when the last checkpoint is written; called again if it was interrupted."""
+    count: Callable[[Mapping[str, Tensor]], float] = loader.count_loss_tokens
+    """What the loss of a batch is a sum over: its tokens, or its conversations, pairs or weights. A step minimises the sum of losses over
+    the sum of counts of the global batch, however that is cut into micro-batches."""
 
 
 def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
@@ -91,7 +94,8 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
         distributed.stop_when(limits.reason),
         loop.ledger_session(),
     ):
-        steps = loader.steps(spec.train, loop.order, config, loop.state, accelerator.device, run.options.num_workers)
+        reader = loader.StepLoader(spec.train, loop.order, config, accelerator.device, spec.count, run.options.num_workers)
+        steps = reader.steps(loop.state)
         loop.meter.restart()
         distributed.stop_together()
         while True:
@@ -125,9 +129,8 @@ class Loop:
         self.state = State(inputs=dict(spec.inputs))
         self.row_every = run.options.log_every or config.eval_every
         self.meter = ThroughputMeter(spec.model, config.precision)
-        self.monitor = Monitor(
-            run.path, spec.model, run.options.statistics_every, compiled=config.compile, sources=loader.sources(spec.train)
-        )
+        self.monitor = Monitor(run.path, spec.model, run.options.statistics_every, compiled=config.compile)
+        self.sources = loader.sources(spec.train)
         self.stopping = False  # True once any process was asked to stop; the same on every rank
 
     def due(self, every: int) -> bool:
@@ -170,40 +173,63 @@ class Loop:
             ledger.append(self.run.path, ledger.event(name, step=self.state.step, **facts))
 
     def train_step(self, step: loader.Step) -> float:
-        """One optimizer step on the mean loss over all tokens of the global batch, which it returns."""
+        """One optimizer step on the mean loss of the global batch, which it returns."""
         state, world_size = self.state, distributed.world_size()
-        tokens, asked, failed = distributed.all_reduce_sum(
-            [step.loss_tokens, distributed.stop_requested() is not None, self.saver.writer.failed]
+        count, tokens, asked, failed = distributed.all_reduce_sum(
+            [step.count, step.loss_tokens, distributed.stop_requested() is not None, self.saver.writer.failed]
         )
         self.stopping = asked > 0
         if failed:
             self.saver.wait()
-        if not tokens:
-            raise TrainingError(f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has a token to learn.")
+        count = int(count) if count.is_integer() else count
+        if not count:
+            raise TrainingError(f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has anything to learn.")
         self.monitor.before_step(state.step + 1)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate(state.step)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
+        sums: dict[str, Tensor] = {}  # (2,) float64: sum and count. They stay on the device, so that a pass waits for nothing.
         for a in range(step.passes):
             counts = a < len(step.batches)  # else a pass that keeps this process in step with those that have one more
             batch, sources = (step.batches[a], step.sources[a]) if counts else (step.batches[0], None)
             self._seed_dropout(seeds.dropout_seed(self.seed, state.step, a * world_size + distributed.rank()))
             last = a == step.passes - 1
             with self.engine.accumulation_context(last):
-                with self.accelerator.autocast(), self.monitor.forward(batch, last, sources), self._activation_context():
-                    loss = self.spec.loss(self.engine.model, batch)
+                with self.accelerator.autocast(), self.monitor.forward(last), self._activation_context():
+                    loss, named = self._loss(batch, sources)
                 # The engine takes the mean over ranks; the factor makes it a sum.
-                self.engine.backward(loss * (counts * world_size / tokens), last)
-            if counts:
-                loss_sum += loss.detach()
+                self.engine.backward(loss * (counts * world_size / count), last)
+            named = {"": (loss, loss.new_zeros(())), **named}
+            for name, pair in named.items():
+                part = torch.stack([value.detach().double() for value in pair])
+                sums[name] = sums.get(name, torch.zeros_like(part)) + (part if counts else 0)
         norm = self.engine.norm()
         # The norm of rank 0: copies on unlike devices may differ in the last bit, and all ranks must decide alike.
-        total, norm = distributed.all_reduce_sum([float(loss_sum), norm if distributed.is_main() else 0.0])
+        own = [norm if distributed.is_main() else 0.0, *torch.stack(list(sums.values())).flatten().tolist()]
+        norm, *flat = distributed.all_reduce_sum(own)
+        totals = {name: flat[2 * i : 2 * i + 2] for i, name in enumerate(sums)}
+        total = totals.pop("")[0]
         self.guard.remember_keys(state.step + 1, step.keys)
-        self.optimizer_step(total, int(tokens), norm)
+        self.optimizer_step(total, count, norm)
+        state.tokens += int(tokens)
+        for name, pair in totals.items():
+            if all(map(math.isfinite, pair)):
+                state.since_row.sums[name] = [a + b for a, b in zip(state.since_row.sums.get(name, (0.0, 0.0)), pair, strict=True)]
         self.cursor = step.cursor
         self.meter.count(step)
-        return total / tokens
+        return total / count
+
+    def _loss(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[Tensor, NamedSums]:
+        """The summed loss of a micro-batch, and named sums: the loss's own, and the loss by source where the data name sources."""
+        watching: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(())
+        if len(self.sources) > 1:
+            unknown = torch.zeros(
+                len(batch["input_ids"]), dtype=torch.int64, device=self.accelerator.device
+            )  # of a pass that counts nothing
+            watching = watch_groups(batch, unknown if sources_B is None else sources_B, len(self.sources))
+        with watching as by_source:
+            found = self.spec.loss(self.engine.model, batch)
+        loss, named = found if isinstance(found, tuple) else (found, {})
+        return loss, {**named, **{f"loss/{name}": (pair[0], pair[1]) for name, pair in zip(self.sources, by_source, strict=False)}}
 
     def _seed_dropout(self, seed: int) -> None:
         """Seed dropout on the training device. torch.manual_seed probes every kind of accelerator, which takes a hundred times as long."""
@@ -215,13 +241,13 @@ class Loop:
         """Context of a forward pass: where the activations for its backward pass are kept."""
         return memory.offload_activations(self.spec.model) if self.run.options.offload_activations else contextlib.nullcontext()
 
-    def optimizer_step(self, loss_sum: float, tokens: int, norm: float) -> None:
+    def optimizer_step(self, loss_sum: float, count: float, norm: float) -> None:
         """Pass the step to the guard, clip and step. All ranks see the same values, so all decide alike."""
         state, since = self.state, self.state.since_row
         # Where float16 overflows, the scaler skips the step and lowers its scale.
         overflowed = self.config.precision == "float16" and not math.isfinite(norm)
         self.monitor.after_backward()
-        if self.guard.skips_step(state.step + 1, loss_sum / tokens, norm, overflowed):
+        if self.guard.skips_step(state.step + 1, loss_sum / count, norm, overflowed):
             clipped, moved = False, False
             self.engine.skip_step()
         else:
@@ -229,10 +255,9 @@ class Loop:
             moved = self.engine.step()
         self.monitor.after_step(self.engine.optimizer)
         state.step += 1
-        state.tokens += tokens
         since.steps += 1
         if math.isfinite(loss_sum):
-            since.tokens += tokens
+            since.tokens += count
             since.loss += loss_sum
         if moved:
             since.grad_norm += norm
@@ -262,7 +287,7 @@ class Loop:
         """Write one score row and one row of timings, and reset the sums."""
         step, since = self.state.step, self.state.since_row
         row = {"step": step, **since.scores(), "learning_rate": self.learning_rate(step - 1), "tokens": self.state.tokens, **scores}
-        perf = {**self.meter.row(), **self.monitor.row()}
+        perf = self.meter.row()
         distributed.broadcast_from_rank0(lambda: reporter.report(row, perf))
         self.state.since_row = IntervalTotals()
         self.meter.restart()

@@ -8,6 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 NOT_LEARNED = -100
+NamedSums = Mapping[str, tuple[Tensor, Tensor]]
+"""Sum and count of what is reported as a mean, by name: the same names in every call."""
+Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor | tuple[Tensor, NamedSums]]
+"""(model, batch) -> summed loss, to be divided by `TrainSpec.count` over the global batch, and sums to report if it has any."""
 DEPTH_MASKS = {"attention_mask": "encoder_mask", "decoder_attention_mask": "decoder_mask", "cross_attention_mask": "cross_mask"}
 """Keywords of a model that src.models.t5.config builds, and fields of a DepthBatch."""
 Seen = Callable[[Tensor, Tensor], None]
@@ -23,6 +27,28 @@ def watch_cross_entropy(seen: Seen) -> Iterator[None]:
         yield
     finally:
         _watching.remove(seen)
+
+
+@contextlib.contextmanager
+def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int) -> Iterator[Tensor]:
+    """Within the block, add each cross entropy of `batch` to the yielded (num_groups, 2) float64: loss in nats, tokens, by group.
+
+    groups_B: the group of each sample. Losses are without label smoothing; tokens whose loss is not finite are left out.
+    """
+    mask_NT = batch["loss_mask"]
+    groups_N = groups_B[batch["sample_of_row"]] if "sample_of_row" in batch else groups_B
+    groups = groups_N[:, None].expand_as(mask_NT)[mask_NT]
+    sums = torch.zeros(num_groups, 2, dtype=torch.float64, device=mask_NT.device)
+
+    @torch.no_grad()
+    def add(logits_NV: Tensor, targets_N: Tensor) -> None:
+        learned = targets_N != NOT_LEARNED
+        losses = F.cross_entropy(logits_NV[learned].float(), targets_N[learned], reduction="none").double()
+        finite = losses.isfinite()
+        sums.index_add_(0, groups, torch.stack([losses.where(finite, 0.0), finite.double()], dim=1))
+
+    with watch_cross_entropy(add):
+        yield sums
 
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:

@@ -10,8 +10,8 @@ from src.orders import Cursor
 from src.runs import parents
 from src.runs.context import Run
 
-ADDED = {"cursor"}
-"""Fields of `State` that checkpoints of earlier versions lack. They are empty there."""
+ADDED, ADDED_TOTALS = {"cursor"}, {"sums"}
+"""Fields of `State` and `IntervalTotals` that checkpoints of earlier versions lack. They are empty there."""
 
 
 @dataclass
@@ -19,18 +19,21 @@ class IntervalTotals:
     """Sums since the last score row."""
 
     steps: int = 0
-    tokens: int = 0
-    """Of the steps whose loss is finite."""
+    tokens: float = 0
+    """What the losses are divided by (`TrainSpec.count`, tokens by default), over the steps whose loss is finite."""
     loss: float = 0.0
     grad_norm: float = 0.0
     clipped: int = 0
     skipped: int = 0
     """Steps that moved nothing: a gradient overflowed float16, or the batch was left out. They have no gradient norm."""
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    """[sum, count] of what is reported as a mean beside the loss, by name."""
 
     def scores(self) -> dict[str, float]:
         """Means over the interval; of the loss none where no step had a finite one."""
         moved = max(1, self.steps - self.skipped)
         loss = {"train_loss": self.loss / self.tokens} if self.tokens else {}
+        loss |= {name: total / count for name, (total, count) in self.sums.items() if count}
         scores = {**loss, "grad_norm": self.grad_norm / moved, "clip_rate": self.clipped / moved}
         return {**scores, "skipped_steps": self.skipped} if self.skipped else scores
 
@@ -56,8 +59,7 @@ class State:
 
     def to_json(self) -> dict[str, Any]:
         """A copy as JSON values, without the fields in `ADDED` that have their default: checkpoints without them stay as they were."""
-        found = asdict(self)
-        return {name: value for name, value in found.items() if name not in ADDED or value}
+        return _without_empty(asdict(self), ADDED) | {"since_row": _without_empty(asdict(self.since_row), ADDED_TOTALS)}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "State":
@@ -69,6 +71,10 @@ class State:
         if saved.keys() | ADDED != cls.__dataclass_fields__.keys():
             raise CheckpointError("its checkpoints were written by another version of this code. Start over with -r 1.")
         return cls(**{**saved, "since_row": IntervalTotals(**saved["since_row"])})
+
+
+def _without_empty(fields: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value or name not in names}
 
 
 def fingerprints(run: Run, data: Dataset, tokenizer: Any, pretrained: str | None) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Mean token loss over a whole data set, computed by all processes together."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from src import distributed
 from src.errors import TrainingError
 from src.interfaces import Dataset
-from src.training.loss import watch_cross_entropy
-
-Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+from src.training.loss import Loss, watch_cross_entropy, watch_groups
 
 
 class LossSums(NamedTuple):
@@ -58,7 +56,7 @@ def measure(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, dev
         for indices, counts in rank_batches(len(dataset), batch_size):
             distributed.stop_together()
             batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
-            value = float(loss(model, batch))
+            value = float(_summed(loss(model, batch)))
             if counts:
                 loss_sum += value
                 tokens += int(batch["loss_mask"].sum())
@@ -66,6 +64,27 @@ def measure(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, dev
     if not tokens:
         raise TrainingError("the evaluation data score no token: nothing to take a mean loss of.")
     return LossSums(loss_sum, int(tokens), int(correct))
+
+
+@torch.no_grad()
+def sample_losses(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, device: torch.device) -> list[tuple[float, int]]:
+    """(summed loss in nats, tokens) of every sample of `dataset`, in order, on every rank. Collective.
+
+    For losses that are cross entropies over tokens (`training.loss`). See `measure` for what is raised.
+    """
+    found: list[tuple[int, float, int]] = []
+    for indices, counts in rank_batches(len(dataset), batch_size):
+        distributed.stop_together()
+        batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
+        with watch_groups(batch, torch.arange(len(indices), device=device), len(indices)) as sums:
+            loss(model, batch)
+        if counts:
+            found += [(i, nats, int(tokens)) for i, (nats, tokens) in zip(indices, sums.tolist(), strict=True)]
+    return [(nats, tokens) for _, nats, tokens in sorted(distributed.all_gather_list(found))]
+
+
+def _summed(found: Tensor | tuple[Tensor, object]) -> Tensor:
+    return found[0] if isinstance(found, tuple) else found
 
 
 def rank_batches(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from src.training.loss import cross_entropy, seq2seq_loss
-from src.training.validation import mean_loss, measure
+from src.training.loss import cross_entropy, seq2seq_loss, watch_groups
+from src.training.validation import mean_loss, measure, sample_losses
 
 
 def test_z_loss_adds_the_squared_logarithm_of_the_softmax_denominator_where_something_is_learned():
@@ -68,3 +68,37 @@ def test_accuracy_is_the_share_of_learned_tokens_that_are_likeliest(batch_size: 
     found = measure(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu"), accuracy=True)
     assert (found.loss, found.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 6, 2 / 6))
     assert mean_loss(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu")) == pytest.approx(found.loss)
+
+
+def test_losses_by_group_by_hand():
+    """Uniform logits over 4: each token costs ln 4. Places that are not learned count nothing, nor do losses outside the block."""
+    logits = torch.zeros(5, 4)
+    logits[3] = torch.tensor([math.log(5), 0, 0, 0])  # 5 / 8 for token 0
+    logits[1, 0] = math.nan
+    targets = torch.tensor([0, 0, -100, 0, -100])
+    mask = torch.tensor([[False, True, True], [False, True, False]])
+    with watch_groups({"loss_mask": mask}, torch.tensor([0, 1]), 3) as sums:
+        cross_entropy(logits, targets)
+    cross_entropy(logits, targets)
+    assert sums.tolist() == [pytest.approx([math.log(4), 1]), pytest.approx([math.log(8 / 5), 1]), [0, 0]]
+
+
+def test_rows_of_one_sample_are_of_its_group():
+    mask = torch.tensor([[True], [True], [True]])
+    with watch_groups({"loss_mask": mask, "sample_of_row": torch.tensor([1, 1, 0])}, torch.tensor([0, 1]), 2) as sums:
+        cross_entropy(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64))
+    assert sums[:, 1].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_the_losses_of_samples_make_the_mean(batch_size: int):
+    device = torch.device("cpu")
+    found = sample_losses(Echo(), Pairs(), seq2seq_loss, batch_size, device)
+    assert [tokens for _, tokens in found] == [3, 1, 2]
+    each = [measure(Echo(), _One(i), seq2seq_loss, 1, device) for i in range(3)]
+    assert [nats for nats, _ in found] == pytest.approx([one.loss_sum for one in each])
+
+
+class _One(Pairs):
+    def __init__(self, index: int) -> None:
+        self.targets = (Pairs.targets[index],)

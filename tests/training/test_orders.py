@@ -71,7 +71,7 @@ class Processes:
             self.monkeypatch.setattr(distributed, "world_size", lambda: world_size)
             data = Filtered()
             order = data_order.order_of(data, 0, CONFIG.sequences_per_step)
-            found = list(islice(loader.steps(data, order, CONFIG, start, torch.device("cpu"), num_workers), steps))
+            found = list(islice(loader.StepLoader(data, order, CONFIG, torch.device("cpu"), num_workers=num_workers).steps(start), steps))
             assert all(step.passes == -(-3 // world_size) for step in found)
             read.append([[key for rows in step.keys for key in rows] for step in found])
             for step in found:

@@ -74,7 +74,8 @@ def _key_fields(key: Key) -> dict[str, Any]:
 
 
 def _counts(batch: Mapping[str, "Tensor"], row: int) -> dict[str, Any]:
-    return {"tokens": int(batch["attention_mask"][row].sum()), "loss_tokens": int(batch["loss_mask"][row].sum())}
+    masks = {"tokens": "attention_mask", "loss_tokens": "loss_mask"}
+    return {name: int(batch[mask][row].sum()) for name, mask in masks.items() if mask in batch}
 
 
 def _texts(batch: Mapping[str, "Tensor"], row: int, tokenizer: "PreTrainedTokenizerFast", most: int) -> dict[str, Any]:

@@ -1,18 +1,18 @@
-"""Statistics of weights, gradients, moments, updates and activations, and the loss by source.
+"""Statistics of weights, gradients, moments, updates and activations.
 
 It looks and changes nothing: a training ends with the same bits with it and without it. The loop calls, for each optimizer step,
 `before_step`, `forward` around each forward pass, `after_backward` and `after_step`; between them it costs next to nothing in the steps
-whose statistics are not due. The loss by source costs a cross entropy without gradient, where there are several sources.
+whose statistics are not due.
 """
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from src import distributed
 from src.runs import jsonl_records
@@ -20,7 +20,6 @@ from src.runs.context import Options
 from src.training.monitoring import activation_statistics, parameter_statistics, tensor_statistics
 from src.training.monitoring.activation_statistics import Activation
 from src.training.monitoring.parameter_statistics import TensorSums
-from src.training.monitoring.source_loss import SourceLoss
 
 FILE = "statistics.jsonl"
 DEFAULT_EVERY = Options().statistics_every
@@ -33,15 +32,11 @@ class Monitor:
     The same calls must come on every rank; rank 0 writes.
 
     every: optimizer steps between statistics; 0 for none. compiled: whether torch.compile has taken `model`, which is then not hooked.
-    sources: names of what the data are from.
     """
 
-    def __init__(
-        self, folder: Path, model: nn.Module, every: int = DEFAULT_EVERY, *, compiled: bool = False, sources: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, model: nn.Module, every: int = DEFAULT_EVERY, *, compiled: bool = False) -> None:
         self.folder, self.model, self.every = folder, model, every
         self.compiled = compiled or activation_statistics.is_compiled(model)
-        self.sources = SourceLoss(sources)
         self.step = 0
         self.due = False
         self._gradients: list[TensorSums] = []
@@ -63,17 +58,10 @@ class Monitor:
         self.due = bool(self.every) and step % self.every == 0
         self._gradients, self._activations = [], []
 
-    @contextlib.contextmanager
-    def forward(self, batch: Mapping[str, Tensor], last: bool, sources_B: Tensor | None = None) -> Iterator[None]:
-        """Around a forward pass over `batch` and its loss, without its backward pass. Watches the `last` of a due step, on rank 0.
-
-        sources_B: the number of the source of each sequence; None where nobody says.
-        """
+    def forward(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around a forward pass and its loss, without its backward pass. Watches the `last` of a due step, on rank 0."""
         hooked = self.due and last and not self.compiled and distributed.is_main()
-        looking = activation_statistics.watch_activations(self.model, self._activations) if hooked else contextlib.nullcontext()
-        counting = contextlib.nullcontext() if sources_B is None else self.sources.watch(batch["loss_mask"], sources_B)
-        with counting, looking:
-            yield
+        return activation_statistics.watch_activations(self.model, self._activations) if hooked else contextlib.nullcontext()
 
     def after_backward(self) -> None:
         """Called when the gradients are complete and unscaled, before clipping. Collective for sharded models."""
@@ -92,10 +80,6 @@ class Monitor:
         learning_rate = optimizer.param_groups[0]["lr"]
         distributed.broadcast_from_rank0(lambda: self._write(found, learning_rate))
         self._gradients, self._activations, self.due = [], [], False
-
-    def row(self) -> dict[str, float]:
-        """Loss and tokens by source since the last call. Collective."""
-        return self.sources.row()
 
     def _write(self, found: Sequence[TensorSums], learning_rate: float) -> None:
         """One record for each tensor."""

@@ -14,14 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from src.config import Places
 from src.errors import DataError
-from src.experiments.identity import exp_id
-from src.files import new_directory
 from src.interfaces import load_experiment
 from src.runs import jsonl_records
-from src.training.loss import causal_lm_loss, cross_entropy
+from src.training.loss import causal_lm_loss
 from src.training.monitoring import activation_statistics, monitor, parameter_statistics, tensor_statistics
 from src.training.monitoring.monitor import FILE, Monitor
-from src.training.monitoring.source_loss import SourceLoss
 from tests import toy
 
 
@@ -177,7 +174,7 @@ def test_a_compiled_model_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptur
     compiled: Any = torch.compile(nn.Linear(3, 3), backend="eager")
     watching = Monitor(tmp_path, compiled, 1)
     watching.before_step(1)
-    with watching.forward({}, last=True):
+    with watching.forward(last=True):
         assert not any(module._forward_hooks for module in compiled.modules())
     assert "activations are not measured" in caplog.text
 
@@ -209,7 +206,7 @@ def train(places: Places, watching: Monitor | None, checkpointing: bool = False,
             if watching is None:
                 loss = causal_lm_loss(model, batch)
             else:
-                with watching.forward(batch, last, ids[:, 0] % 2):
+                with watching.forward(last):
                     loss = causal_lm_loss(model, batch)
             loss.backward()
         if watching is not None:
@@ -262,7 +259,7 @@ def test_only_the_last_pass_of_a_due_step_is_hooked(tmp_path: Path):
     hooked = []
     for step, last in ((1, True), (2, False), (2, True), (3, True)):
         watching.before_step(step)
-        with watching.forward({}, last):
+        with watching.forward(last):
             hooked.append(bool(layer._forward_hooks))
     assert hooked == [False, False, True, False]
 
@@ -312,62 +309,10 @@ def test_tensors_that_are_not_finite_are_said(tmp_path: Path, caplog: pytest.Log
     optimizer = torch.optim.AdamW(layer.parameters())
     watching = Monitor(tmp_path, layer, monitor.DEFAULT_EVERY)
     watching.before_step(monitor.DEFAULT_EVERY)
-    with watching.forward({}, last=True):
+    with watching.forward(last=True):
         layer(torch.tensor([[math.inf, 1.0]])).sum().backward()
     watching.after_backward()
     watching.after_step(optimizer)
     assert "step 50: 3 of 6 tensors are not finite, the first weight hp_grad; see" in caplog.text
     (gradient,) = [record for record in records(tmp_path) if (record["name"], record["context"]) == ("weight", "hp_grad")]
     assert (gradient["nonfinite"], gradient["var_max"], gradient["var_min"]) == (2, None, 1.0)
-
-
-def test_loss_by_source_by_hand():
-    """Uniform logits over 4: each token costs ln 4. Places that are not learned count nothing."""
-    logits = torch.zeros(5, 4)
-    logits[3] = torch.tensor([math.log(5), 0, 0, 0])  # 5 / 8 for token 0
-    targets = torch.tensor([0, 0, -100, 0, -100])
-    mask = torch.tensor([[False, True, True], [False, True, False]])
-    found = SourceLoss(["books", "code", "never seen"])
-    with found.watch(mask, torch.tensor([0, 1])):
-        cross_entropy(logits, targets)
-    cross_entropy(logits, targets)
-    assert found.row() == pytest.approx(
-        {"loss/books": math.log(4), "loss_tokens/books": 2, "loss/code": math.log(8 / 5), "loss_tokens/code": 1}
-    )
-    assert found.row() == {}
-
-
-def test_a_loss_that_is_no_number_is_in_no_mean_by_source():
-    found = SourceLoss(["a"])
-    found.count(torch.tensor([[0.0, 0.0], [math.nan, 0.0]]), torch.tensor([0, 0]), torch.tensor([0, 0]))
-    assert found.row() == pytest.approx({"loss/a": math.log(2), "loss_tokens/a": 1})
-
-
-def test_loss_by_source_is_that_of_the_training(places: Places, tmp_path: Path):
-    watching = Monitor(tmp_path, nn.Identity(), 0, sources=["even", "odd"])
-    list(train(places, watching, steps=2))
-    row = watching.row()
-    assert set(row) == {"loss/even", "loss_tokens/even", "loss/odd", "loss_tokens/odd"}
-    assert row["loss_tokens/even"] + row["loss_tokens/odd"] == 2 * 2 * 2 * 11
-    assert 2 < row["loss/even"] < 6
-
-
-def test_a_mixture_says_its_loss_by_source(tmp_path: Path):
-    """The sources' losses make the loss of the training, on the real loop and real questions."""
-    toy.write_data(tmp_path / "data")
-    with new_directory(tmp_path / "data" / "mixed") as folder:
-        for path in (tmp_path / "data" / "toy_qa").glob("*.jsonl"):
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-            (folder / path.name).write_text("".join(json.dumps({**row, "dataset": f"toy{i % 3}"}) + "\n" for i, row in enumerate(rows)))
-    child = {
-        **toy.CROSSATTN,
-        "data": {**toy.CROSSATTN["data"], "corpus": "mixed"},
-        "loop": {**toy.CROSSATTN["loop"], "steps": 4, "eval_every": 4},
-    }
-    assert toy.main(["-e", "base", "child"], {"base": [toy.BASE], "child": [child]}, tmp_path) == 0
-    run = tmp_path / "runs" / exp_id(child)
-    row = json.loads((run / "perf.jsonl").read_text().splitlines()[-1])
-    tokens = [row[f"loss_tokens/toy{i}"] for i in range(3)]
-    mean = sum(row[f"loss/toy{i}"] * count for i, count in enumerate(tokens)) / sum(tokens)
-    assert all(tokens)
-    assert mean == pytest.approx(toy.rows(tmp_path, exp_id(child))[-1]["train_loss"], rel=1e-6)

@@ -20,7 +20,8 @@ def model() -> transformers.GPT2LMHeadModel:
 
 
 def step() -> Step:
-    return Step([{"input_ids": torch.zeros(2, 5, dtype=torch.int64)}] * 3, [None] * 3, loss_tokens=20, read_tokens=25, sequences=6)
+    batches = [{"input_ids": torch.zeros(2, 5, dtype=torch.int64)}] * 3
+    return Step(batches, [None] * 3, count=20, loss_tokens=20, read_tokens=25, sequences=6, keys=[], cursor={}, passes=3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is absent without a GPU")
