@@ -56,7 +56,7 @@ def measure(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, dev
         for indices, counts in rank_batches(len(dataset), batch_size):
             distributed.stop_together()
             batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
-            value = float(_summed(loss(model, batch)))
+            value = float(_loss_sum(loss(model, batch)))
             if counts:
                 loss_sum += value
                 tokens += int(batch["loss_mask"].sum())
@@ -83,7 +83,7 @@ def sample_losses(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: in
     return [(nats, tokens) for _, nats, tokens in sorted(distributed.all_gather_list(found))]
 
 
-def _summed(found: Tensor | tuple[Tensor, object]) -> Tensor:
+def _loss_sum(found: Tensor | tuple[Tensor, object]) -> Tensor:
     return found[0] if isinstance(found, tuple) else found
 
 

@@ -17,9 +17,11 @@ from src.config import Places
 from src.files import new_directory
 from src.interfaces import Dataset
 from src.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER
+from src.orders import RankShare
 from src.registry import DATASETS, MODELS, bind
 from src.training import data_order, loader, loss
 from src.training.config import LoopConfig
+from src.training.state import State
 
 CONTROLS = ("<|endoftext|>", "<|pad|>", *(f"<extra_id_{n}>" for n in range(40)), "<eosen>", *(f"<sent_{n}>" for n in range(4)))
 TEXTS = [f"Document {i} says {'more and ' * (i % 5)}no more. Does it? It does." for i in range(9)]
@@ -114,7 +116,8 @@ def read(data: Dataset, keys: Sequence[tuple[int, int]]) -> list[Any]:
 
 def read_steps(data: Dataset, count: int, first_step: int = 0, workers: int = 0) -> list[Any]:
     """The micro-batches of `count` optimizer steps of this rank, as the training loop gets them."""
-    stream = loader.steps(data, LOOP, 0, first_step, torch.device("cpu"), loader.LoaderOptions(num_workers=workers))
+    order = data_order.order_of(data, 0, PER_STEP)
+    stream = loader.StepLoader(data, order, LOOP, torch.device("cpu"), num_workers=workers).steps(State(step=first_step))
     try:
         return [[plain(batch) for batch in step.batches] for step in itertools.islice(stream, count)]
     finally:
@@ -153,7 +156,7 @@ def test_ranks_read_disjoint_shares_of_what_one_process_reads(build: Build, name
     data = build(name)
     count = len(data)  # steps, which are PER_STEP epochs
     for world_size in (1, 2, 3):
-        shares = [data_order.RankShare(PER_STEP, 1, rank, world_size) for rank in range(world_size)]
+        shares = [RankShare(PER_STEP, 1, rank, world_size) for rank in range(world_size)]
         streams = [data_order.micro_batches(0, len(data), 0, share) for share in shares]
         each = [[keys[0] for keys in itertools.islice(stream, count * PER_STEP // world_size)] for stream in streams]
         read_keys = Counter(key for keys in each for key in keys)
