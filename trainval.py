@@ -198,7 +198,8 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
         if lacks and (reset or metadata.state_of(places.runs / item.exp_id) != "done"):
             raise ConfigError("\n".join(lacks))
         facts = {"groups": list(item.groups), **describe(sys.argv)}
-        opened.append(RunDir.open(places.runs, item.exp, resolved_dict(item.recipe, key="recipe"), reset=reset, facts=facts))
+        resolved = resolved_dict(item.recipe, key="recipe")
+        opened.append(RunDir.open(places.runs, item.exp, resolved, recipe=item.recipe, reset=reset, facts=facts))
         return opened[0].status()["state"]
 
     distributed.defer_stop()  # until `carry_out` keeps the status true

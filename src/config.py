@@ -10,9 +10,29 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from src.errors import ConfigError
+
+
+def added(absence: Any, **constraints: Any) -> Any:
+    """A field added after runs were made without it: `absence` is its default, and what runs without it did.
+
+    `constraints` are those of pydantic's Field. Runs whose config.json lacks the field can then still be opened.
+    """
+    return Field(default=absence, json_schema_extra={"absence": absence}, **constraints)
+
+
+def is_added(info: FieldInfo) -> bool:
+    """Whether the field was declared with `added`."""
+    return bool(_absence(info))
+
+
+def _absence(info: FieldInfo) -> list[Any]:
+    """[what the absence of the field meant], or [] if it was there from the start."""
+    extra = info.json_schema_extra
+    return [extra["absence"]] if isinstance(extra, dict) and "absence" in extra else []
 
 
 class Config(BaseModel):
@@ -21,6 +41,34 @@ class Config(BaseModel):
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True, protected_namespaces=()
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse an `added` field whose default is not what its absence meant."""
+        for name, info in cls.model_fields.items():
+            default, absence = info.default, _absence(info)[0] if is_added(info) else info.default
+            if (type(default), default) != (type(absence), absence):
+                raise ConfigError(
+                    f"{cls.__module__}.{cls.__name__}.{name}: the default {default!r} is not what its absence meant, {absence!r}: "
+                    "runs made before the field was added would change. Write the new value into the experiments instead."
+                )
+
+
+def fill_absences(saved: Any, config: Any) -> Any:
+    """`saved`, an older dict of `config`, with each `added` field that it lacks at what its absence meant."""
+    if isinstance(saved, dict) and isinstance(config, Config):
+        filled = {key: fill_absences(value, getattr(config, key, None)) for key, value in saved.items()}
+        missing = {
+            name
+            for name, info in type(config).model_fields.items()
+            if name not in saved and is_added(info) and getattr(config, name) == info.default
+        }
+        return filled | config.model_dump(mode="json", include=missing)
+    if isinstance(saved, dict) and isinstance(config, dict):
+        return {key: fill_absences(value, config.get(key)) for key, value in saved.items()}
+    if isinstance(saved, list) and isinstance(config, (list, tuple)) and len(saved) == len(config):
+        return [fill_absences(value, item) for value, item in zip(saved, config, strict=True)]
+    return saved
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
+from src.config import Config, fill_absences
 from src.errors import ConfigError, RunError, UserError
 from src.experiments.identity import check_values, exp_id
 from src.files import TEMPORARY, read_json, write_atomic, write_json, writing
@@ -57,13 +58,21 @@ class RunDir:
 
     @classmethod
     def open(
-        cls, runs: Path, exp: dict[str, Any], resolved: Mapping[str, Any], *, reset: int = 0, facts: Mapping[str, Any] | None = None
+        cls,
+        runs: Path,
+        exp: dict[str, Any],
+        resolved: Mapping[str, Any],
+        *,
+        recipe: Config | None = None,
+        reset: int = 0,
+        facts: Mapping[str, Any] | None = None,
     ) -> "RunDir":
         """Lock <runs>/<id>, created if missing, and check that it belongs to `exp`.
 
         Its status is then "running", unless it is "done": of a finished run only the groups change.
 
         exp: canonical (`registry.canonical_dict`). resolved: with every default (`registry.resolved_dict`).
+        recipe: the typed experiment. config.json may lack its fields that were `added` after the run began.
         reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … if that exists.
             The recorded groups and the submitted job are kept.
         facts: for env.json; "groups" lists the groups of this start, and "diff", if any, goes to diff.patch.
@@ -91,7 +100,7 @@ class RunDir:
                 _restore_notes(backup, path)
             run = cls(path, identity, exp, attempts(path), lease)
             run._check_dict()
-            run._check_config(dict(resolved))
+            run._check_config(dict(resolved), recipe)
             run._begin(read_status(path)["state"], dict(facts or {}))
         except BaseException:
             lease.release()
@@ -184,7 +193,7 @@ class RunDir:
                 return
         write_json(file, self.exp)
 
-    def _check_config(self, resolved: dict[str, Any]) -> None:
+    def _check_config(self, resolved: dict[str, Any], recipe: Config | None) -> None:
         file = self.path / CONFIG
         resolved = json.loads(json.dumps(resolved, allow_nan=False))
         if file.exists():
@@ -192,7 +201,7 @@ class RunDir:
                 found = read_json(file, RunError)
             except RunError as error:
                 raise RunError(f"{error} Delete it if no default has changed since the run began, or start over with -r 1.") from None
-            changes = differences(found, resolved)
+            changes = differences(fill_absences(found, recipe), resolved)
             if changes:
                 raise RunError(
                     f"{file}: this run was started with other defaults: {_describe(changes)}. To continue it, restore the old defaults; "
