@@ -104,7 +104,7 @@ def bare(work: Work) -> None:
     """Nothing but the model, AdamW, clipping and the learning rate."""
     loop = work.config.loop
     model = DistributedDataParallel(work.model) if distributed.world_size() > 1 else work.model
-    optimizer, rate = optimizers.adamw(model, loop), schedule.learning_rate(loop)
+    optimizer, rate = optimizers.adamw(model, loop, torch.device("cpu")), schedule.learning_rate(loop)
     model.train()
     order = data_order.order_of(work.train, work.config.seed, loop.sequences_per_step)
     steps = loader.StepLoader(work.train, order, loop, torch.device("cpu")).steps(State())

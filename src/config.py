@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from src.errors import ConfigError
 
 
-def added(absence: Any, **constraints: Any) -> Any:
+def added_field(absence: Any, **constraints: Any) -> Any:
     """A field added after runs were made without it: `absence` is its default, and what runs without it did.
 
     `constraints` are those of pydantic's Field. Runs whose config.json lacks the field can then still be opened.
@@ -25,7 +25,7 @@ def added(absence: Any, **constraints: Any) -> Any:
 
 
 def is_added(info: FieldInfo) -> bool:
-    """Whether the field was declared with `added`."""
+    """Whether the field was declared with `added_field`."""
     return bool(_absence(info))
 
 
@@ -44,7 +44,7 @@ class Config(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse an `added` field whose default is not what its absence meant."""
+        """Refuse an added field whose default is not what its absence meant."""
         for name, info in cls.model_fields.items():
             default, absence = info.default, _absence(info)[0] if is_added(info) else info.default
             if (type(default), default) != (type(absence), absence):
@@ -55,7 +55,7 @@ class Config(BaseModel):
 
 
 def fill_absences(saved: Any, config: Any) -> Any:
-    """`saved`, an older dict of `config`, with each `added` field that it lacks at what its absence meant."""
+    """`saved`, an older dict of `config`, with each added field that it lacks at what its absence meant."""
     if isinstance(saved, dict) and isinstance(config, Config):
         filled = {key: fill_absences(value, getattr(config, key, None)) for key, value in saved.items()}
         missing = {

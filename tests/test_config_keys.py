@@ -15,7 +15,7 @@ import pytest
 from pydantic import Field
 
 from src import registry
-from src.config import Config, added, is_added
+from src.config import Config, added_field, is_added
 from src.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden" / "config_keys.json"
@@ -59,7 +59,7 @@ def mistakes(known: Keys, now: Keys) -> list[str]:
             continue
         before, before_added = set(known[name]["original"]), known[name].get("added", {})
         found += [
-            f"{name}.{key}: runs were made before this field, so write `{key}: ... = added(ABSENCE)` (src/config.py), "
+            f"{name}.{key}: runs were made before this field, so write `{key}: ... = added_field(ABSENCE)` (src/config.py), "
             f'where ABSENCE is what they did, and "added": {{"{key}": ABSENCE}} into {file}.'
             for key in sorted(set(entry["original"]) - before)
         ]
@@ -70,7 +70,7 @@ def mistakes(known: Keys, now: Keys) -> list[str]:
                 was = json.dumps(before_added[key])
                 found.append(f"{name}.{key}: its absence meant {was} when it was added; {json.dumps(absence)} would change those runs.")
             elif key in before:
-                found.append(f"{name}.{key}: was there from the start, so write its default as usual, not with `added`.")
+                found.append(f"{name}.{key}: was there from the start, so write its default as usual, not with `added_field`.")
             else:
                 found.append(f'{file}: write "{key}": {json.dumps(absence)} under "added" of "{name}".')
         found += [
@@ -96,7 +96,7 @@ def test_each_difference_is_told_with_its_remedy():
         (text,) = mistakes(known, {"m.C": {"original": original, "added": later}})
         return text
 
-    assert "m.C.new: runs were made before this field, so write `new: ... = added(ABSENCE)`" in only(["new", "old"], {"later": 1})
+    assert "m.C.new: runs were made before this field, so write `new: ... = added_field(ABSENCE)`" in only(["new", "old"], {"later": 1})
     assert only(["old"], {"later": 2}) == "m.C.later: its absence meant 1 when it was added; 2 would change those runs."
     assert 'write "last": false under "added" of "m.C"' in only(["old"], {"last": False, "later": 1})
     assert "m.C.old: runs that have this field could no longer be opened" in only([], {"later": 1})
@@ -107,11 +107,11 @@ def test_a_default_that_is_not_the_absence_is_refused():
     with pytest.raises(ConfigError, match=r"Wrong\.mode: the default True is not what its absence meant, False: runs made before"):
 
         class Wrong(Config):  # pyright: ignore[reportUnusedClass]
-            mode: Annotated[bool, added(False)] = True
+            mode: Annotated[bool, added_field(False)] = True
 
     class Right(Config):
-        mode: bool = added(False)
-        share: float = added(0.5, gt=0)
+        mode: bool = added_field(False)
+        share: float = added_field(0.5, gt=0)
 
     assert Right() == Right(mode=False, share=0.5)
     with pytest.raises(ValueError, match="greater than 0"):

@@ -48,7 +48,6 @@ OUTSIDE = {"tests", "benchmarks"}  # these may import anything
 SHORT = {
     "src.kinds": "names alone, which interfaces and models both need",
     "src.training.seeds": "found by its name",
-    "src.training.optim.schedule": "found by its name",
     "src.training.checkpointing.background": "one class, tested by itself",
     "src.models.wrapper": "what two rooms of models share",
     "src.models.tokenizer": "what two models from random weights share",

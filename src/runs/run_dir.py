@@ -72,7 +72,7 @@ class RunDir:
         Its status is then "running", unless it is "done": of a finished run only the groups change.
 
         exp: canonical (`registry.canonical_dict`). resolved: with every default (`registry.resolved_dict`).
-        recipe: the typed experiment. config.json may lack its fields that were `added` after the run began.
+        recipe: the typed experiment. config.json may lack its fields that were added (`added_field`) after the run began.
         reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … if that exists.
             The recorded groups and the submitted job are kept.
         facts: for env.json; "groups" lists the groups of this start, and "diff", if any, goes to diff.patch.

@@ -252,7 +252,8 @@ class Loop:
             self.engine.skip_step()
         else:
             clipped = self.engine.clip(norm, self.config.max_grad_norm)
-            moved = self.engine.step()
+            self.engine.step()
+            moved = not overflowed
         self.monitor.after_step(self.engine.optimizer)
         state.step += 1
         since.steps += 1

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import PlainSerializer
 
-from src.config import Config, added
+from src.config import Config, added_field
 from src.errors import RunError
 from src.files import read_json
 from src.runs.run_dir import RunDir
@@ -23,7 +23,7 @@ BEFORE: dict[str, Any] = {
 
 class Leaf(Config):
     width: int = 2
-    turned: bool = added(False)
+    turned: bool = added_field(False)
 
 
 class Stop(Config):
@@ -35,7 +35,7 @@ class Toy(Config):
     parts: list[Annotated[Leaf, PlainSerializer(lambda leaf: {"name": "leaf", **leaf.model_dump()})]] = [Leaf()]
     by_name: dict[str, Leaf] = {"a": Leaf(width=1)}
     stop: Stop | None = None
-    later: Stop = added(Stop())
+    later: Stop = added_field(Stop())
 
 
 def resolved(recipe: Config) -> dict[str, Any]:

@@ -1,30 +1,36 @@
 """The optimizers of `loop.optimizer`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.optimization import Adafactor
 
 from src import distributed
 from src.training.config import LoopConfig
 from src.training.optim.adamw_scale import AdamWScale
 
-
-def build_optimizer(model: nn.Module, config: LoopConfig) -> torch.optim.Optimizer:
-    """The optimizer that the experiment names, on the parameters that are trained; matrices decay, vectors do not."""
-    return {"adamw": adamw, "adamw_scale": adamw_scale, "adafactor": adafactor}[config.optimizer](model, config)
+if TYPE_CHECKING:
+    from transformers.optimization import Adafactor
 
 
-def adamw(model: nn.Module, config: LoopConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: LoopConfig, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer that the experiment names, on the parameters that are trained; matrices decay, vectors do not.
+
+    device: where the weights are when it steps. They may still be elsewhere.
+    """
+    if config.optimizer == "adamw":
+        return adamw(model, config, device)
+    return {"adamw_scale": adamw_scale, "adafactor": adafactor}[config.optimizer](model, config)
+
+
+def adamw(model: nn.Module, config: LoopConfig, device: torch.device) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019) on the parameters that are trained; matrices decay, vectors do not.
 
     A single process on a CPU uses PyTorch's fused kernel, which is five times as fast. It rounds the last few elements of a tensor
     differently, so it would break the bitwise equality of DDP, ZeRO and FSDP2, which shard tensors differently.
     """
-    groups = _groups(model, config)
-    alone = distributed.world_size() == 1 and all(p.device.type == "cpu" for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, **_adam(config), fused=alone or None)
+    alone = distributed.world_size() == 1 and device.type == "cpu"
+    return torch.optim.AdamW(_groups(model, config), **_adam(config), fused=alone or None)
 
 
 def adamw_scale(model: nn.Module, config: LoopConfig) -> AdamWScale:
@@ -32,13 +38,15 @@ def adamw_scale(model: nn.Module, config: LoopConfig) -> AdamWScale:
     return AdamWScale(_groups(model, config), **_adam(config))
 
 
-def adafactor(model: nn.Module, config: LoopConfig) -> Adafactor:
+def adafactor(model: nn.Module, config: LoopConfig) -> "Adafactor":
     """Adafactor (Shazeer & Stern 2018) as T5 uses it: steps scaled by the weights, updates clipped to RMS 1, no momentum.
 
     The learning rate is the schedule's, which the optimizer's own relative steps would set aside (`relative_step` and a learning rate are
     refused together). PyTorch's Adafactor caps it at 1/sqrt(step), and so would ignore a schedule that stays above that. Weight decay,
     of which T5 has none, goes by the scaled learning rate too. Every matrix is factored; T5's own keeps those below 128 x 128 whole.
     """
+    from transformers.optimization import Adafactor  # takes seconds to import, as it loads half of transformers
+
     return Adafactor(
         _groups(model, config),
         lr=config.learning_rate,

@@ -1,29 +1,74 @@
-"""The learning rate as a pure function of the step: warm-up and schedule, named as in transformers.
+"""The learning rate as a pure function of the step: warm-up and schedule, named as in transformers, and equal to its last bit.
 
 Changes made by a rewind are applied on top: see `runs.history.branches.override_learning_rate`.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
 
-import torch
-from torch import nn
-from transformers import get_scheduler
+from src.training.config import POLYNOMIAL_END, LoopConfig
 
-from src.training.config import LoopConfig
+DEFAULT_TIMESCALE = 10_000
+"""Of inverse_sqrt without a warm-up, in steps, as in transformers."""
 
 
 def learning_rate(config: LoopConfig) -> Callable[[int], float]:
-    """Learning rate of the optimizer step that follows `step` finished ones, by the schedule's name in transformers."""
-    placeholder = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    """Learning rate of the optimizer step that follows `step` finished ones."""
     warmup = round(config.warmup_rate * config.steps)
-    schedule: Any = get_scheduler(config.schedule, placeholder, warmup, config.steps)
-    factor = schedule.lr_lambdas[0]
+    decay = _DECAYS[config.schedule]
     start, end = config.warmup_start, config.final_rate
 
     def share(step: int) -> float:
         if step < warmup:
-            return start + (1 - start) * (step / warmup) if start else factor(step)
-        return end + (1 - end) * factor(step) if end else factor(step)
+            rise = step / warmup
+            return start + (1 - start) * rise if start else rise
+        factor = decay(step, warmup, config)
+        return end + (1 - end) * factor if end else factor
 
     return lambda step: config.learning_rate * share(step)
+
+
+def _progress(step: int, warmup: int, config: LoopConfig) -> float:
+    """Share of the steps after the warm-up that are finished."""
+    return (step - warmup) / max(1, config.steps - warmup)
+
+
+def _constant(step: int, warmup: int, config: LoopConfig) -> float:
+    return 1.0
+
+
+def _linear(step: int, warmup: int, config: LoopConfig) -> float:
+    return max(0.0, (config.steps - step) / max(1, config.steps - warmup))
+
+
+def _cosine(step: int, warmup: int, config: LoopConfig) -> float:
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * _progress(step, warmup, config))))
+
+
+def _cosine_with_restarts(step: int, warmup: int, config: LoopConfig) -> float:
+    progress = _progress(step, warmup, config)
+    return 0.0 if progress >= 1.0 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * (progress % 1.0))))
+
+
+def _polynomial(step: int, warmup: int, config: LoopConfig) -> float:
+    if step > config.steps:
+        return POLYNOMIAL_END / config.learning_rate
+    remaining = 1 - (step - warmup) / (config.steps - warmup)
+    return ((config.learning_rate - POLYNOMIAL_END) * remaining + POLYNOMIAL_END) / config.learning_rate
+
+
+def _inverse_sqrt(step: int, warmup: int, config: LoopConfig) -> float:
+    timescale = warmup or DEFAULT_TIMESCALE
+    return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
+
+
+_DECAYS: dict[str, Callable[[int, int, LoopConfig], float]] = {
+    "constant": _constant,
+    "constant_with_warmup": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "cosine_with_restarts": _cosine_with_restarts,
+    "polynomial": _polynomial,
+    "inverse_sqrt": _inverse_sqrt,
+}
+"""Share of the learning rate at a step after the warm-up, given (step, steps of the warm-up, config)."""

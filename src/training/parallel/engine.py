@@ -80,8 +80,8 @@ class Engine(ABC):
         """This process's gradients after the last `backward`. `clip` scales them in place."""
 
     @abstractmethod
-    def step(self) -> bool:
-        """Update the weights and clear the gradients. False if float16 overflowed and the step was skipped."""
+    def step(self) -> None:
+        """Update the weights and clear the gradients. Where the norm is not finite in float16, only the loss scale changes."""
 
     @abstractmethod
     def skip_step(self) -> None:
@@ -129,7 +129,7 @@ class DDPEngine(Engine):
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
         super().__init__(accelerator, module, config)
-        self.model, self.optimizer = accelerator.prepare(module, optimizers.build_optimizer(module, config))
+        self.model, self.optimizer = accelerator.prepare(module, optimizers.build_optimizer(module, config, accelerator.device))
         if isinstance(self.model, DistributedDataParallel):
             self.model.forward_sync_buffers = False  # they are constants: masks and frequencies
         self.trained = [p for p in module.parameters() if p.requires_grad]
@@ -149,11 +149,10 @@ class DDPEngine(Engine):
         """Of every trained parameter that was used."""
         return [p.grad for p in self.trained if p.grad is not None]
 
-    def step(self) -> bool:
+    def step(self) -> None:
         """The optimizer's step, unless the loss scaler found an overflow."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return not self.optimizer.step_was_skipped
 
     def skip_step(self) -> None:
         """Clear the gradients, as after a step."""

@@ -38,12 +38,12 @@ class FSDPEngine(Engine):
         if hasattr(module, "generate"):  # it begins below the root, whose parameters must be whole there too
             register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
-        self.optimizer = optimizers.build_optimizer(module, config)
+        self.optimizer = optimizers.build_optimizer(module, config, accelerator.device)
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are reduced over processes only in the last pass."""
         self.root.set_requires_gradient_sync(last)
-        return self.accelerator.autocast()
+        return contextlib.nullcontext()
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of `loss`."""
@@ -53,11 +53,10 @@ class FSDPEngine(Engine):
         """This process's shards."""
         return [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
 
-    def step(self) -> bool:
+    def step(self) -> None:
         """The optimizer's step on this process's shards."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return True
 
     def skip_step(self) -> None:
         """Clear the gradients, as after a step."""

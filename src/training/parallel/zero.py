@@ -3,6 +3,7 @@
 The json that is given to --deepspeed may say how, not what: batch sizes, clipping, precision and learning rate are the experiment's.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -123,7 +124,8 @@ class ZeroEngine(Engine):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         distributed.ensure_group()
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optimizers.adamw(module, config), config=settings)
+        adamw = optimizers.adamw(module, config, accelerator.device)
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=adamw, config=settings)
         self.model = self.engine
         self._linked = False
         self.writer = self.engine.checkpoint_engine = ShardWriter()
@@ -133,7 +135,7 @@ class ZeroEngine(Engine):
     def accumulation_context(self, last: bool) -> Any:
         """Stages 2 and 3 reduce gradients after every pass, stage 1 after the last."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=last)
-        return self.accelerator.autocast()
+        return contextlib.nullcontext()
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of `loss`."""
@@ -149,12 +151,11 @@ class ZeroEngine(Engine):
             return [part.grad for part in self.optimizer.single_partition_of_fp32_groups if part.grad is not None]
         return [part for parts in self.optimizer.averaged_gradients.values() for part in parts]
 
-    def step(self) -> bool:
+    def step(self) -> None:
         """DeepSpeed's step."""
         self.engine.step()
         if not self._linked:
             self._link_moments()
-        return True
 
     def _link_moments(self) -> None:
         """Make DeepSpeed find each parameter's moments: stages 1 and 2 look only once, in the first step, when only one group has any."""

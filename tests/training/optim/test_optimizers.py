@@ -30,6 +30,7 @@ from tests.training import small
 
 LOOP: dict[str, Any] = {"steps": 12, "sequences_per_step": 4, "micro_batch": 2, "learning_rate": 0.05, "eval_every": 4}
 MIDDLE, STEPS = 8, 12
+CPU = torch.device("cpu")
 RATES = {"adamw": 0.05, "adamw_scale": 0.2, "adafactor": 0.2}
 OPTIMIZERS = list(RATES)
 KEPT = {
@@ -116,7 +117,7 @@ def test_a_branch_has_its_rate_and_may_begin_with_no_moments(folder: Path, optim
 def test_it_learns(optimizer: str):
     torch.manual_seed(0)
     model, losses = Curve(), []
-    its = optimizers.build_optimizer(model, loop(optimizer))
+    its = optimizers.build_optimizer(model, loop(optimizer), CPU)
     for _ in range(200):
         its.zero_grad()
         loss = model({"input_ids": torch.arange(32).expand(2, 32).T})
@@ -179,7 +180,7 @@ def test_where_tensors_are_in_parts_it_says_what_to_use(optimizer: str, options:
 @pytest.mark.parametrize("optimizer", ["adamw_scale", "adafactor"])
 def test_statistics_are_of_what_there_is(optimizer: str):
     model = Curve()
-    its, before = optimizers.build_optimizer(model, loop(optimizer)), dict[str, Tensor]()
+    its, before = optimizers.build_optimizer(model, loop(optimizer), CPU), dict[str, Tensor]()
     for _ in range(3):
         its.zero_grad()
         model({"input_ids": torch.arange(32).expand(2, 32).T}).backward()

@@ -32,6 +32,8 @@ PASSES = copy.deepcopy(UNEVEN)
 PASSES["loop"] |= {"steps": 1, "sequences_per_step": 32, "micro_batch": 16, "eval_every": 1}
 SKIPS = copy.deepcopy(LONG)
 SKIPS["loop"]["divergence"] = {"window": 16, "noise_floor": 1e-9, "loss_deviations": 0.01, "loss_steps": 1, "on_loss_spike": "skip_batch"}
+HALF = copy.deepcopy(EXP)
+HALF["loop"]["precision"] = "bfloat16"
 EXPERIMENTS = {
     "base": toy.BASE,
     "once": EXP,
@@ -43,10 +45,11 @@ EXPERIMENTS = {
     "uneven at once": AT_ONCE,
     "passes": PASSES,
     "skips": SKIPS,
+    "half": HALF,
 }
 """Uneven has three micro-batches a step, and answers of one to four words; its model stands on that of base, frozen.
 On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three
-processes. Passes evaluates batches of 16 and of 4 questions, whose contexts are read 8 at a time. Skips leaves a batch out."""
+processes. Passes evaluates batches of 16 and of 4 questions, whose contexts are read 8 at a time. Skips leaves a batch out. Half is once in bfloat16."""
 FIRST, LAST = "step-00000003", "step-00000006"
 RESOURCES = sorted(path.stem for path in (toy.ROOT / "resources").glob("ds_config_*.json"))
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]

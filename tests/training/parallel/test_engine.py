@@ -28,6 +28,14 @@ def test_the_model_may_be_shared_without_a_change_of_bits(modes: Modes, mode: st
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp", "zero1", "zero2", "zero3", "offload"])
+def test_the_model_may_be_shared_without_a_change_of_bits_in_bfloat16(modes: Modes, mode: str):
+    assert scores(modes.trained(mode, "half")) == scores(modes.trained("replicated", "half"))
+    assert weights(modes.trained(mode, "half")) == weights(modes.trained("replicated", "half"))
+    assert scores(modes.trained("replicated", "half")) != scores(modes.trained("replicated"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "exact"), [("fsdp", True), ("zero1", True), ("zero2", False)])
 def test_accumulation_changes_rounding_where_each_pass_is_summed(modes: Modes, mode: str, exact: bool):
     found, wanted = scores(modes.trained(mode, "twice")), scores(modes.trained("replicated", "twice"))
