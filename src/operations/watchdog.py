@@ -1,4 +1,4 @@
-"""Watches trainings: which is hung, which is dead, and what their logs say. Each incident is recorded once, in <run>/events.jsonl.
+"""Watches trainings: which is hung, dead or diverging, and what their logs say. Each incident is recorded once, in <run>/events.jsonl.
 
 python -m src.operations.watchdog results/runs --once                  for cron
 python -m src.operations.watchdog results/runs -e base_tiny --every 60 --notify 'mail -s "$WATCHDOG_RULE $WATCHDOG_RUN" me'
@@ -169,26 +169,25 @@ def inspect_runs(runs: Path, exp_ids: Sequence[str], limits: Limits) -> tuple[li
             verdicts.append(verdict)
             logs = launch_status.logs_of(runs, row.exp_id)
             new += [(row.exp_id, event) for event in events.scan(run, logs, row.attempts, ended=row.state not in launch_status.ALIVE)]
-            if (event := _incident(run, verdict)) is not None:
-                new.append((row.exp_id, event))
+            new += [(row.exp_id, event) for event in [*events.scan_ledger(run, row.attempts), *_note_incident(run, verdict)]]
         except UserError as error:
             trouble.append(str(error))
     return verdicts, new, trouble
 
 
-def _incident(run: Path, verdict: Verdict) -> events.Event | None:
-    """Record the verdict as an event, if that is new."""
+def _note_incident(run: Path, verdict: Verdict) -> list[events.Event]:
+    """Record the verdict as an event, if it is one and new; returns it in a list."""
     facts = {"attempt": verdict.attempt, "step": verdict.step}
     if verdict.needs_attention:
         at = f":{verdict.step}" if verdict.state == "hung" else ""
         incident = f"{verdict.state}:{verdict.attempt}{at}"
         event = {"rule": verdict.state, "severity": "error", "line": verdict.reason, **facts, "incident": incident}
-    elif verdict.state in ("running", "done") and (last := events.latest_problem(run, verdict.attempt)) and "incident" in last:
+    elif verdict.state in ("running", "done") and (last := events.latest_problem(run, verdict.attempt)) and last["rule"] == "hung":
         event = {"rule": "recovered", "severity": "info", "line": f"goes on after: {last['line']}", **facts}
         event["incident"] = f"recovered:{last['incident']}"
     else:
-        return None
-    return event if events.note_once(run, event) else None
+        return []
+    return events.note_once(run, event)
 
 
 def notify(command: str, exp_id: str, event: events.Event) -> None:

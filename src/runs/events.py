@@ -1,4 +1,4 @@
-"""Incidents of a run: <run>/events.jsonl, filled from its logs by `log_rules` as they grow, and by the watchdog. Each event once.
+"""Incidents of a run: <run>/events.jsonl, filled from its logs by `log_rules` as they grow, from its ledger and by the watchdog, each once.
 
 events.cursors.json holds how far each log was read. A log that shrank, or was replaced by another file, is read from its start. A lost or
 outdated cursor only costs time: two events with the same log, offset, rule and line are the same event.
@@ -13,7 +13,7 @@ from typing import Any
 
 from src.errors import RunError
 from src.files import read_json, write_json
-from src.runs import jsonl_records, log_rules
+from src.runs import jsonl_records, ledger, log_rules
 from src.runs.environment import now
 
 EVENTS = "events.jsonl"
@@ -24,6 +24,7 @@ SAME_INCIDENT = 64 * 1024
 """Bytes of log within which repeated matches of a rule are one event: a hundred ranks report that one is gone."""
 _PIECE = 1 << 20
 _SHOWN = 500
+DIVERGED = "Look at the data of this step (`offending/`), or rewind to an earlier checkpoint with a lower learning rate."
 Event = dict[str, Any]
 
 log = logging.getLogger(__name__)
@@ -56,18 +57,46 @@ def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False)
     return new
 
 
-def note_once(run: Path, event: Mapping[str, Any]) -> bool:
-    """Add an event, unless there is one with the same "incident"; returns whether it was added.
+def note_once(run: Path, *found: Mapping[str, Any]) -> list[Event]:
+    """Add each event, unless there is one with the same "incident"; returns those that were added.
 
     Raises:
         RunError: the disk refuses.
         DataError: events.jsonl holds a line that is no event.
     """
+    if not found:
+        return []
     with jsonl_records.open_locked(run / EVENTS) as notes:
-        if any(old.get("incident") == event["incident"] for old in notes.rows()):
-            return False
-        notes.append({"time": now(), **event})
-    return True
+        known = {old.get("incident") for old in notes.rows()}
+        new = [{"time": now(), **event} for event in found if event["incident"] not in known]
+        for event in new:
+            notes.append(event)
+    return new
+
+
+def scan_ledger(run: Path, attempt: int = 0) -> list[Event]:
+    """Record the findings of the divergence detector since the last scan, from ledger.jsonl; returns the new events.
+
+    attempt: the start that findings without one belong to.
+
+    Raises:
+        RunError: the disk refuses.
+        DataError: events.jsonl holds a line that is no event.
+    """
+    found = [
+        {
+            "rule": str(event.get("kind")),
+            "severity": "error" if event.get("action") in ("stop", "rewind") else "warning",
+            "line": str(event.get("message")),
+            "advice": DIVERGED,
+            "attempt": event.get("attempt", attempt),
+            "step": event.get("step"),
+            "incident": f"divergence:{event.get('when')}:{event.get('step')}:{event.get('kind')}",
+        }
+        for event in ledger.read(run)
+        if event["event"] == "divergence"
+    ]
+    return note_once(run, *found)
 
 
 def latest_problem(run: Path, attempt: int) -> Event | None:

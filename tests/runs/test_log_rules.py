@@ -76,9 +76,6 @@ LINES = {
         "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
     ],
     "not_finite": [
-        "error: base[0]: step 12: the loss is nan, so training stops before the optimizer moves; the last checkpoint is sound. Lower",
-        "step 12: the gradient norm is inf, so training stops before the optimizer moves; the last checkpoint is sound.",
-        "step 300: the gradients of the last 100 steps all overflowed float16. Lower loop.learning_rate",
         "Exception: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.",
     ],
     "import_error": [

@@ -77,7 +77,7 @@ class DivergenceGuard:
 
     def _record_findings(self, found: Sequence[Finding]) -> None:
         for finding in found:
-            facts = {**asdict(finding), "message": finding.message}
+            facts = {**asdict(finding), "attempt": self.run.dir.attempt}
             ledger.append(self.run.path, ledger.event("divergence", **facts))
 
     def _save_batches(self, found: Sequence[Finding]) -> None:

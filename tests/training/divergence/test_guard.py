@@ -1,5 +1,6 @@
 """What the loop does about a step that diverges: the weights do not move, and what is needed to look into it is there."""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 from src import distributed
 from src.errors import TrainingError
 from src.files import write_json
+from src.launch import status as launch_status
+from src.operations import watchdog
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
@@ -79,6 +82,35 @@ def test_a_warning_changes_nothing_and_saves_nothing(folder: Path):
         assert {("loss_spike", 25, "warn"), ("grad_norm", 25, "warn")} <= set(findings(run.path))
         assert not documents(run.path)
         assert ledger.read(run.path)[-1]["why"] == "finished"
+
+
+def seen_by_the_watchdog(folder: Path, caplog: pytest.LogCaptureFixture) -> tuple[int, list[str], str]:
+    """(exit code, new events, reason in the status table) of a look at the only run."""
+    caplog.clear()
+    with caplog.at_level("INFO", logger="src.operations.watchdog"):
+        code = watchdog.main([str(folder / "runs"), "--once"])
+    said = [record.getMessage() for record in caplog.records if record.name == "src.operations.watchdog"]
+    (row,) = launch_status.table(folder / "runs", [path.name for path in (folder / "runs").iterdir()])
+    return code, said, row.reason
+
+
+def test_the_watchdog_tells_of_a_loss_that_is_no_number(folder: Path, caplog: pytest.LogCaptureFixture):
+    with small.opened(folder) as run, contextlib.suppress(TrainingError):
+        small.train(run, config(), spoiled(float("nan"), 25))
+    code, said, reason = seen_by_the_watchdog(folder, caplog)
+    assert code == watchdog.NEW
+    assert f"{run.path.name} error non_finite: step 25: the loss is nan." in said
+    assert "non_finite: step 25: the " in reason
+    assert not any("non_finite" in line for line in seen_by_the_watchdog(folder, caplog)[1]), "each once"
+
+
+def test_the_watchdog_tells_of_spikes_that_are_only_warned_of(folder: Path, caplog: pytest.LogCaptureFixture):
+    with small.opened(folder) as run:
+        small.train(run, config(), spoiled(100.0, 25))
+        said, reason = seen_by_the_watchdog(folder, caplog)[1:]
+    assert any(line.startswith(f"{run.path.name} warning loss_spike: step 25: the loss is ") for line in said)
+    assert "step 25: the " in reason
+    assert not any("warning" in line for line in seen_by_the_watchdog(folder, caplog)[1]), "each once"
 
 
 def test_the_batch_is_written_down(folder: Path):

@@ -34,6 +34,7 @@ SKIPS = copy.deepcopy(LONG)
 SKIPS["loop"]["divergence"] = {"window": 16, "noise_floor": 1e-9, "loss_deviations": 0.01, "loss_steps": 1, "on_loss_spike": "skip_batch"}
 HALF = copy.deepcopy(EXP)
 HALF["loop"]["precision"] = "bfloat16"
+HALF["model"]["dropout_rate"] = 0.1
 EXPERIMENTS = {
     "base": toy.BASE,
     "once": EXP,
@@ -50,7 +51,7 @@ EXPERIMENTS = {
 """Uneven has three micro-batches a step, and answers of one to four words; its model stands on that of base, frozen.
 On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three
 processes. Passes evaluates batches of 16 and of 4 questions, whose contexts are read 8 at a time. Skips leaves a batch out.
-Half is once in bfloat16."""
+Half is once in bfloat16, with dropout of attention, whose backward pass autocast would change."""
 FIRST, LAST = "step-00000003", "step-00000006"
 RESOURCES = sorted(path.stem for path in (toy.ROOT / "resources").glob("ds_config_*.json"))
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]
@@ -65,6 +66,7 @@ class Modes:
         self.root = toy.project(folder, f"EXP_GROUPS = { ({name: [exp] for name, exp in EXPERIMENTS.items()})!r}\n")
         for stage in (1, 2, 3):
             self.settings(f"zero{stage}", {"stage": stage})
+        self.settings("zero3_plain", {"stage": 3, "memory_efficient_linear": False})
         self.settings("offload", {"stage": 2, "offload_optimizer": {"device": "cpu"}})
         for name in RESOURCES:
             shutil.copy(toy.ROOT / "resources" / f"{name}.json", folder)
