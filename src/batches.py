@@ -21,6 +21,15 @@ class TokenBatch(TypedDict):
     """(B, T) bool, True on tokens whose prediction from the tokens before them is scored. Never True at t = 0."""
 
 
+class PackedBatch(TokenBatch):
+    """Rows of several documents, none of which reads another: a model gets the positions and no attention mask.
+
+    Transformers derives from the positions which tokens are of one document. With an attention mask beside them it does not."""
+
+    position_ids: "Tensor"
+    """(B, T) int64: positions within each document, from 0. The padding at the end of a row is a document of its own."""
+
+
 class ContextBatch(TokenBatch):
     """Sequences and the contexts that they may read."""
 

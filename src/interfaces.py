@@ -52,6 +52,8 @@ class Architecture:
     """Most tokens of a sequence, if known."""
     head_size: int | None = None
     """Width of a head, if given; else hidden size / heads."""
+    attention: str | None = None
+    """Implementation of attention that an experiment asks for; None: transformers' choice."""
 
 
 class ModelConfig(Component):
@@ -141,6 +143,15 @@ class Dataset(Protocol):
 
     def collate(self, samples: Sequence[Any]) -> Batch:
         """One batch."""
+        ...
+
+
+@runtime_checkable
+class MeasuredDataset(Dataset, Protocol):
+    """A data set that knows the lengths of its samples without making them."""
+
+    def length(self, epoch: int, index: int) -> int:
+        """Tokens of sample `index` of an epoch."""
         ...
 
 
@@ -254,6 +265,9 @@ class DatasetConfig(Component):
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         """Raises ConfigError where a model of `max_positions` (None: unknown or no limit) cannot read a sample or write `new_tokens`."""
+
+    def check_model(self, sizes: Architecture | None) -> None:
+        """Raises ConfigError where a model of this architecture (None: unknown) would read the samples wrongly."""
 
     def batch_lengths(self) -> tuple[int, ...] | None:
         """Tokens of the sequences of every batch, such as those of inputs and targets; None where batches differ in length."""

@@ -45,8 +45,10 @@ DATASETS = ComponentTable(
     "dataset",
     {
         "depth": "src.data.denoising.depth.dataset",
+        "documents": "src.data.text.whole_documents",
         "fid_qa": "src.data.qa.fid",
         "mixture": "src.data.mixture.dataset",
+        "packed": "src.data.packing.dataset",
         "prefix_lm": "src.data.denoising.prefix_lm",
         "prompted_qa": "src.data.qa.prompted",
         "qa": "src.data.qa.cross_attention",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from src.batches import Seq2SeqBatch, TokenBatch
+from src.batches import PackedBatch, Seq2SeqBatch, TokenBatch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +25,17 @@ def pad_tokens(
     input_ids, attention_mask = _pad(ids, pad_id, length or 0, left)
     loss_mask, _ = _pad(loss_masks, False, length or 0, left)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask.bool()}
+
+
+def pack_tokens(
+    ids: Sequence[Sequence[int]], loss_masks: Sequence[Sequence[bool]], lengths: Sequence[Sequence[int]], pad_id: int, length: int
+) -> PackedBatch:
+    """Pad B rows of joined documents on the right to (B, length). lengths: tokens of each document, by row."""
+    batch = pad_tokens(ids, loss_masks, pad_id, length=length)
+    positions_BT = torch.empty_like(batch["input_ids"])
+    for positions_T, row in zip(positions_BT, lengths, strict=True):
+        positions_T.copy_(torch.cat([torch.arange(n) for n in (*row, length - sum(row))]))
+    return {**batch, "position_ids": positions_BT}
 
 
 def pad_chunks(samples: Sequence[Sequence[Sequence[int]]], pad_id: int) -> tuple[Tensor, Tensor]:

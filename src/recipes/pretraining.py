@@ -55,6 +55,7 @@ class Pretraining(RecipeConfig):
             lambda: call_once(self.data.check, places),
             lambda: self.data.check_tokenizer(self.model.tokenizer_folder(places)),
             lambda: self.data.check_length(self.model.longest_sequence(places)),
+            lambda: self.data.check_model(call_once(self.model.architecture, places)),
             lambda: self.loop.compile and self.data.check_compiled(),
             lambda: self.loop.check(self.score_names()),
         ]

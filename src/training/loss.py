@@ -75,9 +75,12 @@ def context_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothi
 def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True; never so for the first of a sequence.
 
+    The model gets the `position_ids` of a PackedBatch instead of an attention mask: with both, documents would read each other.
     Logits are not picked by the mask, which would copy them and their gradient, and have a GPU wait for the count.
     """
-    logits_BTV = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long(), use_cache=False).logits
+    packed = "position_ids" in batch
+    seen = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"].long()}
+    logits_BTV = model(input_ids=batch["input_ids"], **seen, use_cache=False).logits
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
     targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
     return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), label_smoothing, z_loss)

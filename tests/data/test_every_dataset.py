@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from src.batches import ContextBatch, DepthBatch, Seq2SeqBatch, TokenBatch
+from src.batches import ContextBatch, DepthBatch, PackedBatch, Seq2SeqBatch, TokenBatch
 from src.config import Places
 from src.files import new_directory
 from src.interfaces import Dataset
@@ -37,6 +37,7 @@ CORPORA: dict[str, list[dict[str, Any]]] = {
 DENOISERS = [{"rate": 1.0, "mode": "R", "mean_span_tokens": 3.0, "noise_density": 0.15}, {"rate": 1.0}]
 CASES: dict[str, dict[str, Any]] = {
     "depth": {"corpus": "texts", "input_tokens": 96, "target_tokens": 64, "num_sentences": 4},
+    "documents": {"corpus": "texts", "sequence_tokens": 40},
     "fid_qa": {"corpus": "questions", "contexts": "all", "passage_tokens": 48, "answer_tokens": 8},
     "mixture": {
         "parts": {
@@ -44,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
             "masked": {"name": "span_corruption", "corpus": "texts", "input_tokens": 32, "mean_span_tokens": 1.5},
         }
     },
+    "packed": {"documents": {"name": "documents", "corpus": "texts"}, "sequence_tokens": 48, "open_rows": 3},
     "prefix_lm": {"corpus": "texts", "sequence_tokens": 16},
     "prompted_qa": {"corpus": "questions", "contexts": "all", "context_tokens": 32, "sequence_tokens": 64, "loss_on": "answer"},
     "qa": {"corpus": "questions", "context_tokens": 48, "sequence_tokens": 64, "loss_on": "answer", "include_contexts": True},
@@ -114,12 +116,16 @@ def read(data: Dataset, keys: Sequence[tuple[int, int]]) -> list[Any]:
     return [plain(data.sample(*key)) for key in keys]
 
 
-def read_steps(data: Dataset, count: int, first_step: int = 0, workers: int = 0) -> list[Any]:
+def read_steps(data: Dataset, count: int, start: State | None = None, workers: int = 0) -> list[Any]:
     """The micro-batches of `count` optimizer steps of this rank, as the training loop gets them."""
+    return [[plain(batch) for batch in step.batches] for step in load_steps(data, count, start or State(), workers)]
+
+
+def load_steps(data: Dataset, count: int, start: State, workers: int = 0) -> list[loader.Step]:
     order = data_order.order_of(data, 0, PER_STEP)
-    stream = loader.StepLoader(data, order, LOOP, torch.device("cpu"), num_workers=workers).steps(State(step=first_step))
+    stream = loader.StepLoader(data, order, LOOP, torch.device("cpu"), num_workers=workers).steps(start)
     try:
-        return [[plain(batch) for batch in step.batches] for step in itertools.islice(stream, count)]
+        return list(itertools.islice(stream, count))
     finally:
         stream.close()
 
@@ -148,7 +154,8 @@ def test_workers_and_resumption_change_no_batch(build: Build, name: str, workers
     data = build(name)
     alone = read_steps(data, 5)
     assert read_steps(data, 5, workers=workers) == alone
-    assert read_steps(data, 2, first_step=3, workers=workers) == alone[3:]
+    start = State(step=3, cursor=load_steps(data, 3, State())[-1].cursor)
+    assert read_steps(data, 2, start, workers=workers) == alone[3:]
 
 
 @EVERY
@@ -210,7 +217,7 @@ def test_the_reader_learns_from_a_batch_what_it_learns_from_its_samples(build: B
     data, kind = build(name), bind(DATASETS, {"name": name, **CASES[name]}).reader
     samples = [data.sample(0, i) for i in range(4)]
     batch: dict[str, Any] = dict(data.collate(samples))
-    declared = DepthBatch if name == "depth" else BATCHES[kind]
+    declared = {"depth": DepthBatch, "packed": PackedBatch}.get(name, BATCHES[kind])
     assert declared.__required_keys__ <= batch.keys() <= declared.__required_keys__ | declared.__optional_keys__
     for key, tensor in batch.items():
         assert len(tensor) == 4, key

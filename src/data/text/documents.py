@@ -98,11 +98,21 @@ class Documents:
         return self._first_documents[-1]
 
     def __getitem__(self, index: int) -> "np.ndarray":
+        shard, first, last = self._place(index)
+        return shard.ids[first : last - 1].astype("int32")
+
+    def length(self, index: int) -> int:
+        """Tokens of a document, with its end token."""
+        _, first, last = self._place(index)
+        return last - first
+
+    def _place(self, index: int) -> tuple[token_files.Shard, int, int]:
+        """The shard of a document, and its first token there and that after its end token."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         number = bisect_right(self._first_documents, index) - 1
         shard, place = self._shards[number], index - self._first_documents[number]
-        return shard.ids[int(shard.ends[place]) : int(shard.ends[place + 1]) - 1].astype("int32")
+        return shard, int(shard.ends[place]), int(shard.ends[place + 1])
 
     def slice_tokens(self, first: int, last: int) -> "np.ndarray":
         """Tokens `first` to `last` (not included) of all documents joined, each ended by the end token: (last - first,) int32, a copy."""

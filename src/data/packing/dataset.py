@@ -1,0 +1,170 @@
+"""Whole samples of another data set packed into rows of one length, none of which reads another."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from pydantic import Field, model_validator
+
+from src.batches import PackedBatch
+from src.config import Places
+from src.data.packing.lanes import LaneOrder, Packing, pack_epoch
+from src.errors import ConfigError, DataError
+from src.interfaces import Architecture, Dataset, DatasetConfig, DatasetField, MeasuredDataset, call_once, require_fit
+from src.kinds import DECODER
+from src.runs.history.branches import Branch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerFast
+
+FAMILIES = ("gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral", "qwen2")
+"""Families in which packed documents do not read each other: tests/models/test_packed_rows.py trains each both ways."""
+ATTENTIONS = ("eager", "sdpa")
+"""Implementations for which that was tested. With flash_attention_2, transformers 5.23 looks at positions only in batches of one row."""
+
+
+class Config(DatasetConfig):
+    """What is packed, and how."""
+
+    documents: DatasetField
+    """A data set for decoders, such as 'documents': each of its samples is a document here."""
+    sequence_tokens: int = Field(gt=1)
+    """Tokens of a row."""
+    open_rows: int = Field(default=16, gt=0)
+    """Rows that each sequence of a step keeps open for documents that fit: with more, less padding."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """A document of more tokens than a row is cut into several, which do not read each other, or is left out."""
+
+    @model_validator(mode="after")
+    def _documents_can_be_packed(self) -> "Config":
+        if self.documents.reader != DECODER or self.documents.name in ("mixture", "packed"):
+            raise ValueError(f"documents: the samples of {self.documents.name!r} cannot be packed. Take 'documents' or 'prompted_qa'.")
+        return self
+
+    def check(self, places: Places) -> None:
+        call_once(self.documents.check, places)
+
+    def check_tokenizer(self, folder: "Path | None") -> None:
+        self.documents.check_tokenizer(folder)
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+
+    def check_model(self, sizes: Architecture | None) -> None:
+        family = sizes.model_type if sizes else None
+        if family not in FAMILIES:
+            raise ConfigError(f"data: packed documents were tested with {', '.join(FAMILIES)}, not with a model of the family {family!r}.")
+        if sizes and sizes.attention not in (None, *ATTENTIONS):
+            raise ConfigError(
+                f"model.attention: packed documents were tested with {' and '.join(ATTENTIONS)}, not with {sizes.attention!r}."
+            )
+
+    def batch_lengths(self) -> tuple[int, ...]:
+        return (self.sequence_tokens,)
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "PackedDataset | PackedRows":
+        """The packed rows of one split. Those of the validation split are made here, from all of its documents.
+
+        Raises:
+            UserError: what the documents raise.
+            DataError: their samples are more than token ids, or none fits into a row.
+        """
+        documents = self.documents.build(places, tokenizer, split, seed)
+        sample = documents.sample(0, 0)
+        if not isinstance(sample, dict) or sample.keys() != {"input_ids", "loss_mask"}:
+            raise DataError(f"data.documents: the samples of {self.documents.name!r} cannot be packed, as they are more than token ids.")
+        packed = PackedDataset(self, documents)
+        return packed if split == "train" else PackedRows(packed)
+
+
+class Sample(TypedDict):
+    """One row."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    lengths: list[int]
+    """Tokens of each document."""
+
+
+class PackedDataset:
+    """Rows of whole documents. A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its first piece."""
+
+    def __init__(self, config: Config, documents: Dataset) -> None:
+        self.config, self.documents = config, documents
+        options = config.model_dump(mode="json", exclude={"documents"})
+        self.fingerprint = hashlib.sha256(json.dumps([documents.fingerprint, options], sort_keys=True).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        """Documents in one epoch."""
+        return len(self.documents)
+
+    def sizes(self, epoch: int, document: int) -> list[int]:
+        """Tokens of each piece of a document; empty if it is left out."""
+        measured, most = self.documents, self.config.sequence_tokens
+        tokens = (
+            measured.length(epoch, document)
+            if isinstance(measured, MeasuredDataset)
+            else len(measured.sample(epoch, document)["input_ids"])
+        )
+        if tokens <= most:
+            return [tokens] if tokens else []
+        if self.config.too_long == "drop":
+            return []
+        return [most] * (tokens // most) + [tokens % most] * (tokens % most > 0)
+
+    def packing(self, seed: int) -> Packing:
+        """The packing of its documents in an order that depends on `seed`."""
+        config = self.config
+        digest = hashlib.sha256(f"{self.fingerprint}/{seed}".encode()).hexdigest()[:16]
+        return Packing(len(self), self.sizes, config.sequence_tokens, config.open_rows, seed, "data.documents", digest)
+
+    def order(self, seed: int, per_step: int, branches: Sequence[Branch]) -> LaneOrder:
+        """See `training.data_order.OrderedDataset`."""
+        return LaneOrder(self.packing(seed), per_step, branches)
+
+    def sample(self, epoch: int, index: int, *more: int) -> Sample:
+        """The row of a key."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        key, most = (epoch, index, *(more or (0,))), self.config.sequence_tokens
+        row: Sample = {"input_ids": [], "loss_mask": [], "lengths": []}
+        for own_epoch, document, piece in zip(key[::3], key[1::3], key[2::3], strict=True):
+            whole = self.documents.sample(own_epoch, document)
+            ids, learned = (whole[field][piece * most : (piece + 1) * most] for field in ("input_ids", "loss_mask"))
+            row["input_ids"] += ids
+            row["loss_mask"] += [False, *learned[1:]]
+            row["lengths"].append(len(ids))
+        return row
+
+    def collate(self, samples: Sequence[Sample]) -> PackedBatch:
+        """Padded to `sequence_tokens`; padding is masked, so its id does not matter."""
+        from src.data import collate
+
+        ids, masks = [sample["input_ids"] for sample in samples], [sample["loss_mask"] for sample in samples]
+        return collate.pack_tokens(ids, masks, [sample["lengths"] for sample in samples], 0, self.config.sequence_tokens)
+
+
+class PackedRows:
+    """Every document of one epoch packed once, for evaluation: rows by index, the same for every seed."""
+
+    def __init__(self, packed: PackedDataset) -> None:
+        self.fingerprint = packed.fingerprint
+        self._packed = packed
+        self._rows = pack_epoch(packed.packing(seed=0))
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self._rows)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Row `index`, whatever the epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._packed.sample(*self._rows[index])
+
+    def collate(self, samples: Sequence[Sample]) -> PackedBatch:
+        """See `PackedDataset`."""
+        return self._packed.collate(samples)

@@ -1,0 +1,211 @@
+"""Rows of whole documents in lanes: row v of every step is the next row of lane v, at any number of processes and after any restart.
+
+A lane takes every V-th document of an endless sequence of epochs, V being the sequences of a step. It puts each into the first of its
+open rows that has room; where none has, it emits the fullest. Its state is how many documents it has taken and which are in open rows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from src.data.mixture.interleaving import feistel_permute
+from src.errors import DataError, RunError
+from src.orders import Cursor, Key, RankShare
+from src.runs.history.branches import Branch
+
+HEADER = "of"
+"""The entry of a cursor that says what it is of; it belongs to the process of lane 0."""
+Sizes = Callable[[int, int], Sequence[int]]
+"""(epoch, document) -> tokens of each piece that is packed, none above the room of a row; empty where the document is left out."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Documents of an endless sequence of epochs, and the rows that they are packed into."""
+
+    count: int
+    """Documents of an epoch."""
+    sizes: Sizes
+    room: int
+    """Tokens of a row."""
+    open_rows: int
+    """Rows of a lane that are filled at the same time."""
+    seed: int
+    name: str
+    """Of the documents, in messages."""
+    digest: str = ""
+    """Of the documents and of how their pieces are made."""
+
+
+class Lane:
+    """Lane `number` of `lanes`. Its documents have numbers 0, 1, ... in the order in which it takes them."""
+
+    def __init__(self, packing: Packing, number: int, lanes: int, state: Sequence[Any] | None = None) -> None:
+        """state: as `state()` gave it; None for a new lane."""
+        self.packing, self.number, self.lanes = packing, number, lanes
+        taken, piece, left_out, reshuffles, rows = state or (0, 0, 0, (), ())
+        self.taken: int = taken
+        """Documents of which every piece was put into a row, or which were left out."""
+        self.piece: int = piece
+        """Pieces of the next document that are in rows."""
+        self.left_out: int = left_out
+        self.reshuffles: list[Sequence[int]] = list(reshuffles)
+        """(first document, number of the branch): from this document on, the rest of its epoch comes in another order."""
+        self.rows: list[list[int]] = [list(row) for row in rows]
+        """Open rows: of each piece its document's number and its own."""
+        self._room = [packing.room - sum(self._pieces(n)[p] for n, p in zip(row[::2], row[1::2], strict=True)) for row in self.rows]
+
+    def state(self) -> list[Any]:
+        """What the lane goes on from, as JSON values; a copy."""
+        return [self.taken, self.piece, self.left_out, list(self.reshuffles), [list(row) for row in self.rows]]
+
+    def epoch(self, number: int) -> int:
+        """The epoch of the lane's document `number`."""
+        return (number * self.lanes + self.number) // self.packing.count
+
+    def document(self, number: int) -> tuple[int, int]:
+        """(epoch, document) of the lane's document `number`."""
+        epoch, packing = self.epoch(number), self.packing
+        for start, branch in reversed(self.reshuffles):
+            if start <= number and self.epoch(start) == epoch:
+                end = -((self.number - (epoch + 1) * packing.count) // self.lanes)  # the first of the next epoch
+                number = start + feistel_permute(number - start, end - start, f"{packing.seed}/{self.number}/{branch}")
+        place = (number * self.lanes + self.number) % packing.count
+        return epoch, feistel_permute(place, packing.count, f"{packing.seed}/{epoch}")
+
+    def reshuffle(self, branch: int) -> None:
+        """Take what is left of the epoch in another order. Documents in open rows stay there."""
+        self.reshuffles.append((self.taken + (self.piece > 0), branch))
+
+    def next_row(self) -> list[int]:
+        """Epoch, document and piece of each piece in the next row, all in one list.
+
+        Raises:
+            DataError: no document fits into a row.
+        """
+        row = self.fill(None)
+        assert row is not None, "an endless sequence of documents"
+        return row
+
+    def fill(self, end: int | None) -> list[int] | None:
+        """`next_row`; None once the lane has taken `end` documents."""
+        misses, packing = 0, self.packing
+        while self.taken != end:
+            sizes = self._pieces(self.taken)
+            misses = 0 if sizes else misses + 1
+            self.left_out += not sizes
+            if misses == packing.count:  # those that fit, if any, were taken by other lanes
+                epoch, misses = self.epoch(self.taken), 0
+                if not any(packing.sizes(epoch, document) for document in range(packing.count)):
+                    raise DataError(f"{packing.name}: none of {packing.count} documents fits into a row of {packing.room} tokens.")
+            row = None
+            while row is None and self.piece < len(sizes):
+                row = self._put(sizes[self.piece])
+            if self.piece == len(sizes):
+                self.taken, self.piece = self.taken + 1, 0
+            if row is not None:
+                return row
+        return None
+
+    def flush(self) -> list[list[int]]:
+        """The rows that are open, which are closed."""
+        return [self._emit(0) for _ in range(len(self.rows))]
+
+    def _put(self, size: int) -> list[int] | None:
+        """Put the next piece into an open row, unless one must be emitted first. Returns a row that is emitted."""
+        fitting = next((i for i, room in enumerate(self._room) if room >= size), None)
+        if fitting is None:
+            if len(self.rows) == self.packing.open_rows:
+                return self._emit(min(range(len(self.rows)), key=self._room.__getitem__))
+            fitting = len(self.rows)
+            self.rows.append([])
+            self._room.append(self.packing.room)
+        self.rows[fitting] += self.taken, self.piece
+        self._room[fitting] -= size
+        self.piece += 1
+        return None if self._room[fitting] else self._emit(fitting)
+
+    def _emit(self, index: int) -> list[int]:
+        row = self.rows.pop(index)
+        del self._room[index]
+        return [part for n, p in zip(row[::2], row[1::2], strict=True) for part in (*self.document(n), p)]
+
+    def _pieces(self, number: int) -> Sequence[int]:
+        return self.packing.sizes(*self.document(number))
+
+
+@dataclass(frozen=True)
+class LaneOrder:
+    """An `orders.Order` of packed rows, one lane for each sequence of a step. The cursor has the state of each lane by its number.
+
+    "skip:K" drops K rows of each lane; "reshuffle" permutes what is left of each lane's epoch. Both are applied on leaving
+    `Branch.from_step`, whose checkpoint does not have them yet; later checkpoints do.
+    """
+
+    packing: Packing
+    lanes: int
+    branches: Sequence[Branch] = ()
+
+    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
+        """See `orders.Order`.
+
+        Raises:
+            RunError: the cursor is of other documents or another number of lanes.
+        """
+        if share.per_step != self.lanes:
+            raise ValueError(f"{share.per_step} sequences a step, {self.lanes} lanes")
+        self._require_own(first_step, cursor)
+        mine = [
+            [Lane(self.packing, v, self.lanes, cursor.get(str(v))) for v in range(g * share.micro_batch, (g + 1) * share.micro_batch)]
+            for g in share.numbers
+        ]
+        step = first_step
+        while True:
+            for branch in self.branches:
+                if branch.from_step == step:
+                    for lane in (lane for lanes in mine for lane in lanes):
+                        _apply(branch, lane)
+            for lanes in mine:
+                keys: list[Key] = [tuple(lane.next_row()) for lane in lanes]
+                header = {HEADER: self._header()} if lanes[0].number == 0 else {}
+                yield keys, {**header, **{str(lane.number): lane.state() for lane in lanes}}
+            step += 1
+
+    def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
+        """The epoch of the lane that is least far; documents in finished rows, and those that were left out, over all lanes."""
+        self._require_own(step, cursor)
+        lanes = [Lane(self.packing, v, self.lanes, (*cursor[str(v)][:4], ())) for v in range(self.lanes) if cursor]
+        still_open = sum(len({n for row in cursor[str(lane.number)][4] for n in row[::2] if n < lane.taken}) for lane in lanes)
+        return {
+            "epoch": min((lane.epoch(lane.taken) for lane in lanes), default=0),
+            "documents": sum(lane.taken - lane.left_out for lane in lanes) - still_open,
+            "left_out": sum(lane.left_out for lane in lanes),
+        }
+
+    def _header(self) -> list[Any]:
+        return [self.lanes, self.packing.digest]
+
+    def _require_own(self, step: int, cursor: Cursor) -> None:
+        found = cursor.get(HEADER)
+        if step and found is None:
+            raise RunError(f"the checkpoint of step {step} has no cursor of packed rows: it is of a training on other data.")
+        if found is None:
+            return
+        if found[0] != self.lanes:
+            raise RunError(f"the cursor of step {step} is of {found[0]} lanes, but loop.sequences_per_step is {self.lanes}.")
+        if found != self._header():
+            raise RunError(f"the cursor of step {step} is of other documents, or of the same packed in another way.")
+
+
+def _apply(branch: Branch, lane: Lane) -> None:
+    for _ in range(branch.skipped_steps):
+        lane.next_row()
+    if branch.data == "reshuffle":
+        lane.reshuffle(branch.number)
+
+
+def pack_epoch(packing: Packing) -> list[list[int]]:
+    """Rows with every piece of one epoch once, as `Lane.next_row` gives them; the last may have much room left."""
+    lane = Lane(packing, 0, 1)
+    rows = list(iter(lambda: lane.fill(packing.count), None))
+    return [*rows, *lane.flush()]

@@ -1,0 +1,70 @@
+"""Whole documents for a language model, one a sample: padded to the longest of a batch, or packed into rows by the data set `packed`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from src.batches import TokenBatch
+from src.config import Places
+from src.data import jsonl
+from src.data.text import documents
+from src.data.text.dataset import Sample
+from src.errors import ConfigError
+from src.interfaces import require_fit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Config(documents.TextConfig):
+    """Which text, and how much of a document is read."""
+
+    sequence_tokens: int | None = Field(default=None, gt=1)
+    """Most tokens of a document; what follows is not read. None: all of it."""
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        if self.sequence_tokens is None and max_positions is not None:
+            raise ConfigError(f"data.sequence_tokens: missing. A document may be longer than the {max_positions} positions of the model.")
+        require_fit("data.sequence_tokens", (self.sequence_tokens or 0) + new_tokens, max_positions)
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "WholeDocuments":
+        """The documents of one split. They do not depend on `seed`.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed, or too small for `val_sequences`.
+        """
+        found, most = documents.read(places, self.corpus, tokenizer, split), self.max_samples(split)
+        chosen = range(len(found)) if most is None else jsonl.select_validation_rows(len(found), most, found.path)
+        return WholeDocuments(found, chosen, self.sequence_tokens)
+
+
+class WholeDocuments:
+    """Documents with their end tokens; the same in every epoch."""
+
+    def __init__(self, found: documents.Documents, chosen: Sequence[int], most: int | None) -> None:
+        """chosen: numbers of the documents. most: tokens of one."""
+        self.fingerprint = found.fingerprint
+        self._documents, self._chosen, self._most = found, chosen, most
+
+    def __len__(self) -> int:
+        """Documents."""
+        return len(self._chosen)
+
+    def length(self, epoch: int, index: int) -> int:
+        """Tokens of document `index`, whatever the epoch."""
+        length = self._documents.length(self._chosen[index])
+        return min(length, self._most or length)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Document `index`, whatever the epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        ids = [*self._documents[self._chosen[index]].tolist(), self._documents.eos_id][: self._most]
+        return {"input_ids": ids, "loss_mask": [False] + [True] * (len(ids) - 1)}
+
+    def collate(self, samples: Sequence[Sample]) -> TokenBatch:
+        """Padded on the right; padding is masked, so its id does not matter."""
+        from src.data import collate
+
+        return collate.pad_tokens([s["input_ids"] for s in samples], [s["loss_mask"] for s in samples], pad_id=0)

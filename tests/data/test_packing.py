@@ -1,0 +1,213 @@
+"""Documents packed in lanes: what each step reads at any number of processes, after any restart and after rewinds."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
+from typing import Any
+
+import pytest
+
+from src.data.packing.lanes import Lane, LaneOrder, Packing, pack_epoch
+from src.errors import DataError, RunError
+from src.orders import Cursor, Key, RankShare
+from src.runs.history.branches import Branch
+
+LANES, MICRO_BATCH, ROOM = 12, 2, 64
+COUNT = 997
+Pieces = Counter[tuple[int, ...]]
+
+
+def lengths(count: int = COUNT, seed: int = 0) -> list[int]:
+    """Log-normal, a twentieth above the room of a row."""
+    draw = random.Random(seed)
+    return [max(1, round(draw.lognormvariate(3, 0.75))) for _ in range(count)]
+
+
+def packing(tokens: Sequence[int], too_long: str = "cut", seed: int = 0, open_rows: int = 4, digest: str = "d") -> Packing:
+    def sizes(epoch: int, document: int) -> list[int]:
+        n = tokens[document]
+        if too_long == "drop":
+            return [n] if n <= ROOM else []
+        return [ROOM] * (n // ROOM) + [n % ROOM] * (n % ROOM > 0)
+
+    return Packing(len(tokens), sizes, ROOM, open_rows, seed, "data.documents", digest)
+
+
+def through_json(cursor: Cursor) -> Cursor:
+    return json.loads(json.dumps(cursor))
+
+
+def read_steps(order: LaneOrder, steps: int, world_size: int = 1, first: int = 0, start: Cursor | None = None) -> tuple[Any, Cursor]:
+    """Keys of each step in the order of the lanes, and the cursor that all processes have together behind the last."""
+    start = start or {}
+    read: dict[tuple[int, int], Sequence[Key]] = {}
+    cursor = dict(start)
+    for rank in range(world_size):
+        share = RankShare(order.lanes, MICRO_BATCH, rank, world_size)
+        stream = order.micro_batches(first, share, through_json(start))
+        changed: Cursor = {}
+        for step in range(steps):
+            for g in share.numbers:
+                keys, entries = next(stream)
+                read[step, g] = through_json({"": keys})[""]
+                changed |= entries
+        assert not changed.keys() & (cursor.keys() - start.keys()), "a process changes entries of its own"
+        cursor |= changed
+    groups = range(order.lanes // MICRO_BATCH)
+    return [[key for g in groups for key in read[step, g]] for step in range(steps)], through_json(cursor)
+
+
+def pieces(steps: Sequence[Sequence[Sequence[int]]]) -> Pieces:
+    """How often each (epoch, document, piece) was read."""
+    return Counter(piece for step in steps for key in step for piece in zip(key[::3], key[1::3], key[2::3], strict=True))
+
+
+def wanted(packed: Packing, epoch: int) -> Pieces:
+    return Counter((epoch, d, p) for d in range(packed.count) for p in range(len(packed.sizes(epoch, d))))
+
+
+@pytest.mark.parametrize("too_long", ["cut", "drop"])
+@pytest.mark.parametrize("lanes", [1, 5, 12, 2000])
+def test_a_lane_reads_each_piece_of_an_epoch_exactly_once(lanes: int, too_long: str):
+    packed = packing(lengths(), too_long)
+    rows = [Lane(packed, v, lanes) for v in range(lanes)]
+    read: list[list[list[int]]] = []
+    while min(lane.epoch(lane.taken) for lane in rows) < 3:
+        read.append([lane.next_row() for lane in rows])
+    ends = [row for lane in rows for row in lane.flush()]
+    found = pieces([*read, ends])
+    for epoch in range(3):
+        assert Counter({key: n for key, n in found.items() if key[0] == epoch}) == wanted(packed, epoch)
+    assert max(found.values()) == 1
+    for key in (key for step in read for key in step):
+        assert sum(packed.sizes(e, d)[p] for e, d, p in zip(key[::3], key[1::3], key[2::3], strict=True)) <= ROOM
+    left_out = sum(lane.left_out for lane in rows)
+    assert (left_out == 0) == (too_long == "cut")
+
+
+def test_rows_are_well_filled_and_epochs_differ():
+    packed = packing(lengths(), open_rows=16)
+    steps, _ = read_steps(LaneOrder(packed, LANES), 80)
+    used = sum(packed.sizes(e, d)[p] for e, d, p in pieces(steps))
+    assert used / (80 * LANES * ROOM) > 0.97
+    places = {epoch: [d for e, d, _ in pieces(steps) if e == epoch] for epoch in (0, 1)}
+    assert places[0] != places[1]
+    other, _ = read_steps(LaneOrder(packing(lengths(), open_rows=16, seed=1), LANES), 80)
+    assert other != steps
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+def test_every_world_size_reads_the_same(world_size: int):
+    order = LaneOrder(packing(lengths(), "drop"), LANES)
+    assert read_steps(order, 60, world_size) == read_steps(order, 60)
+
+
+@pytest.mark.parametrize("too_long", ["cut", "drop"])
+def test_ten_kills_and_other_world_sizes_change_no_key(too_long: str):
+    order = LaneOrder(packing(lengths(), too_long), LANES)
+    whole, end = read_steps(order, 150)
+    draw = random.Random(too_long)
+    for _ in range(3):
+        stops = [0, *sorted(draw.sample(range(1, 150), 10)), 150]
+        read: list[Any] = []
+        cursor: Cursor = {}
+        for first, last in pairwise(stops):
+            fresh = LaneOrder(packing(lengths(), too_long), LANES)
+            steps, cursor = read_steps(fresh, last - first, draw.choice([1, 2, 3, 4, 6]), first, cursor)
+            read += steps
+        assert (read, cursor) == (whole, end)
+
+
+BRANCHES: dict[str, Callable[[int], list[Branch]]] = {
+    "same": lambda at: [Branch(number=1, from_step=at)],
+    "skip": lambda at: [Branch(number=1, from_step=at, data="skip:7")],
+    "reshuffle": lambda at: [Branch(number=1, from_step=at, data="reshuffle")],
+    "all": lambda at: [
+        Branch(number=1, from_step=at, data="reshuffle"),
+        Branch(number=3, from_step=at + 2, data="skip:7"),
+        Branch(number=4, from_step=at + 4, data="reshuffle"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", BRANCHES)
+@pytest.mark.parametrize("at", [9, 33])
+def test_a_rewind_reads_no_document_of_an_epoch_twice(kind: str, at: int):
+    packed, branches = packing(lengths()), BRANCHES[kind](at)
+    trunk, cursor = read_steps(LaneOrder(packed, LANES), at)
+    plain, _ = read_steps(LaneOrder(packed, LANES), 70)
+    order = LaneOrder(packed, LANES, branches)
+    branch, end = read_steps(order, 70 - at, 2, at, cursor)
+    found = pieces([*trunk, *branch])
+    assert max(found.values()) == 1
+    assert (branch == plain[at:]) == (kind == "same")
+    if kind in ("same", "reshuffle"):
+        left = [row for v in range(LANES) for row in Lane(packed, v, LANES, end[str(v)]).flush()]
+        assert not wanted(packed, 0) - pieces([*trunk, *branch, left]), "nothing is lost"
+    if kind == "skip":
+        skipped, _ = read_steps(LaneOrder(packed, LANES), 77 - at, 1, at, cursor)
+        assert branch == skipped[7:]
+    if kind == "reshuffle":
+        first_epoch = Counter({piece: n for piece, n in found.items() if piece[0] == 0})
+        assert first_epoch <= wanted(packed, 0)
+    for crash in (0, 1, 2, 3, 5):  # before the branch's first checkpoint (0) and behind it
+        first, behind = read_steps(order, crash, 1, at, cursor)
+        rest, last = read_steps(order, 70 - at - crash, 3, at + crash, behind if crash else cursor)
+        assert (first + rest, last) == (branch, end)
+
+
+def test_a_lane_that_no_document_fits_is_refused():
+    tokens = [ROOM + 1 + i for i in range(30)]
+    with pytest.raises(DataError, match=r"data\.documents: none of 30 documents fits into a row of 64 tokens\.$"):
+        read_steps(LaneOrder(packing(tokens, "drop"), LANES), 1)
+    with pytest.raises(DataError, match="none of 30"):
+        pack_epoch(packing(tokens, "drop"))
+    tokens[7] = 3
+    steps, _ = read_steps(LaneOrder(packing(tokens, "drop", open_rows=1), LANES), 2)
+    assert {d for _, d, _ in pieces(steps)} == {7}, "one that fits is found in every lane's order"
+
+
+def test_a_cursor_of_something_else_is_refused():
+    order = LaneOrder(packing(lengths()), LANES)
+    _, cursor = read_steps(order, 3)
+    for other, message in (
+        (LaneOrder(packing(lengths()), 10), r"the cursor of step 3 is of 12 lanes, but loop\.sequences_per_step is 10\.$"),
+        (LaneOrder(packing(lengths(), digest="e"), LANES), "the cursor of step 3 is of other documents, or of the same packed in"),
+    ):
+        with pytest.raises(RunError, match=message):
+            read_steps(other, 1, 1, 3, cursor)
+        with pytest.raises(RunError, match=message):
+            other.describe(3, cursor)
+    with pytest.raises(RunError, match="the checkpoint of step 3 has no cursor of packed rows"):
+        read_steps(order, 1, 1, 3, {})
+
+
+def test_the_order_describes_where_it_is():
+    packed = packing(lengths(), "drop")
+    order = LaneOrder(packed, LANES)
+    assert order.describe(0, {}) == {"epoch": 0, "documents": 0, "left_out": 0}
+    steps, cursor = read_steps(order, 60)
+    told = order.describe(60, cursor)
+    assert told["documents"] == len({(e, d) for e, d, _ in pieces(steps)})
+    assert told["left_out"] > 0
+    assert told["epoch"] == min(Lane(packed, v, LANES, cursor[str(v)]).epoch(cursor[str(v)][0]) for v in range(LANES))
+    json.dumps(told)
+
+
+def test_an_epoch_is_packed_once_for_evaluation():
+    packed = packing(lengths())
+    rows = pack_epoch(packed)
+    assert pieces([rows]) == wanted(packed, 0)
+
+
+def endless(order: LaneOrder) -> Iterator[Key]:
+    for keys, _ in order.micro_batches(0, RankShare(LANES, MICRO_BATCH, 0, 1), {}):
+        yield from keys
+
+
+def test_documents_that_follow_each_other_in_the_data_are_spread():
+    firsts = [key[1] for key in islice(endless(LaneOrder(packing(lengths()), LANES)), LANES)]
+    assert len(set(firsts)) == LANES
+    assert firsts != sorted(firsts)
