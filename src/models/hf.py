@@ -3,16 +3,17 @@
 import hashlib
 import json
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from src.config import Places
+from src.config import Places, added_field
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json, sha256
-from src.interfaces import Architecture, ModelConfig
+from src.interfaces import Architecture, ModelConfig, call_once
 from src.models import kv_cache_size
 from src.models.architecture import from_dict
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Weight files that transformers looks for, in its order; each may instead be an index of shards."""
 BITSANDBYTES = "bitsandbytes==0.50.2"
+WITHOUT_FLEX = ("gpt2", "gpt_bigcode")
+"""Families that have no flex_attention in transformers 5.23."""
 _MIB = 2**20
 _SLICES, _SLICE = 1024, 4096
 """Of a weight file, how many pieces of how many bytes a fingerprint reads between the first and the last MiB."""
@@ -37,6 +40,8 @@ class Config(ModelConfig):
     """Branch, tag or commit of the hub id; None for main."""
     quantization: Literal["8bit", "4bit"] | None = None
     """Matrices in 8 bits (LLM.int8(), arXiv 2208.07339) or in 4 (NF4, arXiv 2305.14314), by bitsandbytes: for a base that is frozen."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None = added_field(None)
+    """Transformers' implementation of attention; None: its choice, which is sdpa where the family has it."""
 
     def build(self, places: Places) -> "PreTrainedModel":
         """The model with its weights, ready to train or to freeze.
@@ -63,6 +68,8 @@ class Config(ModelConfig):
 
         self.require_files(places)
         folder = self._folder(places)
+        if self.attention == "flex_attention" and not torch.cuda.is_available():
+            raise ConfigError("model.attention: 'flex_attention' cannot train without a GPU: it has no backward pass. Take 'sdpa'.")
         try:
             loaded: Any = getattr(transformers, kind).from_pretrained(
                 folder,
@@ -70,6 +77,7 @@ class Config(ModelConfig):
                 local_files_only=True,
                 output_loading_info=True,
                 quantization_config=self._quantization_config(),
+                attn_implementation=self.attention,
             )
         except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
             raise CheckpointError(f"{_find_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again.") from error
@@ -117,6 +125,7 @@ class Config(ModelConfig):
         folder = self._folder(places)
         if self.quantization is not None and find_spec("bitsandbytes") is None:
             raise ConfigError(f"quantization {self.quantization!r} needs a package that is not installed: pip install {BITSANDBYTES}")
+        self._check_attention(places)
         if self._local_folder(places) is not None and self.revision is not None:
             raise ConfigError(f"{self.path!r} is a folder, so revision {self.revision!r} would be ignored. Remove it, or name a hub id.")
         weights = _find_weights(folder)
@@ -126,6 +135,14 @@ class Config(ModelConfig):
             if not os.path.isfile(path):
                 raise CheckpointError(f"{path}: missing, though {weights.name} lists it. Get it again.")
 
+    def _check_attention(self, places: Places) -> None:
+        """Raises ConfigError where the implementation of attention is not installed, or the family lacks it."""
+        if self.attention == "flash_attention_2" and find_spec("flash_attn") is None:
+            raise ConfigError(f"model.attention: {self.attention!r} needs a package that is not installed: pip install flash-attn")
+        sizes = call_once(self.architecture, places)
+        if self.attention == "flex_attention" and sizes and sizes.model_type in WITHOUT_FLEX:
+            raise ConfigError(f"model.attention: the family {sizes.model_type!r} has no {self.attention!r}. Take 'sdpa'.")
+
     def architecture(self, places: Places) -> Architecture | None:
         path = self._folder(places) / "config.json"
         raw = read_json(path, ConfigError)
@@ -134,9 +151,10 @@ class Config(ModelConfig):
         if "model_type" not in raw:
             raise ConfigError(f'{path}: "model_type" is missing, so its family is not known. Name a folder that save_pretrained made.')
         try:
-            return from_dict(raw)
+            sizes = from_dict(raw)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from None
+        return sizes and replace(sizes, attention=self.attention)
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
         return kv_cache_size.decoder_bytes(self.architecture(places), value_bytes)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from src.errors import CheckpointError, ConfigError, DataError
 from src.files import write_json
 from src.interfaces import ModelConfig
+from src.models import hf
 from src.models.architecture import Architecture
 from src.registry import MODELS, bind, resolved_dict
 
@@ -220,3 +221,32 @@ def test_hf_fingerprint_does_not_read_a_large_file_whole(pretrained, places):
             found.add(raw.fingerprint(places))
     assert len(found) == 2
     assert characters_read() - before < 2 * 7 * 2**20
+
+
+@pytest.mark.parametrize(("attention", "made"), [("eager", "eager"), ("sdpa", "sdpa"), (None, "sdpa")])
+def test_hf_takes_the_attention_that_is_asked_for(pretrained, places, attention, made):
+    raw = part({"name": "hf", "path": str(pretrained), "attention": attention})
+    assert raw.build(places).config._attn_implementation == made
+    around = part({"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["q_proj"], "base": resolved_dict(raw)})
+    assert around.architecture(places).attention == attention
+
+
+def test_hf_refuses_an_attention_that_cannot_be_used(pretrained, places, base_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^model\.attention: 'flash_attention_2' needs .* pip install flash-attn$"):
+        part({"name": "hf", "path": str(pretrained), "attention": "flash_attention_2"}).check(places)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    flex = part({"name": "hf", "path": str(pretrained), "attention": "flex_attention"})
+    flex.check(places)
+    with pytest.raises(ConfigError, match=r"'flex_attention' cannot train without a GPU: it has no backward pass\. Take 'sdpa'\."):
+        flex.build(places)
+    base_of("gpt_bigcode").save_pretrained(tmp_path / "gpt")
+    with pytest.raises(ConfigError, match=r"the family 'gpt_bigcode' has no 'flex_attention'\. Take 'sdpa'\."):
+        part({"name": "hf", "path": str(tmp_path / "gpt"), "attention": "flex_attention"}).check(places)
+
+
+def test_flex_attention_lacks_the_families_that_are_refused():
+    from transformers import GPT2PreTrainedModel, GPTBigCodePreTrainedModel, GPTNeoXPreTrainedModel
+
+    assert [cls._supports_flex_attn for cls in (GPT2PreTrainedModel, GPTBigCodePreTrainedModel)] == [False] * len(hf.WITHOUT_FLEX)
+    assert GPTNeoXPreTrainedModel._supports_flex_attn

@@ -100,7 +100,7 @@ class Lane:
                     raise DataError(f"{packing.name}: none of {packing.count} documents fits into a row of {packing.room} tokens.")
             row = None
             while row is None and self.piece < len(sizes):
-                row = self._put(sizes[self.piece])
+                row = self._place_piece(sizes[self.piece])
             if self.piece == len(sizes):
                 self.taken, self.piece = self.taken + 1, 0
             if row is not None:
@@ -111,7 +111,7 @@ class Lane:
         """The rows that are open, which are closed."""
         return [self._emit(0) for _ in range(len(self.rows))]
 
-    def _put(self, size: int) -> list[int] | None:
+    def _place_piece(self, size: int) -> list[int] | None:
         """Put the next piece into an open row, unless one must be emitted first. Returns a row that is emitted."""
         fitting = next((i for i, room in enumerate(self._room) if room >= size), None)
         if fitting is None:
