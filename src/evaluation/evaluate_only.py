@@ -6,14 +6,12 @@ It writes one row of scores, at step 0, and no checkpoint. If interrupted, it st
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from accelerate import Accelerator
 from torch import nn
 
 from src import distributed
-from src.errors import UserError
 from src.runs import ledger
 from src.runs.context import Run
 from src.training.config import Evaluation
@@ -47,7 +45,12 @@ def evaluate_only(model: nn.Module, run: Run, config: Evaluation, evaluate: Meas
     with distributed.raise_together():
         reporter = Reporter(run, config, model, 0)
     limits = StopConditions(run.options.limits, run.path)
-    with contextlib.closing(reporter), memory.oom_advice(), distributed.stop_when(limits.reason), _ledger_session(run):
+    with (
+        contextlib.closing(reporter),
+        memory.oom_advice(),
+        distributed.stop_when(limits.reason),
+        ledger.attempt(run.path, lambda: 0, engine="evaluation"),
+    ):
         distributed.stop_together()
         model.to(accelerator.device).eval()
         began = time.perf_counter()
@@ -65,25 +68,3 @@ def _begin(run: Run) -> None:
     """Reset status and scores."""
     run.dir.set_status("running", step=0, steps=0)
     run.dir.scores.truncate(-1)
-
-
-@contextlib.contextmanager
-def _ledger_session(run: Run) -> Iterator[None]:
-    """Record the start and the end of this attempt in the ledger."""
-
-    def record(name: str, **facts: Any) -> None:
-        if distributed.is_main():
-            ledger.append(run.path, ledger.event(name, step=0, **facts))
-
-    with distributed.raise_together():
-        record("start", world_size=distributed.world_size(), engine="evaluation", **ledger.last_start(run.path))
-    try:
-        yield
-    except distributed.TrainingStopped as stopped:
-        record("stop", why=stopped.reason.by)
-        raise
-    except UserError as error:
-        with contextlib.suppress(UserError):
-            record("stop", why=str(error))
-        raise
-    record("stop", why="finished")

@@ -3,16 +3,18 @@
 Each event is one synced line. A partial line of a killed writer stays, on a line of its own, and readers skip it.
 """
 
+import contextlib
 import functools
 import getpass
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from src.errors import RunError
+from src import distributed
+from src.errors import RunError, UserError
 from src.files import read_json, reading
 from src.runs import environment, jsonl_records
 from src.runs.metadata import ENV
@@ -65,6 +67,31 @@ def read(run: Path) -> list[dict[str, Any]]:
     if torn:
         log.info("%s: passed over what killed writers left, in line %s.", path, ", ".join(map(str, torn)))
     return events
+
+
+@contextlib.contextmanager
+def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
+    """Record that this attempt at the run in `run` starts, with `facts`, and at the end of the block why it stopped. Collective.
+
+    step: gives the number of finished optimizer steps.
+    """
+
+    def record(name: str, **more: Any) -> None:
+        if distributed.is_main():
+            append(run, event(name, step=step(), **more))
+
+    with distributed.raise_together():
+        record("start", world_size=distributed.world_size(), **facts, **last_start(run))
+    try:
+        yield
+    except distributed.TrainingStopped as stopped:
+        record("stop", why=stopped.reason.by)
+        raise
+    except UserError as error:
+        with contextlib.suppress(UserError):
+            record("stop", why=str(error))
+        raise
+    record("stop", why="finished")
 
 
 def user_and_host() -> str:

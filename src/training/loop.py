@@ -10,14 +10,14 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from src import distributed
-from src.errors import CheckpointError, RunError, TrainingError, UserError
+from src.errors import CheckpointError, RunError, TrainingError
 from src.interfaces import Dataset
 from src.orders import Cursor
 from src.runs import ledger
@@ -45,6 +45,25 @@ from src.training.stop_conditions import StopConditions
 log = logging.getLogger(__name__)
 
 
+class Experience(Protocol):
+    """What a training makes for itself to read, such as rollouts of its model. The order of its data set decides when.
+
+    All methods are collective.
+    """
+
+    def begin(self, engine: Engine) -> None:
+        """Called once, when the engine has the weights that the training starts or continues from."""
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What a restart needs besides the order's cursor. Saved as experience.safetensors in each checkpoint, from rank 0."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `tensors` gave, before `begin`."""
+        ...
+
+
 @dataclass(frozen=True)
 class TrainSpec:
     """A training, as a recipe passes it to the loop."""
@@ -63,6 +82,7 @@ class TrainSpec:
     count: Callable[[Mapping[str, Tensor]], float] = loader.count_loss_tokens
     """What the loss of a batch is a sum over: its tokens, or its conversations, pairs or weights. A step minimises the sum of losses over
     the sum of counts of the global batch, however that is cut into micro-batches."""
+    experience: Experience | None = None
 
 
 def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
@@ -92,9 +112,11 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
         memory.oom_advice(),
         loop.saver.close_on_exit(),
         distributed.stop_when(limits.reason),
-        loop.ledger_session(),
+        loop.attempt(),
+        loop.save_on_stop(),
     ):
-        reader = loader.StepLoader(spec.train, loop.order, config, accelerator.device, spec.count, run.options.num_workers)
+        num_workers = 0 if spec.experience else run.options.num_workers  # what is made for a step cannot be read ahead of it
+        reader = loader.StepLoader(spec.train, loop.order, config, accelerator.device, spec.count, num_workers)
         steps = reader.steps(loop.state)
         loop.meter.restart()
         distributed.stop_together()
@@ -141,16 +163,14 @@ class Loop:
         """Whether a score row is due: also after a restart, if the run was stopped between the step and its row."""
         return self.state.since_row.steps > 0 and (self.due(self.config.eval_every) or self.due(self.row_every))
 
-    @contextlib.contextmanager
-    def ledger_session(self) -> Iterator[None]:
-        """Record the start and the end of this attempt in the ledger. On a stop, save a checkpoint of the last finished step first.
-
-        The "cursor" of a start says where its data begin, as the order describes it.
-        """
+    def attempt(self) -> contextlib.AbstractContextManager[None]:
+        """Records this attempt in the ledger. The "cursor" of its start says where its data begin, as the order describes it."""
         cursor = dict(self.order.describe(self.state.step, self.state.cursor))
-        with distributed.raise_together():
-            facts = {"engine": self.engine.name, "world_size": distributed.world_size(), "cursor": cursor}
-            self._record_event("start", **facts, **ledger.last_start(self.run.path))
+        return ledger.attempt(self.run.path, lambda: self.state.step, engine=self.engine.name, cursor=cursor)
+
+    @contextlib.contextmanager
+    def save_on_stop(self) -> Iterator[None]:
+        """If the block is stopped, save a checkpoint of the last finished step."""
         try:
             yield
         except distributed.TrainingStopped as stopped:
@@ -159,18 +179,8 @@ class Loop:
                     self.save()
                 self.saver.wait()
                 stopped.step = self.state.step
-            self._record_event("stop", why=stopped.reason.by)
-            raise
-        except UserError as error:
-            with contextlib.suppress(UserError):
-                self._record_event("stop", why=str(error))
             raise
         self.saver.wait()
-        self._record_event("stop", why="finished")
-
-    def _record_event(self, name: str, **facts: Any) -> None:
-        if distributed.is_main():
-            ledger.append(self.run.path, ledger.event(name, step=self.state.step, **facts))
 
     def train_step(self, step: loader.Step) -> float:
         """One optimizer step on the mean loss of the global batch, which it returns."""
@@ -300,7 +310,9 @@ class Loop:
         state.scaler = scaler.state_dict() if scaler else {}
         state.cursor |= dict(distributed.all_gather_list(list(self.cursor.items())))
         with self.meter.pause():
-            self.saver.save(self.engine, LoopSnapshot(state.step, self.selection.best_step, state.to_json()))
+            extra = self.spec.experience.tensors() if self.spec.experience else {}
+            extra = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in extra.items()}
+            self.saver.save(self.engine, LoopSnapshot(state.step, self.selection.best_step, state.to_json(), extra))
 
     def restore(self) -> None:
         """Continue from the newest complete checkpoint, if there is one. Scores after it are dropped and computed again."""
@@ -308,6 +320,8 @@ class Loop:
         with distributed.raise_together():
             if folder is not None:
                 self._load_state(checkpoint.load_weights(folder, self.spec.model))
+                if self.spec.experience:
+                    self.spec.experience.load(checkpoint.load_experience(folder))
             if self.config.compile:
                 compilation.compile_layers(self.spec.model)
             if self.run.options.gradient_checkpointing:
@@ -322,6 +336,8 @@ class Loop:
                 self.accelerator.scaler.load_state_dict(self.state.scaler)
             log.info("%s: continues from step %d.", self.run.path, self.state.step)
         distributed.broadcast_from_rank0(self._truncate_records)
+        if self.spec.experience:
+            self.spec.experience.begin(self.engine)
         self.spec.model.train()
 
     def _load_state(self, saved: dict[str, Any]) -> None:

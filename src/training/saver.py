@@ -27,6 +27,8 @@ class LoopSnapshot:
     step: int
     best_step: int | None
     state: dict[str, Any]
+    experience: dict[str, Tensor]
+    """See `loop.Experience`."""
 
 
 class Saver:
@@ -91,6 +93,8 @@ class Saver:
 
     def _write_folder(self, folder: Path, kept: LoopSnapshot, weights: dict[str, Tensor], moments: dict[str, Tensor] | None) -> None:
         checkpoint.write(folder, weights, moments, kept.state, self.about)
+        if kept.experience:
+            checkpoint.write_experience(folder, kept.experience)
         for name, content in self.origin.items():
             files.write_atomic(folder / name, content)
 

@@ -26,7 +26,7 @@ from src.runs.lease import directory_lock
 from src.runs.metadata import CONFIG
 from src.weights import load_trained
 
-OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER, EXPERIENCE = "optimizer.safetensors", "experience.safetensors"
 SEPARATOR = "::"
 """Between the name of a parameter and that of its entry."""
 
@@ -81,6 +81,16 @@ def write(
     files.write_json(folder / "state.json", state)
     files.write_json(folder / "model.json", about.model)
     _save_tokenizer(about.tokenizer, folder / "tokenizer")
+
+
+def write_experience(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write what a training has made for itself to read."""
+    save_file(tensors, folder / EXPERIENCE)
+
+
+def load_experience(folder: Path) -> dict[str, Tensor]:
+    """What `write_experience` wrote, on the CPU; {} if nothing."""
+    return load_file(folder / EXPERIENCE) if (folder / EXPERIENCE).exists() else {}
 
 
 def origin(run: Path) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ parameters are cut changes the float32 that it is rounded to, and clipping gives
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,17 @@ class Engine(ABC):
             for part in self.module.modules():
                 if "num_passes" in vars(part):
                     vars(part)["num_passes"] = distributed.all_reduce_max
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[nn.Module]:
+        """Within the block: the model in eval mode and without gradients, for `generate`. Collective for sharded models."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad(), self.accelerator.autocast():
+                yield self.module
+        finally:
+            self.module.train(was_training)
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around one forward and backward pass; after the `last` of a step the gradients are the mean over processes."""

@@ -1,0 +1,113 @@
+"""A training that makes what it reads with its own model, and continues bit for bit in the middle of that."""
+
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from src import distributed
+from src.data.text import tokenizers
+from src.orders import Cursor, Key, RankShare
+from src.runs.context import Run
+from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.config import LoopConfig
+from src.training.loop import TrainSpec, fit
+from src.training.parallel.engine import Engine
+from src.training.state import State
+from tests.training import small
+
+CONFIG = LoopConfig(steps=12, sequences_per_step=4, micro_batch=2, learning_rate=0.01, eval_every=6)
+SIZE = 12
+"""Samples of one rollout: three steps."""
+
+
+class Rollouts(small.Numbers):
+    """Each rollout holds what the model then guesses, and its samples are read three steps long."""
+
+    fingerprint = "rollouts"
+    engine: Engine
+
+    def __init__(self) -> None:
+        self.buffer = torch.empty(0)
+        self.rolled_out: list[int] = []
+
+    # loop.Experience
+    def begin(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {"guesses": self.buffer}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.buffer = tensors["guesses"]
+
+    # data_order.OrderedDataset
+    def order(self, seed: int, per_step: int, branches: Sequence[Any]) -> "Rollouts":
+        return self
+
+    # orders.Order
+    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
+        iteration, taken = cursor.get("iteration", -1), cursor.get("taken", SIZE)
+        while True:
+            if taken == SIZE:
+                iteration, taken = iteration + 1, 0
+                self.rolled_out.append(iteration)
+                with self.engine.generating() as model:
+                    assert not model.training
+                    self.buffer = model.guess.sum() + torch.arange(SIZE) / SIZE
+            for g in share.numbers:
+                rows = range(taken + g * share.micro_batch, taken + (g + 1) * share.micro_batch)
+                yield [(iteration, row) for row in rows], {"iteration": iteration, "taken": taken + share.per_step}
+            taken += share.per_step
+
+    def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
+        return cursor
+
+    def sample(self, epoch: int, index: int) -> float:
+        return float(self.buffer[index])
+
+    def collate(self, samples: Sequence[float]) -> dict[str, Tensor]:
+        return super().collate([0] * len(samples)) | {"guesses": torch.tensor(samples)}
+
+
+def train(run: Run, stop_after: int | None = None) -> tuple[State, list[list[float]], list[int]]:
+    """Final state, the guesses in each micro-batch, and the rollouts made."""
+    torch.manual_seed(0)
+    seen: list[list[float]] = []
+
+    def loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        assert model.training
+        seen.append(batch["guesses"].tolist())
+        if len(seen) == 2 * (stop_after or 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ((model.guess.sum() - batch["guesses"] - 0.1) ** 2).sum()
+
+    data = Rollouts()
+    about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
+    with distributed.stoppable():
+        spec = TrainSpec(small.Line(), about, data, {}, loss, lambda _: {"val_loss": 0.0}, experience=data)
+        return fit(spec, run, CONFIG, seed=0), seen, data.rolled_out
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 7, 8])
+def test_a_restart_in_the_middle_of_a_rollout_reads_on_in_it(tmp_path: Path, stop_after: int):
+    with small.opened(small.write_data(tmp_path / "whole")) as run:
+        wanted, everything, rolled_out = train(run)
+        weights = (max((run.path / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes()
+    assert rolled_out == [0, 1, 2, 3]
+    assert len({guess for rows in everything for guess in rows}) == 4 * SIZE, "the model has moved between rollouts"
+    with small.opened(small.write_data(tmp_path / "stopped")) as run:
+        with pytest.raises(distributed.TrainingStopped) as stopped:
+            train(run, stop_after)
+        step = stopped.value.step
+        assert step is not None
+        state, rest, rolled_out = train(run)
+        assert state == wanted
+        assert rest == everything[2 * step :]
+        assert rolled_out == list(range(-(-step // 3), 4)), "what was begun is not made again"
+        assert (max((run.path / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes() == weights
