@@ -31,12 +31,12 @@ from src.interfaces import load_experiment
 from src.registry import resolved_dict
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
-from src.training.checkpointing.background import Writer
 from src.training.checkpointing.folder import CheckpointMetadata
-from src.training.loop import TrainSpec, fit
+from src.training.checkpointing.saver import LoopSnapshot, Saver, Writer
+from src.training.loop import fit
 from src.training.loss import causal_lm_loss
 from src.training.parallel.engine import Engine
-from src.training.saver import LoopSnapshot, Saver
+from src.training.spec import TrainSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = 0.25

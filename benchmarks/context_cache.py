@@ -22,7 +22,7 @@ from src.config import Places
 from src.evaluation.generation import AnswerGenerator
 from src.interfaces import load_experiment
 from src.metrics import answers as answered
-from src.models.cross_attention.context_cache import ContextCache, Dtype
+from src.models.cross_attention.encoded_context_cache import ContextCache, Dtype
 from src.models.load import load
 from src.registry import METRICS, bind
 

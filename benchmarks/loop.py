@@ -44,10 +44,11 @@ from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training import data_order, loader
 from src.training.checkpointing.folder import CheckpointMetadata
-from src.training.loop import TrainSpec, fit
+from src.training.loop import fit
 from src.training.loss import causal_lm_loss, seq2seq_loss
 from src.training.optim import optimizers, schedule
 from src.training.parallel import memory
+from src.training.spec import TrainSpec
 from src.training.state import State
 
 ROOT = Path(__file__).resolve().parents[1]

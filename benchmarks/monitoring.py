@@ -27,9 +27,10 @@ from src.registry import resolved_dict
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training.checkpointing.folder import CheckpointMetadata
-from src.training.loop import TrainSpec, fit
+from src.training.loop import fit
 from src.training.loss import causal_lm_loss
 from src.training.monitoring.monitor import DEFAULT_EVERY
+from src.training.spec import TrainSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 

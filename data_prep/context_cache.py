@@ -1,7 +1,7 @@
 """Fill a cache of encoded contexts ahead of serving: `python -m data_prep.context_cache --cache FOLDER --max_bytes N ...`.
 
 The contexts are those of a prepared corpus, <data_cache_path>/<corpus>. Whoever serves a model with the same base opens the folder
-with src.models.cross_attention.context_cache.ContextCache and finds them there. Started again it encodes only what is missing.
+with src.models.cross_attention.encoded_context_cache.ContextCache and finds them there. Started again it encodes only what is missing.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from data_prep import distinct_inputs, encoding_options
 from src.config import Places
 from src.data import jsonl
 from src.errors import print_errors
-from src.models.cross_attention import context_cache
+from src.models.cross_attention import encoded_context_cache as context_cache
 
 COMMAND = "python -m data_prep.context_cache"
 log = logging.getLogger(__name__)

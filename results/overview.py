@@ -15,6 +15,7 @@ from src.launch import status as launched
 from src.runs import metadata
 from src.tables import curves as banded
 from src.tables import rows as results
+from src.tables import statistics
 
 LINES = 12
 """Most curves in one picture: the first of the table."""
@@ -157,7 +158,7 @@ def curves(found: Overview, metric: str, x: str = "step", spread: str = "std") -
     keys = results.distinguishing_keys(found.rows)
     groups = results.group_rows(found.rows, keys)
     best = results.sort_best_first(
-        [{**results.aggregate(group, [], [metric])[0], "group": group} for group in _having(groups, metric)], metric
+        [{**statistics.aggregate(group, [], [metric])[0], "group": group} for group in _having(groups, metric)], metric
     )
     shown = [row["group"] for row in best[:LINES]]
     try:

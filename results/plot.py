@@ -17,7 +17,7 @@ from src.config import unknown
 from src.errors import ConfigError, DataError, print_errors
 from src.files import write_atomic, writing
 from src.runs.summary import is_finite
-from src.tables import curves
+from src.tables import curves, statistics
 from src.tables import rows as results
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def draw_panels(
             raise unknown("score", metric, known, str(runs))
     if x not in ("step", "seconds", *known):
         raise unknown("axis", x, ["step", "seconds", *known], str(runs))
-    keys = results.grouping_keys(rows, by)
+    keys = statistics.grouping_keys(rows, by)
     groups = results.group_rows(rows, keys)
     found, warnings = curves.bands(runs, groups, chosen, x)
     figure = Figure(figsize=(6.4 * len(chosen), 4.8), layout="constrained", dpi=120)
@@ -142,7 +142,7 @@ def points(
     if not placed:
         raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.")
     left_out = len(rows) - len(placed)
-    keys = results.grouping_keys(rows, by)
+    keys = statistics.grouping_keys(rows, by)
     figure = Figure(figsize=(6.4, 4.8), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")

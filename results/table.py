@@ -12,10 +12,11 @@ from typing import Any
 from results import run_arguments
 from src.errors import ConfigError, print_errors
 from src.tables import rows as results
+from src.tables import statistics
 
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
 INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the mean"}
-"""The choices of the value after ±, with their names in `src.tables.rows.aggregate`."""
+"""The choices of the value after ±, with their names in `src.tables.statistics.aggregate`."""
 MOST_REMARKS = 5
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -55,7 +56,7 @@ def remarks(rows: Sequence[results.Row], keys: Sequence[str]) -> list[str]:
         found.append(f"{waiting} of {len(rows)} runs are not done; the table holds their latest scores.")
     if others := [key for key in results.distinguishing_keys(rows) if key not in keys and "exp_id" not in keys]:
         found.append(f"the means are over different {', '.join(others)}.")
-    missing = results.missing_seeds(rows, keys)
+    missing = statistics.missing_seeds(rows, keys)
     return (
         found + missing[:MOST_REMARKS] + ([f"… and {len(missing) - MOST_REMARKS} more lack seeds."] if len(missing) > MOST_REMARKS else [])
     )
@@ -78,7 +79,7 @@ def tabulate(
         ConfigError: a key or a score that no run has.
     """
     known = results.score_names(rows)
-    keys = results.grouping_keys(rows, by)
+    keys = statistics.grouping_keys(rows, by)
     if scores is None:
         shown = results.headline_scores(known)
     else:
@@ -87,7 +88,7 @@ def tabulate(
         metric = default_metric(shown)
     elif metric not in shown:
         shown = [metric, *shown]
-    table = results.aggregate(rows, keys, shown)
+    table = statistics.aggregate(rows, keys, shown)
     if metric is not None:
         table = results.sort_best_first(table, metric, None if best is None else best == "min")
     return table, keys, shown
@@ -99,7 +100,7 @@ def default_metric(scores: Sequence[str]) -> str | None:
     return preferred[0] if preferred else None
 
 
-def pivot_score(rows: Sequence[results.Row], index: str, columns: str, metric: str | None = None) -> tuple[results.Pivot, str]:
+def pivot_score(rows: Sequence[results.Row], index: str, columns: str, metric: str | None = None) -> tuple[statistics.Pivot, str]:
     """One score over two dotted keys, and its name: `metric`, or the default.
 
     Raises:
@@ -108,7 +109,7 @@ def pivot_score(rows: Sequence[results.Row], index: str, columns: str, metric: s
     score = metric or default_metric(results.headline_scores(results.score_names(rows)))
     if score is None:
         raise ConfigError("--pivot: no run has any score yet.")
-    return results.pivot(rows, index, columns, score), score
+    return statistics.pivot(rows, index, columns, score), score
 
 
 def print_table(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std") -> None:
@@ -131,7 +132,7 @@ def render(table: Table, keys: Sequence[str], scores: Sequence[str], style: str,
     return markdown(headings, lines) if style == "markdown" else _latex(headings, lines, len(keys))
 
 
-def print_pivot(cross: results.Pivot, keys: Sequence[str], score: str, style: str, interval: str = "std") -> None:
+def print_pivot(cross: statistics.Pivot, keys: Sequence[str], score: str, style: str, interval: str = "std") -> None:
     """Print to stdout, as `print_table` does; json holds a row for each cell that has runs."""
     index, columns = (results.short_names(keys)[key] for key in keys)
     if style == "json":

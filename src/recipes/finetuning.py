@@ -11,7 +11,7 @@ from src.runs.context import Run
 from src.training.config import Evaluation, LoopConfig
 
 if TYPE_CHECKING:
-    from src.training.loop import TrainSpec
+    from src.training.spec import TrainSpec
 
 
 class Finetuning(RecipeConfig):

@@ -69,7 +69,8 @@ class Pretraining(RecipeConfig):
 
         from src.data.text import tokenizers
         from src.training.checkpointing.folder import CheckpointMetadata
-        from src.training.loop import TrainSpec, fit
+        from src.training.loop import fit
+        from src.training.spec import TrainSpec
         from src.training.state import fingerprints
         from src.training.validation import LossSums, measure
 

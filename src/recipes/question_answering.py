@@ -76,7 +76,7 @@ class QuestionAnswering(Finetuning):
         from src.data.text import tokenizers
         from src.evaluation import generation, inference
         from src.training.checkpointing.folder import CheckpointMetadata
-        from src.training.loop import TrainSpec
+        from src.training.spec import TrainSpec
         from src.training.state import fingerprints
         from src.training.validation import mean_loss
 

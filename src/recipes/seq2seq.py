@@ -124,8 +124,8 @@ class Config(Finetuning):
         from src.evaluation import predictions as predicting
         from src.evaluation.ranking import TaskPredictor
         from src.training.checkpointing.folder import CheckpointMetadata
-        from src.training.loop import TrainSpec
         from src.training.loss import seq2seq_loss
+        from src.training.spec import TrainSpec
         from src.training.state import fingerprints
         from src.training.validation import mean_loss
 

@@ -1,12 +1,9 @@
 """Histories of scores as columns of numbers, and their means and deviations over seeds."""
 
 import json
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from statistics import stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from src.errors import DataError, UserError
@@ -15,6 +12,7 @@ from src.runs.jsonl_records import read_appended
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
 from src.runs.summary import is_finite, parse_rows
 from src.tables import cache as stored
+from src.tables.statistics import t_975
 
 if TYPE_CHECKING:
     import numpy as np
@@ -233,33 +231,3 @@ def _compensated_sum(at: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]",
         lost[where] += np.where(np.abs(before) >= np.abs(of_run), (before - after) + of_run, (of_run - after) + before)
         total[where] = after
     return total + lost
-
-
-@cache
-def t_975(freedom: int) -> float:
-    """The 0.975 quantile of Student's t with `freedom` >= 1 degrees of freedom.
-
-    The distribution function is a finite sum (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4), inverted by
-    bisection. Importing scipy.stats takes a second.
-    """
-    assert freedom >= 1, freedom
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _probability(middle, freedom) < 0.95 else (low, middle)
-    return math.sqrt(freedom) * math.tan((low + high) / 2)
-
-
-def ci95(values: Sequence[float]) -> float | None:
-    """Half the width of the 95 % confidence interval of the mean of `values`; None for fewer than two."""
-    return t_975(len(values) - 1) * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
-def _probability(angle: float, freedom: int) -> float:
-    """The probability that |t| <= sqrt(freedom) tan(angle)."""
-    sine, square, odd = math.sin(angle), math.cos(angle) ** 2, freedom % 2
-    term, total = math.cos(angle) if odd else 1.0, 0.0
-    for k in range(2 if odd else 1, freedom, 2):
-        total += term
-        term *= square * k / (k + 1)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total

@@ -2,9 +2,7 @@
 
 import json
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from src.files import reading
 from src.runs.lease import holder_is_dead
 from src.runs.metadata import state_of
 from src.runs.summary import is_finite
-from src.tables.curves import ci95
 from src.tables.scan import RunIndex, RunRecord
 
 FACTS = ("exp_id", "state", "group", "step")
@@ -69,10 +66,18 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[lis
     return rows, warnings
 
 
+def group_rows(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
+    """Groups of rows that agree in all of `by`, in order of first appearance. 1 and 1.0 differ, as their ids do."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(spell(row, key) for key in by), []).append(row)
+    return list(groups.values())
+
+
 def varying_keys(rows: Sequence[Row]) -> list[str]:
     """Dotted config keys that differ between rows, or are missing in some."""
     keys = dict.fromkeys(key for row in rows for key in config_keys(row))
-    return [key for key in keys if len({_spell(row, key) for row in rows}) > 1]
+    return [key for key in keys if len({spell(row, key) for row in rows}) > 1]
 
 
 def distinguishing_keys(rows: Sequence[Row]) -> list[str]:
@@ -101,41 +106,6 @@ def score_names(rows: Iterable[Row]) -> list[str]:
 def headline_scores(names: Sequence[str]) -> list[str]:
     """The most interesting scores: no diagnostics, no parts such as "em/nq" ("inference/em" is none); all if no others are left."""
     return [name for name in names if name not in DIAGNOSTICS and "/" not in name.removeprefix("inference/")] or list(names)
-
-
-def group_rows(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
-    """Groups of rows that agree in all of `by`, in order of first appearance. 1 and 1.0 differ, as their ids do."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(_spell(row, key) for key in by), []).append(row)
-    return list(groups.values())
-
-
-def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None) -> list[str]:
-    """`by`, or if it is None the `distinguishing_keys` of `rows`.
-
-    Raises:
-        ConfigError: a key of `by` that no row has.
-    """
-    if by is None:
-        return distinguishing_keys(rows)
-    _check_known("key", by, {key for row in rows for key in [*config_keys(row), *FACTS]})
-    return list(by)
-
-
-def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> list[dict[str, Any]]:
-    """One row for each combination of `by`.
-
-    Its keys: those of `by`; "runs", their number; "state", such as "done" or "2 done, 1 failed"; "step", the lowest last step; and for
-    each score its mean (None if no run has it), "<score>_std" (sample, n - 1; None for n < 2), "<score>_ci95" (half the width of the
-    95 % confidence interval of the mean, Student's t; None for n < 2) and "<score>_n" (runs that have it).
-
-    Raises:
-        ConfigError: a key of `by` or a score that no row has.
-    """
-    by = grouping_keys(rows, by)
-    _check_known("score", scores, score_names(rows))
-    return [_aggregate_group(group, by, scores) for group in group_rows(rows, by)]
 
 
 def lower_is_better(name: str) -> bool:
@@ -196,47 +166,8 @@ def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[
         return []
     known = {key for row in rows for key in row}
     renamed = "status" in asked.names and "status" not in known
-    _check_known("name", sorted(asked.names - {"status"} if renamed else asked.names), known, place)
+    check_known("name", sorted(asked.names - {"status"} if renamed else asked.names), known, place)
     return [row for row in rows if asked.matches({**row, "status": row["state"]} if renamed else row)]
-
-
-def missing_seeds(rows: Sequence[Row], by: Sequence[str]) -> list[str]:
-    """A sentence for each combination of `by` that lacks seeds which others have: its mean is over different runs."""
-    if "seed" in by:
-        return []
-    seeds = sorted({_spell(row, "seed"): row["seed"] for row in rows if "seed" in row}.items(), key=lambda pair: _sort_key(pair[1]))
-    found = []
-    for group in group_rows(rows, by):
-        has = {_spell(row, "seed") for row in group}
-        if absent := [value for spelled, value in seeds if spelled not in has]:
-            named = ", ".join(f"{key}={group[0].get(key)}" for key in by) or "all"
-            found.append(f"{named}: no run with seed {', '.join(map(str, absent))}, which others have.")
-    return found
-
-
-@dataclass(frozen=True)
-class Pivot:
-    """One score over two keys."""
-
-    rows: list[Any]
-    """Values of the first key, sorted."""
-    columns: list[Any]
-    """Values of the second key, sorted."""
-    cells: list[list[dict[str, Any] | None]]
-    """Rows of `aggregate`; None for a combination without runs."""
-
-
-def pivot(rows: Sequence[Row], index: str, columns: str, score: str) -> Pivot:
-    """Mean of `score` for each combination of the keys `index` and `columns`, over all runs that have it.
-
-    Raises:
-        ConfigError: a key or a score that no row has.
-    """
-    cells = {(_spell(cell, index), _spell(cell, columns)): cell for cell in aggregate(rows, [index, columns], [score])}
-    downwards, across = ({_spell(row, key): row.get(key) for row in rows} for key in (index, columns))
-    down, over = (sorted(values, key=lambda spelled, values=values: _sort_key(values[spelled])) for values in (downwards, across))
-    table = [[cells.get((one, other)) for other in over] for one in down]
-    return Pivot([downwards[one] for one in down], [across[other] for other in over], table)
 
 
 def _row(path: Path, record: RunRecord, group: str) -> Row:
@@ -251,36 +182,19 @@ def _row(path: Path, record: RunRecord, group: str) -> Row:
     return row
 
 
-def _sort_key(value: Any) -> tuple[int, Any, str]:
+def sort_key(value: Any) -> tuple[int, Any, str]:
     """Sorts numbers by size, then texts, then all other values."""
     if is_finite(value):
         return 0, value, ""
     return (1, 0, value) if isinstance(value, str) else (2, 0, json.dumps(value))
 
 
-def _spell(row: Mapping[str, Any], key: str) -> str:
+def spell(row: Mapping[str, Any], key: str) -> str:
     return json.dumps(row[key], sort_keys=True) if key in row else ""
 
 
-def _check_known(kind: str, names: Iterable[str], known: Iterable[str], place: str = "results") -> None:
+def check_known(kind: str, names: Iterable[str], known: Iterable[str], place: str = "results") -> None:
     known = set(known)
     for name in names:
         if name not in known:
             raise unknown(kind, name, known, place)
-
-
-def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> dict[str, Any]:
-    states = [row["state"] for row in rows]
-    counts = {state: states.count(state) for state in dict.fromkeys(states)}
-    steps = [row["step"] for row in rows if row["step"] is not None]
-    found: dict[str, Any] = {key: rows[0].get(key) for key in by}
-    found["runs"] = len(rows)
-    found["state"] = states[0] if len(counts) == 1 else ", ".join(f"{n} {state}" for state, n in counts.items())
-    found["step"] = min(steps) if steps else None
-    for name in scores:
-        values = [row[name] for row in rows if row.get(name) is not None]
-        found[name] = statistics.fmean(values) if values else None
-        found[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None
-        found[f"{name}_ci95"] = ci95(values)
-        found[f"{name}_n"] = len(values)
-    return found

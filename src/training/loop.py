@@ -8,17 +8,15 @@ are functions of (seed, step), and everything else that a later step depends on 
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from src import distributed
 from src.errors import CheckpointError, RunError, TrainingError
-from src.interfaces import Dataset
 from src.orders import Cursor
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
@@ -26,10 +24,11 @@ from src.runs.context import Run
 from src.runs.history import branches
 from src.training import data_order, loader, seeds
 from src.training.checkpointing import folder as checkpoint
+from src.training.checkpointing.saver import LoopSnapshot, Saver
 from src.training.config import LoopConfig
 from src.training.divergence.guard import DivergenceGuard, Source
-from src.training.loss import Loss, NamedSums, watch_groups
-from src.training.model_selection import ModelSelection
+from src.training.early_stopping import ModelSelection
+from src.training.loss import NamedSums, watch_groups
 from src.training.monitoring.monitor import Monitor
 from src.training.monitoring.reporter import Reporter
 from src.training.monitoring.throughput import ThroughputMeter
@@ -38,51 +37,11 @@ from src.training.parallel import choice as engines
 from src.training.parallel import compile as compilation
 from src.training.parallel import memory
 from src.training.parallel.engine import Engine
-from src.training.saver import LoopSnapshot, Saver
+from src.training.spec import TrainSpec
 from src.training.state import IntervalTotals, State
 from src.training.stop_conditions import StopConditions
 
 log = logging.getLogger(__name__)
-
-
-class Experience(Protocol):
-    """What a training makes for itself to read, such as rollouts of its model. The order of its data set decides when.
-
-    All methods are collective.
-    """
-
-    def begin(self, engine: Engine) -> None:
-        """Called once, when the engine has the weights that the training starts or continues from."""
-        ...
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """What a restart needs besides the order's cursor. Saved as experience.safetensors in each checkpoint, from rank 0."""
-        ...
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `tensors` gave, before `begin`."""
-        ...
-
-
-@dataclass(frozen=True)
-class TrainSpec:
-    """A training, as a recipe passes it to the loop."""
-
-    model: nn.Module
-    about: checkpoint.CheckpointMetadata
-    train: Dataset
-    inputs: Mapping[str, str]
-    """Fingerprints of the training's inputs by name. They must not change between starts."""
-    loss: Loss
-    """(model, batch) -> summed loss, and named sums to report if it has any; see `training.loss.Loss`."""
-    evaluate: Callable[[Accelerator], Mapping[str, float]]
-    """Scores of the model as it stands, the same on every rank. Called on every rank, in eval mode."""
-    finish: Callable[[Accelerator], Mapping[str, float]] | None = None
-    """Like `evaluate`, but called once after training, when the last checkpoint is written; called again if it was interrupted."""
-    count: Callable[[Mapping[str, Tensor]], float] = loader.count_loss_tokens
-    """What the loss of a batch is a sum over: its tokens, or its conversations, pairs or weights. A step minimises the sum of losses over
-    the sum of counts of the global batch, however that is cut into micro-batches."""
-    experience: Experience | None = None
 
 
 def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:

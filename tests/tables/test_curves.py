@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from src.tables import curves
+from src.tables import statistics
 
 
 # Table of percentage points of the t distribution, P = 0.975 (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2).
@@ -26,17 +26,17 @@ from src.tables import curves
     ],
 )
 def test_published_values(freedom: int, published: float):
-    assert curves.t_975(freedom) == pytest.approx(published, abs=5.1e-4)
+    assert statistics.t_975(freedom) == pytest.approx(published, abs=5.1e-4)
 
 
 def test_closed_forms():
-    assert curves.t_975(1) == pytest.approx(math.tan(0.475 * math.pi), rel=1e-9)
-    assert curves.t_975(2) == pytest.approx(0.95 * math.sqrt(2 / (1 - 0.95**2)), rel=1e-9)
+    assert statistics.t_975(1) == pytest.approx(math.tan(0.475 * math.pi), rel=1e-9)
+    assert statistics.t_975(2) == pytest.approx(0.95 * math.sqrt(2 / (1 - 0.95**2)), rel=1e-9)
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 31, 100, 200, 201, 1000, 100_000])
 def test_the_area_between_them_is_95_percent(freedom: int):
-    points, step = np.linspace(0, curves.t_975(freedom), 200_001, retstep=True)
+    points, step = np.linspace(0, statistics.t_975(freedom), 200_001, retstep=True)
     constant = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
     density = constant * np.exp(-(freedom + 1) / 2 * np.log1p(points**2 / freedom))
     simpson = step / 3 * (density[0] + density[-1] + 4 * density[1:-1:2].sum() + 2 * density[2:-1:2].sum())
@@ -45,5 +45,5 @@ def test_the_area_between_them_is_95_percent(freedom: int):
 
 def test_the_interval_of_a_mean():
     values = [1.0, 2.0, 4.0, 8.0]
-    assert curves.ci95(values) == pytest.approx(curves.t_975(3) * np.std(values, ddof=1) / 2, rel=1e-12)
-    assert curves.ci95([1.0]) is None
+    assert statistics.ci95(values) == pytest.approx(statistics.t_975(3) * np.std(values, ddof=1) / 2, rel=1e-12)
+    assert statistics.ci95([1.0]) is None

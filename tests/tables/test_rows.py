@@ -3,8 +3,8 @@
 import json
 import pickle
 import random
-import statistics
 from pathlib import Path
+from statistics import stdev
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from src.experiments.identity import exp_id
 from src.runs.metadata import join_groups
 from src.runs.run_dir import RunDir
 from src.tables import rows as results
+from src.tables import statistics
 
 
 def experiment(stride: int, seed: int) -> dict:
@@ -54,7 +55,7 @@ def test_a_run_without_any_finite_value_shows_none(tmp_path: Path):
     make(tmp_path, experiment(2, 0), [{"step": 1, "loss": float("inf")}])
     (row,), _ = results.load_rows(tmp_path)
     assert row["loss"] is None
-    assert results.aggregate([row], [], ["loss"])[0]["loss"] is None
+    assert statistics.aggregate([row], [], ["loss"])[0]["loss"] is None
 
 
 def test_names_that_clash_are_told_apart(tmp_path: Path):
@@ -169,7 +170,7 @@ def test_means_are_numpys_to_the_last_digits(tmp_path: Path):
     for (stride, seed), loss in values.items():
         make(tmp_path, experiment(stride, seed), [{"step": 10 + seed, "loss": loss}])
     rows, _ = results.load_rows(tmp_path)
-    for row in results.aggregate(rows, ["model.stride"], ["loss"]):
+    for row in statistics.aggregate(rows, ["model.stride"], ["loss"]):
         of_stride = [v for (stride, _), v in values.items() if stride == row["model.stride"]]
         assert row["loss"] == pytest.approx(np.mean(of_stride), rel=1e-12)
         assert row["loss_std"] == pytest.approx(np.std(of_stride, ddof=1), rel=1e-12)
@@ -180,8 +181,8 @@ def test_missing_scores_and_mixed_states_show(tmp_path: Path):
     make(tmp_path, experiment(1, 0), [{"step": 2, "loss": 1.0, "em": 0.5}])
     make(tmp_path, experiment(1, 1), [{"step": 1, "loss": 2.0}], state="failed")
     rows, _ = results.load_rows(tmp_path)
-    (row,) = results.aggregate(rows, ["model.stride"], ["loss", "em"])
-    assert (row["loss"], row["loss_n"], row["loss_std"]) == (1.5, 2, statistics.stdev([1.0, 2.0]))
+    (row,) = statistics.aggregate(rows, ["model.stride"], ["loss", "em"])
+    assert (row["loss"], row["loss_n"], row["loss_std"]) == (1.5, 2, stdev([1.0, 2.0]))
     assert (row["em"], row["em_n"], row["em_std"]) == (0.5, 1, None)
     assert row["state"] in ("1 done, 1 failed", "1 failed, 1 done")
     assert row["step"] == 1
@@ -191,9 +192,9 @@ def test_unknown_keys_and_scores_are_named(tmp_path: Path):
     make(tmp_path, experiment(1, 0), [{"step": 1, "loss": 1.0}])
     rows, _ = results.load_rows(tmp_path)
     with pytest.raises(ConfigError, match=r"unknown key 'model\.strid'\. Did you mean 'model\.stride'"):
-        results.aggregate(rows, ["model.strid"], [])
+        statistics.aggregate(rows, ["model.strid"], [])
     with pytest.raises(ConfigError, match=r"unknown score 'los'\. Did you mean 'loss'"):
-        results.aggregate(rows, [], ["los"])
+        statistics.aggregate(rows, [], ["los"])
 
 
 @pytest.mark.parametrize("name", ["val_loss", "loss", "val_perplexity", "ppl", "train.nll", "word_error_rate/wer"])
@@ -252,27 +253,27 @@ def test_missing_seeds_are_named(tmp_path: Path):
     grid(tmp_path)
     make(tmp_path, experiment(1, 10), [])
     rows = grid(tmp_path, (3,), (0,))
-    assert sorted(results.missing_seeds(rows, ["model.stride"])) == [
+    assert sorted(statistics.missing_seeds(rows, ["model.stride"])) == [
         "model.stride=2: no run with seed 10, which others have.",
         "model.stride=3: no run with seed 1, 2, 10, which others have.",
     ]
-    assert results.missing_seeds(rows, ["model.stride", "seed"]) == []
-    assert results.missing_seeds(rows[:1], []) == []
+    assert statistics.missing_seeds(rows, ["model.stride", "seed"]) == []
+    assert statistics.missing_seeds(rows[:1], []) == []
 
 
 def test_a_pivot_holds_what_aggregate_holds(tmp_path: Path):
     rows = grid(tmp_path, (10, 2), (0, 1))
     make(tmp_path, experiment(3, 5), [{"step": 1, "loss": 0.5}])
     rows, _ = results.load_rows(tmp_path)
-    found = results.pivot(rows, "model.stride", "seed", "loss")
+    found = statistics.pivot(rows, "model.stride", "seed", "loss")
     assert (found.rows, found.columns) == ([2, 3, 10], [0, 1, 5])
     assert [[cell and cell["loss"] for cell in line] for line in found.cells] == [[2.0, 2.1, None], [None, None, 0.5], [10.0, 10.1, None]]
     with pytest.raises(ConfigError, match="unknown key 'stride'"):
-        results.pivot(rows, "stride", "seed", "loss")
+        statistics.pivot(rows, "stride", "seed", "loss")
 
 
 def test_intervals_stand_beside_deviations(tmp_path: Path):
-    (row,) = results.aggregate(grid(tmp_path, (1,)), [], ["loss"])
+    (row,) = statistics.aggregate(grid(tmp_path, (1,)), [], ["loss"])
     assert row["loss_ci95"] == pytest.approx(4.302652729911275 * row["loss_std"] / 3**0.5, rel=1e-9)
-    (alone,) = results.aggregate(grid(tmp_path / "other", (1,), (0,)), [], ["loss"])
+    (alone,) = statistics.aggregate(grid(tmp_path / "other", (1,), (0,)), [], ["loss"])
     assert alone["loss_ci95"] is None

@@ -15,7 +15,8 @@ from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
-from src.training.loop import TrainSpec, fit
+from src.training.loop import fit
+from src.training.spec import TrainSpec
 from src.training.state import State
 from tests import toy
 

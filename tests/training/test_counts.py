@@ -21,7 +21,8 @@ from src.runs.context import Options, Run
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.divergence.detector import Config as Divergence
-from src.training.loop import TrainSpec, fit
+from src.training.loop import fit
+from src.training.spec import TrainSpec
 from src.training.state import State
 from tests import toy
 from tests.training import small

@@ -16,8 +16,9 @@ from src.orders import Cursor, Key, RankShare
 from src.runs.context import Run
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
-from src.training.loop import TrainSpec, fit
+from src.training.loop import fit
 from src.training.parallel.engine import Engine
+from src.training.spec import TrainSpec
 from src.training.state import State
 from tests.training import small
 
@@ -36,7 +37,7 @@ class Rollouts(small.Numbers):
         self.buffer = torch.empty(0)
         self.rolled_out: list[int] = []
 
-    # loop.Experience
+    # spec.Experience
     def begin(self, engine: Engine) -> None:
         self.engine = engine
 

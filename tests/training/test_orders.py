@@ -18,7 +18,8 @@ from src.runs.context import Run
 from src.training import data_order, loader
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
-from src.training.loop import TrainSpec, fit
+from src.training.loop import fit
+from src.training.spec import TrainSpec
 from src.training.state import State
 from tests.training import small
 

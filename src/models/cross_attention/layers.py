@@ -6,7 +6,6 @@ base, H heads, K key/value heads, d width of a head. R rows of the decoder per c
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any, cast
@@ -21,26 +20,8 @@ from src.errors import ConfigError
 from src.models import architecture
 from src.models.cross_attention.config import FAMILIES, Config, Plan
 from src.models.cross_attention.encoder import encode, last_hidden
+from src.models.cross_attention.kv_cache import ActiveContext, Context
 from src.models.wrapper import Wrapper
-
-
-@dataclass
-class Context:
-    """Encoded contexts."""
-
-    hidden: Tensor
-    """(B, P, D): the base's last hidden states, after its final norm."""
-    mask: Tensor
-    """(B, P) bool, True on real tokens."""
-
-
-@dataclass
-class ActiveContext:
-    """The context that the decoder reads, with the blocks' key/value cache."""
-
-    context: Context
-    kv_cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Keys and values by block. They depend on the context alone, so they are computed once."""
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:

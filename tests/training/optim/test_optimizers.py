@@ -22,10 +22,11 @@ from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Options
 from src.training.checkpointing.folder import OPTIMIZER, CheckpointMetadata
 from src.training.config import LoopConfig
-from src.training.loop import TrainSpec, fit
+from src.training.loop import fit
 from src.training.monitoring import parameter_statistics, tensor_statistics
 from src.training.optim import optimizers
 from src.training.parallel import choice as engines
+from src.training.spec import TrainSpec
 from tests.training import small
 
 LOOP: dict[str, Any] = {"steps": 12, "sequences_per_step": 4, "micro_batch": 2, "learning_rate": 0.05, "eval_every": 4}

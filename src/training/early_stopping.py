@@ -1,4 +1,4 @@
-"""Which step is best so far, and whether to stop early."""
+"""Tracks the best step by `loop.best_metric`, and stops early when it no longer improves."""
 
 import math
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """Checkpoints of a running training, written in the background where possible, each complete or not at all."""
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,43 @@ from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints.retention import Rotation
 from src.runs.context import Run
 from src.training.checkpointing import folder as checkpoint
-from src.training.checkpointing.background import Writer
 from src.training.config import LoopConfig
 from src.training.parallel.engine import Engine
+
+
+class Writer:
+    """One write in the background. Its exception is raised again by `wait`."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begin a write. Call `wait` for the previous one first."""
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # noqa: BLE001  raised again in `wait`
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint")
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether `wait` will raise."""
+        return self._error is not None
+
+    def wait(self) -> None:
+        """Block until the write is finished, and raise its exception, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
 
 
 @dataclass(frozen=True)
@@ -28,7 +63,7 @@ class LoopSnapshot:
     best_step: int | None
     state: dict[str, Any]
     experience: dict[str, Tensor]
-    """See `loop.Experience`."""
+    """See `spec.Experience`."""
 
 
 class Saver:
