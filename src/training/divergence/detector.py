@@ -14,6 +14,7 @@ Every limit is relative to the recent past of the same run and uses robust stati
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -22,11 +23,13 @@ from src import config
 from src.errors import CheckpointError
 
 Action = Literal["warn", "save_batch", "skip_batch", "stop", "rewind"]
-Kind = Literal["non_finite", "loss_spike", "loss_drift", "grad_norm", "skipped"]
+Kind = Literal["non_finite", "loss_spike", "loss_jump", "loss_climb", "loss_drift", "grad_norm", "skipped"]
 
 SEVERITY: tuple[Action, ...] = ("warn", "save_batch", "skip_batch", "rewind", "stop")
 """Of several actions at one step the last of these is done. It includes to warn, and all but "warn" save the batch."""
 MOST_SUSPECTS = 8
+CLIMB_STEPS, CLIMB_DEVIATIONS = 8, 4.0
+"""Steps whose median is compared early in a training, and by how many times the noise of a step it rises in a climb."""
 NORMAL = 1.4826
 """Standard deviations in one MAD of a normal distribution."""
 
@@ -41,6 +44,10 @@ class Config(config.Config):
     loss_deviations: float = Field(default=3.0, gt=0)
     loss_steps: int = Field(default=3, gt=0)
     """A spike: so many steps in a row so many times the noise above the level."""
+    jump_deviations: float = config.added_field(30.0, gt=0)
+    """A jump: a single step so many times the noise above the level."""
+    climb_ratio: float = config.added_field(0.3, gt=0)
+    """A climb, before the window is full: the median of the last 8 losses is above the lowest such median by this share of it, or of 1."""
     drift_deviations: float = Field(default=2.0, gt=0)
     """A drift: the median of the window is so many times the noise above the lowest that it has been."""
     grad_norm_ratio: float = Field(default=5.0, gt=1)
@@ -51,6 +58,9 @@ class Config(config.Config):
     on_non_finite: Literal["skip_batch", "stop", "rewind"] = "stop"
     """Never less: the weights would not be finite either."""
     on_loss_spike: Action = "warn"
+    on_loss_jump: Action = config.added_field("warn")
+    """Runs made before this field change no bit by a warning."""
+    on_loss_climb: Literal["warn", "stop", "rewind"] = config.added_field("warn")
     on_loss_drift: Literal["warn", "stop", "rewind"] = "warn"
     """Of all the steps since the lowest point; no single batch is to blame."""
     on_grad_norm: Action = "warn"
@@ -64,6 +74,8 @@ class Config(config.Config):
         return {
             "non_finite": self.on_non_finite,
             "loss_spike": self.on_loss_spike,
+            "loss_jump": self.on_loss_jump,
+            "loss_climb": self.on_loss_climb,
             "loss_drift": self.on_loss_drift,
             "grad_norm": self.on_grad_norm,
             "skipped": self.on_skipped,
@@ -92,7 +104,7 @@ class Finding:
     @property
     def suspects(self) -> range:
         """The steps whose batches are worth a look, at most the last 8."""
-        one_batch = self.kind in {"loss_drift", "skipped"}  # these come of many steps, of which the last is as good as any
+        one_batch = self.kind in {"loss_climb", "loss_drift", "skipped"}  # these come of many steps, of which the last is as good as any
         return range(self.step if one_batch else max(self.first_step, self.step - MOST_SUSPECTS + 1), self.step + 1)
 
 
@@ -163,6 +175,7 @@ class Detector:
         self.norms = SpikeTracker(config.window, config.grad_norm_steps, config.on_grad_norm == "skip_batch")
         self.lowest: float | None = None  # median of the window, where it was lowest
         self.lowest_step = 0
+        self.climbed = False  # whether the climb was reported
         self.skips: list[int] = []  # of the last steps, 1 where the weights did not move
         self.on_plateau = False
 
@@ -179,7 +192,7 @@ class Detector:
             if value is not None and not math.isfinite(value):
                 found.append(self._finding("non_finite", step, f"the {name} is {value}", step))
         if loss is not None and math.isfinite(loss):
-            found += [*self._spike(step, loss), *self._drift(step)]
+            found += [*self._spike(step, loss), *self._climb(step, loss), *self._drift(step)]
         if norm is not None and math.isfinite(norm):
             found += self._explosion(step, norm)
         return found + self._plateau(step, skipped or severest(found) == "skip_batch")
@@ -191,14 +204,34 @@ class Detector:
             return []
         level = _median(watch.values[-(config.window // 4) :])
         limit = level + config.loss_deviations * self._floor(level)
-        noise = 0.0
+        noise, found = 0.0, list[Finding]()
         if loss > limit:  # else the noise cannot matter
             noise = self._noise(level)
             limit = level + config.loss_deviations * noise
+            if loss > level + config.jump_deviations * noise and not (watch.reported and config.on_loss_jump == "warn"):
+                times = (loss - level) / noise
+                text = f"the loss is {loss:.4g}, {times:.0f} times the noise above its level (level {level:.4g}, noise {noise:.2g})"
+                found.append(self._finding("loss_jump", step, text, step))
         if not watch.rose(step, loss, limit):
-            return []
+            return found
         text = f"the loss is {loss:.4g}, above {limit:.4g} since step {watch.first_step} (level {level:.4g}, noise {noise:.2g})"
-        return [self._finding("loss_spike", step, text, watch.first_step)]
+        return [*found, self._finding("loss_spike", step, text, watch.first_step)]
+
+    def _climb(self, step: int, loss: float) -> list[Finding]:
+        values, ratio = self.losses.values + self.losses.rising, self.config.climb_ratio
+        lowest = min(values)
+        if self.climbed or not CLIMB_STEPS < len(values) < self.config.window or loss <= lowest + ratio * max(lowest, 1.0):
+            return []
+        medians = [_median(values[i : i + CLIMB_STEPS]) for i in range(len(values) - CLIMB_STEPS + 1)]
+        lowest = min(medians)
+        changes = [after - before for before, after in pairwise(values)]  # a climb is their mean, and the noise is what is left
+        noise = NORMAL / math.sqrt(2) * _median([abs(change - _median(changes)) for change in changes])
+        if medians[-1] - lowest <= max(ratio * max(lowest, 1.0), CLIMB_DEVIATIONS * noise):
+            return []
+        self.climbed = True
+        steps = len(medians) - 1 - medians.index(lowest)
+        text = f"the median of {CLIMB_STEPS} losses has risen to {medians[-1]:.4g} from {lowest:.4g} within {steps} steps"
+        return [self._finding("loss_climb", step, text, max(1, step - steps - CLIMB_STEPS + 1))]
 
     def _drift(self, step: int) -> list[Finding]:
         values, config = self.losses.values, self.config
@@ -258,6 +291,7 @@ class Detector:
             "lowest_step": self.lowest_step,
             "skips": list(self.skips),
             "on_plateau": self.on_plateau,
+            **({"climbed": True} if self.climbed else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -269,7 +303,9 @@ class Detector:
         fresh = Detector(self.config)
         if state:
             parts = {"losses": fresh.losses, "norms": fresh.norms}
-            same = state.keys() == fresh.state().keys() and all(state[name].keys() == part.state().keys() for name, part in parts.items())
+            same = state.keys() - {"climbed"} == fresh.state().keys() and all(
+                state[name].keys() == part.state().keys() for name, part in parts.items()
+            )
             if not same:
                 raise CheckpointError("the state of the divergence detector was written by another version of this code. Start over.")
             for name, part in parts.items():

@@ -21,7 +21,8 @@ HEALTHY = ("bert_h100_clean.json", "llmc_gpt2_124M_loss_gradnorm.csv", "quantize
 
 
 def config(**changes: Any) -> Config:
-    return load(Config, changes, "loop.divergence")
+    """Without the rules of jumps and early climbs, which have their own tests."""
+    return load(Config, {"jump_deviations": 1e18, "climb_ratio": 1e18, **changes}, "loop.divergence")
 
 
 def seen(losses: Sequence[float], **changes: Any) -> list[tuple[str, int, int]]:
@@ -228,10 +229,11 @@ def test_planted_faults_in_real_healthy_curves_fire(logs: dict[str, list[Step]],
             return [(f.kind, number[f.step] - at) for f in judged(part)]
 
         assert planted({at: NAN}) == [("non_finite", 0)]
-        assert planted({at: 3 * loss}) == [], "one step"
+        assert planted({at: 3 * loss}) == [("loss_jump", 0)]
         # The step before the spike may be high by itself, then the rise is a step older; never younger.
-        ((kind, delay),) = planted({at + i: 1.6 * loss for i in range(3)})
+        *jumps, (kind, delay) = planted({at + i: 1.6 * loss for i in range(3)})
         assert kind == "loss_spike"
+        assert {kind for kind, _ in jumps} <= {"loss_jump"}
         assert 0 <= delay <= 2
         assert any(kind in {"loss_drift", "loss_spike"} for kind, _ in planted({at + i: loss * (1 + 0.003 * i) for i in range(200)}))
 
@@ -325,3 +327,48 @@ def test_the_suspects_are_the_steps_of_the_rise():
     assert list(Finding("loss_spike", 203, "", "warn", 201).suspects) == [201, 202, 203]
     assert list(Finding("loss_spike", 203, "", "warn", 1).suspects) == list(range(196, 204))
     assert list(Finding("loss_drift", 203, "", "warn", 100).suspects) == [203]
+
+
+def falling(steps: int, seed: int = 0) -> list[float]:
+    """A healthy curve from 11.6 down to about 6, with noise."""
+    draw = random.Random(seed)
+    return [(4 + 7.6 * (1 + step / 30) ** -0.5) * math.exp(0.02 * draw.gauss(0, 1)) for step in range(steps)]
+
+
+def kinds_found(losses: list[float], **changes: Any) -> list[tuple[str, int]]:
+    detector = Detector(Config(**changes))
+    return [(found.kind, found.step) for step, loss in enumerate(losses, start=1) for found in detector.observe(step, loss)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_early_climb_is_told_from_its_healthy_twin(seed: int):
+    """From 11.6 to 20.4 over 31 steps, at the very start."""
+    draw = random.Random(seed)
+    climbing = [(11.6 + 8.8 * step / 30) * math.exp(0.02 * draw.gauss(0, 1)) for step in range(31)]
+    assert [kind for kind, _ in kinds_found(climbing) if kind != "loss_spike"] == ["loss_climb"]
+    assert kinds_found(falling(90, seed)) == []
+
+
+def test_a_climb_is_reported_once_and_a_restored_detector_knows_it():
+    detector, losses = Detector(Config()), [11.6 + 0.3 * step for step in range(40)]
+    assert "climbed" not in detector.state()
+    assert [f.kind for step, loss in enumerate(losses, 1) for f in detector.observe(step, loss) if f.kind == "loss_climb"] == ["loss_climb"]
+    other = Detector(Config())
+    other.restore(detector.state())
+    assert other.state() == detector.state()
+    assert other.climbed
+
+
+@pytest.mark.parametrize("at", range(200, 560, 10))
+def test_a_single_step_at_three_times_the_loss_is_found(at: int):
+    losses = falling(600)
+    losses[at] *= 3
+    assert kinds_found(losses) == [("loss_jump", at + 1)]
+
+
+def test_the_batches_of_a_jump_of_two_steps_can_be_skipped():
+    losses = falling(600)
+    losses[300], losses[301] = losses[300] * 3, losses[301] * 3
+    detector = Detector(Config(on_loss_jump="skip_batch"))
+    found = [f for step, loss in enumerate(losses, start=1) for f in detector.observe(step, loss)]
+    assert [(f.kind, f.step, f.action) for f in found] == [("loss_jump", 301, "skip_batch"), ("loss_jump", 302, "skip_batch")]
