@@ -81,6 +81,17 @@ def test_what_was_stopped_goes_on_to_the_same_bits(folder: Path, expected: dict[
         assert hashes == expected[name]["sha256"] or not same_machine
 
 
+def test_a_finished_parent_without_the_settings_that_were_added_since_is_still_one(
+    folder: Path, expected: dict[str, Any], caplog: pytest.LogCaptureFixture
+):
+    run = folder / "runs" / expected["base"]["exp_id"]
+    before = (run / "config.json").read_bytes()
+    assert "jump_deviations" not in json.loads(before)["loop"]["divergence"]
+    assert toy.main(["-e", "base"], {"base": [expected["base"]["experiment"]]}, folder) == 0
+    assert "done already" in caplog.text
+    assert (run / "config.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("name", ["answers", "predictions"])
 def test_finished_outputs_are_not_generated_again(folder: Path, outputs: dict[str, Any], name: str):
     made = folder / "runs" / outputs[name]["exp_id"] / outputs[name]["folder"]
