@@ -1,0 +1,119 @@
+"""Packing in lanes: microseconds of a row and bytes of state of a lane, for many documents; and packed against padded training.
+
+    python -m benchmarks.packing [--documents 10000000] [--lanes 64] [--steps 60] [--train 20]
+
+Lengths are log-normal (median 300 tokens, sigma 0.8), rows have 1,024 tokens, and 16 rows of a lane are open. Sizes come from an array,
+as those of token files do. A row is timed with the cursor that travels with it, and the JSON of a whole cursor as a checkpoint has it.
+
+--train N: a GPTBigCode of 4 layers of 256 trains N steps on packed rows and N on the same documents one a row, padded to the longest of
+their micro-batch (at most 1,024 tokens), alternately, in this process: tokens that are learned a second, as a ratio.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from src.data import collate
+from src.data.packing.lanes import LaneOrder, Packing
+from src.orders import Cursor, RankShare
+from src.training.loss import causal_lm_loss
+
+ROOM, OPEN_ROWS, VOCABULARY = 1024, 16, 5000
+
+
+def packing(count: int) -> tuple[Packing, np.ndarray]:
+    """The packing, and the lengths of its documents."""
+    lengths = np.maximum(2, np.random.default_rng(0).lognormal(np.log(300), 0.8, count)).astype(np.int64)
+
+    def sizes(epoch: int, document: int) -> list[int]:
+        n = int(lengths[document])
+        return [n] if n <= ROOM else [ROOM] * (n // ROOM) + [n % ROOM] * (n % ROOM > 0)
+
+    return Packing(count, sizes, ROOM, OPEN_ROWS, 0, "documents"), lengths
+
+
+def measure_order(args: argparse.Namespace) -> list[Sequence[int]]:
+    """Print what a row costs; returns the rows that were read."""
+    packed, _ = packing(args.documents)
+    order = LaneOrder(packed, args.lanes)
+    stream, cursor = order.micro_batches(0, RankShare(args.lanes, args.lanes, 0, 1), {}), Cursor()
+    for _, entries in islice(stream, 10):  # open rows are filled
+        cursor |= entries
+    rows: list[Sequence[int]] = []
+    begin = time.process_time()
+    for keys, entries in islice(stream, args.steps):
+        cursor |= entries
+        rows += keys
+    seconds = time.process_time() - begin
+    begin = time.process_time()
+    text = json.dumps(cursor)
+    written = time.process_time() - begin
+    begin = time.process_time()
+    next(order.micro_batches(args.steps + 10, RankShare(args.lanes, args.lanes, 0, 1), json.loads(text)))
+    restored = time.process_time() - begin
+    used = sum(packed.sizes(*key[i : i + 2])[key[i + 2]] for key in rows for i in range(0, len(key), 3))
+    print(
+        f"{args.documents:,} documents, {args.lanes} lanes, {len(rows):,} rows of {len(rows) and sum(map(len, rows)) / 3 / len(rows):.2f} pieces"
+    )
+    print(f"order: {1e6 * seconds / len(rows):.1f} us a row; fill {used / len(rows) / ROOM:.4f}")
+    print(f"cursor: {len(text) / args.lanes:.0f} bytes a lane; JSON {1e3 * written:.2f} ms; a restart {1e3 * restored:.1f} ms")
+    return rows
+
+
+def measure_training(rows: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
+    """Print tokens that are learned a second, packed and padded."""
+    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+
+    packed, _ = packing(args.documents)
+    torch.manual_seed(0)
+    model = GPTBigCodeForCausalLM(GPTBigCodeConfig(vocab_size=VOCABULARY, n_positions=ROOM, n_embd=256, n_layer=4, n_head=4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    seconds, tokens = {"packed": 0.0, "padded": 0.0}, {"packed": 0, "padded": 0}
+    batch_rows = 2
+    for n in range(args.train + 1):
+        keys = rows[n * batch_rows : (n + 1) * batch_rows]
+        lengths = [[packed.sizes(*key[i : i + 2])[key[i + 2]] for i in range(0, len(key), 3)] for key in keys]
+        for name, grouped in (("packed", [lengths]), ("padded", _batches(lengths, batch_rows))):
+            begin, learned = time.perf_counter(), 0
+            for group in grouped:
+                batch = _batch(group, ROOM if name == "packed" else max(map(sum, group)), name == "packed")
+                learned += int(batch["loss_mask"].sum())
+                causal_lm_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if n:  # the first is for warming up
+                seconds[name] += time.perf_counter() - begin
+                tokens[name] += learned
+    packed_rate, padded_rate = (tokens[name] / seconds[name] for name in ("packed", "padded"))
+    print(f"training, tokens a second: {packed_rate:.0f} packed, {padded_rate:.0f} padded: {packed_rate / padded_rate:.2f} times")
+
+
+def _batches(lengths: Sequence[Sequence[int]], batch_rows: int) -> list[list[list[int]]]:
+    """The same documents one a row, `batch_rows` in a batch."""
+    alone = [[n] for row in lengths for n in row]
+    return [alone[i : i + batch_rows] for i in range(0, len(alone), batch_rows)]
+
+
+def _batch(lengths: Sequence[Sequence[int]], length: int, packed: bool) -> Any:
+    ids = [torch.randint(0, VOCABULARY, (sum(row),)).tolist() for row in lengths]
+    masks = [[i > 0 for n in row for i in range(n)] for row in lengths]
+    return collate.pack_tokens(ids, masks, lengths, 0, length) if packed else collate.pad_tokens(ids, masks, 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=10_000_000)
+    parser.add_argument("--lanes", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--train", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    found = measure_order(given)
+    if given.train:
+        measure_training(found, given)

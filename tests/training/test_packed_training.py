@@ -1,0 +1,149 @@
+"""Trainings on packed documents, on the real loop: stops, crashes and rewinds change no bit that they should not."""
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from src import distributed
+from src.config import Places
+from src.data.text import tokenizers
+from src.files import new_directory, write_json
+from src.interfaces import load_experiment
+from src.registry import DATASETS, MODELS, bind
+from src.runs import ledger
+from src.runs.context import Options, Run
+from src.runs.history import rewind
+from src.runs.history.branches import Branch
+from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.config import LoopConfig
+from src.training.loop import TrainSpec, fit
+from src.training.loss import causal_lm_loss
+from src.training.state import State
+from tests import toy
+from tests.training import small
+
+CONFIG = LoopConfig(steps=12, sequences_per_step=4, micro_batch=2, learning_rate=0.01, eval_every=3)
+MODEL = {"name": "gpt_bigcode", "tokenizer": "toy_tokenizer", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_positions": 32}
+DATA = {"name": "packed", "documents": {"name": "documents", "corpus": "words"}, "sequence_tokens": 32, "open_rows": 2, "too_long": "drop"}
+PASSES = CONFIG.sequences_per_step // CONFIG.micro_batch
+
+
+class Crash(Exception):
+    """Of the process, as far as a test can."""
+
+
+def write_data(folder: Path) -> Path:
+    draw = random.Random(0)
+    with new_directory(small.write_data(folder) / "data" / "words") as corpus:
+        for split in ("train", "val"):
+            texts = [" ".join(draw.choices(toy.THINGS, k=draw.randint(1, 40))) for _ in range(300)]
+            (corpus / f"{split}.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    return folder
+
+
+def train(run: Run, stop_after: int | None = None, crash_after: int | None = None) -> tuple[State, list[torch.Tensor], list[Any]]:
+    """Final state, final weights, and the ids of each micro-batch. stop_after, crash_after: steps of this start."""
+    torch.manual_seed(0)
+    model = bind(MODELS, MODEL).build(run.places)
+    tokenizer = tokenizers.load(run.places.data / "toy_tokenizer")
+    data = bind(DATASETS, DATA).build(run.places, tokenizer, "train", 0)
+    seen: list[Any] = []
+
+    def loss(model: Any, batch: Mapping[str, Any]) -> Any:
+        if len(seen) == PASSES * (crash_after or -1):
+            raise Crash
+        seen.append(batch["input_ids"].tolist())
+        if len(seen) == PASSES * (stop_after or 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return causal_lm_loss(model, batch)
+
+    with distributed.stoppable():
+        spec = TrainSpec(model, CheckpointMetadata({}, tokenizer), data, {}, loss, lambda _: {"val_loss": 0.0})
+        state = fit(spec, run, CONFIG, seed=0)
+    return state, [parameter.detach().clone() for parameter in model.parameters()], seen
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with a finished run that has all checkpoints, and what `train` gave."""
+    folder = write_data(tmp_path_factory.mktemp("whole"))
+    with small.opened(folder, Options(log_every=3)) as run:
+        return folder, train(run)
+
+
+def equal(found: Any, wanted: Any) -> bool:
+    return found[0] == wanted[0] and all(map(torch.equal, found[1], wanted[1]))
+
+
+@pytest.mark.parametrize("steps", [(1,), (4, 2), (2, 1, 3)])
+def test_stops_change_no_bit(whole: tuple[Path, Any], tmp_path: Path, steps: tuple[int, ...]):
+    read: list[Any] = []
+    with small.opened(write_data(tmp_path)) as run:
+        for count in steps:
+            with pytest.raises(distributed.TrainingStopped):
+                read += train(run, stop_after=count)[2]
+        end = train(run)
+        starts = [event["cursor"] for event in ledger.read(run.path) if event["event"] == "start"]
+    assert equal(end, whole[1])
+    assert end[2] == whole[1][2][-len(end[2]) :]
+    assert [start["documents"] for start in starts] == sorted({start["documents"] for start in starts})
+    assert starts[-1]["left_out"] > 0
+
+
+@pytest.mark.parametrize("data", ["same", "skip:7", "reshuffle"])
+def test_a_rewind_is_the_same_after_a_crash_before_its_first_checkpoint(whole: tuple[Path, Any], tmp_path: Path, data: str):
+    def rewound(name: str, crash_after: int | None) -> Any:
+        shutil.copytree(whole[0], tmp_path / name)
+        with small.opened(tmp_path / name) as run:
+            rewind.plan(run.path, Branch(number=1, from_step=9, data=data), "a test").apply()
+            if crash_after is not None:
+                with pytest.raises(Crash):
+                    train(run, crash_after=crash_after)
+            return train(run)
+
+    wanted = rewound("whole", None)
+    assert equal(rewound("crashed", 2), wanted)
+    trunk = whole[1][2]
+    first, later = trunk[: 9 * PASSES], trunk[9 * PASSES :]
+    assert (wanted[2] == later) == (data == "same")
+    rows = [tuple(row) for batch in first + wanted[2] for row in batch]
+    assert len(set(rows)) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data.documents": {"name": "span_corruption", "corpus": "words", "input_tokens": 16}}, "the samples of 'span_corruption' cannot"),
+        ({"data.documents": DATA}, "the samples of 'packed' cannot be packed"),
+        ({"data.sequence_tokens": 33}, r"data\.sequence_tokens: 33 tokens are more than the 32 positions"),
+        ({"model": {"name": "hf", "path": "falcon"}}, "tested with gpt2, .* not with a model of the family 'falcon'"),
+        ({"model": {"name": "hf", "path": "odd"}}, "not with a model of the family None"),
+        ({"model": {"name": "hf", "path": "llama", "attention": "flex_attention"}}, "eager and sdpa, not with 'flex_attention'"),
+    ],
+)
+def test_what_packing_cannot_do_is_refused_before_the_start(whole: tuple[Path, Any], change: dict[str, Any], message: str):
+    places = Places(whole[0] / "data", whole[0] / "runs")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    for name in ("falcon", "llama", "odd"):
+        folder = places.data / name
+        folder.mkdir(exist_ok=True)
+        write_json(folder / "config.json", {"model_type": name, **({} if name == "odd" else sizes)})
+        (folder / "model.safetensors").touch()
+    raw: dict[str, Any] = {"recipe": "lm", "seed": 0, "model": MODEL, "data": dict(DATA), "loop": resolved_loop()}
+    load_experiment(raw, "it").check(places)
+    for path, value in change.items():
+        head, _, tail = path.partition(".")
+        raw = {**raw, head: {**raw[head], tail: value} if tail else value}
+    with pytest.raises(Exception, match=message):
+        load_experiment(raw, "it").check(places)
+
+
+def resolved_loop() -> dict[str, Any]:
+    return {name: getattr(CONFIG, name) for name in ("steps", "sequences_per_step", "micro_batch", "learning_rate", "eval_every")}
