@@ -58,9 +58,8 @@ def measure_order(args: argparse.Namespace) -> list[Sequence[int]]:
     next(order.micro_batches(args.steps + 10, RankShare(args.lanes, args.lanes, 0, 1), json.loads(text)))
     restored = time.process_time() - begin
     used = sum(packed.sizes(*key[i : i + 2])[key[i + 2]] for key in rows for i in range(0, len(key), 3))
-    print(
-        f"{args.documents:,} documents, {args.lanes} lanes, {len(rows):,} rows of {len(rows) and sum(map(len, rows)) / 3 / len(rows):.2f} pieces"
-    )
+    pieces = sum(map(len, rows)) / 3 / len(rows)
+    print(f"{args.documents:,} documents, {args.lanes} lanes, {len(rows):,} rows of {pieces:.2f} pieces")
     print(f"order: {1e6 * seconds / len(rows):.1f} us a row; fill {used / len(rows) / ROOM:.4f}")
     print(f"cursor: {len(text) / args.lanes:.0f} bytes a lane; JSON {1e3 * written:.2f} ms; a restart {1e3 * restored:.1f} ms")
     return rows
@@ -72,7 +71,9 @@ def measure_training(rows: Sequence[Sequence[int]], args: argparse.Namespace) ->
 
     packed, _ = packing(args.documents)
     torch.manual_seed(0)
-    model = GPTBigCodeForCausalLM(GPTBigCodeConfig(vocab_size=VOCABULARY, n_positions=ROOM, n_embd=256, n_layer=4, n_head=4))
+    model = GPTBigCodeForCausalLM(
+        GPTBigCodeConfig(vocab_size=VOCABULARY, n_positions=ROOM, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     seconds, tokens = {"packed": 0.0, "padded": 0.0}, {"packed": 0, "padded": 0}
     batch_rows = 2

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from src.data.packing.dataset import PackedDataset, PackedRows
 from src.data.packing.lanes import Lane, LaneOrder, Packing, pack_epoch
 from src.errors import DataError, RunError
 from src.orders import Cursor, Key, RankShare
+from src.registry import DATASETS, bind
 from src.runs.history.branches import Branch
 
 LANES, MICRO_BATCH, ROOM = 12, 2, 64
@@ -53,6 +55,7 @@ def read_steps(order: LaneOrder, steps: int, world_size: int = 1, first: int = 0
                 keys, entries = next(stream)
                 read[step, g] = through_json({"": keys})[""]
                 changed |= entries
+        next(stream)  # as a DataLoader asks ahead
         assert not changed.keys() & (cursor.keys() - start.keys()), "a process changes entries of its own"
         cursor |= changed
     groups = range(order.lanes // MICRO_BATCH)
@@ -200,6 +203,43 @@ def test_an_epoch_is_packed_once_for_evaluation():
     packed = packing(lengths())
     rows = pack_epoch(packed)
     assert pieces([rows]) == wanted(packed, 0)
+
+
+class Counting:
+    """Document i has i + 1 tokens, from 10 * i on; those at odd places are learned. It does not know lengths without making samples."""
+
+    fingerprint = "counting"
+
+    def __len__(self) -> int:
+        return 6
+
+    def sample(self, epoch: int, index: int) -> Any:
+        n = index + 1
+        return {"input_ids": [*range(10 * index, 10 * index + n)], "loss_mask": [i % 2 == 1 for i in range(n)]}
+
+    def collate(self, samples: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_row_joins_its_pieces_and_positions_begin_anew():
+    config = bind(DATASETS, {"name": "packed", "documents": {"name": "documents", "corpus": "any"}, "sequence_tokens": 4})
+    data = PackedDataset(config, Counting())
+    assert [data.sizes(0, i) for i in range(6)] == [[1], [2], [3], [4], [4, 1], [4, 2]]
+    row, alone = data.sample(0, 5, 1, 1, 0, 0), data.sample(0, 4)
+    assert row == {"input_ids": [54, 55, 0], "loss_mask": [False, True, False], "lengths": [2, 1]}
+    assert alone == {"input_ids": [40, 41, 42, 43], "loss_mask": [False, True, False, True], "lengths": [4]}
+    batch: Any = data.collate([row, alone])
+    assert batch["input_ids"].tolist() == [[54, 55, 0, 0], [40, 41, 42, 43]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]], "padding is a document of its own"
+    assert batch["attention_mask"].tolist() == [[True, True, True, False], [True] * 4]
+    assert batch["loss_mask"].tolist() == [[False, True, False, False], [False, True, False, True]]
+    dropping = PackedDataset(config.model_copy(update={"too_long": "drop"}), Counting())
+    assert [dropping.sizes(0, i) for i in range(6)] == [[1], [2], [3], [4], [], []]
+    assert dropping.fingerprint != data.fingerprint
+    rows = PackedRows(data)
+    assert sorted(token for i in range(len(rows)) for token in rows.sample(0, i)["input_ids"]) == [
+        token for i in range(6) for token in Counting().sample(0, i)["input_ids"]
+    ]
 
 
 def endless(order: LaneOrder) -> Iterator[Key]:

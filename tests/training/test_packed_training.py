@@ -121,6 +121,7 @@ def test_a_rewind_is_the_same_after_a_crash_before_its_first_checkpoint(whole: t
     ("change", "message"),
     [
         ({"data.documents": {"name": "span_corruption", "corpus": "words", "input_tokens": 16}}, "the samples of 'span_corruption' cannot"),
+        ({"data": {"name": "mixture", "parts": {"one": DATA}}}, r"parts\.one: 'packed' data come in an order of their own"),
         ({"data.documents": DATA}, "the samples of 'packed' cannot be packed"),
         ({"data.sequence_tokens": 33}, r"data\.sequence_tokens: 33 tokens are more than the 32 positions"),
         ({"model": {"name": "hf", "path": "falcon"}}, "tested with gpt2, .* not with a model of the family 'falcon'"),

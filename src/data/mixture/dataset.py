@@ -65,6 +65,8 @@ class Config(DatasetConfig):
         for name, part in self.parts.items():
             if part.reader in (CROSS_ATTENTION, FUSION_IN_DECODER):
                 raise ValueError(f"parts.{name}: {part.name!r} data have contexts, which are read by recipes for one data set alone.")
+            if part.has_order:
+                raise ValueError(f"parts.{name}: {part.name!r} data come in an order of their own, which no mixture can keep.")
         kinds = {name: part.reader for name, part in self.parts.items()}
         if len(set(kinds.values())) > 1:
             told = ", ".join(f"{name!r} {kind}" for name, kind in sorted(kinds.items()))

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
 from pydantic import Field, model_validator
 
@@ -29,6 +29,8 @@ ATTENTIONS = ("eager", "sdpa")
 class Config(DatasetConfig):
     """What is packed, and how."""
 
+    has_order: ClassVar[bool] = True
+
     documents: DatasetField
     """A data set for decoders, such as 'documents': each of its samples is a document here."""
     sequence_tokens: int = Field(gt=1)
@@ -40,7 +42,7 @@ class Config(DatasetConfig):
 
     @model_validator(mode="after")
     def _documents_can_be_packed(self) -> "Config":
-        if self.documents.reader != DECODER or self.documents.name in ("mixture", "packed"):
+        if self.documents.reader != DECODER or self.documents.has_order or self.documents.name == "mixture":
             raise ValueError(f"documents: the samples of {self.documents.name!r} cannot be packed. Take 'documents' or 'prompted_qa'.")
         return self
 
