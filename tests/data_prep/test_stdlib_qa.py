@@ -21,6 +21,7 @@ from src.data.qa import cross_attention as qa
 from src.data.text import dataset as text
 from src.data.text import tokenizers
 from src.errors import DataError
+from src.metrics.answers import references
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -162,7 +163,7 @@ def test_the_data_sets_read_it(whole):
         sample = data.sample(0, i)
         assert shuffled.sample(0, i)["context_chunks"] != sample["context_chunks"]
         answer = [t for t, m in zip(sample["input_ids"], sample["loss_mask"], strict=True) if m]
-        assert tokenizer.decode(answer) == data.references(i)[0] + "<|endoftext|>"
+        assert tokenizer.decode(answer) == references(data.row(i))[0] + "<|endoftext|>"
         cut += len(sample["context_chunks"][0]) == 256
     assert cut < 0.1 * len(data)
     assert len(text.Config(corpus="stdlib_text", sequence_tokens=256).build(places, tokenizer, "val", 0)) > 100
