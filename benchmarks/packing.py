@@ -1,12 +1,12 @@
 """Packing in lanes: microseconds of a row and bytes of state of a lane, for many documents; and packed against padded training.
 
-    python -m benchmarks.packing [--documents 10000000] [--lanes 64] [--steps 60] [--train 20]
+    python -m benchmarks.packing [--documents 10000000] [--lanes 64] [--steps 60] [--train 20] [--rows 4]
 
 Lengths are log-normal (median 300 tokens, sigma 0.8), rows have 1,024 tokens, and 16 rows of a lane are open. Sizes come from an array,
 as those of token files do. A row is timed with the cursor that travels with it, and the JSON of a whole cursor as a checkpoint has it.
 
---train N: a GPTBigCode of 4 layers of 256 trains N steps on packed rows and N on the same documents one a row, padded to the longest of
-their micro-batch (at most 1,024 tokens), alternately, in this process: tokens that are learned a second, as a ratio.
+--train N: a GPTBigCode of 4 layers of 256 trains N steps on `--rows` packed rows each, and N on the same documents one a row, padded to
+the longest (at most 1,024 tokens), alternately, in this process: tokens that are learned a second, as a ratio.
 """
 
 import argparse
@@ -76,29 +76,21 @@ def measure_training(rows: Sequence[Sequence[int]], args: argparse.Namespace) ->
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     seconds, tokens = {"packed": 0.0, "padded": 0.0}, {"packed": 0, "padded": 0}
-    batch_rows = 2
+    batch_rows = args.rows
     for n in range(args.train + 1):
         keys = rows[n * batch_rows : (n + 1) * batch_rows]
         lengths = [[packed.sizes(*key[i : i + 2])[key[i + 2]] for i in range(0, len(key), 3)] for key in keys]
-        for name, grouped in (("packed", [lengths]), ("padded", _batches(lengths, batch_rows))):
-            begin, learned = time.perf_counter(), 0
-            for group in grouped:
-                batch = _batch(group, ROOM if name == "packed" else max(map(sum, group)), name == "packed")
-                learned += int(batch["loss_mask"].sum())
-                causal_lm_loss(model, batch).backward()
+        for name, group in (("packed", lengths), ("padded", [[n] for row in lengths for n in row])):
+            begin = time.perf_counter()
+            batch = _batch(group, ROOM if name == "packed" else max(map(sum, group)), name == "packed")
+            causal_lm_loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
             if n:  # the first is for warming up
                 seconds[name] += time.perf_counter() - begin
-                tokens[name] += learned
+                tokens[name] += int(batch["loss_mask"].sum())
     packed_rate, padded_rate = (tokens[name] / seconds[name] for name in ("packed", "padded"))
     print(f"training, tokens a second: {packed_rate:.0f} packed, {padded_rate:.0f} padded: {packed_rate / padded_rate:.2f} times")
-
-
-def _batches(lengths: Sequence[Sequence[int]], batch_rows: int) -> list[list[list[int]]]:
-    """The same documents one a row, `batch_rows` in a batch."""
-    alone = [[n] for row in lengths for n in row]
-    return [alone[i : i + batch_rows] for i in range(0, len(alone), batch_rows)]
 
 
 def _batch(lengths: Sequence[Sequence[int]], length: int, packed: bool) -> Any:
@@ -113,6 +105,7 @@ if __name__ == "__main__":
     parser.add_argument("--lanes", type=int, default=64)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--train", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=4)
     given = parser.parse_args()
     torch.set_num_threads(1)
     found = measure_order(given)
