@@ -281,6 +281,7 @@ class Loop:
                 self._load_state(checkpoint.load_weights(folder, self.spec.model))
                 if self.spec.experience:
                     self.spec.experience.load(checkpoint.load_experience(folder))
+            branches.check_start(self.branches, self.state.step)
             if self.config.compile:
                 compilation.compile_layers(self.spec.model)
             if self.run.options.gradient_checkpointing:

@@ -167,6 +167,20 @@ def must_reset_optimizer(branches: Sequence[Branch], step: int) -> bool:
     return any(branch.reset_optimizer and branch.from_step == step for branch in branches)
 
 
+def check_start(branches: Sequence[Branch], step: int) -> None:
+    """Check that a start from a checkpoint of `step` does not pass by a reset of the optimizer: that happens at the start of a branch only.
+
+    Raises:
+        RunError: a branch that resets the optimizer begins later; the checkpoint that it begins with is gone or damaged.
+    """
+    later = [branch for branch in branches if branch.reset_optimizer and branch.from_step > step]
+    if later:
+        raise RunError(
+            f"branch {later[0].number} resets the optimizer at step {later[0].from_step}, whose checkpoint is damaged or gone: the newest "
+            f"whole one is of step {step}. Undo the rewind, or rewind to an earlier step with --reset-optimizer."
+        )
+
+
 def branch_numbers(branches: Sequence[Branch], step: int) -> list[int]:
     """Numbers of the branches of the first `step` steps; they distinguish checkpoints of one step on different branches."""
     return [branch.number for branch in branches if branch.from_step < step]

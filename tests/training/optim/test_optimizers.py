@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from src import distributed
 from src.config import load
 from src.data.text import tokenizers
-from src.errors import ConfigError
+from src.errors import ConfigError, RunError
 from src.experiments.identity import exp_id
 from src.operations import interventions
 from src.runs import ledger
@@ -112,6 +112,15 @@ def test_a_branch_has_its_rate_and_may_begin_with_no_moments(folder: Path, optim
     reset = train(folder, optimizer)
     assert {float(value) for name, value in kept(folder).items() if name.endswith("::step")} == {STEPS - MIDDLE}
     assert reset["model.safetensors"] != whole["model.safetensors"]
+
+
+def test_a_reset_of_the_optimizer_that_a_start_would_pass_by_is_refused(folder: Path):
+    train(folder, "adamw")
+    run = place(folder)
+    assert interventions.main(["rewind", str(run), "--to", str(MIDDLE), "--reset-optimizer"]) == 0
+    (checkpoints.folder(run, MIDDLE) / "model.safetensors").write_bytes(b"")
+    with pytest.raises(RunError, match=f"branch 1 resets the optimizer at step {MIDDLE}, whose checkpoint is damaged or gone"):
+        train(folder, "adamw")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
