@@ -3,10 +3,10 @@
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from src import distributed
-from src.config import Config, unknown_text
+from src.config import Config, added_field, unknown_text
 from src.errors import ConfigError
 from src.training.divergence.detector import Config as Divergence
 
@@ -60,6 +60,8 @@ class LoopConfig(Config):
     """Whether the model's layers are compiled for training passes. Another rounding, and other draws of dropout."""
     eval_every: int = Field(gt=0)
     """Optimizer steps between evaluations; the last step is always evaluated."""
+    also_at: list[PositiveInt] = added_field([])
+    """Further steps to evaluate and save at, such as [2, 100]."""
     best_metric: str = "val_loss"
     best_mode: Literal["min", "max"] = "min"
     early_stopping: EarlyStopping | None = None
@@ -72,6 +74,9 @@ class LoopConfig(Config):
                 f"sequences_per_step = {self.sequences_per_step} is not a multiple of micro_batch = {self.micro_batch}, "
                 "so no whole number of micro-batches makes a step."
             )
+        beyond = [step for step in self.also_at if step > self.steps]
+        if beyond:
+            raise ValueError(f"also_at: step {beyond[0]} is after the last, {self.steps}.")
         if self.schedule == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
             raise ValueError(f"schedule 'polynomial' falls to {POLYNOMIAL_END}, so learning_rate must be above it.")
         if self.schedule == "constant" and self.warmup_rate:

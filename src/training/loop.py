@@ -115,8 +115,8 @@ class Loop:
         self.stopping = False  # True once any process was asked to stop; the same on every rank
 
     def due(self, every: int) -> bool:
-        """True at every `every`-th step and at the last."""
-        return self.state.step % every == 0 or self.state.step == self.config.steps
+        """True at every `every`-th step, at those of `loop.also_at` and at the last."""
+        return self.state.step % every == 0 or self.state.step in (*self.config.also_at, self.config.steps)
 
     def row_due(self) -> bool:
         """Whether a score row is due: also after a restart, if the run was stopped between the step and its row."""

@@ -17,6 +17,7 @@ from src.data.text import tokenizers
 from src.errors import TrainingError
 from src.experiments.identity import exp_id
 from src.files import new_directory
+from src.runs import ledger
 from src.runs.context import Options, Run
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
@@ -106,6 +107,21 @@ def test_a_stop_between_rows_keeps_the_sums(tmp_path: Path, stop_after: int):
         assert set(saved["since_row"]["sums"]) == {"accuracy"}
         train(run, config())
         assert rows(run) == wanted
+
+
+def test_further_steps_are_evaluated_and_saved(tmp_path: Path):
+    with small.opened(small.write_data(tmp_path)) as run:
+        train(run, config(also_at=[2, 5]))
+        assert [row["step"] for row in rows(run)] == [2, 4, 5, 8, 12]
+        assert all("val_loss" in row for row in rows(run))
+        events = [event["step"] for event in ledger.read(run.path) if event["event"] == "save"]
+        assert events == [2, 4, 5, 8, 12]
+
+
+@pytest.mark.parametrize(("also_at", "message"), [([13], "step 13 is after the last, 12"), ([0], "greater than 0")])
+def test_further_steps_that_cannot_be(also_at: list[int], message: str):
+    with pytest.raises(ValueError, match=message):
+        config(also_at=also_at)
 
 
 def test_a_step_that_counts_nothing_is_refused(tmp_path: Path):
