@@ -41,7 +41,7 @@ class Step:
 
 
 class _Samples(TorchDataset):
-    """Adapts a data set to torch's DataLoader: samples by (epoch, index), with the numbers of their sources."""
+    """Adapts a data set to torch's DataLoader: samples by their keys, with the numbers of their sources."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset

@@ -159,7 +159,7 @@ class Loop:
         sums: dict[str, Tensor] = {}  # (2,) float64: sum and count. They stay on the device, so that a pass waits for nothing.
         for a in range(step.passes):
             counts = a < len(step.batches)  # else a pass that keeps this process in step with those that have one more
-            batch, sources = (step.batches[a], step.sources[a]) if counts else (step.batches[0], None)
+            batch, sources = (step.batches[a], step.sources[a]) if counts else (step.batches[0], step.sources[0])
             self._seed_dropout(seeds.dropout_seed(self.seed, state.step, a * world_size + distributed.rank()))
             last = a == step.passes - 1
             with self.engine.accumulation_context(last):
@@ -189,12 +189,7 @@ class Loop:
 
     def _loss(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[Tensor, NamedSums]:
         """The summed loss of a micro-batch, and named sums: the loss's own, and the loss by source where the data name sources."""
-        watching: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(())
-        if len(self.sources) > 1:
-            unknown = torch.zeros(
-                len(batch["input_ids"]), dtype=torch.int64, device=self.accelerator.device
-            )  # of a pass that counts nothing
-            watching = watch_groups(batch, unknown if sources_B is None else sources_B, len(self.sources))
+        watching = contextlib.nullcontext(()) if sources_B is None else watch_groups(batch, sources_B, len(self.sources))
         with watching as by_source:
             found = self.spec.loss(self.engine.model, batch)
         loss, named = found if isinstance(found, tuple) else (found, {})

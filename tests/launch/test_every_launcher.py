@@ -192,6 +192,7 @@ def test_a_killed_job_is_cancelled_once_and_for_all(world: World, running: bool)
     world.config.kill(ids)
     world.config.kill(ids)
     world.wait_for(ids, "cancelled", "cancelled")
+    assert world.states(ids) == ["cancelled", "cancelled"], "for all"
 
 
 class PowerCut(BaseException):
