@@ -39,10 +39,11 @@ from src.config import Places
 from src.data.text import tokenizers
 from src.experiments.grid import override, parse_assignment
 from src.interfaces import RecipeConfig, load_experiment
+from src.orders import IndexedOrder, order_of
 from src.registry import resolved_dict
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
-from src.training import data_order, loader
+from src.training import loader
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.loop import fit
 from src.training.loss import causal_lm_loss, seq2seq_loss
@@ -107,7 +108,7 @@ def bare(work: Work) -> None:
     model = DistributedDataParallel(work.model) if distributed.world_size() > 1 else work.model
     optimizer, rate = optimizers.adamw(model, loop, torch.device("cpu")), schedule.learning_rate(loop)
     model.train()
-    order = data_order.order_of(work.train, work.config.seed, loop.sequences_per_step)
+    order = order_of(work.train, work.config.seed, loop.sequences_per_step, loop.steps)
     steps = loader.StepLoader(work.train, order, loop, torch.device("cpu")).steps(State())
     for step, read in enumerate(islice(steps, loop.steps)):
         (tokens,) = distributed.all_reduce_sum([read.loss_tokens])
@@ -162,7 +163,8 @@ class Sequences(Dataset):
 
     def __init__(self, train: Any, config: Any) -> None:
         self.train = train
-        self.keys = list(islice(data_order.samples(config.seed, len(train), 0), config.loop.steps * config.loop.sequences_per_step))
+        order = IndexedOrder(config.seed, len(train), config.loop.sequences_per_step)
+        self.keys = list(islice(order.keys(), config.loop.steps * config.loop.sequences_per_step))
 
     def __len__(self) -> int:
         return len(self.keys)

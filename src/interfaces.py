@@ -252,7 +252,7 @@ class DatasetConfig(Component):
     same_length_advice: ClassVar[str] = "Leave loop.compile out."
     """Advice in the error of `check_compiled`."""
     has_order: ClassVar[bool] = False
-    """Whether training reads it in an order of its own (`training.data_order.OrderedDataset`), so that no mixture can."""
+    """Whether training reads it in an order of its own (`orders.OrderedDataset`), so that no mixture can."""
 
     @property
     def reader(self) -> str:

@@ -4,9 +4,16 @@ Where the samples of a step follow from its number alone (a permutation of an in
 filtered streams, rollouts) its state is a cursor: JSON values that travel with each micro-batch and are saved in every checkpoint.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from src.interfaces import Dataset
+from src.runs.history.branches import Branch
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Key = tuple[Any, ...]
 """The arguments of a data set's `sample`, as JSON values: (epoch, index) where it is indexed."""
@@ -51,3 +58,77 @@ class Order(Protocol):
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
         """Where the step after `step` finished ones begins to read, as JSON values for people."""
         ...
+
+
+@runtime_checkable
+class OrderedDataset(Dataset, Protocol):
+    """A data set with an order of its own: what a step reads does not follow from the step's number."""
+
+    def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> Order:
+        """The order of a training of `steps` steps of `per_step` sequences; `branches` are the rewinds that it went through, oldest first.
+
+        Raises:
+            UserError: no such training can read the data set.
+        """
+        ...
+
+
+def order_of(dataset: Dataset, seed: int, per_step: int, steps: int, branches: Sequence[Branch] = ()) -> Order:
+    """The order of a training: the data set's own if it has one, else permutations of its indices."""
+    if isinstance(dataset, OrderedDataset):
+        return dataset.order(seed, per_step, steps, branches)
+    return IndexedOrder(seed, len(dataset), per_step, branches)
+
+
+@dataclass(frozen=True)
+class IndexedOrder:
+    """Each epoch is a permutation of all indices. What a step reads follows from its number, so cursors are empty.
+
+    "skip:K" of a branch passes over the samples of K steps; "reshuffle" permutes what is left of the epoch again.
+    """
+
+    seed: int
+    num_samples: int
+    per_step: int
+    branches: Sequence[Branch] = ()
+
+    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
+        """See `Order`. A step reads the next `per_step` positions of `keys`."""
+        jumps = {branch.from_step for branch in self.branches if branch.skipped_steps}
+        step, stream = first_step, self.keys(self.position(first_step))
+        while True:
+            if step in jumps:
+                stream = self.keys(self.position(step))
+            keys = list(islice(stream, self.per_step))
+            for g in share.numbers:
+                yield keys[g * share.micro_batch : (g + 1) * share.micro_batch], {}
+            step += 1
+
+    def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
+        """The epoch, and how many of its samples were read."""
+        epoch, offset = divmod(self.position(step), self.num_samples)
+        return {"epoch": epoch, "offset": offset}
+
+    def keys(self, first: int = 0) -> Iterator[Key]:
+        """Yield (epoch, index) from position `first` on, for ever: in each epoch every index once."""
+        epoch, offset = divmod(first, self.num_samples)
+        while True:
+            for index in self.permutation(epoch)[offset:]:
+                yield epoch, int(index)
+            epoch, offset = epoch + 1, 0
+
+    def position(self, step: int) -> int:
+        """Position in `keys` where the step after `step` finished ones begins to read."""
+        return (step + sum(branch.skipped_steps for branch in self.branches if branch.from_step <= step)) * self.per_step
+
+    def permutation(self, epoch: int) -> "np.ndarray":
+        """(num_samples,) int64: the indices of an epoch in their order."""
+        import numpy as np
+
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+        for branch in self.branches:
+            if branch.data == "reshuffle":
+                begins, offset = divmod(self.position(branch.from_step), self.num_samples)
+                if begins == epoch:  # what was read before keeps its place
+                    order[offset:] = np.random.default_rng([self.seed, epoch, branch.number]).permutation(order[offset:])
+        return order

@@ -18,11 +18,12 @@ from tests.conftest import ROOT
 LEVELS: list[set[str]] = [
     {"src.errors", "src.batches"},
     {"src.files"},
-    {"src.config", "src.distributed", "src.kinds", "src.orders", "src.weights"},
+    {"src.config", "src.distributed", "src.kinds", "src.weights"},
     {"src.registry"},
     {"src.interfaces"},
     {"src.experiments", "src.metrics"},
     {"src.exp_groups", "src.runs"},
+    {"src.orders"},
     {"src.tables", "src.training", "src.models", "src.launch"},
     {"src.evaluation", "src.rl", "src.data", "src.sweeps", "src.operations"},
     {"src.recipes", "src.serving", "data_prep", "results"},

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from src import distributed
 from src.errors import CheckpointError, RunError, TrainingError
-from src.orders import Cursor
+from src.orders import Cursor, order_of
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Run
 from src.runs.history import branches
-from src.training import data_order, loader, seeds
+from src.training import loader, seeds
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing.saver import LoopSnapshot, Saver
 from src.training.config import LoopConfig
@@ -100,7 +100,7 @@ class Loop:
         self.spec, self.run, self.config, self.seed, self.accelerator = spec, run, config, seed, accelerator
         self.engine: Engine  # made by `restore`, when the weights are there
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
-        self.order = data_order.order_of(spec.train, seed, config.sequences_per_step, self.branches)
+        self.order = order_of(spec.train, seed, config.sequences_per_step, config.steps, self.branches)
         self.cursor: Cursor = {}
         """What this process has changed of the order's cursor since the start, up to the last finished step."""
         self.learning_rate = branches.override_learning_rate(schedule.learning_rate(config), self.branches)

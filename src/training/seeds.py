@@ -1,6 +1,6 @@
 """Seeds of random draws: functions of the experiment's seed and the step, never of process state or world size.
 
-The order of samples has its own, see `data_order`; masks and augmentation are drawn by the data sets from (seed, epoch, index).
+The order of samples has its own, see `orders`; masks and augmentation are drawn by the data sets from (seed, epoch, index).
 """
 
 import numpy as np

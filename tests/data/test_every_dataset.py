@@ -17,9 +17,9 @@ from src.config import Places
 from src.files import new_directory
 from src.interfaces import Dataset
 from src.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER
-from src.orders import RankShare
+from src.orders import IndexedOrder, RankShare, order_of
 from src.registry import DATASETS, MODELS, bind
-from src.training import data_order, loader, loss
+from src.training import loader, loss
 from src.training.config import LoopConfig
 from src.training.state import State
 
@@ -66,7 +66,7 @@ READERS: dict[str, dict[str, Any]] = {
 }
 NOISY = {"depth", "mixture", "prefix_lm", "qa", "span_corruption", "ul2"}
 """Data sets whose samples differ from epoch to epoch and by seed; of others only the order does."""
-PER_STEP = 6
+PER_STEP, STEPS = 6, 5
 LOOP = LoopConfig(steps=1, sequences_per_step=PER_STEP, micro_batch=1, learning_rate=1.0, eval_every=1)
 EVERY = pytest.mark.parametrize("name", CASES)
 Build = Callable[..., Dataset]
@@ -122,7 +122,7 @@ def read_steps(data: Dataset, count: int, start: State | None = None, workers: i
 
 
 def load_steps(data: Dataset, count: int, start: State, workers: int = 0) -> list[loader.Step]:
-    order = data_order.order_of(data, 0, PER_STEP)
+    order = order_of(data, 0, PER_STEP, STEPS)
     stream = loader.StepLoader(data, order, LOOP, torch.device("cpu"), num_workers=workers).steps(start)
     try:
         return list(itertools.islice(stream, count))
@@ -164,8 +164,8 @@ def test_ranks_read_disjoint_shares_of_what_one_process_reads(build: Build, name
     count = len(data)  # steps, which are PER_STEP epochs
     for world_size in (1, 2, 3):
         shares = [RankShare(PER_STEP, 1, rank, world_size) for rank in range(world_size)]
-        streams = [data_order.micro_batches(0, len(data), 0, share) for share in shares]
-        each = [[keys[0] for keys in itertools.islice(stream, count * PER_STEP // world_size)] for stream in streams]
+        streams = [IndexedOrder(0, len(data), PER_STEP).micro_batches(0, share, {}) for share in shares]
+        each = [[keys[0] for keys, _ in itertools.islice(stream, count * PER_STEP // world_size)] for stream in streams]
         read_keys = Counter(key for keys in each for key in keys)
         assert read_keys == Counter((epoch, index) for epoch in range(PER_STEP) for index in range(len(data))), "each sample once an epoch"
     alone = read_steps(data, 3)
@@ -183,7 +183,7 @@ def test_ranks_read_disjoint_shares_of_what_one_process_reads(build: Build, name
 def test_another_seed_or_epoch_trains_on_another_order_or_noise(build: Build, name: str):
     def epoch(number: int, seed: int) -> list[Any]:
         data = build(name, seed=seed)
-        return read(data, list(itertools.islice(data_order.samples(seed, len(data), number * len(data)), len(data))))
+        return read(data, list(itertools.islice(IndexedOrder(seed, len(data), PER_STEP).keys(number * len(data)), len(data))))
 
     assert epoch(0, 0) == epoch(0, 0)
     assert epoch(0, 0) != epoch(1, 0)

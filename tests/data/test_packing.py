@@ -236,7 +236,7 @@ def test_a_row_joins_its_pieces_and_positions_begin_anew():
     dropping = PackedDataset(config.model_copy(update={"too_long": "drop"}), Counting())
     assert [dropping.sizes(0, i) for i in range(6)] == [[1], [2], [3], [4], [], []]
     assert dropping.fingerprint != data.fingerprint
-    streams = [data.order(seed, 2, ()).micro_batches(0, RankShare(2, 2, 0, 1), {}) for seed in range(4)]
+    streams = [data.order(seed, 2, 1, ()).micro_batches(0, RankShare(2, 2, 0, 1), {}) for seed in range(4)]
     assert len({tuple(next(stream)[0]) for stream in streams}) > 1, "the order depends on the seed"
     rows = PackedRows(data)
     assert sorted(token for i in range(len(rows)) for token in rows.sample(0, i)["input_ids"]) == [

@@ -47,8 +47,8 @@ class Rollouts(small.Numbers):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.buffer = tensors["guesses"]
 
-    # data_order.OrderedDataset
-    def order(self, seed: int, per_step: int, branches: Sequence[Any]) -> "Rollouts":
+    # orders.OrderedDataset
+    def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Any]) -> "Rollouts":
         return self
 
     # orders.Order

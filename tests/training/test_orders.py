@@ -12,10 +12,10 @@ import torch
 
 from src import distributed
 from src.data.text import tokenizers
-from src.orders import Cursor, Key, RankShare
+from src.orders import Cursor, Key, RankShare, order_of
 from src.runs import ledger
 from src.runs.context import Run
-from src.training import data_order, loader
+from src.training import loader
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.loop import fit
@@ -54,7 +54,7 @@ class Filtered(small.Numbers):
 
     fingerprint = "filtered"
 
-    def order(self, seed: int, per_step: int, branches: Sequence[Any]) -> Lanes:
+    def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Any]) -> Lanes:
         return Lanes(per_step, frozenset({3, 9, 10, 15}))
 
 
@@ -71,7 +71,7 @@ class Processes:
             self.monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
             self.monkeypatch.setattr(distributed, "world_size", lambda: world_size)
             data = Filtered()
-            order = data_order.order_of(data, 0, CONFIG.sequences_per_step)
+            order = order_of(data, 0, CONFIG.sequences_per_step, CONFIG.steps)
             found = list(islice(loader.StepLoader(data, order, CONFIG, torch.device("cpu"), num_workers=num_workers).steps(start), steps))
             assert all(step.passes == -(-3 // world_size) for step in found)
             read.append([[key for rows in step.keys for key in rows] for step in found])

@@ -8,10 +8,10 @@ import pytest
 
 from src import distributed
 from src.experiments.identity import exp_id
+from src.orders import IndexedOrder
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
-from src.training import data_order
 from tests import warm
 from tests.training import small
 from tests.training.divergence.test_guard import STEPS
@@ -108,7 +108,7 @@ def test_a_divergence_of_one_takes_both_back_and_past_it(pair: Pair):
     assert (branch.from_step, branch.data) == (20, "skip:5")
     assert pair.events(name, "rewind") == [("rewind", 20)], "done once"
     assert pair.events(name, "start") == [("start", 0), ("start", 20)]
-    after = data_order.samples(0, 32, 25 * 4)
+    after = IndexedOrder(0, 32, 4).keys(25 * 4)
     wanted = [next(after)[1] for _ in range(4)]
     for rank, ends in enumerate(pair.ranks):
         assert ends[name][1]["seen"] == wanted[rank::2], "micro-batches go to the processes in turn"

@@ -123,8 +123,8 @@ class PackedDataset:
         digest = hashlib.sha256(f"{self.fingerprint}/{seed}".encode()).hexdigest()[:16]
         return Packing(len(self), self.sizes, config.sequence_tokens, config.open_rows, seed, "data.documents", digest)
 
-    def order(self, seed: int, per_step: int, branches: Sequence[Branch]) -> LaneOrder:
-        """See `training.data_order.OrderedDataset`."""
+    def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
+        """See `orders.OrderedDataset`. Rows do not depend on `steps`."""
         return LaneOrder(self.packing(seed), per_step, branches)
 
     def sample(self, epoch: int, index: int, *more: int) -> Sample:

@@ -15,10 +15,10 @@ from src.errors import TrainingError
 from src.files import write_json
 from src.launch import status as launch_status
 from src.operations import watchdog
+from src.orders import IndexedOrder
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
-from src.training import data_order
 from src.training.config import LoopConfig
 from src.training.divergence.detector import Config as Divergence
 from tests.training import small
@@ -165,7 +165,7 @@ def test_the_run_is_taken_back_and_passes_over_what_it_stumbled_on(folder: Path)
             return small.loss(model, batch)
 
         state, _ = small.train(run, given, learn)
-    after = data_order.samples(0, 32, 25 * 4)
+    after = IndexedOrder(0, 32, 4).keys(25 * 4)
     assert [index for row in seen[:4] for index in row] == [next(after)[1] for _ in range(8)]
     assert state.step == STEPS
 

@@ -6,38 +6,40 @@ from itertools import islice
 
 import pytest
 
-from src.orders import RankShare
+from src.orders import IndexedOrder, Key, RankShare
 from src.runs.history.branches import Branch
-from src.training.data_order import micro_batches, samples
 from src.training.seeds import dropout_seed
 
 
 def test_each_epoch_is_a_permutation_of_its_own():
-    stream = list(islice(samples(seed=3, num_samples=10, first=0), 30))
+    stream = list(islice(IndexedOrder(3, 10, 4).keys(), 30))
     epochs = [[index for epoch, index in stream if epoch == e] for e in range(3)]
     assert [sorted(indices) for indices in epochs] == [list(range(10))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_another_seed_is_another_order():
-    assert list(islice(samples(0, 100, 0), 100)) != list(islice(samples(1, 100, 0), 100))
+    assert list(islice(IndexedOrder(0, 100, 4).keys(), 100)) != list(islice(IndexedOrder(1, 100, 4).keys(), 100))
 
 
 @pytest.mark.parametrize("first", [0, 1, 9, 10, 25])
 def test_the_order_does_not_depend_on_where_one_starts(first: int):
-    whole = list(islice(samples(7, 10, 0), 40))
-    assert list(islice(samples(7, 10, first), 40 - first)) == whole[first:]
+    order = IndexedOrder(7, 10, 4)
+    whole = list(islice(order.keys(), 40))
+    assert list(islice(order.keys(first), 40 - first)) == whole[first:]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_ranks_together_read_the_positions_of_each_step_once(world_size: int):
-    def read(rank: int, first_step: int, steps: int) -> list[list[tuple[int, int]]]:
+    order = IndexedOrder(0, 50, per_step=8)
+
+    def read(rank: int, first_step: int, steps: int) -> list[list[Key]]:
         share = RankShare(per_step=8, micro_batch=2, rank=rank, world_size=world_size)
-        return list(islice(micro_batches(0, 50, first_step, share), steps * 4 // world_size))
+        return [keys for keys, _ in islice(order.micro_batches(first_step, share, {}), steps * 4 // world_size)]
 
     per_rank = [read(rank, first_step=5, steps=3) for rank in range(world_size)]
     interleaved = [batch for group in zip(*per_rank, strict=True) for batch in group]
-    assert [key for batch in interleaved for key in batch] == list(islice(samples(0, 50, first=40), 24))
+    assert [key for batch in interleaved for key in batch] == list(islice(order.keys(40), 24))
 
 
 def test_noise_differs_by_seed_step_and_micro_batch():
@@ -46,13 +48,14 @@ def test_noise_differs_by_seed_step_and_micro_batch():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def keys(branches: Sequence[Branch], first: int, last: int, num_samples: int = 50, world_size: int = 1) -> list[list[tuple[int, int]]]:
+def keys(branches: Sequence[Branch], first: int, last: int, num_samples: int = 50, world_size: int = 1) -> list[list[Key]]:
     """What each of the steps after `first` up to `last` reads."""
     per_step = 4
-    read = []
+    order, read = IndexedOrder(3, num_samples, per_step, branches), []
     for rank in range(world_size):
         share = RankShare(per_step=per_step, micro_batch=2, rank=rank, world_size=world_size)
-        read.append(list(islice(micro_batches(3, num_samples, first, share, branches), (last - first) * 2 // world_size)))
+        stream = islice(order.micro_batches(first, share, {}), (last - first) * 2 // world_size)
+        read.append([keys for keys, _ in stream])
     flat = [key for group in zip(*read, strict=True) for batch in group for key in batch]
     return [flat[i : i + per_step] for i in range(0, len(flat), per_step)]
 
