@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from results import run_arguments
 from results.table import default_metric
+from src.command_line import aligned_lines
 from src.errors import print_errors
 from src.tables import lineage
 from src.tables.lineage import Lineage, Node
@@ -39,8 +40,7 @@ def table(found: Lineage) -> str:
         parents = ", ".join(f"{_short(e.parent)} {e.checkpoint} ({found.nodes[e.parent].state})" for e in found.parents(node.exp_id))
         step = " ".join(text for text in ("-" if node.step is None else str(node.step), _branch(node)) if text)
         rows.append((_short(node.exp_id), node.group or "-", node.recipe or "-", node.state, step, _score(node) or "-", parents or "-"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows)
+    return "".join(f"{line}\n" for line in aligned_lines(rows))
 
 
 def tree(found: Lineage) -> str:

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from src.command_line import aligned_lines
 from src.config import unknown
 from src.errors import ConfigError, LaunchError, UserError
 from src.files import reading
@@ -165,7 +166,9 @@ def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, trouble: str | Non
         trouble = trouble or str(error)
     beat = lease.heartbeat_seconds(run)
     state, reason = ("unknown", trouble) if trouble else _resolve_state(run, own, status, tracked, beat)
-    exp, complaint = _read_experiment(run)
+    exp, complaint = _try_read(lambda: metadata.read_exp_dict(run), {})
+    with contextlib.suppress(PermissionError):  # of an unreadable directory
+        complaint = complaint if (run / metadata.EXP_DICT).exists() else ""
     last, more = _try_read(lambda: scores.last_row(run / scores.SCORES) or {}, {})
     seen = tracked.seen if tracked else None
     if state in ("failed", "stopped", "lost", "queued") and (parent := _failed_parents(runs, exp)) and parent not in reason:
@@ -223,18 +226,6 @@ def _resolve_state(run: Path, own: str, status: Mapping[str, Any], tracked: Trac
     return seen.state, seen.reason
 
 
-def _read_experiment(run: Path) -> tuple[dict[str, Any], str]:
-    """The dict of the experiment, and what is wrong with it."""
-    try:
-        exp = metadata.read_exp_dict(run)
-    except UserError as error:
-        with contextlib.suppress(PermissionError):  # of an unreadable directory
-            if not (run / metadata.EXP_DICT).exists():
-                return {}, ""
-        return {}, str(error)
-    return exp, ""
-
-
 def _try_read(read: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
     """`read()` and "", or `otherwise` and the error."""
     try:
@@ -288,9 +279,7 @@ def tail(log: Path, lines: int, end: int | None = None) -> str:
 def format_table(rows: Iterable[Row]) -> list[str]:
     """The rows as lines of a table, with a header."""
     head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "reason")
-    cells = [head, *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return aligned_lines([head, *(_cells(row) for row in rows)])
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ python -m src.models.export results/runs/EXP_ID exported                        
 python -m src.models.export results/runs/EXP_ID/checkpoints/step-00002000 exported --dtype bfloat16
 """
 
-import argparse
 import logging
 import shutil
 import sys
@@ -15,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from src.command_line import make_parser, run_command
 from src.config import Places
-from src.errors import ConfigError, UserError
+from src.errors import ConfigError
 from src.files import new_directory
 from src.models import lora
 from src.models.cross_attention import xc_cache_weights
@@ -73,7 +73,7 @@ def _write(model: Any, moved: bool, made: Path, folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("src.models.export", __doc__)
     parser.add_argument("source", type=Path, help="a run or one of its checkpoints")
     parser.add_argument("target", type=Path, help="the new folder")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as trained)")
@@ -82,13 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="save directories of the model's parents"
     )
     args = parser.parse_args(argv)
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
-    try:
+
+    def act() -> int:
         export(args.source, args.target, Places(args.data_path, args.savedir_base), args.dtype)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    return 0
+        return 0
+
+    return run_command(act)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from src.command_line import make_parser, run_command
 from src.errors import ConfigError, LaunchError, RunError
 from src.files import read_json
 from src.launch import submissions
-from src.launch.command_line import make_parser, run_command
 from src.launch.job import LauncherConfig, bind_launcher
 from src.runs import environment, lease, ledger
 from src.runs.checkpoints import folder as checkpoints

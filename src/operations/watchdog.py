@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from src.command_line import make_parser, run_command
 from src.errors import ConfigError, UserError
 from src.launch import status as launch_status
-from src.launch.command_line import make_parser, run_command
 from src.launch.status import Row
 from src.runs import events, heartbeat, lease, metadata
 

@@ -8,10 +8,8 @@ import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from src.errors import RunError, UserError
 from src.files import read_json, write_atomic
@@ -22,7 +20,7 @@ _WINDOW = 101
 
 
 class Heartbeat:
-    """A callback of the loop on rank 0. Writes a small file every `EVERY_SECONDS`; write errors are ignored."""
+    """Writes a small file every `EVERY_SECONDS`, on rank 0; write errors are ignored."""
 
     def __init__(self, run: Path, attempt: int, every_seconds: float = EVERY_SECONDS) -> None:
         self.path = run / HEARTBEAT
@@ -32,7 +30,7 @@ class Heartbeat:
         self._last_step: float | None = None
         self._written = float("-inf")
 
-    def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
+    def on_step(self, step: int) -> None:
         """`step` optimizer steps are finished."""
         now = time.monotonic()
         if self._last_step is not None:
@@ -43,15 +41,6 @@ class Heartbeat:
             facts = {"attempt": self._attempt, "step": step, "step_seconds": statistics.median(self._seconds) if self._seconds else None}
             with contextlib.suppress(UserError, OSError):
                 write_atomic(self.path, json.dumps(facts) + "\n")
-
-    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
-        """Does nothing."""
-
-    def on_end(self, scores: Mapping[str, float]) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 def refresh(run: Path, attempt: int, step: int) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 from src.config import Places
 from src.errors import CheckpointError, UserError
-from src.files import defect, read_json
+from src.files import read_json
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.metadata import read_status, state_of
+from src.runs.metadata import state_of
 
 Experiment = dict[str, Any]
 Seen = dict[tuple[str, str], str | None]
@@ -40,13 +40,21 @@ def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
         for parent, which in parent_checkpoints(value):
             key = f"{parent}/{which}"
             if key not in found:
-                folder = checkpoints.best(runs / parent) if which == "best" else checkpoints.last(runs / parent)
-                if folder is None:
-                    raise CheckpointError(f"{runs / parent}: has no best checkpoint. Use the last one.")
+                folder = _find_checkpoint(runs / parent, which)
                 found[key] = checkpoints.fingerprint(folder)
                 visit(read_json(folder / "model.json", CheckpointError))
 
     visit(exp)
+    return found
+
+
+def _find_checkpoint(run: Path, which: str, hashes: bool = True) -> Path:
+    """The checkpoint "last" or "best" of a finished run. hashes: as of `files.defect`."""
+    if which == "last":
+        return checkpoints.last(run, hashes)
+    found = checkpoints.best(run, hashes)
+    if found is None:
+        raise CheckpointError(f"{run}: has no best checkpoint. Use the last one.")
     return found
 
 
@@ -107,9 +115,10 @@ def _describe_lack(parent: str, which: str, places: Places) -> str | None:
     try:
         state = state_of(run)
         if state == "done":
-            return _describe_checkpoint_lack(run, which)
+            _find_checkpoint(run, which, hashes=False)
+            return None
     except UserError as error:
-        return f"which cannot be read: {error}"
+        return f"which cannot be used: {error}"
     if state == "running":
         return f"which is still running in {run}. Wait until it is done."
     if parent in places.experiments:
@@ -119,23 +128,3 @@ def _describe_lack(parent: str, which: str, places: Places) -> str | None:
     if state == "new":
         return f"which is neither in exp_configs.py nor in {places.runs}. Use ref(...) of an experiment, or copy its save directory there."
     return f"which is {state}, not done, and no longer in exp_configs.py. Finish it with --exp_id {parent}."
-
-
-def _describe_checkpoint_lack(run: Path, which: str) -> str | None:
-    """What the checkpoint "last" or "best" of a finished run lacks, judging by names and sizes of files."""
-    if which == "best":
-        pointer = run / "checkpoints" / "best.json"
-        if not pointer.exists():
-            return f"which has no best checkpoint in {run}. Use the last one."
-        noted, source = read_json(pointer, CheckpointError), pointer
-    else:
-        noted, source = read_status(run), run / "status.json"
-    step = noted.get("step") if isinstance(noted, dict) else None
-    again = f"Start it again with --exp_id {run.name} -r 1, or restore it from a copy."
-    if type(step) is not int:
-        return f"of which {source} names no step. {again}"
-    checkpoint = checkpoints.folder(run, step)
-    if not checkpoint.exists():
-        return f"whose {which} checkpoint {checkpoint} is gone. {again}"
-    problem = defect(checkpoint, hashes=False)
-    return f"whose {which} checkpoint is damaged ({problem.rstrip('.')}). {again}" if problem else None

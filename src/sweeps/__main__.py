@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from src.command_line import aligned_lines, make_parser, run_command
 from src.config import Places
 from src.errors import ConfigError
-from src.launch.command_line import make_parser, run_command
 from src.runs import metadata
 from src.sweeps.plan import Sweep, combinations, load
 from src.sweeps.trial import EXP_ID, POLL_SECONDS, Training, TrialResult
@@ -113,8 +113,7 @@ def table(sweep: Sweep, study: "Study") -> list[str]:
         shown = "" if last is None or sweep.metric is None else f"{last:.6g}"
         cells = [_short(values.get(dimension.path, "")) for dimension in sweep.dimensions]
         rows.append([str(trial.number), trial.state.name.lower(), shown, *cells, str(trial.user_attrs.get(EXP_ID, ""))])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned_lines(rows)
     reasons = [f"trial {t.number} failed: {t.user_attrs['reason']}" for t in trials if t.state.name == "FAIL" and "reason" in t.user_attrs]
     ended = [trial for trial in trials if trial.state.name == "COMPLETE"]
     if not sweep.metric or not ended:
@@ -151,12 +150,11 @@ def _run_workers(args: argparse.Namespace, total: int) -> None:
             children.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True))
         for child in children:
             child.wait()
-    except BaseException:
+    finally:
         for child in children:
-            child.terminate()
+            child.terminate()  # does nothing where it has ended
         for child in children:
             child.wait()
-        raise
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """One trial of a sweep: an ordinary training in its own save directory, run as a child process and followed through its scores."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -11,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from src.command_line import end_session, start_bound
 from src.errors import RunError, UserError
 from src.files import writing
-from src.launch.command_line import end_session, start_bound
-from src.runs.lease import LEASE, STALE_SECONDS, holder_is_dead
+from src.runs.checkpoints.pins import StalenessProbe
+from src.runs.lease import STALE_SECONDS
 from src.runs.metadata import read_status, state_of
 from src.runs.scores import SCORES, Scores
 
@@ -54,7 +54,7 @@ class Training:
         self._starts_without_gain = 0
         self._rows_at_start = -1
         self._known: tuple[object, list[float]] = (None, [])
-        self._lease: tuple[bytes | None, float] = (None, time.monotonic())
+        self._holder = StalenessProbe(2 * STALE_SECONDS)
 
     def follow(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult:
         """Train to the end. `prune` gets all values so far whenever there may be new ones; True stops the training.
@@ -92,7 +92,7 @@ class Training:
             if state_of(self.run) == "done":
                 return TrialResult("done", self._values()[-1])
             return TrialResult("pruned", values[-1] if values else None)
-        if not ended or not self._is_untouched():
+        if not ended or not self._holder.is_stale(self.run):
             return None  # another process trains there: wait for it
         if code is not None and code >= 0 and code not in _INTERRUPTED:
             reason = str(read_status(self.run).get("reason") or f"exit code {code}") if state == "failed" else f"exit code {code}"
@@ -130,17 +130,6 @@ class Training:
             found = [row.get(self.metric) for row in rows] if self.metric else []
             self._known = (version, [float(value) for value in found if value is not None])
         return self._known[1]
-
-    def _is_untouched(self) -> bool:
-        """Whether no process trains there; on another machine, whether its lease has not changed for long."""
-        if (dead := holder_is_dead(self.run)) is not None:
-            return dead
-        with contextlib.suppress(OSError):
-            now = (self.run / LEASE).read_bytes()
-            if now != self._lease[0]:
-                self._lease = (now, time.monotonic())
-            return time.monotonic() - self._lease[1] > 2 * STALE_SECONDS
-        return True
 
     def _stop(self) -> None:
         if self.child is not None and self.child.poll() is None:

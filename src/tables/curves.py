@@ -102,7 +102,7 @@ def bands(
         places = {}
 
     def points(group: Sequence[Mapping[str, Any]], score: str, name: str) -> Iterator[tuple[Any, Any, Any]]:
-        for row in group:
+        for row in sorted(group, key=lambda row: row["exp_id"]):  # so that the order of the runs does not change the last digits
             columns = found.get(row["exp_id"], {})
             values = columns.get(score, columns.get(name))
             if values is not None:
@@ -200,34 +200,13 @@ def _band(runs: Sequence[tuple[Any, Any, Any]]) -> Band:
     for steps, values, places in runs:
         if len(places) == len(steps):
             mask = np.isfinite(values) & np.isfinite(places)
-            chosen.append((steps, values, places) if mask.all() else (steps[mask], values[mask], places[mask]))
+            chosen.append((steps[mask], values[mask], places[mask]))
     if not chosen:
         return Band(*(np.array([]) for _ in range(4)))
-    first = chosen[0][0]
-    alike = all(len(steps) == len(first) and (steps == first).all() for steps, _, _ in chosen)
-    rising = alike and (np.diff(first) > 0).all()
-    grid = first if rising else np.unique(np.concatenate([steps for steps, _, _ in chosen]))
-    at = [np.searchsorted(grid, steps) for steps, _, _ in chosen]
-    count = np.bincount(np.concatenate(at), minlength=len(grid))
-    mean = _compensated_sum(at, [values for _, values, _ in chosen], len(grid)) / count
-    squares = _compensated_sum(at, [(values - mean[where]) ** 2 for where, (_, values, _) in zip(at, chosen, strict=True)], len(grid))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        std = np.where(count > 1, np.sqrt(squares / (count - 1)), np.nan)
-    x = grid if all(steps is places for steps, _, places in chosen) else _compensated_sum(at, [p for _, _, p in chosen], len(grid)) / count
-    return Band(x, mean, std, count)
-
-
-def _compensated_sum(at: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]", size: int) -> "np.ndarray":
-    """Compensated sums (Neumaier, 1974) of values by index, so that the order of the runs does not change a curve."""
-    import numpy as np
-
-    total, lost = np.zeros(size), np.zeros(size)
-    for where, of_run in zip(at, values, strict=True):
-        if not (np.diff(where) > 0).all():  # rows of haven may repeat a step
-            np.add.at(total, where, of_run)
-            continue
-        before = total[where]
-        after = before + of_run
-        lost[where] += np.where(np.abs(before) >= np.abs(of_run), (before - after) + of_run, (of_run - after) + before)
-        total[where] = after
-    return total + lost
+    steps, values, places = (np.concatenate(column) for column in zip(*chosen, strict=True))
+    grid, at = np.unique(steps, return_inverse=True)
+    count = np.bincount(at)
+    mean = np.bincount(at, values) / count
+    squares = np.bincount(at, (values - mean[at]) ** 2)
+    std = np.sqrt(np.divide(squares, count - 1, out=np.full(len(grid), np.nan), where=count > 1))
+    return Band(np.bincount(at, places) / count, mean, std, count)

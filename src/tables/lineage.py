@@ -1,6 +1,6 @@
 """Ancestry in a folder of runs: which experiment started from which, and which parents are missing or failed."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -55,11 +55,11 @@ class Lineage:
 
     def parents(self, exp_id: str) -> list[Edge]:
         """The edges from `exp_id` to its parents, in the order of its dict."""
-        return self._up.get(exp_id, [])
+        return [edge for *_, edge in self._graph.in_edges(exp_id, data="edge")]
 
     def children(self, exp_id: str) -> list[Edge]:
         """The edges from the children of `exp_id`."""
-        return self._down.get(exp_id, [])
+        return [edge for *_, edge in self._graph.out_edges(exp_id, data="edge")]
 
     def find(self, prefix: str) -> str:
         """The one id that begins with `prefix`.
@@ -76,9 +76,11 @@ class Lineage:
 
     def family(self, members: Iterable[str]) -> "Lineage":
         """`members` with all ancestors and descendants, and their problems."""
+        import networkx
+
         members = list(members)
-        up = _reachable(members, lambda name: [edge.parent for edge in self.parents(name)])
-        kept = up | _reachable(members, lambda name: [edge.child for edge in self.children(name)])
+        directions = (self._graph, self._graph.reverse(copy=False))
+        kept = {name for graph in directions for layer in networkx.bfs_layers(graph, members) for name in layer}
         return Lineage(
             {name: node for name, node in self.nodes.items() if name in kept},
             tuple(edge for edge in self.edges if edge.child in kept and edge.parent in kept),
@@ -87,12 +89,14 @@ class Lineage:
         )
 
     @cached_property
-    def _up(self) -> dict[str, list[Edge]]:
-        return _group_edges(self.edges, lambda edge: edge.child)
+    def _graph(self) -> Any:
+        """The networkx.MultiDiGraph of the ids, each `Edge` leading from the parent to the child."""
+        import networkx
 
-    @cached_property
-    def _down(self) -> dict[str, list[Edge]]:
-        return _group_edges(self.edges, lambda edge: edge.parent)
+        graph = networkx.MultiDiGraph()
+        graph.add_nodes_from(self.nodes)
+        graph.add_edges_from((edge.parent, edge.child, {"edge": edge}) for edge in self.edges)
+        return graph
 
 
 def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
@@ -167,21 +171,3 @@ def _problems(runs: Path, dicts: Mapping[str, dict[str, Any]], planned: Mapping[
     places = Places(data=runs, runs=runs, experiments={name: item.exp for name, item in planned.items()})
     seen: references.Seen = {}
     return [f"{name}: {text}" for name, exp in dicts.items() for text in references.missing_parents(exp, places, seen=seen)]
-
-
-def _group_edges(edges: Iterable[Edge], end: Callable[[Edge], str]) -> dict[str, list[Edge]]:
-    found: dict[str, list[Edge]] = {}
-    for edge in edges:
-        found.setdefault(end(edge), []).append(edge)
-    return found
-
-
-def _reachable(start: Iterable[str], step: Callable[[str], list[str]]) -> set[str]:
-    found: set[str] = set()
-    waiting = list(start)
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting += step(name)
-    return found

@@ -82,7 +82,7 @@ def test_each_state_of_a_parent_has_its_message(places: Places):
     write_run(places.runs, OLD, "w")
     assert missing_parents(MIDDLE, places) == []
     (run.path / "status.json").write_text("{")
-    assert "which cannot be read: " in missing_parents(MIDDLE, places)[0]
+    assert "which cannot be used: " in missing_parents(MIDDLE, places)[0]
 
 
 def write_run(runs: Path, exp: dict, weights: str, step: int = 4) -> str:
@@ -132,19 +132,19 @@ def test_a_parent_that_is_done_but_lost_its_checkpoint_is_missed(places: Places)
     best = {"model": {"name": "experiment", "exp_id": exp_id(OLD), "checkpoint": "best"}}
     run = places.runs / write_run(places.runs, OLD, "weights")
     assert missing_parents(MIDDLE, places) == []
-    assert "which has no best checkpoint" in missing_parents(best, places)[0]
+    assert "has no best checkpoint" in missing_parents(best, places)[0]
     checkpoints.mark_best(run, 4)
     assert missing_parents(best, places) == []
     checkpoints.mark_best(run, 2)
-    assert "whose best checkpoint" in missing_parents(best, places)[0]
+    assert "the best checkpoint is damaged" in missing_parents(best, places)[0]
     (checkpoints.folder(run, 4) / "model.safetensors").write_text("w")
     (message,) = missing_parents(MIDDLE, places)
     assert "model.safetensors: 1 bytes, 7 were written" in message
-    assert message.endswith(f"Start it again with --exp_id {run.name} -r 1, or restore it from a copy.")
+    assert message.endswith(f"Start the run again with --exp_id {run.name} -r 1, or restore it from a copy.")
     (checkpoints.folder(run, 4)).rename(run / "away")
-    assert "whose last checkpoint" in missing_parents(MIDDLE, places)[0]
+    assert "the last checkpoint is gone" in missing_parents(MIDDLE, places)[0]
     write_json(run / "status.json", {"state": "done"})
-    assert "status.json names no step" in missing_parents(MIDDLE, places)[0]
+    assert "status.json does not say at which step" in missing_parents(MIDDLE, places)[0]
 
 
 def test_a_parent_of_many_is_looked_at_once(places: Places):

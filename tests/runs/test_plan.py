@@ -131,5 +131,5 @@ def test_a_parent_that_is_done_is_not_trained_again_so_its_checkpoint_must_be_th
     (saved(tmp_path, ONE, exp_id(ONE)) / "status.json").write_text('{"state": "done", "step": 4}')
     places, heir = Places(data=tmp_path, runs=tmp_path), child_of(exp_id(ONE))
     (message,) = plan.find_problems([item(ONE), item(heir)], places)[exp_id(heir)]
-    assert "step-00000004 is gone" in message
+    assert "step-00000004: the last checkpoint is gone" in message
     assert plan.find_problems([item(ONE), item(heir)], places, {exp_id(ONE)}) == {}

@@ -71,7 +71,7 @@ def test_the_checkpoint_that_was_taken_is_told(tmp_path: Path):
     found = lineage.build(tmp_path)
     assert found.edges == (Edge(child, old, "best"),)
     (problem,) = found.problems
-    assert problem.startswith(f"{child}: it starts from experiment {old}, which has no best checkpoint")
+    assert problem.startswith(f"{child}: it starts from experiment {old}, which cannot be used: {tmp_path / old}: has no best checkpoint")
 
 
 def test_a_missing_and_a_failed_parent_are_named(tmp_path: Path):
@@ -96,7 +96,7 @@ def test_a_damaged_directory_is_named_and_skipped(tmp_path: Path, file: str):
     assert states(found) == {middle: "done", old: "damaged"}
     assert len(found.warnings) == 2
     assert f"{old}/{file}:1: not valid JSON" in found.nodes[old].reason
-    assert [f"{old}, which cannot be read" in problem for problem in found.problems] == ([True] if file == "status.json" else [])
+    assert [f"{old}, which cannot be used" in problem for problem in found.problems] == ([True] if file == "status.json" else [])
 
 
 def test_what_is_planned_is_new_and_not_missing(tmp_path: Path):

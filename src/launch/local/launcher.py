@@ -16,10 +16,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from src.command_line import signals_raise
 from src.errors import LaunchError
 from src.files import writing
 from src.launch.command import Environment, Processes, shell_line, without_torchrun
-from src.launch.command_line import signals_raise
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
 from src.launch.local import state as local_state
 from src.launch.local.state import Queue

@@ -197,10 +197,8 @@ class Haven:
 
     def create(self, spec: Spec) -> str:
         config = spec.config
-        resources = {"cpu": config.cpu, "mem": config.mem_gb, "gpu": config.gpus}
-        resources |= {"gpu_mem": config.gpu_mem_gb} if config.gpu_mem_gb else {}
-        resources |= {"gpu_model": config.gpu_model} if config.gpu_model else {}
-        resources |= {"replicas": config.processes.nodes} if config.processes.nodes > 1 else {}
+        resources = {"cpu": config.cpu, "mem": config.mem_gb, "gpu": config.gpus, "gpu_mem": config.gpu_mem_gb}
+        resources |= {"gpu_model": config.gpu_model, "replicas": config.processes.nodes if config.processes.nodes > 1 else None}
         job_config = {
             "name": spec.name,
             "image": config.image,
@@ -209,9 +207,9 @@ class Haven:
             "preemptable": config.preemptable,
             "restartable": config.restartable,
             "max_run_time": config.max_run_seconds,
-            "resources": resources,
+            "resources": {name: value for name, value in resources.items() if value is not None},
+            **({} if config.bid is None else {"bid": config.bid}),
         }
-        job_config |= {"bid": config.bid} if config.bid is not None else {}
         line = shlex.join(spec.command)
         return str(
             _translate_errors("submit", lambda: self.toolkit.submit_job(self.api, self.account, line, job_config, str(spec.workdir)))

@@ -20,9 +20,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from src.command_line import make_parser, run_command
 from src.errors import ConfigError, RunError, UserError
 from src.files import defect
-from src.launch.command_line import make_parser, run_command
 from src.launch.status import select_runs
 from src.operations.checkpoint_jobs import plan as checkpoint_plan
 from src.operations.checkpoint_jobs import stages
@@ -53,9 +53,9 @@ def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
     """For each checkpoint of the run that the plan selects, by step, its stages in their order. Damaged checkpoints are left out.
 
     Raises:
-        RunError: best.json, branch.json or status.json is damaged.
+        CheckpointError, RunError: best.json, branch.json or status.json is damaged.
     """
-    rules, best, status = plan.checkpoints, stages.best_step(run), read_status(run)
+    rules, best, status = plan.checkpoints, checkpoints.best_step(run), read_status(run)
     last = status.get("step") if status["state"] == "done" else None
     tasks = list(plan.evaluate.tasks) if plan.evaluate else []
     planned = []

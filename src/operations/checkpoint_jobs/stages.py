@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from src.command_line import end_session, start_bound
 from src.errors import RunError
 from src.files import defect, new_directory, read_json, sha256, write_json, writing
-from src.launch.command_line import end_session, start_bound
 from src.operations.checkpoint_jobs import uploads
 from src.operations.checkpoint_jobs.plan import Plan, Stage, Trials
 from src.runs import events, jsonl_records
@@ -251,30 +251,15 @@ def reason_to_keep(unit: CheckpointStage) -> str:
     The last and the best checkpoint of a run stay, as other experiments may start from them.
 
     Raises:
-        RunError: best.json or status.json is damaged.
+        CheckpointError, RunError: best.json or status.json is damaged.
     """
     assert unit.plan.clean_up is not None
     whole = [path for path in checkpoints.list_all(unit.run) if not defect(path, hashes=False)]
     if unit.checkpoint in whole[-unit.plan.clean_up.keep_last :]:
         return f"one of the {unit.plan.clean_up.keep_last} newest"
-    if best_step(unit.run) == unit.step:
+    if checkpoints.best_step(unit.run) == unit.step:
         return "the best one"
     return "the last one" if read_status(unit.run).get("step") == unit.step else ""
-
-
-def best_step(run: Path) -> int | None:
-    """The step that best.json names; None if there is no best.json.
-
-    Raises:
-        RunError: it is damaged.
-    """
-    pointer = run / "checkpoints" / "best.json"
-    if not pointer.exists():
-        return None
-    named = read_json(pointer, RunError)
-    if not isinstance(named, dict) or type(named.get("step")) is not int:
-        raise RunError(f'{pointer}: expected {{"step": …}}. Which checkpoint is the best is not known.')
-    return named["step"]
 
 
 def _clean_up(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:

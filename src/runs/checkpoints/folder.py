@@ -42,8 +42,10 @@ def newest_whole(run: Path) -> Path | None:
     return None
 
 
-def last(run: Path) -> Path:
+def last(run: Path, hashes: bool = True) -> Path:
     """The checkpoint of the last step of a run that is done, from which its children start. Never an earlier one.
+
+    hashes: as of `files.defect`.
 
     Raises:
         CheckpointError: the run is not done, or the checkpoint is gone or damaged.
@@ -58,13 +60,13 @@ def last(run: Path) -> Path:
     checkpoint = folder(run, status["step"])
     if not checkpoint.exists():
         raise CheckpointError(f"{checkpoint}: the last checkpoint is gone. {again}")
-    if problem := defect(checkpoint):
+    if problem := defect(checkpoint, hashes):
         raise CheckpointError(f"{checkpoint}: the last checkpoint is damaged ({problem}). {again}")
     return checkpoint
 
 
-def best(run: Path) -> Path | None:
-    """The checkpoint that `mark_best` named, if any.
+def best(run: Path, hashes: bool = True) -> Path | None:
+    """The checkpoint that `mark_best` named, if any. hashes: as of `files.defect`.
 
     Raises:
         CheckpointError: the one named is gone or damaged, or best.json is.
@@ -73,7 +75,7 @@ def best(run: Path) -> Path | None:
     if step is None:
         return None
     checkpoint = folder(run, step)
-    problem = defect(checkpoint)
+    problem = defect(checkpoint, hashes)
     if problem:
         raise CheckpointError(f"{checkpoint}: the best checkpoint is damaged ({problem}). Use the last one, or train again with -r 1.")
     return checkpoint

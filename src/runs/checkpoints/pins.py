@@ -10,6 +10,9 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from src.errors import RunError
 from src.files import read_json, reading, write_json, writing
@@ -26,7 +29,7 @@ class Pin:
 
     holder: str
     """The folder with its lease, relative to the run."""
-    every: int | None = None
+    every: Annotated[int, Field(gt=0)] | None = None
     """Present and future checkpoints at multiples of so many steps, except for the `ended`."""
     ended: dict[str, str] = field(default_factory=dict)
     """"step-00000040" -> hash of its manifest: on another branch the step has another checkpoint."""
@@ -115,17 +118,12 @@ def _read_pin(path: Path) -> Pin | None:
         if not path.exists():
             return None
         raise RunError(f"{error} {_ADVICE}") from None
-    if not _is_pin(raw):
-        raise RunError(f"{path}: not a pin: got {json.dumps(raw)[:60]}. {_ADVICE}")
-    return Pin(**raw)
+    try:
+        pin = TypeAdapter(Pin).validate_json(json.dumps(raw), strict=True)
+        assert raw.keys() == asdict(pin).keys()
+    except (ValidationError, AssertionError):
+        raise RunError(f"{path}: not a pin: got {json.dumps(raw)[:60]}. {_ADVICE}") from None
+    return pin
 
 
 _ADVICE = "Delete it, if nobody evaluates or uploads the checkpoints of this run."
-
-
-def _is_pin(raw: object) -> bool:
-    if not isinstance(raw, dict) or raw.keys() != asdict(Pin("")).keys() or not isinstance(raw["holder"], str):
-        return False
-    hashes = [raw["ended"], raw["steps"]]
-    every = raw["every"] is None or (type(raw["every"]) is int and raw["every"] > 0)
-    return every and all(isinstance(named, dict) and all(isinstance(value, str) for value in named.values()) for named in hashes)

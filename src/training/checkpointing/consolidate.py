@@ -11,7 +11,6 @@ from the shards to the file 16 MB at a time.
 
 import argparse
 import logging
-import re
 import shutil
 import sys
 import zipfile
@@ -19,12 +18,15 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from pydantic import ByteSize, Field, TypeAdapter
 
 from src import files
-from src.errors import CheckpointError, ConfigError, UserError
+from src.command_line import make_parser, run_command
+from src.errors import CheckpointError, ConfigError
 from src.runs.checkpoints import folder as checkpoints
 from src.training.checkpointing import safetensors_stream, zero_layout
 from src.training.checkpointing.folder import SEPARATOR
@@ -32,9 +34,9 @@ from src.training.checkpointing.safetensors_stream import StoredTensor
 
 log = logging.getLogger(__name__)
 WEIGHTS, OPTIMIZER, INDEX = "model.safetensors", "optimizer.safetensors", "model.safetensors.index.json"
+PATTERN = "model{suffix}.safetensors"
 SHARD_BYTES = 5 * 10**9
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -201,18 +203,18 @@ def _is_replaceable(folder: Path) -> bool:
 
 def _write_weights(folder: Path, found: zero_layout.Shards, export: Export) -> dict[str, str]:
     """model.safetensors, or model-00001-of-0000N.safetensors and their index, as Hugging Face's libraries read them."""
-    dtype, metadata = DTYPES[export.dtype], {"format": "pt"}
-    shares = safetensors_stream.split(found.weights(export.everything), export.shard_bytes, dtype)
-    if len(shares) == 1:
-        return safetensors_stream.write(folder / WEIGHTS, shares[0], dtype, metadata)
+    dtype, weights = DTYPES[export.dtype], found.weights(export.everything)
+    plan = split_state_dict_into_shards_factory(
+        weights,  # pyright: ignore[reportArgumentType]  of which it asks nothing but the size
+        get_storage_size=lambda tensor: safetensors_stream.size_bytes(tensor, dtype),  # pyright: ignore[reportArgumentType]
+        filename_pattern=PATTERN,
+        max_shard_size=export.shard_bytes,
+    )
     digests: dict[str, str] = {}
-    places: dict[str, str] = {}
-    for number, share in enumerate(shares, start=1):
-        name = f"model-{number:05d}-of-{len(shares):05d}.safetensors"
-        digests |= safetensors_stream.write(folder / name, share, dtype, metadata)
-        places |= dict.fromkeys(share, name)
-    total = sum(safetensors_stream.size_bytes(tensor, dtype) for share in shares for tensor in share.values())
-    files.write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    for file, names in (plan.filename_to_tensors or {WEIGHTS: []}).items():
+        digests |= safetensors_stream.write(folder / file, {name: weights[name] for name in names}, dtype, {"format": "pt"})
+    if len(plan.filename_to_tensors) > 1:
+        files.write_json(folder / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
     return digests
 
 
@@ -239,20 +241,12 @@ def byte_count(text: str) -> int:
     Raises:
         ValueError: it is no such number above 0; argparse says which argument it was.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
-    if not match or match[2] not in _UNITS or float(match[1]) * _UNITS[match[2]] < 1:
-        raise ValueError(text)
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m src.training.checkpointing.consolidate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("src.training.checkpointing.consolidate", __doc__)
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="save directory, checkpoint, or folder written by DeepSpeed")
     parser.add_argument("--step", type=int, metavar="N", help="which checkpoint of the run (default: the newest whole one)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write there (default: into the checkpoint)")
@@ -265,21 +259,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    args = parse(argv)
-    logging.basicConfig(format="%(message)s")
-    try:
-        sys.stdout.write(run_action(args) + "\n")
-    except UserError as error:
-        for line in str(error).splitlines():
-            sys.stderr.write(f"error: {line}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_command(lambda: run_action(parse(argv)))
 
 
-def run_action(args: argparse.Namespace) -> str:
-    """Do what was asked; returns what to say."""
+def run_action(args: argparse.Namespace) -> int:
+    """Do what was asked, and print it; returns the exit code."""
     export = None
     if args.verify and (args.shard_size or args.dtype or args.all):
         raise ConfigError("--verify: without --shard-size, --dtype and --all. It looks up how the folder was written.")
@@ -293,9 +277,12 @@ def run_action(args: argparse.Namespace) -> str:
     if export is None and not (checkpoint / files.MANIFEST).exists():
         raise ConfigError(f"{checkpoint}: is not a checkpoint of a run (it has no {files.MANIFEST}). Say with --output where to write.")
     if args.verify:
-        return f"{args.output or checkpoint}: {len(verify(checkpoint, args.output))} tensors are what the shards hold."
-    written = consolidate(checkpoint, export)
-    return "\n".join(f"{path}: {path.stat().st_size} bytes" for path in written) or f"{checkpoint}: is consolidated already."
+        done = f"{args.output or checkpoint}: {len(verify(checkpoint, args.output))} tensors are what the shards hold."
+    else:
+        written = consolidate(checkpoint, export)
+        done = "\n".join(f"{path}: {path.stat().st_size} bytes" for path in written) or f"{checkpoint}: is consolidated already."
+    sys.stdout.write(f"{done}\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -187,20 +187,6 @@ def _entry(path: Path, entry: Mapping[str, Any], base: int) -> StoredTensor:
     return StoredTensor(shape, dtype, (Piece(path, base + start, math.prod(shape)),))
 
 
-def split(tensors: Mapping[str, StoredTensor], most_bytes: int, dtype: torch.dtype | None = None) -> list[dict[str, StoredTensor]]:
-    """Shares of at most `most_bytes` in the order of `tensors`; a tensor larger than that has a share of its own."""
-    shares: list[dict[str, StoredTensor]] = []
-    held = 0
-    for name, tensor in tensors.items():
-        wanted = size_bytes(tensor, dtype)
-        if not shares or held + wanted > most_bytes:
-            shares.append({})
-            held = 0
-        shares[-1][name] = tensor
-        held += wanted
-    return shares or [{}]
-
-
 def difference(expected: Mapping[str, StoredTensor], found: Mapping[str, StoredTensor], dtype: torch.dtype | None = None) -> str | None:
     """How two sets of tensors differ, in a few words; None if they are bitwise equal.
 

@@ -14,10 +14,7 @@ from src.training.monitoring.progress import Progress
 
 
 class Callback(Protocol):
-    """Sees every step and every row; changes nothing."""
-
-    def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """`step` optimizer steps are finished, the last with this mean loss."""
+    """Sees every row; changes nothing."""
 
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
         """`row`: scores by name, with "step". `perf`: rates by name."""
@@ -36,8 +33,8 @@ class Reporter:
         self.run, self.config = run, config
         self.callbacks: list[Callback] = []
         if distributed.is_main():
-            self.callbacks.append(Progress(config.steps, finished))
-            self.callbacks.append(Heartbeat(run.path, run.dir.attempt))
+            self.progress, self.heartbeat = Progress(config.steps, finished), Heartbeat(run.path, run.dir.attempt)
+            self.callbacks.append(self.progress)
             if run.options.wandb:
                 from src.training.monitoring.wandb import Wandb
 
@@ -70,9 +67,9 @@ class Reporter:
             callback.on_end(scores)
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Show that `step` is finished."""
-        for callback in self.callbacks:
-            callback.on_step(step, loss, tokens_per_second)
+        """Show that `step` optimizer steps are finished, the last with this mean loss. Call it on rank 0."""
+        self.progress.on_step(step, loss, tokens_per_second)
+        self.heartbeat.on_step(step)
 
     def close(self) -> None:
         """Let the callbacks finish."""

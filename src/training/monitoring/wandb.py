@@ -59,9 +59,6 @@ class Wandb:
         if options.gradients:
             self.wandb.watch(model, log="gradients", log_freq=run.options.log_every or 100)
 
-    def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Nothing; only rows are logged."""
-
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
         """Log the row at its step."""
         self._log({**row, **{f"perf/{name}": value for name, value in perf.items()}})

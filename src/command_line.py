@@ -38,6 +38,12 @@ def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
         return 130
 
 
+def aligned_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row of cells, whose columns are aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt. An ignored signal (nohup) stays ignored."""
