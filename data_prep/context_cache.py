@@ -5,27 +5,20 @@ with src.models.cross_attention.encoded_context_cache.ContextCache and finds the
 """
 
 import argparse
-import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from data_prep import distinct_inputs, encoding_options
+from data_prep import command, distinct_inputs, encoding_options
 from src.config import Places
 from src.data import jsonl
-from src.errors import print_errors
 from src.models.cross_attention import encoded_context_cache as context_cache
 
 COMMAND = "python -m data_prep.context_cache"
-log = logging.getLogger(__name__)
 
 
-@print_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    options = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+def _run(**given: Any) -> None:
+    options = argparse.Namespace(**given)
     encoding_options.require_positive(options, "batch_size", "max_bytes")
     cache, counts = fill(options)
     size = cache.num_bytes()
@@ -35,7 +28,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if cache.evicted:
         print(f"{cache.evicted} contexts had to make room for others. Give more --max_bytes to keep all.")
-    return 0
 
 
 def fill(options: argparse.Namespace) -> tuple[context_cache.ContextCache, distinct_inputs.Counts]:
@@ -64,16 +56,16 @@ def fill(options: argparse.Namespace) -> tuple[context_cache.ContextCache, disti
     return cache, counts
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n", 1)[0])
+def _add_options(parser: argparse.ArgumentParser) -> None:
     encoding_options.add(parser)
     add = parser.add_argument
     add("--cache", type=Path, required=True, metavar="FOLDER", help="the cache, made where there is none")
     add("--max_bytes", type=int, required=True, help="of all its files together; what was not read for the longest time goes first")
     add("--dtype", choices=get_args(context_cache.Dtype), default="bfloat16", help="of the states on disk (default: %(default)s)")
     add("--device", help="such as cuda:0 (default: the first GPU, or cpu)")
-    return parser
 
+
+main = command.main_of(COMMAND, __doc__, _add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

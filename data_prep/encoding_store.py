@@ -1,28 +1,14 @@
-"""Writing a folder of encoded contexts: locked by one command, resumable after a crash."""
+"""Writing a folder of encoded contexts, resumable after a crash."""
 
-import contextlib
-import fcntl
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from src import files
 from src.data.qa import encoded_shards, encoded_store
-from src.errors import ConfigError, DataError, RunError
+from src.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Lock `folder`; raises RunError if another process encodes into it."""
-    with files.writing(folder), open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"{folder}: another process is encoding into it. Wait until it ends.") from None
-        yield
 
 
 def open_or_create(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:

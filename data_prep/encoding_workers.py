@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from data_prep.command import Progress
 from src.config import Places
 from src.data.qa.encoded_shards import Writer
 from src.data.qa.encoded_store import context_key
@@ -24,7 +25,6 @@ log = logging.getLogger(__name__)
 Batch = Sequence[Sequence[int]]
 _AHEAD = 2
 """Batches queued per worker, so that it never waits for the next."""
-_REPORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -100,26 +100,26 @@ def encode_all(job: Job, batches: Iterable[Batch], devices: Sequence[str]) -> in
         RunError: a worker failed; says on which device and why. Nothing is tried again elsewhere.
         UserError: what a worker was told.
     """
-    progress = _Progress()
+    progress = Progress("encoding", "inputs")
     stream = iter(batches)
     first = next(stream, None)
     if first is None:
         return 0
     if len(devices) > 1:
         _in_processes(job, _chain(first, stream), devices, progress)
-        return progress.sequences
+        return progress.items
     encoding = Encoding(job, devices[0])
     try:
         for batch in _chain(first, stream):
             encoding.take(batch)
-            progress.count(batch)
+            progress.count(len(batch), sum(map(len, batch)))
     except UserError:
         raise
     except Exception as error:  # whatever the device raises
         raise RunError(_worker_error(devices[0], _line(error))) from error
     finally:
         encoding.close()
-    return progress.sequences
+    return progress.items
 
 
 def _line(error: Exception) -> str:
@@ -135,21 +135,7 @@ def _chain(first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
     yield from rest
 
 
-class _Progress:
-    def __init__(self) -> None:
-        self.sequences = self.tokens = 0
-        self._began = self._told = time.monotonic()
-
-    def count(self, batch: Batch) -> None:
-        self.sequences += len(batch)
-        self.tokens += sum(map(len, batch))
-        now = time.monotonic()
-        if now - self._told >= _REPORT_SECONDS:
-            self._told = now
-            log.info("%d inputs encoded, %.0f tokens/s", self.sequences, self.tokens / (now - self._began))
-
-
-def _in_processes(job: Job, batches: Iterator[Batch], devices: Sequence[str], progress: _Progress) -> None:
+def _in_processes(job: Job, batches: Iterator[Batch], devices: Sequence[str], progress: Progress) -> None:
     context = multiprocessing.get_context("spawn")
     workers: dict[Any, tuple[Any, str, list[Batch]]] = {}
     threads = max((os.cpu_count() or 1) // len(devices), 1)
@@ -173,7 +159,7 @@ def _in_processes(job: Job, batches: Iterator[Batch], devices: Sequence[str], pr
             process.join()
 
 
-def _serve(pipe: Any, workers: dict[Any, tuple[Any, str, list[Batch]]], batches: Iterator[Batch], progress: _Progress) -> None:
+def _serve(pipe: Any, workers: dict[Any, tuple[Any, str, list[Batch]]], batches: Iterator[Batch], progress: Progress) -> None:
     """Answer one message of a worker: None for a batch that is done, "closed", or an error."""
     process, device, given = workers[pipe]
     try:
@@ -188,7 +174,8 @@ def _serve(pipe: Any, workers: dict[Any, tuple[Any, str, list[Batch]]], batches:
         return
     if message is not None:
         raise RunError(_worker_error(device, message))
-    progress.count(given.pop(0))
+    finished = given.pop(0)
+    progress.count(len(finished), sum(map(len, finished)))
     batch = next(batches, None)
     if batch is not None:
         given.append(batch)

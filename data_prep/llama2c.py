@@ -5,17 +5,17 @@ run.c (checkpoint version 0: seven int32, then float32 matrices) and tokenizer.p
 """
 
 import argparse
-import logging
 import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_prep import command
 from src import files
-from src.errors import DataError, print_errors
+from src.errors import DataError
 
-log = logging.getLogger(__name__)
+COMMAND = "python -m data_prep.llama2c"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 SPECIAL = ("<unk>", "<s>", "</s>")
 HEADER_BYTES = 28
@@ -160,31 +160,36 @@ def _rename_weights(read: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     return made
 
 
-@print_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m data_prep.llama2c", description=(__doc__ or "").split("\n", 1)[0])
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("weights", type=Path)
     parser.add_argument("tokenizer", type=Path)
-    parser.add_argument("--data_path", type=Path, default=Path("results/data"), help="where the folder is made (default: %(default)s)")
+    command.add_data_path(parser)
     parser.add_argument("--name", help="of the folder, and in an experiment's model (default: that of the weights)")
-    args = parser.parse_args(argv)
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
-    for path in (args.weights, args.tokenizer):
+
+
+def convert(weights: Path, tokenizer: Path, data_path: Path, name: str | None) -> None:
+    """Make the folder `data_path / name`; by default it is named as the weights.
+
+    Raises:
+        DataError: a file is missing or damaged, or the two are not of one model.
+        RunError: the disk refuses.
+    """
+    for path in (weights, tokenizer):
         if not path.is_file():
             raise DataError(f"{path}: no such file.")
-    target = args.data_path / (args.name or args.weights.stem.lower())
-    model, tokens = read_model(args.weights), read_tokens(args.tokenizer)
+    target = data_path / (name or weights.stem.lower())
+    model, tokens = read_model(weights), read_tokens(tokenizer)
     if len(tokens) != model.config.vocab_size:
         raise DataError(
-            f"{args.tokenizer}: {len(tokens)} tokens, but the model has {model.config.vocab_size}. Take the tokenizer of that model."
+            f"{tokenizer}: {len(tokens)} tokens, but the model has {model.config.vocab_size}. Take the tokenizer of that model."
         )
     with files.new_directory(target) as made:
         model.save_pretrained(made)
         tokenizer_of(tokens).save_pretrained(made)
-    log.info("%s: %d parameters, %d tokens.", target, model.num_parameters(), len(tokens))
-    return 0
+    print(f"{target}: {model.num_parameters()} parameters, {len(tokens)} tokens.")
 
+
+main = command.main_of(COMMAND, __doc__, _add_options, convert)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,46 +10,30 @@ rows that are prepared already (data_prep/qa_releases).
 import argparse
 import contextlib
 import hashlib
-import logging
 import os
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from data_prep import command, sources
 from data_prep.qa_releases import placing
 from data_prep.qa_releases.detection import LAYOUTS
 from data_prep.qa_releases.question import Passage
 from data_prep.qa_releases.release import Release
 from data_prep.qa_splits import SPLITS, Choice, Options, SplitFile
-from src import files
-from src.errors import DataError, print_errors
+from src.errors import DataError
 
 COMMAND = "python -m data_prep.prepare_qa"
 
-_ROOT = Path(__file__).resolve().parents[1]
-_SCRIPTS = (
-    *(_ROOT / name for name in ("data_prep/prepare_qa.py", "data_prep/qa_splits.py", "data_prep/qa_releases/json_stream.py")),
-    *sorted((_ROOT / "data_prep/qa_releases").glob("*.py")),
-)
+_HERE = Path(__file__).parent
+_SCRIPTS = (*(_HERE / f"{name}.py" for name in ("prepare_qa", "qa_splits", "sources")), *sorted((_HERE / "qa_releases").glob("*.py")))
 
 
-@print_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    given = vars(_parser().parse_args(argv))
-    data_path = given.pop("data_path")
-    prepare(data_path, Options(**{**given, "train": tuple(given["train"]), "val": tuple(given["val"])}))
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").partition("\n")[2].strip())
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
     add = parser.add_argument
-    add("--data_path", type=Path, default=Path("results/data"), help="folder of prepared data sets (default: %(default)s)")
     add("--name", required=True, help="the new folder below it, which an experiment names as data.corpus")
     add("--train", nargs="+", required=True, metavar="SOURCE", help="sources of the training split")
     add("--val", nargs="+", default=[], metavar="SOURCE", help="sources of the validation split")
@@ -65,7 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--only_questions_of", metavar="SOURCE", help="leave out other questions than these, as those of NQ-open")
     add("--without_contexts", action="store_true", help="questions alone, to be answered from memory")
     add("--evidence", type=Path, metavar="FOLDER", help="the texts of TriviaQA's pages, in wikipedia/ and web/")
-    return parser
 
 
 def prepare(data_path: Path, options: Options) -> bool:
@@ -75,20 +58,14 @@ def prepare(data_path: Path, options: Options) -> bool:
         DataError: a source is missing, damaged or of no known layout, or a split would be empty. Nothing was written.
         RunError: the disk refuses.
     """
-    start = time.monotonic()
     folder = data_path / options.name
     releases = {split: [Release(source, split, options.layout, options.evidence) for source in getattr(options, split)] for split in SPLITS}
     only = Release(options.only_questions_of, "train") if options.only_questions_of else None
     made_from = _provenance(options, releases, only)
-    if files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from:
-        print(f"{folder}: whole and made from these sources with these options: nothing to do.")
-        return False
-    facts: dict[str, Any] = {"command": COMMAND, "made_from": made_from}
-    choice = Choice(options, releases, only)
-    with files.new_directory(folder, facts) as beside:
-        facts |= _write(beside, options, choice)
-    _print_summary(folder, facts, time.monotonic() - start)
-    return True
+    facts = command.make_folder(folder, COMMAND, made_from, lambda beside: _write(beside, options, Choice(options, releases, only)))
+    if facts is not None:
+        _print_summary(facts)
+    return facts is not None
 
 
 def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
@@ -125,24 +102,15 @@ def _provenance(options: Options, releases: dict[str, list[Release]], only: Rele
     Raises:
         DataError: one source is given twice.
     """
-    sources: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
-    seen: dict[str, str] = {}
-    for split in SPLITS:
-        for release in releases[split]:
-            facts, named = release.facts(), f"--{split} {release.source}"
-            if facts["sha256"] in seen:
-                raise DataError(f"{named}: the same data as {seen[facts['sha256']]}.")
-            seen[facts["sha256"]] = named
-            sources[split].append(facts)
-    digest = hashlib.sha256()
-    for path in _SCRIPTS:
-        digest.update(path.read_bytes())
+    facts = {split: [release.facts() for release in releases[split]] for split in SPLITS}
+    pairs = [(split, *pair) for split in SPLITS for pair in zip(releases[split], facts[split], strict=True)]
+    sources.require_distinct((f"--{split} {release.source}", found) for split, release, found in pairs)
     return {
-        "sources": sources,
+        "sources": facts,
         "options": options.options_for_manifest(),
         "only_questions_of": only.facts() if only is not None else None,
         "evidence_sha256": _digest_of_tree(options.evidence) if options.evidence is not None else None,
-        "scripts_sha256": digest.hexdigest(),
+        "scripts_sha256": command.digest_files(_SCRIPTS),
     }
 
 
@@ -158,8 +126,7 @@ def _digest_of_tree(folder: Path) -> str:
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
-def _print_summary(folder: Path, facts: dict[str, Any], seconds: float) -> None:
-    print(f"{folder}: made in {seconds:.1f} s")
+def _print_summary(facts: dict[str, Any]) -> None:
     for split in SPLITS:
         counts = facts["counts"][split]
         rows = ", ".join(f"{number} {name}" for name, number in counts["rows"].items())
@@ -172,6 +139,7 @@ def _print_summary(folder: Path, facts: dict[str, Any], seconds: float) -> None:
         print(f"{facts['useful_contexts_in_both_splits']} useful contexts are in both splits: the sources overlap.")
 
 
+main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **given: prepare(data_path, Options(**given)))
+
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING)
     sys.exit(main())

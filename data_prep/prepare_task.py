@@ -7,11 +7,8 @@ hub:ID[@CONFIG][#SPLIT]. Tasks are those of resources/tasks, or of a file of one
 """
 
 import argparse
-import hashlib
 import json
-import logging
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,14 +19,13 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from data_prep import superglue, task_rows, task_sources
+from data_prep import command, sources, superglue, task_rows, task_sources
 from data_prep.task_sources import SPLITS, Source
-from src import files
 from src.data.tasks import task_table as tasks
-from src.errors import DataError, print_errors
+from src.errors import DataError
 
 COMMAND = "python -m data_prep.prepare_task"
-_SCRIPTS = (__file__, superglue.__file__, task_rows.__file__, task_sources.__file__)
+_SCRIPTS = (__file__, superglue.__file__, task_rows.__file__, task_sources.__file__, sources.__file__)
 _SHOWN = 3  # complaints about rows left out
 
 
@@ -39,9 +35,9 @@ class Options:
 
     task: str
     name: str
-    train: tuple[str, ...] = ()
-    val: tuple[str, ...] = ()
-    test: tuple[str, ...] = ()
+    train: Sequence[str] = ()
+    val: Sequence[str] = ()
+    test: Sequence[str] = ()
     val_percent: float | None = None
     max_rows: int | None = None
     seed: int = 0
@@ -59,20 +55,9 @@ class Options:
             raise DataError(f"--max_rows: expected 1 or more, got {self.max_rows}.")
 
 
-@print_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    given = vars(_parser().parse_args(argv))
-    data_path = given.pop("data_path")
-    sources = {split: tuple(given[split]) for split in SPLITS}
-    prepare(data_path, Options(**{**given, **sources, "name": given["name"] or given["task"]}))
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").partition("\n")[2].strip())
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
     add = parser.add_argument
-    add("--data_path", type=Path, default=Path("results/data"), help="folder of prepared data sets (default: %(default)s)")
     add("--task", required=True, help="an entry of resources/tasks, as rte, or of --task_file")
     add("--task_file", type=Path, metavar="YAML", help="entries of one's own; the task's is kept with the data")
     add("--name", help="the new folder, which an experiment names as data.corpus (default: the task)")
@@ -82,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max_rows", type=int, metavar="N", help="the first N rows of each split")
     add("--seed", type=int, default=0, help="of the rows that are set apart (default: %(default)s)")
     add("--skip_bad_rows", action="store_true", help="leave out rows that do not fit, and count them")
-    return parser
 
 
 def prepare(data_path: Path, options: Options) -> bool:
@@ -93,31 +77,24 @@ def prepare(data_path: Path, options: Options) -> bool:
         DataError: a source is missing or damaged, a row does not fit, or a split would be empty. Nothing was written.
         RunError: the disk refuses.
     """
-    start = time.monotonic()
-    folder = data_path / options.name
     task = tasks.find(options.task, options.task_file)
     if options.train and not task.task.trained:
         raise DataError(f"--train: {task.name!r} has no rows to train on. Give --val or --test.")
-    sources = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
-    made_from = _provenance(options, sources)
-    if files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from:
-        print(f"{folder}: whole and made from these sources with these options: nothing to do.")
-        return False
-    facts: dict[str, Any] = {"command": COMMAND, "made_from": made_from, "task": task.name}
-    with files.new_directory(folder, facts) as beside:
-        facts |= _write(beside, options, sources, task)
-    print(f"{folder}: made in {time.monotonic() - start:.1f} s")
-    _print_summary(facts)
-    return True
+    opened = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
+    made_from = _provenance(options, opened, task)
+    facts = command.make_folder(data_path / options.name, COMMAND, made_from, lambda beside: _write(beside, options, opened, task))
+    if facts is not None:
+        _print_summary(facts)
+    return facts is not None
 
 
-def _write(beside: Path, options: Options, sources: dict[str, list[Source]], task: tasks.NamedTask) -> dict[str, Any]:
+def _write(beside: Path, options: Options, opened: dict[str, list[Source]], task: tasks.NamedTask) -> dict[str, Any]:
     """Fill the folder `beside`; returns the facts for the manifest."""
     skipped: dict[str, list[str]] = {split: [] for split in SPLITS}
     rows: dict[str, list[task_rows.Row]] = {split: [] for split in SPLITS}
     for split in SPLITS:
         kept = skipped[split] if options.skip_bad_rows else None
-        every = (row for source in sources[split] for row in task_rows.rows(source, kept))
+        every = (row for source in opened[split] for row in task_rows.rows(source, kept))
         rows[split] = list(tqdm(every, desc=split, unit="", disable=None, leave=False))
     if options.val_percent is not None:
         rows["train"], rows["val"] = _split_off_validation(rows["train"], options.val_percent, options.seed)
@@ -136,6 +113,7 @@ def _write(beside: Path, options: Options, sources: dict[str, list[Source]], tas
         (beside / tasks.OWN).write_text(yaml.safe_dump({task.name: entry}, sort_keys=False, allow_unicode=True), encoding="utf-8")
     both = inputs.get("train", set()) & (inputs.get("val", set()) | inputs.get("test", set()))
     return {
+        "task": task.name,
         "counts": {split: _counts(rows[split], task) for split in written},
         "skipped": {split: {"rows": len(skipped[split]), "first": skipped[split][:_SHOWN]} for split in written},
         "inputs_of_train_in_another_split": len(both),
@@ -165,27 +143,18 @@ def _counts(rows: list[task_rows.Row], task: tasks.NamedTask) -> dict[str, Any]:
     return {"rows": {task.name: len(rows)}, **({"labels": dict(sorted(labels.items()))} if labels else {})}
 
 
-def _provenance(options: Options, sources: dict[str, list[Source]]) -> dict[str, Any]:
+def _provenance(options: Options, opened: dict[str, list[Source]], task: tasks.NamedTask) -> dict[str, Any]:
     """Everything that the content of the folder depends on.
 
     Raises:
         DataError: one source is given twice.
     """
-    seen: dict[str, str] = {}
-    facts: dict[str, list[dict[str, Any]]] = {}
-    for split in SPLITS:
-        facts[split] = [source.facts() for source in sources[split]]
-        for source, found in zip(sources[split], facts[split], strict=True):
-            named = f"--{split} {source.source}"
-            if found["sha256"] in seen and not source.source.startswith(task_sources.HUB):
-                raise DataError(f"{named}: the same data as {seen[found['sha256']]}.")
-            seen[found["sha256"]] = named
+    facts = {split: [source.facts() for source in opened[split]] for split in SPLITS}
+    pairs = [(split, *pair) for split in SPLITS for pair in zip(opened[split], facts[split], strict=True)]
+    local = [(split, source, found) for split, source, found in pairs if not source.source.startswith(sources.HUB)]
+    sources.require_distinct((f"--{split} {source.source}", found) for split, source, found in local)
     stated = {name: value for name, value in asdict(options).items() if name not in (*SPLITS, "name", "task_file")}
-    digest = hashlib.sha256()
-    for path in _SCRIPTS:
-        digest.update(Path(path).read_bytes())
-    task = tasks.find(options.task, options.task_file)
-    return {"sources": facts, "options": stated, "task": task.fingerprint, "scripts_sha256": digest.hexdigest()}
+    return {"sources": facts, "options": stated, "task": task.fingerprint, "scripts_sha256": command.digest_files(_SCRIPTS)}
 
 
 def _print_summary(facts: dict[str, Any]) -> None:
@@ -199,6 +168,11 @@ def _print_summary(facts: dict[str, Any]) -> None:
         print(f"{facts['inputs_of_train_in_another_split']} inputs of train are in another split too.")
 
 
+def _run(data_path: Path, name: str | None, task: str, **given: Any) -> None:
+    prepare(data_path, Options(name=name or task, task=task, **given))
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, _run)
+
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING)
     sys.exit(main())

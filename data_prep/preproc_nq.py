@@ -12,7 +12,6 @@ if not __package__:  # run as a file: its folder, where tokenize.py is none of P
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-import logging
 import os
 import shutil
 import time
@@ -20,18 +19,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from data_prep import distinct_inputs, encoding_options, encoding_store, encoding_workers
+from data_prep import command, distinct_inputs, encoding_options, encoding_store, encoding_workers
 from src import files
 from src.config import Places
 from src.data import jsonl
 from src.data.qa import encoded_shards, encoded_store
 from src.data.qa.encoder_inputs import EncodingOptions
-from src.errors import ConfigError, DataError, print_errors
+from src.errors import ConfigError, DataError
 from src.interfaces import ModelConfig
 
 COMMAND = "python -m data_prep.preproc_nq"
 PROCESSED = "processed_data"
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,20 +51,15 @@ class Request:
     """Seconds between commits: the work that a crash may lose."""
 
 
-@print_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    options = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+def _run(**given: Any) -> None:
     start = time.monotonic()
-    request = _request(options)
+    request = _request(argparse.Namespace(**given))
     counts = prepare(request)
     print(
         f"{folder_of(request)}: {counts.rows} rows, {counts.inputs} distinct inputs, {counts.encoded} encoded now, {counts.kept} before; "
         f"{counts.too_long} contexts were too long ({request.rules.too_long}). {time.monotonic() - start:.1f} s"
     )
     print(f"Train on them with: --data_path {folder_of(request).parent}")
-    return 0
 
 
 def prepare(request: Request) -> distinct_inputs.Counts:
@@ -81,9 +74,7 @@ def prepare(request: Request) -> distinct_inputs.Counts:
     jsonl.require_splits(request.places, request.corpus)
     base, hidden_size = encoding_options.architecture(request.model, request.places, request.rules)
     folder = folder_of(request) / encoded_store.FOLDER
-    with files.writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with encoding_store.exclusive_lock(folder):
+    with command.exclusive_lock(folder, f"{folder}: another process is encoding into it."):
         store = encoding_store.open_or_create(folder, {"model": base, "hidden_size": hidden_size, "dtype": request.dtype})
         known = encoding_store.recover(folder, store, request.verify)
         inputs, tokenizer = encoding_options.inputs(request.model, request.places, request.rules)
@@ -183,16 +174,16 @@ def _devices(named: str | None, num_proc: int | None) -> list[str]:
     return [f"cuda:{i}" for i in range(num_proc or gpus)] if gpus else ["cpu"] * (num_proc or 1)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n", 1)[0])
+def _add_options(parser: argparse.ArgumentParser) -> None:
     encoding_options.add(parser)
     add = parser.add_argument
     add("--num_proc", type=int, help="worker processes, each on a GPU of its own (default: all GPUs, or one process)")
     add("--dtype", choices=sorted(encoded_shards.DTYPES), default="bfloat16", help="of the states on disk (default: %(default)s)")
     add("--devices", help="such as cuda:0,cuda:1 or cpu,cpu (default: the GPUs, or cpu)")
     add("--verify", action="store_true", help="compare the checksums of all that is there; what is damaged is encoded anew")
-    return parser
 
+
+main = command.main_of(COMMAND, __doc__, _add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,8 +28,8 @@ class Options:
     """The options that determine the rows."""
 
     name: str
-    train: tuple[str, ...]
-    val: tuple[str, ...] = ()
+    train: Sequence[str]
+    val: Sequence[str] = ()
     val_percent: float | None = None
     layout: str | None = None
     dataset: str | None = None

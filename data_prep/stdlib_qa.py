@@ -9,7 +9,6 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
-import logging
 import os
 import platform
 import sys
@@ -21,9 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep import code_questions
+from data_prep import code_questions, command
 from src import files
-from src.errors import DataError, print_errors
+from src.errors import DataError
 
 COMMAND = "python -m data_prep.stdlib_qa"
 FOLDERS = ("stdlib_qa", "stdlib_text", "stdlib_tokenizer")
@@ -48,15 +47,9 @@ _SKIPPED_PREFIX = "_sysconfigdata"  # paths and flags of this machine
 Rows = dict[str, list[dict[str, Any]]]
 
 
-@print_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--data_path", type=Path, default=Path("results/data"), help="folder of prepared data sets (default: %(default)s)")
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
     parser.add_argument("--vocab_size", type=int, default=4096, help="tokens of the tokenizer (default: %(default)s)")
-    options = parser.parse_args(argv)
-    prepare(options.data_path, options.vocab_size)
-    return 0
 
 
 def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None) -> bool:
@@ -73,8 +66,7 @@ def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None)
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     sources = read_sources(stdlib)
     made_from = _provenance(sources, vocab_size)
-    if all(_is_made_from(data_path / name, made_from) for name in FOLDERS):
-        print(f"{data_path}: {', '.join(FOLDERS)} are whole and made from this Python with these settings: nothing to do.")
+    if command.is_made([data_path / name for name in FOLDERS], made_from):
         return False
     questions, skipped = question_rows(sources)
     texts = text_rows(sources)
@@ -173,11 +165,10 @@ def _rows_of(snippet: code_questions.Snippet, module: str, first_index: int) -> 
 
 def _provenance(sources: Mapping[str, str], vocab_size: int) -> dict[str, Any]:
     """Everything that the content of the folders depends on."""
-    scripts = (Path(__file__), Path(code_questions.__file__))
     return {
         "python": platform.python_version(),
         "stdlib_sha256": _digest(part for item in sources.items() for part in item),
-        "scripts_sha256": _digest(path.read_text(encoding="utf-8") for path in scripts),
+        "scripts_sha256": command.digest_files((__file__, code_questions.__file__)),
         "packages": {name: importlib.metadata.version(name) for name in ("tokenizers", "transformers")},
         "vocab_size": vocab_size,
         "context_chars": [MIN_CONTEXT_CHARS, MAX_CONTEXT_CHARS],
@@ -193,14 +184,10 @@ def _digest(texts: Iterator[str]) -> str:
     return digest.hexdigest()
 
 
-def _is_made_from(folder: Path, made_from: Mapping[str, Any]) -> bool:
-    return files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from
-
-
 def _write_rows(folder: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
     with files.new_directory(folder, dict(facts)) as beside:
         for split in SPLITS:
-            with files.writing(folder), open(beside / f"{split}.jsonl", "w", encoding="utf-8", newline="\n") as file:
+            with open(beside / f"{split}.jsonl", "w", encoding="utf-8", newline="\n") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows[split])
 
 
@@ -229,7 +216,7 @@ def _write_tokenizer(folder: Path, lines: Sequence[str], vocab_size: int, facts:
         additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (END_OF_TEXT, PAD)],
         clean_up_tokenization_spaces=False,
     )
-    with files.new_directory(folder, {**facts, "tokens": len(fast)}) as beside, files.writing(folder):
+    with files.new_directory(folder, {**facts, "tokens": len(fast)}) as beside:
         fast.save_pretrained(beside)
 
 
@@ -242,6 +229,7 @@ def _print_summary(data_path: Path, counts: Mapping[str, Mapping[str, int]], tex
     print(f"{'modules':12}" + "".join(f"{len(texts[split]):8}" for split in SPLITS))
 
 
+main = command.main_of(COMMAND, __doc__, _add_options, prepare)
+
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING)
     sys.exit(main())

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_prep import command
 from src import files
 from src.data.denoising.depth import dataset as depth
 from src.data.text import tokenizers
-from src.errors import DataError, print_errors
+from src.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,23 +33,14 @@ _NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # types of pieces, sentencepiece_model.pr
 _UNIGRAM = 1
 
 
-@print_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").split("\n", 1)[0])
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
     add = parser.add_argument
-    add("--data_path", type=Path, default=Path("results/data"), help="folder of prepared data sets (default: %(default)s)")
     add("--name", required=True, help="the new folder below it")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from", dest="source", metavar="TOKENIZER", help="a folder below --data_path, any other folder, or a hub id")
     source.add_argument("--spiece", type=Path, metavar="FILE", help="a SentencePiece model of unigrams, as T5's spiece.model")
     add("--sentences", type=int, default=0, metavar="N", help="also N names of sentences; --from may then have sentinels already")
-    options = parser.parse_args(argv)
-    if options.sentences < 0:
-        parser.error(f"--sentences: expected 0 or more, got {options.sentences}")
-    made = prepare(options.data_path, options.name, options.source, options.spiece, options.sentences)
-    print(f"{options.data_path / options.name}: " + ("made" if made else "whole and made from this: nothing to do."))
-    return 0
 
 
 def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path | None = None, sentences: int = 0) -> bool:
@@ -58,6 +50,8 @@ def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path 
         DataError: the source is missing, damaged, or has already what is to be added. Sentinels it may have where `sentences` are.
         RunError: the disk refuses.
     """
+    if sentences < 0:
+        raise DataError(f"--sentences: expected 0 or more, got {sentences}.")
     folder = data_path / name
     if spiece is not None:
         with_sentinels = from_sentencepiece(spiece)
@@ -78,12 +72,12 @@ def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path 
         "pad_token": with_sentinels.pad_token,
         "packages": {package: importlib.metadata.version(package) for package in ("tokenizers", "transformers")},
     }
-    if files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from:
-        return False
-    facts = {"command": COMMAND, "made_from": made_from, "tokens": len(with_sentinels)}
-    with files.new_directory(folder, facts) as beside, files.writing(folder):
+
+    def fill(beside: Path) -> dict[str, Any]:
         with_sentinels.save_pretrained(beside)
-    return True
+        return {"tokens": len(with_sentinels)}
+
+    return command.make_folder(folder, COMMAND, made_from, fill) is not None
 
 
 def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str) -> "PreTrainedTokenizerFast":
@@ -218,6 +212,8 @@ def _read_proto(path: Path) -> Any:
         raise DataError(f"{path}: not a SentencePiece model of unigrams, such as T5's spiece.model.")
     return proto
 
+
+main = command.main_of(COMMAND, __doc__, _add_options, prepare)
 
 if __name__ == "__main__":
     sys.exit(main())

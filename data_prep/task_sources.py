@@ -1,19 +1,17 @@
 """Sources of the rows of a task: lines of columns with or without a header, csv, JSON, parquet, folders of `datasets`, the hub."""
 
 import csv
-import hashlib
 import io
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from data_prep import sources
 from data_prep.qa_releases import json_stream
 from src.data.tasks import task_table as tasks
 from src.errors import DataError
-from src.files import reading, sha256
+from src.files import reading
 
-HUB = "hub:"
 SPLITS = {"train": ("train",), "val": ("validation", "val", "dev", "validation_matched"), "test": ("test", "test_matched")}
 """Splits of a prepared data set, and their names on the hub."""
 OTHER_NAMES = {"index": ["index", "idx", "id"]}
@@ -24,27 +22,17 @@ class Source:
     """Records of one source, with the names of its release, read again each time."""
 
     def __init__(self, source: str, split: str, task: tasks.NamedTask) -> None:
-        """source: a path, or "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT". split: a key of `SPLITS`.
+        """source: see `sources.open_rows`. split: a key of `SPLITS`.
 
         Raises:
             DataError: there is no such source.
         """
         self.source, self.split, self.task = source, split, task
-        self._rows = _load_datasets(source, split)
-        if self._rows is None and not Path(source).is_file():
-            hint = f' A set of the hub is written "{HUB}{source}".' if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+)?", source) else ""
-            raise DataError(f"{source}: no such file.{hint}")
+        self._rows = sources.open_rows(source, SPLITS[split])
 
     def facts(self) -> dict[str, Any]:
-        """Identity of the source: {"name", "bytes", "sha256"}, without its folder."""
-        if self._rows is None:
-            path = Path(self.source)
-            with reading(path, DataError):
-                return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
-        paths = [Path(file["filename"]) for file in self._rows.cache_files]
-        digest = hashlib.sha256("".join(map(sha256, paths)).encode()).hexdigest()
-        name = self.source if self.source.startswith(HUB) else Path(self.source).name
-        return {"name": name, "bytes": sum(path.stat().st_size for path in paths), "sha256": digest}
+        """See `sources.identify`."""
+        return sources.identify(self.source, self._rows)
 
     def records(self) -> Iterator[tuple[str, Record]]:
         """("FILE:LINE", record) in the order of the source.
@@ -124,28 +112,3 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as bad:
         line = data.count(b"\n", 0, bad.start) + 1
         raise DataError(f"{path}:{line}: not UTF-8 text: {bad.reason}.") from None
-
-
-def _load_datasets(source: str, split: str) -> Any:
-    """The data set of the hub, or saved by `datasets` in a folder; None for a file."""
-    if not source.startswith(HUB) and not Path(source).is_dir():
-        return None
-    import datasets
-
-    identity, _, wanted = source.removeprefix(HUB).partition("#")
-    identity, _, config = identity.partition("@")
-    try:
-        found = datasets.load_dataset(identity, config or None) if source.startswith(HUB) else datasets.load_from_disk(source)
-    except Exception as error:  # noqa: BLE001  the library raises a dozen kinds for what it cannot get or read
-        line = (str(error) or type(error).__name__).split("\n", 1)[0][:200]
-        raise DataError(
-            f"{source}: `datasets` cannot read it: {line} Where there is a network, load it there, save it by save_to_disk, and name the "
-            "folder here; or name the files of the original release."
-        ) from None
-    if not isinstance(found, dict):
-        return found
-    names = (wanted,) if wanted else SPLITS[split]
-    for name in names:
-        if name in found:
-            return found[name]
-    raise DataError(f"{source}: has no split {' or '.join(map(repr, names))}. It holds: {', '.join(map(str, found))}.")

@@ -4,27 +4,21 @@ A source is read in batches that do not depend on who asks, so that a run can go
 on as they are: whoever tokenises them parses them too.
 """
 
-import gzip
-import hashlib
-import itertools
-import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from data_prep import sources
 from data_prep.qa_releases import json_stream
 from src.data import jsonl
 from src.errors import DataError
-from src.files import reading, sha256
 
-HUB = "hub:"
 DocumentsBy = Literal["file", "line", "paragraph"]
-_SAVED = ("dataset_dict.json", "dataset_info.json")
 _LINES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 _TEXT = (".txt", ".txt.gz", ".md")
-_BATCH_ROWS, _BATCH_BYTES = 256, 1 << 21
+_BATCH_BYTES = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -92,27 +86,25 @@ class Reading:
 
 
 def open_source(name: str, split: str, how: Reading) -> Source:
-    """The source called `name`: a path, or hub:ID or hub:ID@CONFIG. split: the one to read of a set with several.
+    """The source called `name`: see `sources.open_rows`. split: the one to read of a set with several.
 
     Raises:
         DataError: there is no such source, or none that is known how to read.
     """
-    path = Path(name)
-    if name.startswith(HUB):
-        return _hub(name, split, how)
-    if path.is_dir():
-        return _open_saved(path, split, how)
-    if not path.is_file():
-        hint = f' A set of the hub is written "{HUB}{name}".' if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w.-]+)?", name) else ""
-        raise DataError(f"{name}: no such file.{hint}")
-    with reading(path, DataError):
-        facts = {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+    path, streaming = Path(name), how.streaming and name.startswith(sources.HUB)
+    rows = sources.open_rows(name, sources.HUB_SPLITS[split], streaming)
+    if rows is not None:
+        if rows.column_names is not None:
+            _require_column(rows.column_names, name, how.field)
+        return _stream(name, split, rows, how) if streaming else _table(name, rows, how)
+    facts = sources.identify(name)
     if name.endswith(_LINES):
         return Source(name, facts, lambda _state: _line_batches(path))
     if name.endswith(_TEXT):
         return Source(name, facts, lambda _state: _group_documents(name, _text_documents(path, how.documents_by)))
     if name.endswith(".parquet"):
-        return Source(name, facts, lambda _state: _group_documents(name, _parquet(path, how.field)))
+        columns = partial(_require_column, where=name, field=how.field)
+        return Source(name, facts, lambda _state: _group_documents(name, _rows(sources.parquet_rows(path, columns), how.field)))
     if name.endswith((".json", ".json.gz")):
         return Source(name, facts, lambda _state: _group_documents(name, _rows(json_stream.records(path), how.field)))
     kinds = ", ".join((*_LINES, *_TEXT, ".json", ".json.gz", ".parquet"))
@@ -130,7 +122,7 @@ def _group_documents(source: str, documents: Iterable[tuple[str, str]], state: C
     for where, text in documents:
         batch.append((where, text))
         size += len(text)
-        if len(batch) == _BATCH_ROWS or size >= _BATCH_BYTES:
+        if len(batch) == sources.BATCH_ROWS or size >= _BATCH_BYTES:
             yield Batch(source, texts=batch, state=state())
             batch, size = [], 0
     if batch:
@@ -138,15 +130,8 @@ def _group_documents(source: str, documents: Iterable[tuple[str, str]], state: C
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Raises DataError where the file cannot be read, or is a damaged or cut-off gzip file."""
-    with reading(path, DataError):
-        try:
-            with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-                yield from file
-        except EOFError:
-            raise DataError(f"{path}: the gzip file is cut off. Get it again.") from None
-        except (gzip.BadGzipFile, zlib.error) as bad:
-            raise DataError(f"{path}: a damaged gzip file: {bad}. Get it again.") from None
+    with json_stream.open_bytes(path, packed=path.suffix == ".gz") as file:
+        yield from file
 
 
 def _line_batches(path: Path) -> Iterator[Batch]:
@@ -154,7 +139,7 @@ def _line_batches(path: Path) -> Iterator[Batch]:
     for number, line in enumerate(_lines(path), 1):
         batch.append(line)
         size += len(line)
-        if len(batch) == _BATCH_ROWS or size >= _BATCH_BYTES:
+        if len(batch) == sources.BATCH_ROWS or size >= _BATCH_BYTES:
             yield Batch(str(path), batch, first)
             batch, size, first = [], 0, number + 1
     if batch:
@@ -182,70 +167,26 @@ def _text_documents(path: Path, by: DocumentsBy) -> Iterator[tuple[str, str]]:
         yield f"{path}:{first}", "".join(parts).strip("\r\n")
 
 
-def _parquet(path: Path, field: str) -> Iterator[tuple[str, str]]:
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
+def _table(name: str, rows: Any, how: Reading) -> Source:
+    """Rows of a data set of `datasets` on the disk."""
 
-    number = itertools.count(1)
-    try:
-        with reading(path, DataError), ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if field not in names:
-                raise DataError(f"{path}: column {field!r} is missing. Columns: {', '.join(names)}. --text_field names another.")
-            for batch in file.iter_batches(_BATCH_ROWS, columns=[field]):
-                yield from _rows(((f"{path}: row {next(number)}", row) for row in batch.to_pylist()), field)
-    except pyarrow.ArrowInvalid as bad:
-        raise DataError(f"{path}: no parquet file, or a damaged one: {_first_line(bad)}") from None
+    def read(_state: Any) -> Iterator[Batch]:
+        numbered = ((f"{name}: row {number}", row) for number, row in enumerate(rows.select_columns([how.field]), 1))
+        return _group_documents(name, _rows(numbered, how.field))
+
+    return Source(name, sources.identify(name, rows), read)
 
 
-def _open_saved(folder: Path, split: str, how: Reading) -> Source:
-    if not any((folder / name).is_file() for name in _SAVED):
-        raise DataError(f"{folder}: a folder, but not one that `datasets` saved: it has neither {' nor '.join(_SAVED)}.")
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # noqa: BLE001  whatever the library says of a damaged folder
-        raise DataError(f"{folder}: `datasets` cannot read it: {_first_line(error)}") from None
-    rows = _choose_split(loaded, str(folder), split) if isinstance(loaded, dict) else loaded
-    return _table(str(folder), folder.name, rows, how)
+def _require_column(columns: list[str], where: str, field: str) -> list[str]:
+    """[field]. Raises DataError where it is none of the `columns`."""
+    if field not in columns:
+        raise DataError(f"{where}: column {field!r} is missing. Columns: {', '.join(columns)}. --text_field names another.")
+    return [field]
 
 
-def _table(name: str, short: str, rows: Any, how: Reading) -> Source:
-    """Numbered rows of a data set of `datasets` on the disk."""
-    _require_column(rows, name, how.field)
-    paths = [Path(file["filename"]) for file in rows.cache_files]
-    with reading(Path(name), DataError):
-        digest = hashlib.sha256("".join(map(sha256, paths)).encode()).hexdigest()
-    facts = {"name": short, "rows": len(rows), "sha256": digest}
-    return Source(name, facts, lambda _state: _group_documents(name, _number_rows(rows, name, how.field)))
-
-
-def _number_rows(rows: Any, name: str, field: str) -> Iterator[tuple[str, str]]:
-    return _rows(((f"{name}: row {number}", row) for number, row in enumerate(rows.select_columns([field]), 1)), field)
-
-
-def _require_column(rows: Any, name: str, field: str) -> None:
-    if rows.column_names is not None and field not in rows.column_names:
-        raise DataError(f"{name}: column {field!r} is missing. Columns: {', '.join(rows.column_names)}. --text_field names another.")
-
-
-def _hub(name: str, split: str, how: Reading) -> Source:
-    import datasets
-
-    identity, _, config = name.removeprefix(HUB).partition("@")
-    try:
-        loaded: Any = datasets.load_dataset(identity, config or None, streaming=how.streaming)
-        builder = datasets.load_dataset_builder(identity, config or None) if how.streaming else None
-    except Exception as error:  # noqa: BLE001  the library raises a dozen kinds for a set that it cannot get
-        raise DataError(
-            f"{name}: cannot be had from the hub or its cache: {_first_line(error)} Where there is a network, save it with "
-            "`datasets` (save_to_disk), copy the folder, and name it here; or name its files."
-        ) from None
-    rows = _choose_split(loaded, name, split)
-    if builder is None:
-        return _table(name, name, rows, how)
-    _require_column(rows, name, how.field)
+def _stream(name: str, split: str, rows: Any, how: Reading) -> Source:
+    """Rows of a set of the hub that are read over the network."""
+    builder = sources.call_datasets(name, lambda datasets: datasets.load_dataset_builder(*sources.hub_id(name)[:2]))
     facts = {"name": name, "split": split, "version": str(builder.info.version), "hash": builder.hash}
     return Source(name, facts, lambda state: _stream_rows(rows.select_columns([how.field]), name, how.field, state))
 
@@ -263,16 +204,3 @@ def _stream_rows(rows: Any, name: str, field: str, state: dict[str, Any] | None)
             yield f"{name}: row {count}", row
 
     yield from _group_documents(name, _rows(with_places(), field), lambda: {"rows": rows.state_dict(), "count": count})
-
-
-def _choose_split(loaded: Any, name: str, split: str) -> Any:
-    names = {"train": ("train",), "val": ("validation", "val", "dev", "test")}[split]
-    for candidate in names:
-        if candidate in loaded:
-            return loaded[candidate]
-    raise DataError(f"{name}: has no split {' or '.join(map(repr, names))}. It holds: {', '.join(loaded)}.")
-
-
-def _first_line(error: Exception) -> str:
-    line = (str(error) or type(error).__name__).split("\n", 1)[0][:200]
-    return line if line.endswith(".") else f"{line}."

@@ -1,28 +1,26 @@
 """Writing a folder of token files, shard by shard; whole shards survive a kill of the writer."""
 
 import contextlib
-import fcntl
 import itertools
 import json
 import logging
 import os
 import shutil
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from data_prep.command import Progress, exclusive_lock
 from data_prep.text_sources import Batch, Source
 from data_prep.token_workers import Tokens
 from src import files
 from src.data import jsonl
 from src.data.text import token_files
-from src.errors import DataError, RunError
+from src.errors import DataError
 
 log = logging.getLogger(__name__)
 _PLAN, _DONE = "plan.json", ".done.json"
-_REPORT_SECONDS = 10.0
 Tokenise = Callable[[Iterable[Batch]], Iterator[tuple[Tokens, Tokens]]]
 
 
@@ -34,19 +32,13 @@ def partial(folder: Path, made_from: dict[str, Any]) -> Iterator["Shards"]:
         RunError: another process writes them, or the disk refuses.
     """
     beside = _beside(folder)
-    with files.writing(beside):
-        beside.mkdir(parents=True, exist_ok=True)
-        with open(beside / ".lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunError(f"{folder}: another process is making it. Wait until it ends.") from None
-            plan = json.loads(json.dumps(made_from))
-            if (beside / _PLAN).exists() and files.read_json(beside / _PLAN, DataError) != plan:
-                log.warning("%s: the shards in it were made from something else, or in another way: they are made anew.", beside)
-                _empty(beside)
-            files.write_json(beside / _PLAN, plan)
-            yield Shards(folder, beside, plan)
+    with exclusive_lock(beside, f"{folder}: another process is making it."):
+        plan = json.loads(json.dumps(made_from))
+        if (beside / _PLAN).exists() and files.read_json(beside / _PLAN, DataError) != plan:
+            log.warning("%s: the shards in it were made from something else, or in another way: they are made anew.", beside)
+            _empty(beside)
+        files.write_json(beside / _PLAN, plan)
+        yield Shards(folder, beside, plan)
 
 
 def discard(folder: Path) -> None:
@@ -92,7 +84,7 @@ class Shards:
             RunError: the disk refuses.
         """
         mine = [segment for segment in self._segments if segment["source"] == self._source]
-        begun = _Progress(mine[-1]["batches"], mine[-1]["state"]) if mine else _Progress(0, None)
+        begun = _Place(mine[-1]["batches"], mine[-1]["state"]) if mine else _Place(0, None)
         if not (mine and mine[-1]["last"]):
             left = source.read(begun.state)
             if begun.state is None:
@@ -102,7 +94,7 @@ class Shards:
                 pass
         self._source += 1
 
-    def _segment(self, split: str, begun: "_Progress", results: Iterator[tuple[Tokens, Tokens]], shard_tokens: int) -> bool:
+    def _segment(self, split: str, begun: "_Place", results: Iterator[tuple[Tokens, Tokens]], shard_tokens: int) -> bool:
         """Write the shards of a segment, and record which part of the source they hold; returns whether the source ends with them."""
         number, tokens, ended = len(self._segments), 0, False
         with contextlib.ExitStack() as opened:
@@ -145,7 +137,7 @@ class Shards:
         shutil.rmtree(self._beside, ignore_errors=True)
 
 
-class _Progress:
+class _Place:
     """The finished part of a source: the number of batches, and the state after the last."""
 
     def __init__(self, batches: int, state: Any) -> None:
@@ -165,12 +157,7 @@ class _Progress:
 
 def _log_progress(name: str, results: Iterator[tuple[Tokens, Tokens]]) -> Iterator[tuple[Tokens, Tokens]]:
     """The `results`; logs the progress every few seconds."""
-    tokens = 0
-    began = told = time.monotonic()
+    progress = Progress(name, "documents")
     for parts in results:
-        tokens += sum(len(part.ids) for part in parts)
-        now = time.monotonic()
-        if now - told >= _REPORT_SECONDS:
-            told = now
-            log.info("%s: %.1f million tokens, %.0f tokens/s", name, tokens / 1e6, tokens / (now - began))
+        progress.count(sum(len(part.lengths) for part in parts), sum(len(part.ids) for part in parts))
         yield parts

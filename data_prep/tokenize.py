@@ -8,9 +8,7 @@ Started again after it was killed, it goes on behind the last whole shard.
 
 import argparse
 import dataclasses
-import hashlib
 import importlib.metadata
-import logging
 import os
 import sys
 import time
@@ -18,17 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from data_prep import text_sources, token_shards, token_workers
-from src import files
+from data_prep import command, sources, text_sources, token_shards, token_workers
 from src.config import Places
 from src.data import jsonl
 from src.data.qa.encoded_store import tokenizer_digest
 from src.data.text import token_files, tokenizers
-from src.errors import ConfigError, DataError, print_errors
+from src.errors import ConfigError, DataError
 
 COMMAND = "python -m data_prep.tokenize"
 _HERE = Path(__file__).parent
-_SCRIPTS = [_HERE / f"{name}.py" for name in ("tokenize", "text_sources", "token_shards", "token_workers")]
+_SCRIPTS = [_HERE / f"{name}.py" for name in ("tokenize", "sources", "text_sources", "token_shards", "token_workers")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +45,9 @@ class Options:
     processes: int = 1
 
 
-@print_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    given = vars(_parser().parse_args(argv))
-    data_path = given.pop("data_path")
-    tokenise(data_path, Options(**given))
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=COMMAND, description=(__doc__ or "").partition("\n")[2].strip())
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
     add = parser.add_argument
-    add("--data_path", type=Path, default=Path("results/data"), help="folder of prepared data sets (default: %(default)s)")
     add("--name", required=True, help="the new folder below it, which an experiment names as data.corpus")
     add("--tokenizer", required=True, help="a folder below --data_path, any other folder, or a hub id: that of the model to be trained")
     source = parser.add_mutually_exclusive_group(required=True)
@@ -73,7 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--streaming", action="store_true", help="read sets of the hub over the network while they are tokenised")
     add("--shard_tokens", type=int, default=1 << 27, metavar="N", help="a shard ends when it has so many (default: %(default)s)")
     add("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="that tokenise (default: one for each core)")
-    return parser
 
 
 def tokenise(data_path: Path, options: Options) -> bool:
@@ -96,16 +82,15 @@ def tokenise(data_path: Path, options: Options) -> bool:
         "eos_id": encoder.eos_id,
         "vocab_size": len(tokenizer),
     }
-    sources = _sources(data_path, options)
-    made_from = _provenance(options, about, sources)
-    if files.defect(folder) is None and files.read_manifest(folder, DataError).get("made_from") == made_from:
+    opened = _sources(data_path, options)
+    made_from = _provenance(options, about, opened)
+    if command.is_made([folder], made_from):
         token_shards.discard(folder)
-        print(f"{folder}: whole and made from these sources with these options: nothing to do.")
         return False
     job = token_workers.Job(encoder, token_files.id_dtype(len(tokenizer)), options.text_field, options.val_rate)
     with token_shards.partial(folder, made_from) as shards, token_workers.Workers(job, options.processes) as workers:
         kept = sum(shard["tokens"] for split in jsonl.SPLITS for shard in shards.shards_of(split))
-        for split, source in sources:
+        for split, source in opened:
             shards.add(split, source, workers.map_batches, options.shard_tokens)
         splits = {split: shards.shards_of(split) for split in jsonl.SPLITS}
         for split in jsonl.SPLITS:
@@ -128,8 +113,8 @@ def _check(options: Options) -> None:
         raise ConfigError("--corpus: has its own validation split. Leave --val and --val_rate out.")
     if options.corpus is None and bool(options.val) == bool(options.val_rate):
         raise ConfigError("--val: say what to validate on: either sources with --val, or a share of --train with --val_rate.")
-    if options.corpus is None and options.streaming and not any(name.startswith(text_sources.HUB) for name in options.train):
-        raise ConfigError(f"--streaming: is for sets of the hub, {text_sources.HUB}ID; files are never read at once anyway. Leave it out.")
+    if options.corpus is None and options.streaming and not any(name.startswith(sources.HUB) for name in options.train):
+        raise ConfigError(f"--streaming: is for sets of the hub, {sources.HUB}ID; files are never read at once anyway. Leave it out.")
 
 
 def _sources(data_path: Path, options: Options) -> list[tuple[str, text_sources.Source]]:
@@ -145,24 +130,19 @@ def _sources(data_path: Path, options: Options) -> list[tuple[str, text_sources.
     else:
         named = {"train": list(options.train), "val": list(options.val)}
     found = [(split, text_sources.open_source(name, split, how)) for split in jsonl.SPLITS for name in named[split]]
-    seen: dict[str, str] = {}
-    for split, source in found:
-        key = str({name: value for name, value in source.facts.items() if name != "name"})
-        if key in seen:
-            raise DataError(f"--{split} {source.name}: the same data as {seen[key]}.")
-        seen[key] = f"--{split} {source.name}"
+    sources.require_distinct((f"--{split} {source.name}", source.facts) for split, source in found)
     return found
 
 
-def _provenance(options: Options, about: dict[str, Any], sources: Sequence[tuple[str, text_sources.Source]]) -> dict[str, Any]:
+def _provenance(options: Options, about: dict[str, Any], opened: Sequence[tuple[str, text_sources.Source]]) -> dict[str, Any]:
     """Everything that the content of the folder depends on."""
     ignored = ("name", "tokenizer", "train", "val", "corpus", "processes")
     return {
-        "sources": [{"split": split, **source.facts} for split, source in sources],
+        "sources": [{"split": split, **source.facts} for split, source in opened],
         "options": {name: value for name, value in dataclasses.asdict(options).items() if name not in ignored},
         "tokenizer": {name: about[name] for name in ("fingerprint", "eos_id", "vocab_size")},
         "packages": {"tokenizers": importlib.metadata.version("tokenizers")},
-        "scripts_sha256": hashlib.sha256(b"".join(path.read_bytes() for path in _SCRIPTS)).hexdigest(),
+        "scripts_sha256": command.digest_files(_SCRIPTS),
     }
 
 
@@ -174,6 +154,7 @@ def _print_summary(folder: Path, splits: dict[str, list[dict[str, Any]]], kept: 
         print(f"{split:6} {documents:,} documents, {tokens:,} tokens with their end tokens, {len(shards)} shards")
 
 
+main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **given: tokenise(data_path, Options(**given)))
+
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     sys.exit(main())

@@ -51,12 +51,13 @@ def records(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Reco
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[Bytes]:
-    """The bytes of a file, decompressed if necessary. Raises DataError if it is damaged."""
+def open_bytes(path: Path, packed: bool | None = None) -> Iterator[Bytes]:
+    """The bytes of a file, decompressed if it is `packed` (None: if it begins as gzip files do). Raises DataError if it is damaged."""
     try:
         with reading(path, DataError):
-            with open(path, "rb") as raw:
-                packed = raw.read(2) == _GZIP
+            if packed is None:
+                with open(path, "rb") as raw:
+                    packed = raw.read(2) == _GZIP
             try:
                 with gzip.open(path) if packed else open(path, "rb") as file:
                     yield file
@@ -70,7 +71,7 @@ def _open(path: Path) -> Iterator[Bytes]:
 
 def _form(path: Path) -> tuple[str, str | None]:
     """ "list" with the member that holds it (None: the file is the list), "columns", or "lines"."""
-    with _open(path) as file:
+    with open_bytes(path) as file:
         text = _Scanner(file, path)
         first = text.peek()
         if first == "[":
@@ -92,7 +93,7 @@ def _form(path: Path) -> tuple[str, str | None]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Record]]:
-    with _open(path) as file:
+    with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path}:{number}"
@@ -101,7 +102,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Record]]:
 
 def _items(path: Path, key: str | None) -> Iterator[tuple[int, Any]]:
     """(Number from 1, value) of each item of a list. Reads the rest of the file too, to notice a truncated one."""
-    with _open(path) as file:
+    with open_bytes(path) as file:
         text = _Scanner(file, path)
         if key is None:
             for number in text.items():
@@ -127,7 +128,7 @@ def _rows_of_columns(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _column(path: Path, column: str) -> Iterator[tuple[str, Any]]:
-    with _open(path) as file:
+    with open_bytes(path) as file:
         text = _Scanner(file, path)
         found = []
         for name in text.members():

@@ -258,8 +258,8 @@ def test_a_folder_of_datasets(prepared: Callable[..., Rows], refused: Callable[.
 def test_what_is_not_there(refused: Callable[..., str], tmp_path: Path):
     assert "nowhere.tsv: no such file." in refused("rte", train=tmp_path / "nowhere.tsv")
     message = refused("rte", "--train", "hub:nobody/nothing")
-    assert "hub:nobody/nothing: `datasets` cannot read it: " in message
-    assert "save it by save_to_disk" in message
+    assert "hub:nobody/nothing: cannot be had from the hub or its cache: " in message
+    assert ".save_to_disk('FOLDER')" in message
     assert 'A set of the hub is written "hub:nyu-mll/glue@rte".' in refused("rte", "--train", "nyu-mll/glue@rte")
     assert "expected --train, --val or --test with a source at least." in refused("rte")
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from data_prep import encoding_workers, preproc_nq
+from data_prep.command import Progress
 from src.config import Places
 from src.data import jsonl
 from src.data.qa import encoded_store
@@ -265,7 +266,7 @@ def worker_that(says, code=0):
 def test_what_a_worker_ends_with_is_told(says, code, error, message):
     pipe, process = worker_that(says, code)
     with contextlib.closing(pipe), pytest.raises(error, match=message):
-        encoding_workers._serve(pipe, {pipe: (process, "cuda:1", [[[1]]])}, iter(()), encoding_workers._Progress())
+        encoding_workers._serve(pipe, {pipe: (process, "cuda:1", [[[1]]])}, iter(()), Progress("", ""))
     process.join()
 
 

@@ -1,0 +1,114 @@
+"""The skeleton of a command: its command line, a folder that is made once, a lock on what is being written, and the progress.
+
+A command is a module of data_prep with `main = main_of(COMMAND, __doc__, _add_options, _run)`; its work is a function that `make_folder`
+calls with an empty folder, which is the result once the function returns, and is deleted if it raises.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from src import files
+from src.errors import DataError, RunError, print_errors
+
+log = logging.getLogger(__name__)
+_REPORT_SECONDS = 10.0
+
+
+def main_of(
+    command: str,
+    doc: str | None,
+    add_options: Callable[[argparse.ArgumentParser], object],
+    run: Callable[..., object],
+) -> Callable[..., int]:
+    """The `main` of a module, which calls `run` with the options by name. doc: of the module; its first line says what is run how."""
+
+    @print_errors
+    def main(argv: Sequence[str] | None = None) -> int:
+        """The command line; returns the exit code."""
+        parser = argparse.ArgumentParser(prog=command, description=(doc or "").partition("\n")[2].strip())
+        add_options(parser)
+        options = parser.parse_args(argv)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+        run(**vars(options))
+        return 0
+
+    return main
+
+
+def add_data_path(parser: argparse.ArgumentParser) -> None:
+    """Add --data_path, below which the new folder is."""
+    default = Path("results/data")
+    parser.add_argument("--data_path", type=Path, default=default, help="folder of prepared data sets (default: %(default)s)")
+
+
+def digest_files(paths: Sequence[str | Path]) -> str:
+    """sha256 of the content of files, such as the scripts on which the content of a folder depends."""
+    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()
+
+
+def is_made(folders: Sequence[Path], made_from: Mapping[str, Any]) -> bool:
+    """Whether all `folders` are whole and have the provenance `made_from`, so that nothing is to be done; says so."""
+    if any(files.defect(folder) or files.read_manifest(folder, DataError).get("made_from") != made_from for folder in folders):
+        return False
+    print(f"{', '.join(map(str, folders))}: whole and made from these sources with these options: nothing to do.")
+    return True
+
+
+def make_folder(
+    folder: Path, command: str, made_from: Mapping[str, Any], fill: Callable[[Path], Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Make `folder` whole or not at all; returns its facts, or None if it `is_made`, so that nothing was done.
+
+    made_from: everything that the content depends on, as JSON values.
+    fill: writes the files into the empty folder that it is given, and returns more facts for the manifest.
+
+    Raises:
+        UserError: what `fill` raises. Nothing was written, and an older folder is unchanged.
+        RunError: the disk refuses.
+    """
+    start = time.monotonic()
+    if is_made([folder], made_from):
+        return None
+    facts: dict[str, Any] = {"command": command, "made_from": made_from}
+    with files.new_directory(folder, facts) as beside:
+        facts |= fill(beside)
+    print(f"{folder}: made in {time.monotonic() - start:.1f} s")
+    return facts
+
+
+@contextlib.contextmanager
+def exclusive_lock(folder: Path, message: str) -> Iterator[None]:
+    """Lock `folder`, made where there is none; raises RunError with `message` if another process holds it."""
+    with files.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(f"{message} Wait until it ends.") from None
+            yield
+
+
+class Progress:
+    """Counts items and their tokens, and logs both every few seconds."""
+
+    def __init__(self, name: str, unit: str) -> None:
+        self.items = self.tokens = 0
+        self._name, self._unit = name, unit
+        self._began = self._logged = time.monotonic()
+
+    def count(self, items: int, tokens: int) -> None:
+        """Add what was done since the last call."""
+        self.items += items
+        self.tokens += tokens
+        now = time.monotonic()
+        if now - self._logged >= _REPORT_SECONDS:
+            self._logged, rate = now, self.tokens / (now - self._began)
+            log.info("%s: %d %s, %.1f million tokens, %.0f tokens/s", self._name, self.items, self._unit, self.tokens / 1e6, rate)

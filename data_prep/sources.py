@@ -1,0 +1,115 @@
+"""Sources that commands are given: files, folders saved by `datasets`, and sets of the hub. What they hold is read by each command."""
+
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from src.errors import DataError
+from src.files import reading, sha256
+
+HUB = "hub:"
+HUB_SPLITS = {"train": ("train",), "val": ("validation", "val", "dev", "test")}
+"""Splits of a prepared data set, and their names on the hub."""
+BATCH_ROWS = 256
+_SAVED = ("dataset_dict.json", "dataset_info.json")
+_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+|[\w-]+)(@[\w.-]+)?(#\w+)?")
+
+
+def open_rows(source: str, splits: Sequence[str], streaming: bool = False) -> Any:
+    """The rows of a set of the hub, "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT", or of a folder saved by `datasets`; None of a file.
+
+    splits: names of the split to read, where a set has several; the first that is there counts, unless the source names one.
+
+    Raises:
+        DataError: there is no such source, or `datasets` cannot read it.
+    """
+    path, wanted = Path(source), ""
+    if source.startswith(HUB):
+        identity, config, wanted = hub_id(source)
+        loaded = call_datasets(source, lambda datasets: datasets.load_dataset(identity, config, streaming=streaming))
+    elif path.is_dir():
+        if not any((path / name).is_file() for name in _SAVED):
+            raise DataError(f"{source}: a folder, but not one that `datasets` saved: it has neither {' nor '.join(_SAVED)}.")
+        loaded = call_datasets(source, lambda datasets: datasets.load_from_disk(source))
+    elif path.is_file():
+        return None
+    else:
+        hint = f' A set of the hub is written "{HUB}{source}".' if _HUB_ID.fullmatch(source) else ""
+        raise DataError(f"{source}: no such file.{hint}")
+    if not isinstance(loaded, dict):
+        return loaded
+    names = (wanted,) if wanted else splits
+    for name in names:
+        if name in loaded:
+            return loaded[name]
+    raise DataError(f"{source}: has no split {' or '.join(map(repr, names))}. It holds: {', '.join(loaded)}.")
+
+
+def hub_id(source: str) -> tuple[str, str | None, str]:
+    """(id, config or None, split or "") of a set of the hub."""
+    identity, _, split = source.removeprefix(HUB).partition("#")
+    identity, _, config = identity.partition("@")
+    return identity, config or None, split
+
+
+def call_datasets(source: str, call: Callable[[Any], Any]) -> Any:
+    """`call(datasets)`; whatever the library raises becomes a DataError that names the source."""
+    import datasets
+
+    try:
+        return call(datasets)
+    except Exception as error:  # noqa: BLE001  the library raises a dozen kinds for what it cannot get or read
+        if not source.startswith(HUB):
+            raise DataError(f"{source}: `datasets` cannot read it: {first_line(error)}") from None
+        arguments = ", ".join(repr(part) for part in hub_id(source)[:2] if part)
+        raise DataError(
+            f"{source}: cannot be had from the hub or its cache: {first_line(error)} Where there is a network, run "
+            f"`python -c \"import datasets; datasets.load_dataset({arguments}).save_to_disk('FOLDER')\"`, copy the folder, and name it "
+            "here; or name the files of the original release."
+        ) from None
+
+
+def identify(source: str, rows: Any = None) -> dict[str, Any]:
+    """{"name", "bytes", "sha256"}, equal for equal data in any folder. rows: as `open_rows` gives them."""
+    paths = [Path(source)] if rows is None else [Path(file["filename"]) for file in rows.cache_files]
+    with reading(Path(source), DataError):
+        digests, size = [sha256(path) for path in paths], sum(path.stat().st_size for path in paths)
+    digest = digests[0] if rows is None else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return {"name": source if source.startswith(HUB) else Path(source).name, "bytes": size, "sha256": digest}
+
+
+def require_distinct(found: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raises DataError where one source is given twice. found: ("--OPTION SOURCE", its identity) of each."""
+    seen: dict[str, str] = {}
+    for option, facts in found:
+        key = str({name: value for name, value in facts.items() if name != "name"})
+        if key in seen:
+            raise DataError(f"{option}: the same data as {seen[key]}.")
+        seen[key] = option
+
+
+def parquet_rows(path: Path, choose: Callable[[list[str]], list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("FILE: row N", row) of a parquet file. choose: which of its columns are read.
+
+    Raises:
+        DataError: the file is no parquet file, or damaged.
+    """
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    number = itertools.count(1)
+    try:
+        with reading(path, DataError), ParquetFile(path) as file:
+            for batch in file.iter_batches(BATCH_ROWS, columns=choose(file.schema_arrow.names)):
+                yield from ((f"{path}: row {next(number)}", row) for row in batch.to_pylist())
+    except pyarrow.ArrowInvalid as bad:
+        raise DataError(f"{path}: no parquet file, or a damaged one: {first_line(bad)}") from None
+
+
+def first_line(error: Exception) -> str:
+    """The message of an error of a library, as one sentence."""
+    line = (str(error) or type(error).__name__).split("\n", 1)[0][:200]
+    return line if line.endswith(".") else f"{line}."
