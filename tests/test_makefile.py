@@ -1,5 +1,6 @@
 """`make` sets up .venv once, again when the requirements change, and never trusts half an installation."""
 
+import argparse
 import os
 import shlex
 import shutil
@@ -116,6 +117,7 @@ def test_every_line_of_the_study_is_understood(make):
         assert (options.groups, options.runs) == (["study_crossattn", "study_prompted"], run_arguments.RUNS)
     (training,) = (shlex.split(line)[1:] for line in lines if line.startswith("trainval.py"))
     assert arguments.parse(training, "", ROOT).exp_group == options.groups
-    prepared = prepare_qa._parser().parse_args(asked["data_prep.prepare_qa"])
+    prepare_qa._add_options(parser := argparse.ArgumentParser())
+    prepared = parser.parse_args(asked["data_prep.prepare_qa"])
     assert [path.split("/")[0] for path in prepared.train] == ["released", "released"]
     assert set(options.groups) <= EXP_GROUPS.keys()
