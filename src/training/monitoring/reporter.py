@@ -67,9 +67,10 @@ class Reporter:
             callback.on_end(scores)
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Show that `step` optimizer steps are finished, the last with this mean loss. Call it on rank 0."""
-        self.progress.on_step(step, loss, tokens_per_second)
-        self.heartbeat.on_step(step)
+        """Show that `step` optimizer steps are finished, the last with this mean loss."""
+        if distributed.is_main():
+            self.progress.on_step(step, loss, tokens_per_second)
+            self.heartbeat.on_step(step)
 
     def close(self) -> None:
         """Let the callbacks finish."""
