@@ -11,6 +11,8 @@ from random import Random
 from typing import Any, get_args, get_origin, overload
 
 from src.config import Places, unknown_text
+from src.data import jsonl_index
+from src.data.jsonl_index import RowIndex
 from src.errors import DataError
 from src.files import MANIFEST, read_manifest, reading
 
@@ -69,8 +71,13 @@ def read_rows(
     fields: Mapping[str, Any],
     optional: Mapping[str, Any] | None = None,
     check: "Callable[[dict[str, Any], str], None] | None" = None,
+    group: "Callable[[dict[str, Any]], str] | None" = None,
+    rules: str | None = None,
 ) -> "Rows":
     """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`. All are checked here, and parsed again on access.
+
+    group: what `Rows.index` groups rows by. rules: name and version of what `check` and `group` do. With it, the rows of a large file
+    are checked once, and an index is kept that later starts map.
 
     A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional` may be
     absent or null. A blank line is refused like any other that is not JSON. `check(row, "FILE:LINE")` may refuse a row.
@@ -81,9 +88,15 @@ def read_rows(
     if not path.parent.is_dir():
         raise DataError(f"{path.parent}: no such folder. {preparation_hint(path.parent)}".rstrip())
     _check_sizes(path.parent)
-    rows = Rows(path, array("Q", [0]))
-    ends = rows.ends
+    rows, key = Rows(path, RowIndex(array("Q", [0]), (), ())), None
     with reading(path, DataError), open(rows.file, "rb", closefd=False) as file:
+        if rules is not None and os.fstat(rows.file).st_size >= jsonl_index.LEAST_BYTES:
+            types = {name: repr(kind) for name, kind in {**fields, **(optional or {})}.items()}
+            key = jsonl_index.key_of(file, rows.facts, {"name": rules, "required": sorted(fields), "types": types})
+            if (kept := jsonl_index.read(path, key)) is not None:
+                rows.index = kept
+                return rows
+        ends, groups, names = array("Q", [0]), array("I"), dict[str, int]()
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
             row = parse(line, where)
@@ -96,29 +109,34 @@ def read_rows(
                     check_type(row[name], kind, f"{where}: field {name!r}")
             if check is not None:
                 check(row, where)
+            if group is not None:
+                groups.append(names.setdefault(group(row), len(names)))
             ends.append(ends[-1] + len(line))
-    if not len(rows):
+    if len(ends) == 1:
         raise DataError(f"{path}: empty. It should have one JSON object on each line.")
+    rows.index = RowIndex(ends, groups, list(names))
+    if key is not None:
+        rows.index = jsonl_index.write(path, key, rows.index)
     return rows
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """Rows of a checked JSONL file, parsed on access: eight bytes of memory each, however long they are.
+    """Rows of a checked JSONL file, parsed on access: twelve bytes of memory each, however long they are, or none with an index on disk.
 
     May be pickled, copied and shared by forked workers: every read gives its own position in the file. If the file is replaced, this
     object goes on reading the old one; where it must be opened again, as in another process, other data are refused.
     """
 
-    def __init__(self, path: Path, ends: "array[int]", facts: object = None) -> None:
-        """ends: byte offsets at which rows end, after a 0. facts: the manifest's entry of the file; None: the present one."""
+    def __init__(self, path: Path, index: RowIndex, facts: object = None) -> None:
+        """facts: the manifest's entry of the file; None: the present one."""
         self.path = path
-        self.ends = ends
-        self._facts = facts or self._manifest_entry()
+        self.index = index
+        self.facts = facts or self._manifest_entry()
         self._file: int | None = None
         self._last: tuple[int, dict[str, Any]] | None = None
 
     def __len__(self) -> int:
-        return len(self.ends) - 1
+        return len(self.index.ends) - 1
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -137,21 +155,21 @@ class Rows(Sequence[dict[str, Any]]):
             raise IndexError(f"row {index} of {len(self)}")
         last = self._last
         if last is None or last[0] != number:
-            start, end = self.ends[number], self.ends[number + 1]
+            start, end = self.index.ends[number], self.index.ends[number + 1]
             last = self._last = number, self._parse_row(self._read_bytes(start, end), number)
         return last[1]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """All rows, read in blocks of one mebibyte."""
-        first, total = 0, len(self)
+        first, total, ends = 0, len(self), self.index.ends
         while first < total:
             last = first + 1
-            while last < total and self.ends[last + 1] - self.ends[first] <= 1 << 20:
+            while last < total and ends[last + 1] - ends[first] <= 1 << 20:
                 last += 1
-            start = self.ends[first]
-            piece = self._read_bytes(start, self.ends[last])
+            start = ends[first]
+            piece = self._read_bytes(start, ends[last])
             for number in range(first, last):
-                yield self._parse_row(piece[self.ends[number] - start : self.ends[number + 1] - start], number)
+                yield self._parse_row(piece[ends[number] - start : ends[number + 1] - start], number)
             first = last
 
     def __eq__(self, other: object) -> bool:
@@ -162,11 +180,11 @@ class Rows(Sequence[dict[str, Any]]):
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  as a list
 
-    def __getstate__(self) -> tuple[Path, "array[int]", object]:
+    def __getstate__(self) -> tuple[Path, RowIndex, object]:
         """Everything but the open file."""
-        return self.path, self.ends, self._facts
+        return self.path, self.index, self.facts
 
-    def __setstate__(self, state: tuple[Path, "array[int]", object]) -> None:
+    def __setstate__(self, state: tuple[Path, RowIndex, object]) -> None:
         self.__init__(*state)
 
     @property
@@ -177,7 +195,7 @@ class Rows(Sequence[dict[str, Any]]):
             DataError: the file is gone, or its manifest entry has changed.
         """
         if self._file is None:
-            if self._manifest_entry() != self._facts:
+            if self._manifest_entry() != self.facts:
                 raise DataError(f"{self.path}: other data than when it was checked. Start again.")
             try:
                 self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -199,7 +217,7 @@ class Rows(Sequence[dict[str, Any]]):
             while len(data) < end - start and (more := os.pread(self.file, end - start - len(data), start + len(data))):
                 data += more
         if len(data) < end - start:
-            raise DataError(f"{self.path}: shorter than the {self.ends[-1]} bytes that were checked. Prepare it again.")
+            raise DataError(f"{self.path}: shorter than the {self.index.ends[-1]} bytes that were checked. Prepare it again.")
         return data
 
 

@@ -14,7 +14,7 @@ from src.batches import TokenBatch
 from src.config import Places
 from src.data import jsonl
 from src.data.qa import templates
-from src.data.qa.subsets import Row, RowFilter, RowsConfig, Subset, row_number
+from src.data.qa.subsets import Row, RowsConfig, Subset, row_number, select_sources, sources_of
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError, DataError
 from src.metrics import answers
@@ -31,6 +31,8 @@ OPTIONAL = {
     "titles_list": list[str],
     "kind": str,
 }
+RULES = "questions 1"
+"""Of what is checked of the rows and how they are grouped: with another number, files are checked again."""
 
 
 def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row], str]:
@@ -42,8 +44,7 @@ def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row],
     """
     folder = jsonl.corpus_folder(places, config.corpus)
     path = jsonl.require_file(folder, f"{split}.jsonl")
-    chosen = RowFilter(config, split, _require_equal_lengths)
-    rows = chosen.select(jsonl.read_rows(path, FIELDS, OPTIONAL, chosen))
+    rows = select_sources(config, split, jsonl.read_rows(path, FIELDS, OPTIONAL, _require_equal_lengths, answers.source, RULES))
     if split == "val" and config.val_samples is not None:
         rows = Subset(rows, jsonl.select_validation_rows(len(rows), config.val_samples, path))
     return rows, jsonl.fingerprint(folder)
@@ -127,7 +128,7 @@ class Questions:
     @cached_property
     def sources(self) -> list[str]:
         """Every `source`, sorted."""
-        return sorted({self.source(index) for index in range(len(self._rows))})
+        return sources_of(self._rows)
 
     def with_shuffled_contexts(self) -> Self:
         """The same questions, each with another sample's context, never one of the same text.

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from pydantic import Field, field_validator
@@ -13,7 +13,6 @@ from src.data import jsonl
 from src.errors import DataError
 from src.files import read_manifest
 from src.interfaces import ContextDataset, DatasetConfig
-from src.metrics.answers import source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -72,34 +71,27 @@ def _require_known(config: RowsConfig, split: str, known: Iterable[str]) -> None
             raise unknown("source", name, known, f"data.{split}_datasets: {config.corpus}/{split}.jsonl")
 
 
-class RowFilter:
-    """Called with each row of a split in order, collects the numbers of those that are of the sources in use."""
+def select_sources(config: RowsConfig, split: str, rows: jsonl.Rows) -> Sequence[Row]:
+    """The rows of a split that are of the sources in use.
 
-    def __init__(self, config: RowsConfig, split: str, more: Callable[[Row, str], None]) -> None:
-        """more: called with each row too, and "FILE:LINE"."""
-        self._config, self._split, self._more = config, split, more
-        self._wanted = config.datasets(split)
-        self._known: set[str] = set()
-        self._count = 0
-        self._numbers = array("Q")
+    Raises:
+        ConfigError: a source has no row; names those that have.
+    """
+    wanted, index = config.datasets(split), rows.index
+    if wanted is None:
+        return rows
+    _require_known(config, split, index.names)
+    chosen = {index.names.index(name) for name in wanted}
+    return Subset(rows, array("Q", (number for number, group in enumerate(index.groups) if group in chosen)))
 
-    def __call__(self, row: Row, where: str) -> None:
-        self._more(row, where)
-        if self._wanted is not None:
-            found = source(row)
-            self._known.add(found)
-            if found in self._wanted:
-                self._numbers.append(self._count)
-        self._count += 1
 
-    def select(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """The rows in use; call it after all `rows` were filtered.
-
-        Raises:
-            ConfigError: a source has no row; names those that have.
-        """
-        _require_known(self._config, self._split, self._known)
-        return rows if self._wanted is None else Subset(rows, self._numbers)
+def sources_of(rows: Sequence[Row]) -> list[str]:
+    """The sources of some rows, sorted, of which none is parsed."""
+    numbers: Iterable[int] = range(len(rows))
+    while isinstance(rows, Subset):
+        numbers, rows = map(rows.numbers.__getitem__, numbers), rows.rows
+    assert isinstance(rows, jsonl.Rows)
+    return sorted(rows.index.names[group] for group in set(map(rows.index.groups.__getitem__, numbers)))
 
 
 class Subset(Sequence[Row]):

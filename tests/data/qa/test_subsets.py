@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from src.config import load
+from src.data import jsonl_index
 from src.data.qa import cross_attention as qa
 from src.data.qa import encoded_store, row_index, templates
 from src.data.qa import fid as fid_qa
@@ -58,6 +59,19 @@ def test_only_rows_of_these_sources_are_used(build, write_corpus, kind):
     assert questions_of(build("val", kind, val_datasets=["squad"])) == ["q1", "q4"]
     assert pickle.loads(pickle.dumps(train)).sample(0, 3) == whole.sample(0, 5)
     assert train.fingerprint == whole.fingerprint
+
+
+@KINDS
+def test_an_index_gives_the_same_rows_and_sources(build, write_corpus, places, kind, monkeypatch):
+    write_corpus("c", ROWS)
+    values = [{}, {"train_datasets": ["nq", "msmarco_hard"]}]
+    wanted = [build("train", kind, **given) for given in values]
+    monkeypatch.setattr(jsonl_index, "LEAST_BYTES", 1)
+    for _ in ("made", "mapped"):
+        for given, data in zip(values, wanted, strict=True):
+            found = build("train", kind, **given)
+            assert (questions_of(found), found.sources, found.fingerprint) == (questions_of(data), data.sources, data.fingerprint)
+    assert len(list((places.data / "c").glob(".train.jsonl.*.index"))) == 1
 
 
 def test_the_context_views_and_shuffled_contexts_are_of_these_sources_too(build, write_corpus, tokenizer):

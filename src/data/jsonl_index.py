@@ -1,0 +1,111 @@
+"""An index beside a JSONL file: where its rows end, and the group of each. Made once, when the rows are checked; later starts map it."""
+
+import hashlib
+import json
+import logging
+import mmap
+import os
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from src import files
+from src.errors import DataError, RunError
+
+LEAST_BYTES = 1 << 25
+"""Smaller files are parsed at each start, in about half a second."""
+_FORMAT = 1
+_BLOCKS, _BLOCK_BYTES = 16, 4096
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """Places and groups of the rows of a file: in memory, or mapped from an index file."""
+
+    ends: Sequence[int]
+    """Byte offsets at which rows end, after a 0."""
+    groups: Sequence[int]
+    """Of each row, the number of its group in `names`; empty where rows have none."""
+    names: Sequence[str]
+    place: tuple[Path, Mapping[str, Any]] | None = None
+    """The index file and its key, if it is mapped."""
+
+    def __reduce__(self) -> Any:
+        """A copy in another process maps the same index, and refuses to take another in its place."""
+        return (_reopen, self.place) if self.place else (RowIndex, (self.ends, self.groups, self.names))
+
+
+def key_of(file: BinaryIO, facts: object, rules: Mapping[str, Any]) -> dict[str, Any]:
+    """What an index is valid for: the open file, by the manifest's `facts`, size, time and some blocks of it; and the rules."""
+    digest, state = hashlib.sha256(), os.fstat(file.fileno())
+    for number in range(_BLOCKS):
+        file.seek(max(0, state.st_size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
+        digest.update(file.read(_BLOCK_BYTES))
+    file.seek(0)
+    return {
+        "format": [_FORMAT, sys.byteorder],
+        "file": facts,
+        "bytes": state.st_size,
+        "mtime_ns": state.st_mtime_ns,
+        "content_sample": digest.hexdigest(),
+        "rules": dict(rules),
+    }
+
+
+def read(path: Path, key: Mapping[str, Any]) -> RowIndex | None:
+    """The index of the rows of `path`, mapped; None if there is none for this key."""
+    return next((index for place in _places(path, key) if (index := _map(place, key)) is not None), None)
+
+
+def write(path: Path, key: Mapping[str, Any], index: RowIndex) -> RowIndex:
+    """Keep an index beside `path`, or in the cache of the user where that folder cannot be written; returns it mapped, if it was kept.
+
+    Several processes may do this at once: each writes the same bytes under a name of its own, which then replaces the last one.
+    """
+    header = json.dumps({"key": key, "rows": len(index.ends) - 1, "names": list(index.names)}).encode()
+    header += b" " * (-(len(header) + 1) % 8) + b"\n"
+    data = b"".join((header, array("Q", index.ends).tobytes(), array("I", index.groups).tobytes()))
+    for place in _places(path, key):
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            files.write_atomic(place, data)
+        except (OSError, RunError) as error:
+            log.info("%s: not kept: %s", place, error)
+            continue
+        return _map(place, key) or index
+    return index
+
+
+def _places(path: Path, key: Mapping[str, Any]) -> list[Path]:
+    """Where the index may be: files of other rules have other names."""
+    name = hashlib.sha256(json.dumps(key["rules"], sort_keys=True).encode()).hexdigest()[:8]
+    whole = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rows"
+    return [path.with_name(f".{path.name}.{name}.index"), cache / f"{path.name}.{whole}.{name}.index"]
+
+
+def _map(place: Path, key: Mapping[str, Any]) -> RowIndex | None:
+    """The index in a file; None if it is missing, damaged, or of another key."""
+    try:
+        with open(place, "rb") as file:
+            header = json.loads(file.readline())
+            view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            first = file.tell()
+        rows, names = header["rows"], header["names"]
+        middle = first + 8 * (rows + 1)
+        ends, groups = view[first:middle].cast("Q"), view[middle:].cast("I")
+        whole = (header["key"], len(ends), len(groups)) == (key, rows + 1, rows if names else 0)
+        return RowIndex(ends, groups, names, (place, key)) if whole and ends[0] == 0 and ends[rows] == key["bytes"] else None
+    except (OSError, ValueError, TypeError, KeyError, IndexError):
+        return None
+
+
+def _reopen(place: Path, key: Mapping[str, Any]) -> RowIndex:
+    index = _map(place, key)
+    if index is None:
+        raise DataError(f"{place}: this index of rows is gone, or another than when it was opened. Start again.")
+    return index
