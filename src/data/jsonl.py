@@ -76,7 +76,7 @@ def read_rows(
 ) -> "Rows":
     """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`. All are checked here, and parsed again on access.
 
-    group: what `Rows.index` groups rows by. rules: name and version of what `check` and `group` do. With it, the rows of a large file
+    group: what `Rows.row_index` groups rows by. rules: name and version of what `check` and `group` do. With it, the rows of a large file
     are checked once, and an index is kept that later starts map.
 
     A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional` may be
@@ -94,7 +94,7 @@ def read_rows(
             types = {name: repr(kind) for name, kind in {**fields, **(optional or {})}.items()}
             key = jsonl_index.key_of(file, rows.facts, {"name": rules, "required": sorted(fields), "types": types})
             if (kept := jsonl_index.read(path, key)) is not None:
-                rows.index = kept
+                rows.row_index = kept
                 return rows
         ends, groups, names = array("Q", [0]), array("I"), dict[str, int]()
         for number, line in enumerate(file, 1):
@@ -114,9 +114,9 @@ def read_rows(
             ends.append(ends[-1] + len(line))
     if len(ends) == 1:
         raise DataError(f"{path}: empty. It should have one JSON object on each line.")
-    rows.index = RowIndex(ends, groups, list(names))
+    rows.row_index = RowIndex(ends, groups, list(names))
     if key is not None:
-        rows.index = jsonl_index.write(path, key, rows.index)
+        rows.row_index = jsonl_index.write(path, key, rows.row_index)
     return rows
 
 
@@ -130,13 +130,13 @@ class Rows(Sequence[dict[str, Any]]):
     def __init__(self, path: Path, index: RowIndex, facts: object = None) -> None:
         """facts: the manifest's entry of the file; None: the present one."""
         self.path = path
-        self.index = index
+        self.row_index = index
         self.facts = facts or self._manifest_entry()
         self._file: int | None = None
         self._last: tuple[int, dict[str, Any]] | None = None
 
     def __len__(self) -> int:
-        return len(self.index.ends) - 1
+        return len(self.row_index.ends) - 1
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -155,13 +155,13 @@ class Rows(Sequence[dict[str, Any]]):
             raise IndexError(f"row {index} of {len(self)}")
         last = self._last
         if last is None or last[0] != number:
-            start, end = self.index.ends[number], self.index.ends[number + 1]
+            start, end = self.row_index.ends[number], self.row_index.ends[number + 1]
             last = self._last = number, self._parse_row(self._read_bytes(start, end), number)
         return last[1]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """All rows, read in blocks of one mebibyte."""
-        first, total, ends = 0, len(self), self.index.ends
+        first, total, ends = 0, len(self), self.row_index.ends
         while first < total:
             last = first + 1
             while last < total and ends[last + 1] - ends[first] <= 1 << 20:
@@ -182,7 +182,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     def __getstate__(self) -> tuple[Path, RowIndex, object]:
         """Everything but the open file."""
-        return self.path, self.index, self.facts
+        return self.path, self.row_index, self.facts
 
     def __setstate__(self, state: tuple[Path, RowIndex, object]) -> None:
         self.__init__(*state)
@@ -217,7 +217,7 @@ class Rows(Sequence[dict[str, Any]]):
             while len(data) < end - start and (more := os.pread(self.file, end - start - len(data), start + len(data))):
                 data += more
         if len(data) < end - start:
-            raise DataError(f"{self.path}: shorter than the {self.index.ends[-1]} bytes that were checked. Prepare it again.")
+            raise DataError(f"{self.path}: shorter than the {self.row_index.ends[-1]} bytes that were checked. Prepare it again.")
         return data
 
 

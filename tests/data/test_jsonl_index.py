@@ -55,7 +55,7 @@ def test_rows_are_checked_once(path: Path):
     for rows in (first, second):
         assert rows == ROWS
         assert (rows[7], rows[-1], len(rows)) == (ROWS[7], ROWS[-1], 2000)
-        assert [rows.index.names[group] for group in rows.index.groups] == [row["kind"] for row in ROWS]
+        assert [rows.row_index.names[group] for group in rows.row_index.groups] == [row["kind"] for row in ROWS]
     assert {entry.name for entry in path.parent.iterdir()} == {"manifest.json", "train.jsonl", index_of(path).name}
 
 
@@ -184,7 +184,7 @@ def test_processes_that_begin_together_make_one_whole_index(path: Path):
     def work() -> None:
         barrier.wait(60)
         rows, _ = read(path)
-        results.put((rows == ROWS, rows.index.place is not None))
+        results.put((rows == ROWS, rows.row_index.place is not None))
 
     processes = [context.Process(target=work) for _ in range(4)]
     for process in processes:

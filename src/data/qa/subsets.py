@@ -77,7 +77,7 @@ def select_sources(config: RowsConfig, split: str, rows: jsonl.Rows) -> Sequence
     Raises:
         ConfigError: a source has no row; names those that have.
     """
-    wanted, index = config.datasets(split), rows.index
+    wanted, index = config.datasets(split), rows.row_index
     if wanted is None:
         return rows
     _require_known(config, split, index.names)
@@ -91,7 +91,7 @@ def sources_of(rows: Sequence[Row]) -> list[str]:
     while isinstance(rows, Subset):
         numbers, rows = map(rows.numbers.__getitem__, numbers), rows.rows
     assert isinstance(rows, jsonl.Rows)
-    return sorted(rows.index.names[group] for group in set(map(rows.index.groups.__getitem__, numbers)))
+    return sorted(rows.row_index.names[group] for group in set(map(rows.row_index.groups.__getitem__, numbers)))
 
 
 class Subset(Sequence[Row]):
