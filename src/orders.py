@@ -4,12 +4,14 @@ Where the samples of a step follow from its number alone (a permutation of an in
 filtered streams, rollouts) its state is a cursor: JSON values that travel with each micro-batch and are saved in every checkpoint.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from hashlib import blake2b
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from src.interfaces import Dataset
+from src.config import added_field
+from src.interfaces import Dataset, DatasetConfig
 from src.runs.history.branches import Branch
 
 if TYPE_CHECKING:
@@ -19,6 +21,10 @@ Key = tuple[Any, ...]
 """The arguments of a data set's `sample`, as JSON values: (epoch, index) where it is indexed."""
 Cursor = dict[str, Any]
 """State of an order as a JSON object. Each process changes entries of its own; all of them together are the state."""
+
+
+Shuffle = Literal["numpy", "feistel"]
+_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,34 @@ class OrderedDataset(Dataset, Protocol):
         ...
 
 
+class ShuffledConfig(DatasetConfig):
+    """Data whose training epochs are permutations of an index."""
+
+    shuffle: Shuffle = added_field("numpy")
+    """How an epoch is permuted. numpy: each process holds the whole permutation, 8 bytes a sample. feistel: each place is computed when it
+    is read, in microseconds and no memory."""
+
+
+@runtime_checkable
+class ShuffledDataset(Dataset, Protocol):
+    """A data set made by a `ShuffledConfig`."""
+
+    shuffle: Shuffle
+    """That of the config."""
+
+
+def require_own_order(config: DatasetConfig, field: str) -> None:
+    """Raises ValueError where the data in `field`, which are read in the order of another data set, ask for one."""
+    if isinstance(config, ShuffledConfig) and config.shuffle != "numpy":
+        raise ValueError(f"{field}.shuffle: would be ignored, as these data are not read in an order of their own. Leave it out.")
+
+
 def order_of(dataset: Dataset, seed: int, per_step: int, steps: int, branches: Sequence[Branch] = ()) -> Order:
     """The order of a training: the data set's own if it has one, else permutations of its indices."""
     if isinstance(dataset, OrderedDataset):
         return dataset.order(seed, per_step, steps, branches)
-    return IndexedOrder(seed, len(dataset), per_step, branches)
+    shuffle = dataset.shuffle if isinstance(dataset, ShuffledDataset) else "numpy"
+    return IndexedOrder(seed, len(dataset), per_step, branches, shuffle)
 
 
 @dataclass(frozen=True)
@@ -91,18 +120,15 @@ class IndexedOrder:
     num_samples: int
     per_step: int
     branches: Sequence[Branch] = ()
+    shuffle: Shuffle = "numpy"
 
     def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
         """See `Order`. A step reads the next `per_step` positions of `keys`."""
-        jumps = {branch.from_step for branch in self.branches if branch.skipped_steps}
-        step, stream = first_step, self.keys(self.position(first_step))
-        while True:
-            if step in jumps:
-                stream = self.keys(self.position(step))
-            keys = list(islice(stream, self.per_step))
+        read = self._key_reader()
+        for step in count(first_step):
             for g in share.numbers:
-                yield keys[g * share.micro_batch : (g + 1) * share.micro_batch], {}
-            step += 1
+                first = self.position(step) + g * share.micro_batch
+                yield [read(position) for position in range(first, first + share.micro_batch)], {}
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
         """The epoch, and how many of its samples were read."""
@@ -111,24 +137,62 @@ class IndexedOrder:
 
     def keys(self, first: int = 0) -> Iterator[Key]:
         """Yield (epoch, index) from position `first` on, for ever: in each epoch every index once."""
-        epoch, offset = divmod(first, self.num_samples)
-        while True:
-            for index in self.permutation(epoch)[offset:]:
-                yield epoch, int(index)
-            epoch, offset = epoch + 1, 0
+        return map(self._key_reader(), count(first))
 
     def position(self, step: int) -> int:
         """Position in `keys` where the step after `step` finished ones begins to read."""
         return (step + sum(branch.skipped_steps for branch in self.branches if branch.from_step <= step)) * self.per_step
 
-    def permutation(self, epoch: int) -> "np.ndarray":
+    def _key_reader(self) -> Callable[[int], Key]:
+        """A function from a position to its key."""
+        if self.shuffle == "feistel":
+            return self._feistel_key
+        orders: dict[int, np.ndarray] = {}
+
+        def read(position: int) -> Key:
+            epoch, place = divmod(position, self.num_samples)
+            if epoch not in orders:
+                orders.clear()
+                orders[epoch] = self._permutation(epoch)
+            return epoch, int(orders[epoch][place])
+
+        return read
+
+    def _feistel_key(self, position: int) -> Key:
+        epoch, place = divmod(position, self.num_samples)
+        for first, number in reversed(self._reshuffles(epoch)):
+            if place >= first:
+                place = first + feistel_permute(place - first, self.num_samples - first, f"{self.seed}/{epoch}/{number}")
+        return epoch, feistel_permute(place, self.num_samples, f"{self.seed}/{epoch}")
+
+    def _permutation(self, epoch: int) -> "np.ndarray":
         """(num_samples,) int64: the indices of an epoch in their order."""
         import numpy as np
 
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
-        for branch in self.branches:
-            if branch.data == "reshuffle":
-                begins, offset = divmod(self.position(branch.from_step), self.num_samples)
-                if begins == epoch:  # what was read before keeps its place
-                    order[offset:] = np.random.default_rng([self.seed, epoch, branch.number]).permutation(order[offset:])
+        for first, number in self._reshuffles(epoch):
+            order[first:] = np.random.default_rng([self.seed, epoch, number]).permutation(order[first:])
         return order
+
+    def _reshuffles(self, epoch: int) -> list[tuple[int, int]]:
+        """(place from which the epoch is permuted again, number of the branch); what was read before keeps its place."""
+        begins = [(divmod(self.position(branch.from_step), self.num_samples), branch) for branch in self.branches]
+        return [(place, branch.number) for (own, place), branch in begins if own == epoch and branch.data == "reshuffle"]
+
+
+def feistel_permute(position: int, size: int, key: str) -> int:
+    """Image of `position` under a permutation of 0..size-1 that depends on `key`, computed without the others.
+
+    A Feistel network over the next power of 4, walked until it is back below `size` (Black and Rogaway 2002, "Ciphers with arbitrary
+    finite domains").
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = position >> half, position & mask
+        for number in range(_ROUNDS):
+            digest = blake2b(f"{key}/{number}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        position = left << half | right
+        if position < size:
+            return position

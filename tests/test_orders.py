@@ -1,37 +1,48 @@
-"""Data order is a pure function of (seed, step): each sample once an epoch, for every world size and after every restart."""
+"""Data order is a pure function of (seed, step): each sample once an epoch, for every world size and after every restart.
+
+Each test is of both ways to permute an epoch.
+"""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 
+import numpy as np
 import pytest
 
-from src.orders import IndexedOrder, Key, RankShare
+from src.orders import IndexedOrder, Key, RankShare, Shuffle
 from src.runs.history.branches import Branch
 from src.training.seeds import dropout_seed
 
 
-def test_each_epoch_is_a_permutation_of_its_own():
-    stream = list(islice(IndexedOrder(3, 10, 4).keys(), 30))
+@pytest.fixture(params=["numpy", "feistel"])
+def shuffle(request: pytest.FixtureRequest) -> Shuffle:
+    return request.param
+
+
+def test_each_epoch_is_a_permutation_of_its_own(shuffle: Shuffle):
+    stream = list(islice(IndexedOrder(3, 10, 4, shuffle=shuffle).keys(), 30))
     epochs = [[index for epoch, index in stream if epoch == e] for e in range(3)]
     assert [sorted(indices) for indices in epochs] == [list(range(10))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_another_seed_is_another_order():
-    assert list(islice(IndexedOrder(0, 100, 4).keys(), 100)) != list(islice(IndexedOrder(1, 100, 4).keys(), 100))
+def test_another_seed_is_another_order(shuffle: Shuffle):
+    first, second = (list(islice(IndexedOrder(seed, 100, 4, shuffle=shuffle).keys(), 100)) for seed in (0, 1))
+    assert first != second
 
 
 @pytest.mark.parametrize("first", [0, 1, 9, 10, 25])
-def test_the_order_does_not_depend_on_where_one_starts(first: int):
-    order = IndexedOrder(7, 10, 4)
+def test_the_order_does_not_depend_on_where_one_starts(first: int, shuffle: Shuffle):
+    order = IndexedOrder(7, 10, 4, shuffle=shuffle)
     whole = list(islice(order.keys(), 40))
     assert list(islice(order.keys(first), 40 - first)) == whole[first:]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_ranks_together_read_the_positions_of_each_step_once(world_size: int):
-    order = IndexedOrder(0, 50, per_step=8)
+def test_the_ranks_together_read_the_positions_of_each_step_once(world_size: int, shuffle: Shuffle):
+    order = IndexedOrder(0, 50, per_step=8, shuffle=shuffle)
 
     def read(rank: int, first_step: int, steps: int) -> list[list[Key]]:
         share = RankShare(per_step=8, micro_batch=2, rank=rank, world_size=world_size)
@@ -48,10 +59,20 @@ def test_noise_differs_by_seed_step_and_micro_batch():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def keys(branches: Sequence[Branch], first: int, last: int, num_samples: int = 50, world_size: int = 1) -> list[list[Key]]:
+Reader = Callable[..., list[list[Key]]]
+
+
+@pytest.fixture
+def keys(shuffle: Shuffle) -> Reader:
+    return partial(read_keys, shuffle)
+
+
+def read_keys(
+    shuffle: Shuffle, branches: Sequence[Branch], first: int, last: int, num_samples: int = 50, world_size: int = 1
+) -> list[list[Key]]:
     """What each of the steps after `first` up to `last` reads."""
     per_step = 4
-    order, read = IndexedOrder(3, num_samples, per_step, branches), []
+    order, read = IndexedOrder(3, num_samples, per_step, branches, shuffle), []
     for rank in range(world_size):
         share = RankShare(per_step=per_step, micro_batch=2, rank=rank, world_size=world_size)
         stream = islice(order.micro_batches(first, share, {}), (last - first) * 2 // world_size)
@@ -69,12 +90,12 @@ def drawn(draw: random.Random) -> list[Branch]:
     ]
 
 
-def test_a_branch_that_changes_no_data_reads_the_same():
+def test_a_branch_that_changes_no_data_reads_the_same(keys: Reader):
     assert keys([Branch(number=1, from_step=5, data="same")], 0, 40) == keys([], 0, 40)
 
 
 @pytest.mark.parametrize("case", range(40))
-def test_after_any_rewinds_the_order_does_not_depend_on_where_one_starts_or_how_many_read(case: int):
+def test_after_any_rewinds_the_order_does_not_depend_on_where_one_starts_or_how_many_read(case: int, keys: Reader):
     draw = random.Random(case)
     branches, num_samples = drawn(draw), draw.choice([13, 50, 64, 300])
     whole = keys(branches, 0, 80, num_samples)
@@ -84,7 +105,7 @@ def test_after_any_rewinds_the_order_does_not_depend_on_where_one_starts_or_how_
 
 
 @pytest.mark.parametrize("case", range(40))
-def test_what_was_trained_before_a_rewind_stays_and_no_sample_is_read_twice_in_an_epoch(case: int):
+def test_what_was_trained_before_a_rewind_stays_and_no_sample_is_read_twice_in_an_epoch(case: int, keys: Reader):
     draw = random.Random(case)
     branches, num_samples = drawn(draw), draw.choice([13, 50, 64, 300])
     whole = keys(branches, 0, 80, num_samples)
@@ -98,7 +119,7 @@ def test_what_was_trained_before_a_rewind_stays_and_no_sample_is_read_twice_in_a
             assert sorted(index for e, index in flat if e == epoch) == list(range(num_samples))
 
 
-def test_a_reshuffle_reorders_what_is_left_of_its_epoch_and_nothing_else():
+def test_a_reshuffle_reorders_what_is_left_of_its_epoch_and_nothing_else(keys: Reader):
     before = [key for step in keys([], 0, 40, 50) for key in step]
     after = [key for step in keys([Branch(number=1, from_step=15, data="reshuffle")], 0, 40, 50) for key in step]
     assert after[:60] == before[:60]
@@ -107,21 +128,33 @@ def test_a_reshuffle_reorders_what_is_left_of_its_epoch_and_nothing_else():
     assert after[100:] == before[100:], "later epochs are as they would have been"
 
 
-def test_each_reshuffle_is_another_order():
+def test_each_reshuffle_is_another_order(keys: Reader):
     orders = [keys([Branch(number=number, from_step=5, data="reshuffle")], 5, 12) for number in range(1, 5)]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
 
 
-def test_a_skip_passes_over_the_data_of_so_many_steps():
+def test_a_skip_passes_over_the_data_of_so_many_steps(keys: Reader):
     plain = keys([], 0, 60)
     assert keys([Branch(number=1, from_step=10, data="skip:7")], 0, 40) == [*plain[:10], *plain[17:47]]
     two = [Branch(number=1, from_step=10, data="skip:7"), Branch(number=2, from_step=12, data="skip:3")]
     assert keys(two, 0, 40) == [*plain[:10], *plain[17:19], *plain[22:50]]
 
 
-def test_a_reshuffle_after_a_skip_leaves_what_was_skipped_out():
+def test_a_reshuffle_after_a_skip_leaves_what_was_skipped_out(keys: Reader):
     branches = [Branch(number=1, from_step=2, data="skip:3"), Branch(number=2, from_step=4, data="reshuffle")]
     flat = [key for step in keys(branches, 0, 10, 50) for key in step]
     skipped = [key for step in keys([], 2, 5, 50) for key in step]
     assert not set(flat[:38]) & set(skipped)
     assert len(set(flat[:38])) == 38  # 50 samples of the first epoch without the 12 that were passed over
+
+
+def test_a_permutation_without_memory_needs_none():
+    order = IndexedOrder(0, 10**15, 8, [Branch(number=1, from_step=10**6, data="reshuffle")], "feistel")
+    share = RankShare(per_step=8, micro_batch=2, rank=1, world_size=2)
+    read = [key for step in (0, 10**6) for keys, _ in islice(order.micro_batches(step, share, {}), 4) for key in keys]
+    assert len(set(read)) == 16
+    assert all(epoch == 0 and 0 <= index < 10**15 for epoch, index in read)
+
+
+def test_the_order_of_runs_made_before_is_unmoved():
+    assert list(islice(IndexedOrder(0, 1000, 4).keys(), 6)) == [(0, index) for index in np.random.default_rng([0, 0]).permutation(1000)[:6]]

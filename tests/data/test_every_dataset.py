@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from src.batches import ContextBatch, DepthBatch, PackedBatch, Seq2SeqBatch, TokenBatch
-from src.config import Places
+from src.config import Places, Problems
 from src.files import new_directory
 from src.interfaces import Dataset
 from src.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER
@@ -156,6 +156,25 @@ def test_workers_and_resumption_change_no_batch(build: Build, name: str, workers
     assert read_steps(data, 5, workers=workers) == alone
     start = State(step=3, cursor=load_steps(data, 3, State())[-1].cursor)
     assert read_steps(data, 2, start, workers=workers) == alone[3:]
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"mixture", "packed", "task"}))
+def test_epochs_may_be_permuted_without_memory(build: Build, name: str):
+    data, other = build(name, shuffle="feistel"), build(name)
+    orders = [order_of(made, 0, PER_STEP, STEPS) for made in (data, other)]
+    assert [order.shuffle for order in orders if isinstance(order, IndexedOrder)] == ["feistel", "numpy"]
+    assert data.fingerprint == other.fingerprint, "the samples are the same"
+    alone = read_steps(data, 5)
+    assert read_steps(data, 2, State(step=3), workers=1) == alone[3:]
+    assert alone != read_steps(other, 5)
+
+
+@pytest.mark.parametrize("whole", [{"name": "mixture", "parts": {"a": ...}}, {"name": "packed", "sequence_tokens": 48, "documents": ...}])
+def test_where_it_would_be_ignored_it_is_refused(whole: dict[str, Any]):
+    part = {"name": "documents", **CASES["documents"], "shuffle": "feistel"}
+    raw = {key: {"a": part} if key == "parts" else part if value is ... else value for key, value in whole.items()}
+    with pytest.raises(Problems, match=r"(parts\.a|documents)\.shuffle: would be ignored, .* Leave it out\."):
+        bind(DATASETS, raw)
 
 
 @EVERY

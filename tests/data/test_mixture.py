@@ -9,8 +9,9 @@ import torch
 
 from src.config import load
 from src.data.mixture import dataset as mixture
-from src.data.mixture.interleaving import Interleaving, feistel_permute, rates, shares
+from src.data.mixture.interleaving import Interleaving, rates, shares
 from src.errors import ConfigError, DataError
+from src.orders import feistel_permute
 from src.registry import DATASETS, bind, resolved_dict
 
 

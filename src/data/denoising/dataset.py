@@ -7,6 +7,7 @@ from src.batches import Seq2SeqBatch
 from src.data.text.documents import PackedRows, TextConfig
 from src.data.text.tokenizers import SafeTokenizer
 from src.kinds import ENCODER_DECODER
+from src.orders import Shuffle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,8 +58,8 @@ def mask_rng(split: str, seed: int) -> MaskRng:
 class DenoisingDataset:
     """Inputs and targets made from text."""
 
-    def __init__(self, draws: MaskRng, encoder: SafeTokenizer, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, draws: MaskRng, encoder: SafeTokenizer, fingerprint: str, shuffle: Shuffle) -> None:
+        self.fingerprint, self.shuffle = fingerprint, shuffle
         self._draws, self._pad_id = draws, encoder.pad_id
 
     def collate(self, samples: Sequence[Sample]) -> Seq2SeqBatch:
@@ -71,8 +72,16 @@ class DenoisingDataset:
 class SingleObjectiveDataset(DenoisingDataset):
     """Samples made from rows of one length, all by one objective."""
 
-    def __init__(self, rows: PackedRows, objective: "Objective", draws: MaskRng, encoder: SafeTokenizer, fingerprint: str) -> None:
-        super().__init__(draws, encoder, fingerprint)
+    def __init__(
+        self,
+        rows: PackedRows,
+        objective: "Objective",
+        draws: MaskRng,
+        encoder: SafeTokenizer,
+        fingerprint: str,
+        shuffle: Shuffle = "numpy",
+    ) -> None:
+        super().__init__(draws, encoder, fingerprint, shuffle)
         self._rows, self._objective = rows, objective
 
     def __len__(self) -> int:

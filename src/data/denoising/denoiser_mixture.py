@@ -8,6 +8,7 @@ from src.data.denoising.dataset import DenoisingDataset, MaskRng, Sample
 from src.data.mixture.interleaving import shares
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
+from src.orders import Shuffle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +38,13 @@ class DenoiserMixture(DenoisingDataset):
     """
 
     def __init__(
-        self, documents: "Documents", kinds: Sequence[DenoiserSpec], draws: MaskRng, encoder: SafeTokenizer, most: int | None
+        self,
+        documents: "Documents",
+        kinds: Sequence[DenoiserSpec],
+        draws: MaskRng,
+        encoder: SafeTokenizer,
+        most: int | None,
+        shuffle: Shuffle,
     ) -> None:
         """most: how many samples are used, the same ones for every experiment; None for all.
 
@@ -54,7 +61,7 @@ class DenoiserMixture(DenoisingDataset):
             raise DataError(f"{documents.path}: {left} tokens are too few for one sequence of the likeliest denoiser.")
         self._chosen = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
         self._full_blocks = blocks
-        super().__init__(draws, encoder, documents.fingerprint)
+        super().__init__(draws, encoder, documents.fingerprint, shuffle)
 
     def __len__(self) -> int:
         """Samples in one epoch."""

@@ -48,7 +48,7 @@ class Config(DenoisingConfig):
         found = documents.read(places, self.corpus, tokenizer, split)
         rows = documents.PackedRows(found, self.sequence_tokens, self.max_samples(split))
         objective = partial(cut_row, eos_id=found.eos_id, prefix_tokens=self.prefix_tokens)
-        return SingleObjectiveDataset(rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), found.fingerprint)
+        return SingleObjectiveDataset(rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), found.fingerprint, self.shuffle)
 
 
 def cut_row(

@@ -85,7 +85,7 @@ class Config(DenoisingConfig):
             vocabulary = ngrams.read_vocabulary(places.data / self.ngrams)
             objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
             fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
-        return SingleObjectiveDataset(rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), fingerprint)
+        return SingleObjectiveDataset(rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), fingerprint, self.shuffle)
 
     def _lengths(self) -> tuple[int, noise.Counts]:
         """Tokens of a row of text, and what becomes of them."""

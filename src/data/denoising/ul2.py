@@ -116,7 +116,7 @@ class Config(DenoisingConfig):
         encoder = SafeTokenizer(tokenizer)
         kinds = [self._make_spec(number, encoder, tokenizer) for number in range(len(self.denoisers))]
         found = documents.read(places, self.corpus, tokenizer, split)
-        return DenoiserMixture(found, kinds, mask_rng(split, seed), encoder, self.max_samples(split))
+        return DenoiserMixture(found, kinds, mask_rng(split, seed), encoder, self.max_samples(split), self.shuffle)
 
     def _make_spec(self, number: int, encoder: SafeTokenizer, tokenizer: "PreTrainedTokenizerFast") -> DenoiserSpec:
         """Denoiser `number`, ready to be used. Raises as `build`."""

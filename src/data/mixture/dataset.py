@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import Field, field_validator, model_validator
 
 from src.config import Places
-from src.data.mixture.interleaving import Interleaving, feistel_permute, rates, shares
+from src.data.mixture.interleaving import Interleaving, rates, shares
 from src.errors import ConfigError, DataError, UserError, check_all
 from src.interfaces import Dataset, DatasetConfig, DatasetField, call_once
 from src.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
+from src.orders import feistel_permute, require_own_order
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +68,7 @@ class Config(DatasetConfig):
                 raise ValueError(f"parts.{name}: {part.name!r} data have contexts, which are read by recipes for one data set alone.")
             if part.has_order:
                 raise ValueError(f"parts.{name}: {part.name!r} data come in an order of their own, which no mixture can keep.")
+            require_own_order(part, f"parts.{name}")
         kinds = {name: part.reader for name, part in self.parts.items()}
         if len(set(kinds.values())) > 1:
             told = ", ".join(f"{name!r} {kind}" for name, kind in sorted(kinds.items()))

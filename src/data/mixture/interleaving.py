@@ -2,11 +2,9 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from hashlib import blake2b
 
 _SLOT = 32
 """Samples that are sorted at once."""
-_ROUNDS = 4
 
 
 def rates(examples: Sequence[float], cap: int | None, temperature: float) -> list[float]:
@@ -62,21 +60,3 @@ class Interleaving:
     def _before(self, slot: int) -> list[int]:
         """Of each part, samples k with (2k + 1) / (2 count) < slot / slots."""
         return [-((self._slots - 2 * count * slot) // (2 * self._slots)) for count in self.counts]
-
-
-def feistel_permute(position: int, size: int, key: str) -> int:
-    """Image of `position` under a permutation of 0..size-1 that depends on `key`, computed without the others.
-
-    A Feistel network over the next power of 4, walked until it is back below `size` (Black and Rogaway 2002, "Ciphers with arbitrary
-    finite domains").
-    """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = position >> half, position & mask
-        for number in range(_ROUNDS):
-            digest = blake2b(f"{key}/{number}/{right}".encode(), digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
-        position = left << half | right
-        if position < size:
-            return position

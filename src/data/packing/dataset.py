@@ -13,6 +13,7 @@ from src.data.packing.lanes import LaneOrder, Packing, pack_epoch
 from src.errors import ConfigError, DataError
 from src.interfaces import Architecture, Dataset, DatasetConfig, DatasetField, MeasuredDataset, call_once, require_fit
 from src.kinds import DECODER
+from src.orders import require_own_order
 from src.runs.history.branches import Branch
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Config(DatasetConfig):
     def _documents_can_be_packed(self) -> "Config":
         if self.documents.reader != DECODER or self.documents.has_order or self.documents.name == "mixture":
             raise ValueError(f"documents: the samples of {self.documents.name!r} cannot be packed. Take 'documents' or 'prompted_qa'.")
+        require_own_order(self.documents, "documents")
         return self
 
     def check(self, places: Places) -> None:

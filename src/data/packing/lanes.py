@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from src.data.mixture.interleaving import feistel_permute
 from src.errors import DataError, RunError
-from src.orders import Cursor, Key, RankShare
+from src.orders import Cursor, Key, RankShare, feistel_permute
 from src.runs.history.branches import Branch
 
 HEADER = "of"

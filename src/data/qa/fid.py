@@ -87,7 +87,7 @@ class FidQADataset(questions.Questions):
         self, config: Config, rows: Sequence[questions.Row], tokenizer: "PreTrainedTokenizerFast", seed: int, fingerprint: str
     ) -> None:
         super().__init__(rows, seed, config.corpus, fingerprint, config.contexts)
-        self._config = config
+        self._config, self.shuffle = config, config.shuffle
         self._encoder = SafeTokenizer(tokenizer)
         self._words = _Words(*(self._encoder.encode(word) for word in ("question:", " title:", " context:")))
         self._truncations = questions.TruncationCounter(config.corpus, "passage_tokens", config.passage_tokens)

@@ -212,7 +212,7 @@ class DecoderQuestions(Questions):
         super().__init__(rows, seed, config.corpus, fingerprint, contexts)
         self._encoder = SafeTokenizer(tokenizer)
         self._prompter = templates.Prompter(self._encoder, config.template)
-        self._most, self._loss_on = config.sequence_tokens, config.loss_on
+        self._most, self._loss_on, self.shuffle = config.sequence_tokens, config.loss_on, config.shuffle
         self._length = config.longest() if config.fixed_length else None
         require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
 

@@ -12,7 +12,8 @@ from src.config import Places, unknown
 from src.data import jsonl
 from src.errors import DataError
 from src.files import read_manifest
-from src.interfaces import ContextDataset, DatasetConfig
+from src.interfaces import ContextDataset
+from src.orders import ShuffledConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-class RowsConfig(DatasetConfig):
+class RowsConfig(ShuffledConfig):
     """A prepared folder of rows {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl, and which of them are used.
 
     Other splits are used whole.

@@ -9,6 +9,7 @@ from src.batches import TokenBatch
 from src.config import Places
 from src.data.text import documents
 from src.interfaces import require_fit
+from src.orders import Shuffle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,7 +34,7 @@ class Config(documents.TextConfig):
             DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
         """
         found = documents.read(places, self.corpus, tokenizer, split)
-        return TextDataset(documents.PackedRows(found, self.sequence_tokens, self.max_samples(split)), found.fingerprint)
+        return TextDataset(documents.PackedRows(found, self.sequence_tokens, self.max_samples(split)), found.fingerprint, self.shuffle)
 
 
 class Sample(TypedDict):
@@ -47,8 +48,8 @@ class Sample(TypedDict):
 class TextDataset:
     """Sequences of one length; the same in every epoch."""
 
-    def __init__(self, rows: documents.PackedRows, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, rows: documents.PackedRows, fingerprint: str, shuffle: Shuffle) -> None:
+        self.fingerprint, self.shuffle = fingerprint, shuffle
         self._rows = rows
 
     def __len__(self) -> int:

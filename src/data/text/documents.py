@@ -14,14 +14,14 @@ from src.data.qa.encoded_store import tokenizer_digest
 from src.data.text import token_files
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
-from src.interfaces import DatasetConfig
+from src.orders import ShuffledConfig
 
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
 
-class TextConfig(DatasetConfig):
+class TextConfig(ShuffledConfig):
     """Plain text: documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl, which are tokenised when read."""
 
     corpus: str = Field(min_length=1)

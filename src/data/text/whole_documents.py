@@ -12,6 +12,7 @@ from src.data.text import documents
 from src.data.text.dataset import Sample
 from src.errors import ConfigError
 from src.interfaces import require_fit
+from src.orders import Shuffle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,15 +37,15 @@ class Config(documents.TextConfig):
         """
         found, most = documents.read(places, self.corpus, tokenizer, split), self.max_samples(split)
         chosen = range(len(found)) if most is None else jsonl.select_validation_rows(len(found), most, found.path)
-        return WholeDocuments(found, chosen, self.sequence_tokens)
+        return WholeDocuments(found, chosen, self.sequence_tokens, self.shuffle)
 
 
 class WholeDocuments:
     """Documents with their end tokens; the same in every epoch."""
 
-    def __init__(self, found: documents.Documents, chosen: Sequence[int], most: int | None) -> None:
+    def __init__(self, found: documents.Documents, chosen: Sequence[int], most: int | None, shuffle: Shuffle) -> None:
         """chosen: numbers of the documents. most: tokens of one."""
-        self.fingerprint = found.fingerprint
+        self.fingerprint, self.shuffle = found.fingerprint, shuffle
         self._documents, self._chosen, self._most = found, chosen, most
 
     def __len__(self) -> int:

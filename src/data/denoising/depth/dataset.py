@@ -139,7 +139,7 @@ class DepthDataset:
 
     def __init__(self, config: Config, groups: Groups, chosen: Sequence[int], words: Words, drawn_for: tuple[str, int]) -> None:
         """drawn_for: split and seed."""
-        self.fingerprint = groups.fingerprint
+        self.fingerprint, self.shuffle = groups.fingerprint, config.shuffle
         self._config, self._groups, self._chosen, self._words = config, groups, chosen, words
         self._draws = mask_rng(*drawn_for)
         self._sentences_alone = False
