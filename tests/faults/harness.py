@@ -71,8 +71,12 @@ class Training:
 class Report:
     """What was done to a training."""
 
+    kinds: Sequence[str] = FAULTS
+    """Of faults, to draw from."""
     faults: list[str] = field(default_factory=list)
     starts: int = 0
+    scores: str = ""
+    """scores.jsonl, as it was at the end."""
 
 
 def _sha256(path: Path) -> str:
@@ -106,21 +110,22 @@ def undisturbed(training: Training, log: Path) -> dict[str, str]:
     return found
 
 
-def disturb(training: Training, faults: int, draw: random.Random, log: Path, world_size: int) -> Report:
-    """Train with `faults` faults on the way, several times over if that is more than one training has time for.
+def disturb(training: Training, faults: int, draw: random.Random, log: Path, world_size: int, kinds: Sequence[str] = FAULTS) -> Report:
+    """Train with `faults` faults of these kinds on the way, several times over if that is more than one training has time for.
 
     Raises:
         AssertionError: it ended otherwise than the undisturbed training.
         RuntimeError: it failed, or hangs.
     """
     wanted = undisturbed(training, log)
-    report = Report()
+    report = Report(kinds)
     while len(report.faults) < faults:
         _train(training, faults, draw, log, world_size, report)
         found = training.fingerprints()
         assert found == wanted, (
             f"{training.run}: {report.faults}: differs in {[name for name in wanted if found.get(name) != wanted[name]]}"
         )
+        report.scores = (training.run / "scores.jsonl").read_text()
         shutil.rmtree(training.run)
     return report
 
@@ -159,7 +164,7 @@ def strike(process: Started, draw: random.Random, report: Report) -> bool:
     everyone = processes(process)
     if not everyone:
         return False
-    name, victim = draw.choice(FAULTS), draw.choice(everyone)
+    name, victim = draw.choice(report.kinds), draw.choice(everyone)
     try:
         if name == "SIGSTOP":
             victim.suspend()

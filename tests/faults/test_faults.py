@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from src import distributed
 from src.experiments.identity import exp_id
 from tests import toy
-from tests.faults import harness
+from tests.faults import harness, trainings
+from tests.training import small, test_packed_training
 
 EXP: dict[str, Any] = copy.deepcopy(toy.BASE)
 EXP["loop"] |= {"steps": 120, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 20, "max_grad_norm": 0.5}
@@ -49,6 +51,22 @@ def test_random_kills_change_nothing(world: tuple[Path, Path], mode: str, tmp_pa
     training = harness.Training(command, tmp_path / "runs" / exp_id(exp), toy.environment(), warm=True)
     report = harness.disturb(training, FAULTS[mode], random.Random(SEEDS[mode]), tmp_path / "log", 2)
     assert len(report.faults) == FAULTS[mode]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "processes", "columns"), [("packed", 2, {"right", "loss/even", "loss/odd"}), ("replies", 1, {"accuracy"})]
+)
+def test_ten_kills_change_no_bit_and_no_sum(tmp_path: Path, kind: str, processes: int, columns: set[str]):
+    """Packed rows whose loss reports named sums and loss by source; and questions with unequal numbers of replies."""
+    test_packed_training.write_data(tmp_path)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0", "--rdzv-backend", "c10d"]
+    script = [trainings.__file__, kind, str(tmp_path)]
+    command = [sys.executable, *launcher, "--rdzv-endpoint", "localhost:0", *script]
+    training = harness.Training(command, tmp_path / "runs" / exp_id(small.EXP), toy.environment(), warm=True)
+    report = harness.disturb(training, 10, random.Random(1), tmp_path / "log", processes, ["SIGKILL"])
+    assert report.faults == ["SIGKILL"] * 10
+    assert all(columns <= json.loads(line).keys() for line in report.scores.splitlines())
 
 
 @pytest.mark.slow

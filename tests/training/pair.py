@@ -3,7 +3,6 @@
 Each process writes how its starts ended, by scenario, to <folder>/rank-R.json.
 """
 
-import contextlib
 import itertools
 import json
 import os
@@ -17,10 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from src import distributed
-from src.config import Places
 from src.errors import UserError
-from src.runs.context import Limits, Options, Run
-from src.runs.run_dir import RunDir
+from src.runs.context import Limits, Options
 from src.training import stop_conditions
 from src.training.config import LoopConfig
 from src.training.validation import mean_loss
@@ -39,19 +36,10 @@ CONFIG = small.CONFIG.model_copy(update={"micro_batch": 1})
 
 def start(folder: Path, config: LoopConfig = CONFIG, learn: Learn = small.loss, options: Options | None = None, **more: Any) -> End:
     """Train, or go on; how that ended for this process."""
-    options = options or Options()
-    with contextlib.ExitStack() as stack:
-        opened: list[Run] = []
-
-        def begin() -> Path:
-            folder.mkdir(exist_ok=True)
-            if not (folder / "data").exists():
-                (folder / "data").symlink_to(folder.parent / "data")
-            opened.append(stack.enter_context(small.opened(folder, options)))
-            return opened[0].path
-
-        path = distributed.broadcast_from_rank0(begin)
-        run = opened[0] if opened else Run(RunDir.attach(path), Places(folder / "data", folder / "runs"), options)
+    if distributed.is_main() and not (folder / "data").exists():
+        folder.mkdir(exist_ok=True)
+        (folder / "data").symlink_to(folder.parent / "data")
+    with small.opened_together(folder, options) as run:
         try:
             state, model = small.train(run, config, learn, **more)
         except distributed.TrainingStopped as stopped:

@@ -63,6 +63,21 @@ def opened(folder: Path, options: Options | None = None) -> Iterator[Run]:
         yield Run(run_dir, Places(folder / "data", folder / "runs"), options or Options())
 
 
+@contextlib.contextmanager
+def opened_together(folder: Path, options: Options | None = None) -> Iterator[Run]:
+    """`opened` by rank 0; the other processes attach. Collective."""
+    options = options or Options()
+    with contextlib.ExitStack() as stack:
+        own: list[Run] = []
+
+        def begin() -> Path:
+            own.append(stack.enter_context(opened(folder, options)))
+            return own[0].path
+
+        path = distributed.broadcast_from_rank0(begin)
+        yield own[0] if own else Run(RunDir.attach(path), Places(folder / "data", folder / "runs"), options)
+
+
 def train(
     run: Run,
     config: LoopConfig = CONFIG,

@@ -4,7 +4,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from src.config import Places
 from src.data.text import tokenizers
 from src.files import new_directory, write_json
 from src.interfaces import load_experiment
+from src.orders import Key
 from src.registry import DATASETS, MODELS, bind
 from src.runs import ledger
 from src.runs.context import Options, Run
-from src.runs.history import rewind
+from src.runs.history import branches, rewind
 from src.runs.history.branches import Branch
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
@@ -48,18 +49,28 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
-def train(run: Run, stop_after: int | None = None, crash_after: int | None = None) -> tuple[State, list[torch.Tensor], list[Any]]:
-    """Final state, final weights, and the ids of each micro-batch. stop_after, crash_after: steps of this start."""
+def train(
+    run: Run, stop_after: int | None = None, crash_after: int | None = None, read: list[Any] | None = None
+) -> tuple[State, list[torch.Tensor], list[Any]]:
+    """Final state, final weights, and the ids of each micro-batch. stop_after, crash_after: steps of this start.
+
+    read: gets the keys of each micro-batch that is trained on.
+    """
     torch.manual_seed(0)
     model = bind(MODELS, MODEL).build(run.places)
     tokenizer = tokenizers.load(run.places.data / "toy_tokenizer")
     data = bind(DATASETS, DATA).build(run.places, tokenizer, "train", 0)
     seen: list[Any] = []
+    rows: list[Key] = []
+    sample, data.sample = data.sample, lambda *key: rows.append(key) or sample(*key)
 
     def loss(model: Any, batch: Mapping[str, Any]) -> Any:
         if len(seen) == PASSES * (crash_after or -1):
             raise Crash
         seen.append(batch["input_ids"].tolist())
+        if read is not None:
+            begin = len(seen) * CONFIG.micro_batch
+            read.append(rows[begin - CONFIG.micro_batch : begin])
         if len(seen) == PASSES * (stop_after or 0):
             os.kill(os.getpid(), signal.SIGTERM)
         return causal_lm_loss(model, batch)
@@ -115,6 +126,37 @@ def test_a_rewind_is_the_same_after_a_crash_before_its_first_checkpoint(whole: t
     assert (wanted[2] == later) == (data == "same")
     rows = [tuple(row) for batch in first + wanted[2] for row in batch]
     assert len(set(rows)) == len(rows)
+
+
+@pytest.mark.parametrize("data", ["same", "skip:7", "reshuffle"])
+def test_a_rewind_delivers_each_document_at_most_once_and_undo_restores(whole: tuple[Path, Any], tmp_path: Path, data: str):
+    read: list[Any] = []
+    with small.opened(write_data(tmp_path)) as run:
+        with pytest.raises(distributed.TrainingStopped):
+            train(run, stop_after=8, read=read)
+        kept, before = delivered(read[: 6 * PASSES]), files_in(run.path)
+        rewind.plan(run.path, Branch(number=1, from_step=6, data=data), "a test").apply()
+        read.clear()
+        with pytest.raises(Crash):
+            train(run, crash_after=5, read=read)
+        documents = [*kept, *delivered(read)]
+        assert len(documents) > 40
+        assert len(set(documents)) == len(documents)
+        assert {epoch for epoch, _, _ in documents} == {0}
+        rewind.plan_undo(run.path, "a test").apply()
+        assert files_in(run.path) == before
+        assert equal(train(run), whole[1])
+
+
+def delivered(read: Sequence[Sequence[Key]]) -> list[tuple[int, int, int]]:
+    """(epoch, document, piece) of everything in the rows of these micro-batches."""
+    return [piece for keys in read for key in keys for piece in zip(key[::3], key[1::3], key[2::3], strict=True)]
+
+
+def files_in(run: Path) -> dict[str, bytes]:
+    """What an undo restores: checkpoints, scores and the branches."""
+    paths = [*run.glob("checkpoints/*/*"), run / "scores.jsonl", run / branches.FILE]
+    return {str(path.relative_to(run)): path.read_bytes() for path in paths if path.is_file()}
 
 
 @pytest.mark.parametrize(
