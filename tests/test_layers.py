@@ -22,7 +22,7 @@ LEVELS: list[set[str]] = [
     {"src.registry"},
     {"src.interfaces"},
     {"src.experiments", "src.metrics"},
-    {"src.exp_groups", "src.runs"},
+    {"src.exp_groups", "src.rewards", "src.runs"},
     {"src.orders"},
     {"src.tables", "src.training", "src.models", "src.launch"},
     {"src.evaluation", "src.rl", "src.data", "src.sweeps", "src.operations"},
@@ -32,6 +32,7 @@ LEVELS: list[set[str]] = [
 # What a level allows and a layer must do without: data knows neither models nor loops, an experiment names models and metrics.
 NOT = {
     "src.metrics": {"src.distributed", "src.weights"},
+    "src.rewards": {"src.distributed", "src.experiments"},
     "src.interfaces": {"src.distributed", "src.weights", "src.files"},
     "src.data": {"src.tables", "src.training", "src.models", "src.launch"},
     "src.operations": {"src.training", "src.models"},
@@ -40,7 +41,7 @@ NOT = {
     "src.exp_groups": {layer for level in LEVELS[:5] for layer in level},
     "data_prep": {"src.training", "src.evaluation", "src.rl", "src.launch", "src.runs"},
     "results": {"src.training", "src.models", "src.data"},
-    "trainval": {"src.training", "src.models", "src.data", "src.evaluation", "src.rl", "src.recipes"},
+    "trainval": {"src.training", "src.models", "src.data", "src.evaluation", "src.rewards", "src.rl", "src.recipes"},
     "exp_configs": {layer for level in LEVELS for layer in level if layer not in ("src.experiments", "src.exp_groups")},
     "job_configs": {layer for level in LEVELS for layer in level},
 }
@@ -156,6 +157,10 @@ def test_arrows_point_down():
         ("src.data.x", "from src.training import loss", "src.data.x:1: may not import src.training.loss"),
         ("src.launch.x", "from src.models import hf", "src.launch.x:1: may not import src.models.hf"),
         ("job_configs", "import src.launch.local.launcher", "job_configs:1: may not import src.launch.local.launcher"),
+        ("src.rewards.x", "from src.models import hf", "src.rewards.x:1: may not import src.models.hf"),
+        ("src.rewards.x", "from src.runs import ledger", "src.rewards.x:1: may not import src.runs.ledger"),
+        ("src.rewards.x", "from src import distributed", "src.rewards.x:1: may not import src.distributed"),
+        ("src.metrics.x", "from src.rewards import length", "src.metrics.x:1: may not import src.rewards.length"),
         ("src.data.x", "import tests.conftest", "src.data.x:1: may not import tests.conftest"),
         ("src.novelty.x", "import os", "src.novelty.x: is in no layer"),
     ],
@@ -170,6 +175,9 @@ def test_an_arrow_that_points_up_is_found(module: str, code: str, found: str):
         ("src.models.x", "from src.errors import ConfigError\nfrom src.models import y\nimport torch"),
         ("exp_configs", "from src.experiments.grid import grid, ref"),
         ("src.recipes.x", "from src.training import loop"),
+        ("src.rewards.x", "from src.metrics.squad import normalise\nfrom src.registry import MODELS"),
+        ("src.data.x", "from src.rewards import length"),
+        ("src.rl.x", "from src.rewards import length"),
         ("trainval", "from src import distributed"),
     ],
 )
