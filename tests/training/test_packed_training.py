@@ -159,6 +159,9 @@ def files_in(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in paths if path.is_file()}
 
 
+APART = {"name": "text", "corpus": "words", "sequence_tokens": 16, "apart": True}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -168,6 +171,7 @@ def files_in(run: Path) -> dict[str, bytes]:
         ({"data.sequence_tokens": 33}, r"data\.sequence_tokens: 33 tokens are more than the 32 positions"),
         ({"model": {"name": "hf", "path": "falcon"}}, "tested with gpt2, .* not with a model of the family 'falcon'"),
         ({"model": {"name": "hf", "path": "odd"}}, "not with a model of the family None"),
+        ({"data": APART, "model": {"name": "hf", "path": "falcon"}}, "tested with gpt2, .* not with a model of the family 'falcon'"),
         ({"model": {"name": "hf", "path": "llama", "attention": "flex_attention"}}, "eager and sdpa, not with 'flex_attention'"),
     ],
 )

@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 from src.config import Places
 from src.data.mixture.interleaving import Interleaving, rates, shares
 from src.errors import ConfigError, DataError, UserError, check_all
-from src.interfaces import Dataset, DatasetConfig, DatasetField, call_once
+from src.interfaces import Architecture, Dataset, DatasetConfig, DatasetField, call_once
 from src.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
 from src.orders import feistel_permute, require_own_order
 
@@ -87,6 +87,9 @@ class Config(DatasetConfig):
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         self._check_parts(lambda part: part.check_length(max_positions, new_tokens))
+
+    def check_model(self, sizes: Architecture | None) -> None:
+        self._check_parts(lambda part: part.check_model(sizes))
 
     def check_compiled(self) -> None:
         self._check_parts(lambda part: part.check_compiled())
@@ -241,7 +244,7 @@ def join_batches(batches: "Sequence[tuple[Mapping[str, Tensor], Sequence[int]]]"
     made = {}
     for key, like in batches[0][0].items():
         sizes = [max(lengths) for lengths in zip(*(batch[key].shape[1:] for batch, _ in batches), strict=True)]
-        fill = NOT_LEARNED if key == "labels" else pad_id if like.dtype == torch.int64 else 0
+        fill = NOT_LEARNED if key == "labels" else pad_id if like.dtype == torch.int64 and key != "position_ids" else 0
         made[key] = torch.full((count, *sizes), fill, dtype=like.dtype)
         for batch, rows in batches:
             tensor = batch[key]

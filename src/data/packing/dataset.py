@@ -58,13 +58,7 @@ class Config(DatasetConfig):
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
 
     def check_model(self, sizes: Architecture | None) -> None:
-        family = sizes.model_type if sizes else None
-        if family not in FAMILIES:
-            raise ConfigError(f"data: packed documents were tested with {', '.join(FAMILIES)}, not with a model of the family {family!r}.")
-        if sizes and sizes.attention not in (None, *ATTENTIONS):
-            raise ConfigError(
-                f"model.attention: packed documents were tested with {' and '.join(ATTENTIONS)}, not with {sizes.attention!r}."
-            )
+        require_tested_model(sizes)
 
     def batch_lengths(self) -> tuple[int, ...]:
         return (self.sequence_tokens,)
@@ -82,6 +76,15 @@ class Config(DatasetConfig):
             raise DataError(f"data.documents: the samples of {self.documents.name!r} cannot be packed, as they are more than token ids.")
         packed = PackedDataset(self, documents)
         return packed if split == "train" else PackedRows(packed)
+
+
+def require_tested_model(sizes: Architecture | None) -> None:
+    """Raises ConfigError for a model that was not tested with packed documents."""
+    family = sizes.model_type if sizes else None
+    if family not in FAMILIES:
+        raise ConfigError(f"data: packed documents were tested with {', '.join(FAMILIES)}, not with a model of the family {family!r}.")
+    if sizes and sizes.attention not in (None, *ATTENTIONS):
+        raise ConfigError(f"model.attention: packed documents were tested with {' and '.join(ATTENTIONS)}, not with {sizes.attention!r}.")
 
 
 class Sample(TypedDict):

@@ -1,14 +1,15 @@
 """Plain text for a language model: documents joined by the end token and cut into sequences of one length."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from pydantic import Field
 
 from src.batches import TokenBatch
-from src.config import Places
+from src.config import Places, added_field
+from src.data.packing.dataset import require_tested_model
 from src.data.text import documents
-from src.interfaces import require_fit
+from src.interfaces import Architecture, require_fit
 from src.orders import Shuffle
 
 if TYPE_CHECKING:
@@ -20,9 +21,15 @@ class Config(documents.TextConfig):
 
     sequence_tokens: int = Field(gt=1)
     """Tokens of every sequence."""
+    apart: bool = added_field(False)
+    """Whether the documents of a sequence do not read each other, as those of `packed`. A sequence may still begin and end inside one."""
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+
+    def check_model(self, sizes: Architecture | None) -> None:
+        if self.apart:
+            require_tested_model(sizes)
 
     def batch_lengths(self) -> tuple[int, ...]:
         return (self.sequence_tokens,)
@@ -34,7 +41,8 @@ class Config(documents.TextConfig):
             DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
         """
         found = documents.read(places, self.corpus, tokenizer, split)
-        return TextDataset(documents.PackedRows(found, self.sequence_tokens, self.max_samples(split)), found.fingerprint, self.shuffle)
+        rows = documents.PackedRows(found, self.sequence_tokens, self.max_samples(split))
+        return TextDataset(rows, found.fingerprint, self.shuffle, found.eos_id if self.apart else None)
 
 
 class Sample(TypedDict):
@@ -42,15 +50,18 @@ class Sample(TypedDict):
 
     input_ids: list[int]
     loss_mask: list[bool]
-    """True on all but the first."""
+    """True on all but the first, or the first of each document that is apart."""
+    lengths: NotRequired[list[int]]
+    """Tokens of each document, where they are apart."""
 
 
 class TextDataset:
     """Sequences of one length; the same in every epoch."""
 
-    def __init__(self, rows: documents.PackedRows, fingerprint: str, shuffle: Shuffle) -> None:
+    def __init__(self, rows: documents.PackedRows, fingerprint: str, shuffle: Shuffle, eos_id: int | None = None) -> None:
+        """eos_id: the token that ends documents, where they are apart."""
         self.fingerprint, self.shuffle = fingerprint, shuffle
-        self._rows = rows
+        self._rows, self._eos_id = rows, eos_id
 
     def __len__(self) -> int:
         """Sequences in one epoch."""
@@ -59,10 +70,17 @@ class TextDataset:
     def sample(self, epoch: int, index: int) -> Sample:
         """Sequence `index`, whatever the epoch."""
         ids = self._rows.row(index).tolist()
-        return {"input_ids": ids, "loss_mask": [False] + [True] * (len(ids) - 1)}
+        if self._eos_id is None:
+            return {"input_ids": ids, "loss_mask": [False] + [True] * (len(ids) - 1)}
+        ends = [place for place, token in enumerate(ids, 1) if token == self._eos_id or place == len(ids)]
+        lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        return {"input_ids": ids, "loss_mask": [place > 0 for length in lengths for place in range(length)], "lengths": lengths}
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
         """Stack; nothing needs padding."""
         from src.data import collate
 
-        return collate.pad_tokens([s["input_ids"] for s in samples], [s["loss_mask"] for s in samples], pad_id=0)
+        ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
+        if self._eos_id is None:
+            return collate.pad_tokens(ids, masks, pad_id=0)
+        return collate.pack_tokens(ids, masks, [s["lengths"] for s in samples if "lengths" in s], pad_id=0, length=len(ids[0]))

@@ -8,6 +8,7 @@ from src.config import load
 from src.data.qa import cross_attention as qa
 from src.data.text import dataset as text
 from src.errors import ConfigError, DataError
+from src.registry import DATASETS, bind
 
 
 def ids(string):
@@ -38,6 +39,29 @@ def test_batch(build):
     assert batch["input_ids"].tolist() == [ids("abcd"), ids("efgh")]
     assert batch["attention_mask"].all()
     assert batch["loss_mask"].tolist() == [[False, True, True, True]] * 2
+
+
+def test_documents_may_be_apart(build):
+    data = build(["abc", "", "defgh", "xy"], apart=True)
+    joined = build(["abc", "", "defgh", "xy"])
+    assert [data.sample(0, i)["input_ids"] for i in range(3)] == [joined.sample(0, i)["input_ids"] for i in range(3)]
+    assert data.fingerprint == joined.fingerprint
+    batch = data.collate([data.sample(0, i) for i in range(3)])
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 0, 1, 2], [0, 1, 2, 0]]
+    assert batch["loss_mask"].tolist() == [[False, True, True, True], [False, False, True, True], [False, True, True, False]]
+    assert batch["attention_mask"].all()
+    assert "position_ids" not in joined.collate([joined.sample(0, 0)])
+
+
+def test_parts_of_a_mixture_may_have_documents_apart(build, places, tokenizer):
+    build(["abc", "defgh", "xy"])
+    part = {"name": "text", "corpus": "t", "apart": True}
+    config = bind(DATASETS, {"name": "mixture", "parts": {"a": {**part, "sequence_tokens": 4}, "b": {**part, "sequence_tokens": 6}}})
+    with pytest.raises(ConfigError, match=r"data\.parts\.a: data: packed documents were tested with gpt2, .* family None\.\n.*parts\.b"):
+        config.check_model(None)
+    data = config.build(places, tokenizer, "val", 0)
+    batch = data.collate([data.sample(0, i) for i in range(len(data))])
+    assert batch["position_ids"].tolist()[0] == [0, 1, 2, 3, 0, 0], "padding reads nothing"
 
 
 def test_control_tokens_in_documents_stay_text(build):
