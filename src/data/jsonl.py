@@ -114,9 +114,7 @@ def read_rows(
             ends.append(ends[-1] + len(line))
     if len(ends) == 1:
         raise DataError(f"{path}: empty. It should have one JSON object on each line.")
-    rows.row_index = RowIndex(ends, groups, list(names))
-    if key is not None:
-        rows.row_index = jsonl_index.write(path, key, rows.row_index)
+    rows.row_index = RowIndex(ends, groups, list(names)) if key is None else jsonl_index.write(path, key, ends, groups, list(names))
     return rows
 
 

@@ -61,14 +61,16 @@ def read(path: Path, key: Mapping[str, Any]) -> RowIndex | None:
     return next((index for place in _places(path, key) if (index := _map(place, key)) is not None), None)
 
 
-def write(path: Path, key: Mapping[str, Any], index: RowIndex) -> RowIndex:
+def write(path: Path, key: Mapping[str, Any], ends: "array[int]", groups: "array[int]", names: Sequence[str]) -> RowIndex:
     """Keep an index beside `path`, or in the cache of the user where that folder cannot be written; returns it mapped, if it was kept.
+
+    ends, groups: arrays of type "Q" and "I".
 
     Several processes may do this at once: each writes the same bytes under a name of its own, which then replaces the last one.
     """
-    header = json.dumps({"key": key, "rows": len(index.ends) - 1, "names": list(index.names)}).encode()
+    header = json.dumps({"key": key, "rows": len(ends) - 1, "names": names}).encode()
     header += b" " * (-(len(header) + 1) % 8) + b"\n"
-    data = b"".join((header, array("Q", index.ends).tobytes(), array("I", index.groups).tobytes()))
+    data = b"".join((header, memoryview(ends), memoryview(groups)))
     for place in _places(path, key):
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -76,8 +78,9 @@ def write(path: Path, key: Mapping[str, Any], index: RowIndex) -> RowIndex:
         except (OSError, RunError) as error:
             log.info("%s: not kept: %s", place, error)
             continue
-        return _map(place, key) or index
-    return index
+        if (index := _map(place, key)) is not None:
+            return index
+    return RowIndex(ends, groups, names)
 
 
 def _places(path: Path, key: Mapping[str, Any]) -> list[Path]:

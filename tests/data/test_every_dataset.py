@@ -158,7 +158,7 @@ def test_workers_and_resumption_change_no_batch(build: Build, name: str, workers
     assert read_steps(data, 2, start, workers=workers) == alone[3:]
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"mixture", "packed", "task"}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"packed", "task"}))
 def test_epochs_may_be_permuted_without_memory(build: Build, name: str):
     data, other = build(name, shuffle="feistel"), build(name)
     orders = [order_of(made, 0, PER_STEP, STEPS) for made in (data, other)]

@@ -21,14 +21,14 @@ from src.data.mixture.interleaving import Interleaving, rates, shares
 from src.errors import ConfigError, DataError, UserError, check_all
 from src.interfaces import Architecture, Dataset, DatasetConfig, DatasetField, call_once
 from src.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
-from src.orders import feistel_permute, require_own_order
+from src.orders import Shuffle, ShuffledConfig, feistel_permute, require_own_order
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
 
-class Config(DatasetConfig):
+class Config(ShuffledConfig):
     """Parts by name, and how much is read of each."""
 
     parts: dict[str, DatasetField] = Field(min_length=1)
@@ -131,7 +131,7 @@ class Config(DatasetConfig):
         else:
             examples = {name: self.parts[name].weight(places) or len(part) for name, part in parts.items()}
             counts, order = self._counts(examples, sum(map(len, parts.values()))), seed
-        made = MixtureDataset(parts, counts, order, pad if isinstance(pad, int) else int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
+        made = MixtureDataset(parts, counts, order, pad if isinstance(pad, int) else int(tokenizer.eos_token_id), self.shuffle)  # pyright: ignore[reportArgumentType]
         made.require_same_tensors()
         return made
 
@@ -162,9 +162,11 @@ class Sample(NamedTuple):
 class MixtureDataset:
     """Samples of several data sets, `parts` by name."""
 
-    def __init__(self, parts: Mapping[str, Dataset], counts: Sequence[int], seed: int | None, pad_id: int) -> None:
+    def __init__(
+        self, parts: Mapping[str, Dataset], counts: Sequence[int], seed: int | None, pad_id: int, shuffle: Shuffle = "numpy"
+    ) -> None:
         """counts: samples of each part in an epoch. seed: of the orders in which they are read; None: in their own, part by part."""
-        self.parts = parts
+        self.parts, self.shuffle = parts, shuffle
         self.fingerprint = hashlib.sha256(json.dumps({name: part.fingerprint for name, part in parts.items()}).encode()).hexdigest()
         self.sources = list(parts)
         """Names under which the losses are logged."""
