@@ -14,6 +14,7 @@ from itertools import islice
 import numpy as np
 
 from data_prep.text_sources import Batch
+from src.data.text import token_files
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import RunError
 
@@ -41,6 +42,17 @@ class Tokens:
     """The ids of all documents, each followed by the end token."""
     lengths: np.ndarray
     """(documents,) int64, with their end tokens."""
+
+    @property
+    def documents(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+    def append_to(self, writer: token_files.Writer) -> None:
+        writer.append(self.ids, self.lengths)
 
 
 def is_validation(text: str, rate: float) -> bool:

@@ -8,6 +8,7 @@ Started again after it was killed, it goes on behind the last whole shard.
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from data_prep import command, sources, text_sources, token_shards, token_workers
+from data_prep import command, shards, sources, text_sources, token_workers
 from src.config import Places
 from src.data import jsonl
 from src.data.qa.encoded_store import tokenizer_digest
@@ -25,7 +26,7 @@ from src.errors import ConfigError, DataError
 
 COMMAND = "python -m data_prep.tokenize"
 _HERE = Path(__file__).parent
-_SCRIPTS = [_HERE / f"{name}.py" for name in ("tokenize", "sources", "text_sources", "token_shards", "token_workers")]
+_SCRIPTS = [_HERE / f"{name}.py" for name in ("tokenize", "shards", "sources", "text_sources", "token_workers")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,19 +86,20 @@ def tokenise(data_path: Path, options: Options) -> bool:
     opened = _sources(data_path, options)
     made_from = _provenance(options, about, opened)
     if command.is_made([folder], made_from):
-        token_shards.discard(folder)
+        shards.discard(folder)
         return False
     job = token_workers.Job(encoder, token_files.id_dtype(len(tokenizer)), options.text_field, options.val_rate)
-    with token_shards.partial(folder, made_from) as shards, token_workers.Workers(job, options.processes) as workers:
-        kept = sum(shard["tokens"] for split in jsonl.SPLITS for shard in shards.shards_of(split))
+    open_writer = functools.partial(token_files.Writer, dtype=job.dtype)
+    with shards.partial(folder, made_from, open_writer) as new, token_workers.Workers(job, options.processes) as workers:
+        kept = sum(shard["tokens"] for split in jsonl.SPLITS for shard in new.shards_of(split))
         for split, source in opened:
-            shards.add(split, source, workers.map_batches, options.shard_tokens)
-        splits = {split: shards.shards_of(split) for split in jsonl.SPLITS}
+            new.add(split, source, workers.map_batches, options.shard_tokens)
+        splits = {split: new.shards_of(split) for split in jsonl.SPLITS}
         for split in jsonl.SPLITS:
             if not splits[split]:
                 raise DataError(f"--{split}: no document is left for this split. Every folder has both; see --val and --val_rate.")
         facts = {"command": COMMAND, "format": token_files.FORMAT, "dtype": job.dtype, "tokenizer": about, "splits": splits}
-        shards.publish({**facts, "made_from": made_from})
+        new.publish({**facts, "made_from": made_from})
     _print_summary(folder, splits, kept, time.monotonic() - start)
     return True
 
@@ -147,11 +149,11 @@ def _provenance(options: Options, about: dict[str, Any], opened: Sequence[tuple[
 
 
 def _print_summary(folder: Path, splits: dict[str, list[dict[str, Any]]], kept: int, seconds: float) -> None:
-    tokens = sum(shard["tokens"] for shards in splits.values() for shard in shards)
+    tokens = sum(shard["tokens"] for made in splits.values() for shard in made)
     print(f"{folder}: made in {seconds:.1f} s, {(tokens - kept) / seconds:,.0f} tokens/s" + (f"; {kept:,} were there" if kept else ""))
-    for split, shards in splits.items():
-        documents, tokens = sum(shard["documents"] for shard in shards), sum(shard["tokens"] for shard in shards)
-        print(f"{split:6} {documents:,} documents, {tokens:,} tokens with their end tokens, {len(shards)} shards")
+    for split, made in splits.items():
+        documents, tokens = sum(shard["documents"] for shard in made), sum(shard["tokens"] for shard in made)
+        print(f"{split:6} {documents:,} documents, {tokens:,} tokens with their end tokens, {len(made)} shards")
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **given: tokenise(data_path, Options(**given)))

@@ -1,5 +1,6 @@
 """Tokenising once: the same shards whatever the processes, and whole ones kept when a run is killed."""
 
+import functools
 import gzip
 import json
 import os
@@ -12,11 +13,11 @@ import time
 import psutil
 import pytest
 
-from data_prep import token_shards, token_workers
+from data_prep import shards, token_workers
 from data_prep.tokenize import Options, main, tokenise
 from src.config import Places
 from src.data import jsonl
-from src.data.text import documents, tokenizers
+from src.data.text import documents, token_files, tokenizers
 from src.errors import ConfigError, DataError, RunError
 from src.files import new_directory, sha256
 from tests.conftest import ROOT
@@ -232,12 +233,12 @@ def test_a_killed_run_goes_on_behind_the_last_whole_shard(data):
     os.truncate(torn, torn.stat().st_size - 2)
     seen = {}
 
-    def publish(shards, facts, publish=token_shards.Shards.publish):
+    def publish(new, facts, publish=shards.Shards.publish):
         seen.update({path.name: path.stat().st_mtime_ns for path in beside.glob("*.ids")})
-        publish(shards, facts)
+        publish(new, facts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_shards.Shards, "publish", publish)
+        patch.setattr(shards.Shards, "publish", publish)
         run(data, train=[lines], shard_tokens=12_000)
     assert before
     assert before.items() <= seen.items()
@@ -259,7 +260,7 @@ def test_shards_of_other_options_are_not_mixed_in(data, caplog):
 
 def test_two_at_once_are_refused(data):
     with (
-        token_shards.partial(data / "made", {"tokenizer": {"vocab_size": 9}}),
+        shards.partial(data / "made", {}, functools.partial(token_files.Writer, dtype="uint16")),
         pytest.raises(RunError, match="another process is making it"),
     ):
         run(data, train=[write_lines(data / "a.jsonl", TEXTS)])

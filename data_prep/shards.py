@@ -1,4 +1,7 @@
-"""Writing a folder of token files, shard by shard; whole shards survive a kill of the writer."""
+"""Writing a folder shard by shard, from sources that are read in batches: whole shards survive a kill of the writer.
+
+What a shard is, is decided by who writes it: `tokenize` writes token files.
+"""
 
 import contextlib
 import itertools
@@ -9,23 +12,50 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from data_prep.command import Progress, exclusive_lock
 from data_prep.text_sources import Batch, Source
-from data_prep.token_workers import Tokens
 from src import files
 from src.data import jsonl
-from src.data.text import token_files
 from src.errors import DataError
 
 log = logging.getLogger(__name__)
 _PLAN, _DONE = "plan.json", ".done.json"
-Tokenise = Callable[[Iterable[Batch]], Iterator[tuple[Tokens, Tokens]]]
+
+
+class Writer(Protocol):
+    """A context manager that writes one new shard: files NAME.* in a folder, over what an earlier writer left there."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *error: object) -> None: ...
+    def close(self) -> dict[str, Any] | None:
+        """Sync the files; returns the shard's entry in the manifest, with its "name". An empty one leaves no file and returns None."""
+        ...
+
+
+class Part(Protocol):
+    """What becomes of a batch in one split."""
+
+    @property
+    def documents(self) -> int: ...
+    @property
+    def size(self) -> int:
+        """In the unit in which shards are measured, such as tokens."""
+        ...
+
+    def append_to(self, writer: Any) -> None:
+        """Add it to the shard of a `Writer` that was made for such parts."""
+        ...
+
+
+OpenWriter = Callable[[Path, str], Writer]
+Convert = Callable[[Iterable[Batch]], Iterator[tuple[Part, Part]]]
+"""The parts for training and for validation of each batch, in order."""
 
 
 @contextlib.contextmanager
-def partial(folder: Path, made_from: dict[str, Any]) -> Iterator["Shards"]:
+def partial(folder: Path, made_from: dict[str, Any], open_writer: OpenWriter) -> Iterator["Shards"]:
     """The finished shards of `folder`, in a hidden folder beside it. Shards of another provenance are deleted.
 
     Raises:
@@ -38,7 +68,7 @@ def partial(folder: Path, made_from: dict[str, Any]) -> Iterator["Shards"]:
             log.warning("%s: the shards in it were made from something else, or in another way: they are made anew.", beside)
             _empty(beside)
         files.write_json(beside / _PLAN, plan)
-        yield Shards(folder, beside, plan)
+        yield Shards(folder, beside, open_writer)
 
 
 def discard(folder: Path) -> None:
@@ -59,9 +89,8 @@ def _empty(beside: Path) -> None:
 class Shards:
     """Segments of the sources, each with a shard of training documents and one of validation documents; either may be missing."""
 
-    def __init__(self, folder: Path, beside: Path, made_from: dict[str, Any]) -> None:
-        self._folder, self._beside = folder, beside
-        self._dtype = token_files.id_dtype(made_from["tokenizer"]["vocab_size"])
+    def __init__(self, folder: Path, beside: Path, open_writer: OpenWriter) -> None:
+        self._folder, self._beside, self._open_writer = folder, beside, open_writer
         self._source = 0
         self._segments: list[dict[str, Any]] = []
         while (path := self._done_path(len(self._segments))).exists():
@@ -76,8 +105,8 @@ class Shards:
         """The finished shards of a split, as in the manifest."""
         return [segment["shards"][split] for segment in self._segments if split in segment["shards"]]
 
-    def add(self, split: str, source: Source, tokenise: Tokenise, shard_tokens: int) -> None:
-        """Tokenise the rest of the next source. split: that of all its documents, if `tokenise` does not split them.
+    def add(self, split: str, source: Source, convert: Convert, shard_size: int) -> None:
+        """Convert the rest of the next source. split: that of all its documents, if `convert` does not split them.
 
         Raises:
             DataError: the source is damaged.
@@ -89,29 +118,27 @@ class Shards:
             left = source.read(begun.state)
             if begun.state is None:
                 left = itertools.islice(left, begun.batches, None)
-            results = _log_progress(source.name, tokenise(begun.record_states(left)))
-            while not self._segment(split, begun, results, shard_tokens):
+            results = _log_progress(source.name, convert(begun.record_states(left)))
+            while not self._segment(split, begun, results, shard_size):
                 pass
         self._source += 1
 
-    def _segment(self, split: str, begun: "_Place", results: Iterator[tuple[Tokens, Tokens]], shard_tokens: int) -> bool:
+    def _segment(self, split: str, begun: "_Place", results: Iterator[tuple[Part, Part]], shard_size: int) -> bool:
         """Write the shards of a segment, and record which part of the source they hold; returns whether the source ends with them."""
-        number, tokens, ended = len(self._segments), 0, False
+        number, size, ended = len(self._segments), 0, False
         with contextlib.ExitStack() as opened:
-            writers = {
-                name: opened.enter_context(token_files.Writer(self._beside, f"{name}-{number:05d}", self._dtype)) for name in jsonl.SPLITS
-            }
-            while tokens < shard_tokens and not ended:
+            writers = {name: opened.enter_context(self._open_writer(self._beside, f"{name}-{number:05d}")) for name in jsonl.SPLITS}
+            while size < shard_size and not ended:
                 if (parts := next(results, None)) is None:
                     ended = True
                     continue
                 begun.finish()
                 for name, part in zip(jsonl.SPLITS if split == "train" else ("val", "train"), parts, strict=True):
-                    writers[name].append(part.ids, part.lengths)
-                    tokens += len(part.ids)
+                    part.append_to(writers[name])
+                    size += part.size
             shards = {name: facts for name, writer in writers.items() if (facts := writer.close()) is not None}
-        names = [facts["name"] + end for facts in shards.values() for end in (token_files.IDS, token_files.ENDS)]
-        sizes = {name: (self._beside / name).stat().st_size for name in names}
+        paths = [path for facts in shards.values() for path in sorted(self._beside.glob(f"{facts['name']}.*"))]
+        sizes = {path.name: path.stat().st_size for path in paths}
         done = {"source": self._source, "batches": begun.batches, "state": begun.state, "last": ended}
         segment = {**done, "shards": shards, "bytes": sizes}
         files.sync_directory(self._beside)
@@ -155,9 +182,9 @@ class _Place:
         self.batches += 1
 
 
-def _log_progress(name: str, results: Iterator[tuple[Tokens, Tokens]]) -> Iterator[tuple[Tokens, Tokens]]:
+def _log_progress(name: str, results: Iterator[tuple[Part, Part]]) -> Iterator[tuple[Part, Part]]:
     """The `results`; logs the progress every few seconds."""
     progress = Progress(name, "documents")
     for parts in results:
-        progress.count(sum(len(part.lengths) for part in parts), sum(len(part.ids) for part in parts))
+        progress.count(sum(part.documents for part in parts), sum(part.size for part in parts))
         yield parts
