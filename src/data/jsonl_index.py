@@ -87,7 +87,7 @@ def _places(path: Path, key: Mapping[str, Any]) -> list[Path]:
     """Where the index may be: files of other rules have other names."""
     name = hashlib.sha256(json.dumps(key["rules"], sort_keys=True).encode()).hexdigest()[:8]
     whole = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rows"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainval"
     return [path.with_name(f".{path.name}.{name}.index"), cache / f"{path.name}.{whole}.{name}.index"]
 
 

@@ -151,7 +151,7 @@ def test_where_the_folder_cannot_be_written_the_cache_of_the_user_can(path: Path
     assert len(read(path)[1]) == 2000
     rows, checked = read(path)
     assert (rows, checked) == (ROWS, [])
-    assert len(list((tmp_path / "cache" / "rows").iterdir())) == 1
+    assert len(list((tmp_path / "cache" / "trainval").iterdir())) == 1
 
 
 def test_where_nothing_can_be_written_rows_are_checked_each_time(path: Path, tmp_path: Path):
