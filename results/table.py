@@ -11,6 +11,7 @@ from typing import Any
 
 from results import run_arguments
 from src.errors import ConfigError, print_errors
+from src.runs.metadata import CODE_VERSIONS
 from src.tables import rows as results
 from src.tables import statistics
 
@@ -81,7 +82,7 @@ def tabulate(
     known = results.score_names(rows)
     keys = statistics.grouping_keys(rows, by)
     if scores is None:
-        shown = results.headline_scores(known)
+        shown = [*results.headline_scores(known), *(name for name in [CODE_VERSIONS] if name in known)]
     else:
         shown = known if list(scores) == ["all"] else list(scores)
     if metric is None:

@@ -361,6 +361,20 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sample_digest(path: Path, edge: int = 2**20, pieces: int = 1024) -> str:
+    """sha256 of the first and last `edge` bytes of a file and of `pieces` of 4 KiB between, at even distances: few reads of many gigabytes.
+
+    A change of a contiguous 1 / `pieces` of the file or more is detected; one of a few bytes may not be.
+    """
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with open(path, "rb", buffering=0) as file:
+        digest.update(os.pread(file.fileno(), edge, 0) + os.pread(file.fileno(), edge, max(size - edge, 0)))
+        if size > 2 * edge:
+            for n in range(pieces):
+                digest.update(os.pread(file.fileno(), 4096, edge + (size - 2 * edge) * n // pieces))
+    return digest.hexdigest()
+
+
 def sync_directory(path: Path) -> None:
     """Make renames inside `path` survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from src.config import Places, added_field
 from src.errors import CheckpointError, ConfigError
-from src.files import read_json, sha256
+from src.files import read_json, sample_digest, sha256
 from src.interfaces import Architecture, ModelConfig, call_once
 from src.models import kv_cache_size
 from src.models.architecture import from_dict
@@ -25,9 +25,6 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 BITSANDBYTES = "bitsandbytes==0.50.2"
 WITHOUT_FLEX = ("gpt2", "gpt_bigcode")
 """Families that have no flex_attention in transformers 5.23."""
-_MIB = 2**20
-_SLICES, _SLICE = 1024, 4096
-"""Of a weight file, how many pieces of how many bytes a fingerprint reads between the first and the last MiB."""
 
 
 class Config(ModelConfig):
@@ -162,9 +159,8 @@ class Config(ModelConfig):
     def fingerprint(self, places: Places) -> str:
         """sha256 over config.json and the weight files that `build` loads, the same for a hub id and for a copy of its files.
 
-        Of a weight file count name, size, the first and last MiB, and 1,024 pieces of 4 KiB at even distances: 6 MiB at most are read
-        of many gigabytes. A change of a contiguous thousandth of the file or more is detected, as after further training
-        or merged adapters; one of a few bytes may not be.
+        Of a weight file count name, size and `files.sample_digest`: 6 MiB at most are read of many gigabytes. Further training or merged
+        adapters are detected; a change of a few bytes may not be.
 
         Raises:
             UserError: what `check` raises.
@@ -173,7 +169,7 @@ class Config(ModelConfig):
         folder = self._folder(places)
         weights = _find_weights(folder)
         assert weights, "check found them"
-        listed = {path.name: [path.stat().st_size, _sample_digest(path)] for path in _weight_files(weights)}
+        listed = {path.name: [path.stat().st_size, sample_digest(path)] for path in _weight_files(weights)}
         return hashlib.sha256(json.dumps([sha256(folder / "config.json"), listed], sort_keys=True).encode()).hexdigest()
 
     def _folder(self, places: Places) -> Path:
@@ -200,17 +196,6 @@ class Config(ModelConfig):
         """The folder `path`, below the prepared data or as given; None where it is a hub id."""
         candidates = (places.data / self.path, Path(self.path))
         return next((path for path in candidates if os.path.isdir(path)), None)  # unlike Path.is_dir, False for a name that is too long
-
-
-def _sample_digest(path: Path) -> str:
-    """sha256 of the first and last MiB and of the pieces between, whose positions depend on the size alone."""
-    digest, size = hashlib.sha256(), path.stat().st_size
-    with open(path, "rb", buffering=0) as file:
-        digest.update(os.pread(file.fileno(), _MIB, 0) + os.pread(file.fileno(), _MIB, max(size - _MIB, 0)))
-        if size > 2 * _MIB:
-            for n in range(_SLICES):
-                digest.update(os.pread(file.fileno(), _SLICE, _MIB + (size - 2 * _MIB) * n // _SLICES))
-    return digest.hexdigest()
 
 
 def _hub_cache() -> Path:

@@ -1,6 +1,8 @@
 """The environment of a start: code, versions, machine, command. Leaves out secrets, and never raises."""
 
 import contextlib
+import functools
+import hashlib
 import json
 import os
 import platform
@@ -45,6 +47,8 @@ SECRET_FILES = (
 """Names of files that are likely to hold secrets: their content is never recorded."""
 SNAPSHOT = "snapshot.json"
 """In a code snapshot of a job: the `code_version` of the original."""
+_OTHER_ROOMS = {"exp_groups", "launch", "operations", "sweeps", "tables"}
+"""Rooms of src from which no training takes code: experiments are in its id, and the others start or show trainings."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 _HIDDEN = "***"
 
@@ -94,6 +98,17 @@ def code_version(root: Path) -> dict[str, Any]:
     commit, branch = heads if len(heads) == 2 else (None, None)
     diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".", *(f":(exclude,glob)**/{name}" for name in SECRET_FILES))
     return {"commit": commit, "branch": branch, "dirty": None if diff is None else bool(diff), "diff": diff and _shorten(diff)}
+
+
+@functools.cache
+def code_digest(root: Path = _ROOT) -> str:
+    """Digest of the modules that a training may run, the same in a checkout and in a snapshot of it: those of src but `_OTHER_ROOMS`."""
+    digest = hashlib.sha256()
+    for path in sorted((root / "src").rglob("*.py")):
+        name = path.relative_to(root / "src")
+        if name.parts[0] not in _OTHER_ROOMS:
+            digest.update(json.dumps([name.as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()]).encode())
+    return digest.hexdigest()[:16]
 
 
 def redact(command: Sequence[str]) -> list[str]:

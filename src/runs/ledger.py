@@ -73,7 +73,8 @@ def read(run: Path) -> list[dict[str, Any]]:
 def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
     """Record that this attempt at the run in `run` starts, with `facts`, and at the end of the block why it stopped. Collective.
 
-    step: gives the number of finished optimizer steps.
+    step: gives the number of finished optimizer steps. The start records the "code" (`environment.code_digest`); where the start before
+    ran other code, a line of the log says so.
     """
 
     def record(name: str, **more: Any) -> None:
@@ -81,6 +82,11 @@ def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
             append(run, event(name, step=step(), **more))
 
     with distributed.raise_together():
+        if distributed.is_main():
+            codes = codes_of_starts(run, step())
+            facts["code"] = environment.code_digest()
+            if codes and codes[-1] != facts["code"]:
+                log.warning("%s: goes on with other code than at its last start (%s, now %s).", run, codes[-1], facts["code"])
         record("start", world_size=distributed.world_size(), **facts, **last_start(run))
     try:
         yield
@@ -92,6 +98,16 @@ def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
             record("stop", why=str(error))
         raise
     record("stop", why="finished")
+
+
+def codes_of_starts(run: Path, step: int) -> list[str]:
+    """The "code" of the starts of the save directory `run` that recorded one, the oldest first.
+
+    Without those of which nothing is left, as the next start was at the same step. step: of the start that comes now.
+    """
+    starts = [found for found in read(run) if found["event"] == "start"]
+    following = [*(found.get("step") for found in starts[1:]), step]  # one more than `starts` where that is empty
+    return [found["code"] for found, at in zip(starts, following, strict=False) if "code" in found and found.get("step") != at]
 
 
 def user_and_host() -> str:

@@ -24,6 +24,8 @@ DIFF = "diff.patch"
 STATUS = "status.json"
 GROUPS = "groups.json"
 JOB = "job_dict.json"
+CODE_VERSIONS = "code_versions"
+"""The key of status.json that says how many versions of the code have trained a run, where it is more than one."""
 State = Literal["running", "done", "failed", "stopped"]
 
 

@@ -11,7 +11,7 @@ from src.errors import ConfigError, DataError, UserError
 from src.experiments import expressions
 from src.files import reading
 from src.runs.lease import holder_is_dead
-from src.runs.metadata import state_of
+from src.runs.metadata import CODE_VERSIONS, state_of
 from src.runs.summary import is_finite
 from src.tables.scan import RunIndex, RunRecord
 
@@ -19,7 +19,7 @@ FACTS = ("exp_id", "state", "group", "step")
 _LOWER_IS_BETTER = {"loss", "ppl", "perplexity", "error", "errors", "err", "nll", "wer", "cer", "bpb", "bpc", "mse", "mae", "rmse", "kl"}
 
 _SIZES = ("projected_bytes_per_context_token", "decoder_cache_bytes_per_context_token")
-DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens", *_SIZES)
+DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens", CODE_VERSIONS, *_SIZES)
 """Scores that are not results: diagnostics of the training loop, and the sizes that a model's own is compared with."""
 
 

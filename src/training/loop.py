@@ -18,10 +18,11 @@ from torch import Tensor
 from src import distributed
 from src.errors import CheckpointError, RunError, TrainingError
 from src.orders import Cursor, order_of
-from src.runs import ledger
+from src.runs import environment, ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Run
 from src.runs.history import branches
+from src.runs.metadata import CODE_VERSIONS
 from src.training import loader, seeds
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing.saver import LoopSnapshot, Saver
@@ -38,7 +39,7 @@ from src.training.parallel import compile as compilation
 from src.training.parallel import memory
 from src.training.parallel.engine import Engine
 from src.training.spec import TrainSpec
-from src.training.state import IntervalTotals, State
+from src.training.state import CONTENT, IntervalTotals, State, content_samples
 from src.training.stop_conditions import StopConditions
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ class Loop:
         self.selection = ModelSelection(config)
         self.saver = Saver(run, spec.about, config)
         self.guard = DivergenceGuard(run, config, Source(spec.train, spec.about.tokenizer, self.branches), self.saver.wait)
-        self.state = State(inputs=dict(spec.inputs))
+        content = distributed.broadcast_from_rank0(lambda: content_samples(run))
+        self.state = State(inputs={**spec.inputs, **content})
         self.row_every = run.options.log_every or config.eval_every
         self.meter = ThroughputMeter(spec.model, config.precision)
         self.monitor = Monitor(run.path, spec.model, run.options.statistics_every, compiled=config.compile)
@@ -302,18 +304,22 @@ class Loop:
         except CheckpointError as error:
             raise CheckpointError(f"{self.run.path}: {error}") from None
         now, before = self.state.inputs, state.inputs
-        changed = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+        known = {name for name in now if name in before or not name.startswith(CONTENT)}  # older checkpoints have no samples
+        changed = sorted(name for name in known | before.keys() if now.get(name) != before.get(name))
         if changed:
             raise RunError(
                 f"{self.run.path}: {', '.join(changed)}: no longer what this run began with. Restore what it began with, "
                 "or start over with -r 1."
             )
+        state.inputs |= now
         self.state, self.saver.step = state, state.step
         self.selection.restore(state.selection)
 
     def _truncate_records(self) -> None:
         """Roll scores, newer checkpoints, status and the best pointer back to the restored step."""
-        self.run.dir.set_status("running", step=self.state.step, steps=self.config.steps)
+        versions = len({*ledger.codes_of_starts(self.run.path, self.state.step), environment.code_digest()})
+        facts = {CODE_VERSIONS: versions} if versions > 1 else {}
+        self.run.dir.set_status("running", step=self.state.step, steps=self.config.steps, **facts)
         # If the run was stopped during an evaluation, the checkpoint exists but its row is still to be written.
         self.run.dir.scores.truncate(self.state.step - self.row_due())
         self.monitor.truncate(self.state.step)

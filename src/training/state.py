@@ -1,15 +1,21 @@
 """State of the loop besides weights and optimizer, saved in each checkpoint's state.json."""
 
 import hashlib
+import json
+import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from src.errors import CheckpointError
+from src import files
+from src.errors import CheckpointError, DataError
 from src.interfaces import Dataset
 from src.orders import Cursor
 from src.runs import parents
 from src.runs.context import Run
 
+CONTENT = "content of "
+"""Begins the names of inputs that `content_samples` gives."""
 ADDED, ADDED_TOTALS = {"cursor"}, {"sums"}
 """Fields of `State` and `IntervalTotals` that checkpoints of earlier versions lack. They are empty there."""
 
@@ -90,3 +96,29 @@ def fingerprints(run: Run, data: Dataset, tokenizer: Any, pretrained: str | None
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         **{f"parent {name}": digest for name, digest in of_parents.items()},
     }
+
+
+def content_samples(run: Run) -> dict[str, str]:
+    """{"content of NAME": digest} of each prepared data set that the experiment's data name.
+
+    Its fingerprint is that of its manifest; this is of samples of the files themselves, about 6 MiB of a data set. So a file that was
+    changed in place is noticed, unless few bytes of a large one were. Stores of encoded contexts are not sampled.
+    """
+    found = {}
+    for name in sorted({value for value in _texts(run.dir.exp.get("data")) if os.path.isfile(run.places.data / value / files.MANIFEST)}):
+        folder = run.places.data / name
+        listed = sorted(files.read_manifest(folder, DataError)["files"])
+        pieces = max(4, 1024 // max(1, len(listed)))
+        with files.reading(folder, DataError):
+            samples = [[file, files.sample_digest(folder / file, 1024 * pieces, pieces)] for file in listed]
+        found[CONTENT + name] = hashlib.sha256(json.dumps(samples).encode()).hexdigest()
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)

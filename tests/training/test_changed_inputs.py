@@ -1,0 +1,99 @@
+"""What may change between two starts of a run, and what becomes of it: other code is told, other data are refused."""
+
+import copy
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from results import table
+from src.experiments.identity import exp_id
+from src.launch import snapshot
+from src.runs import environment, ledger
+from tests import toy, warm
+
+EXP: dict[str, Any] = copy.deepcopy(toy.BASE)
+EXP["loop"] |= {"steps": 60, "eval_every": 20}
+RUN = exp_id(EXP)
+ARGUMENTS = ["-e", "base", "--log_every", "2"]
+
+
+def stop_midway(root: Path, folder: Path) -> None:
+    """Start, and kill it when a further checkpoint is there."""
+    checkpoints = folder / "runs" / RUN / "checkpoints"
+    before = max(checkpoints.glob("step-*"), default=checkpoints)
+    process = warm.Process(toy.command(root, ARGUMENTS, folder), toy.environment(), None, folder / "log")
+    until = time.monotonic() + toy.LONGEST
+    while max(checkpoints.glob("step-*"), default=before) == before:
+        assert process.poll() is None, (folder / "log").read_text()
+        assert time.monotonic() < until
+        time.sleep(0.0005)
+    process.kill()
+    process.wait(toy.LONGEST)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    toy.write_data(tmp_path / "data")
+    return toy.project(tmp_path, f"EXP_GROUPS = {{'base': [{EXP!r}]}}\n")
+
+
+@pytest.mark.slow
+def test_other_code_is_told_in_the_log_and_in_the_table(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (root / "src").unlink()
+    shutil.copytree(toy.ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    run = tmp_path / "runs" / RUN
+    stop_midway(root, tmp_path)
+    stop_midway(root, tmp_path)
+    assert "other code" not in (run / "logs" / "train.log").read_text()
+    assert table.main([str(tmp_path / "runs"), "--format", "markdown"]) == 0
+    assert "code_versions" not in capsys.readouterr().out
+    loss = root / "src" / "training" / "loss.py"
+    loss.write_text(loss.read_text().replace("    return loss\n", "    return 1.5 * loss\n", 1))
+    assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
+    first, second, third = (event["code"] for event in ledger.read(run) if event["event"] == "start")
+    assert first == second != third
+    text = f"goes on with other code than at its last start ({second}, now {third})."
+    assert (run / "logs" / "train.log").read_text().count(text) == 1
+    assert table.main([str(tmp_path / "runs"), "--format", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["code_versions"] == 2
+    assert table.main([str(tmp_path / "runs"), "--format", "markdown"]) == 0
+    assert "| code_versions |" in capsys.readouterr().out
+
+
+def test_starts_of_which_nothing_is_left_do_not_count(tmp_path: Path):
+    for step, code in ((0, "a"), (0, "b"), (4, "c"), (4, "b")):
+        ledger.append(tmp_path, ledger.event("start", step=step, code=code))
+    ledger.append(tmp_path, ledger.event("start", step=8))
+    assert ledger.codes_of_starts(tmp_path, 8) == ["b", "b"]
+    assert ledger.codes_of_starts(tmp_path, 0) == ["b", "b"]
+
+
+def test_the_digest_is_that_of_the_code_wherever_it_lies(tmp_path: Path):
+    source = tmp_path / "source"
+    (source / "src" / "launch").mkdir(parents=True)
+    for name in ("trainval.py", "src/loss.py", "src/launch/local.py"):
+        (source / name).write_text("one = 1\n")
+    copy = snapshot.take(source, tmp_path / "snapshots")
+    before = environment.code_digest(source)
+    assert environment.code_digest(copy) == before
+    for name, same in (("src/launch/local.py", True), ("src/loss.py", False)):
+        (source / name).write_text("one = 2\n")
+        environment.code_digest.cache_clear()
+        assert (environment.code_digest(source) == before) == same
+
+
+def test_data_of_the_same_size_with_other_content_are_refused(root: Path, tmp_path: Path):
+    stop_midway(root, tmp_path)
+    file = tmp_path / "data" / "toy_text" / "train.jsonl"
+    before = file.read_bytes()
+    file.write_bytes(before.replace(b"red", b"tan"))
+    done = toy.run(root, ARGUMENTS, tmp_path)
+    assert done.returncode == 1
+    assert "content of toy_text: no longer what this run began with. Restore what it began with" in done.stderr
+    file.write_bytes(before)
+    assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
