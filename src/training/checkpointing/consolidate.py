@@ -5,8 +5,8 @@ python -m src.training.checkpointing.consolidate results/runs/EXP_ID --step 2000
 python -m src.training.checkpointing.consolidate CHECKPOINT --verify    writes nothing: compares what is there with the shards
 
 In place, the checkpoint gets the files that a training without ZeRO would have written, so that it can be resumed in any mode and on any
-number of processes. Weights are those of DeepSpeed's zero_to_fp32, bit for bit. Memory needed does not grow with the model: tensors go
-from the shards to the file 16 MB at a time.
+number of processes; a training that needs them does this by itself. Weights are those of DeepSpeed's zero_to_fp32, bit for bit. Memory
+needed does not grow with the model: tensors go from the shards to the file 16 MB at a time.
 """
 
 import argparse

@@ -152,8 +152,9 @@ def load_optimizer(
     fitted: what becomes of an entry of a parameter.
 
     Raises:
-        CheckpointError: it is of another model, or only the processes that wrote it can read it.
+        CheckpointError: it is of another model, or its shards are damaged.
     """
+    ensure_whole_optimizer(folder)
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     with distributed.raise_together():
         entries = list(optimizer_entries(folder, model))
@@ -167,8 +168,6 @@ def load_optimizer(
 
 def optimizer_entries(folder: Path, model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
     """(parameter, "exp_avg", tensor), … of the checkpoint in `folder`."""
-    if not (folder / OPTIMIZER).exists():
-        raise reshard(folder, "this start")
     parameters = dict(model.named_parameters())
     for key, value in load_file(folder / OPTIMIZER).items():
         name, entry = key.rsplit(SEPARATOR, 1)
@@ -177,9 +176,18 @@ def optimizer_entries(folder: Path, model: nn.Module) -> Iterator[tuple[nn.Param
         yield parameters[name], entry, value
 
 
-def reshard(folder: Path, now: str) -> CheckpointError:
-    """Raise if the optimizer state is sharded for another number of processes or another ZeRO stage."""
-    return CheckpointError(
-        f"{folder}: its optimizer state is in DeepSpeed's shards, which do not fit {now}. "
-        f"Put them together first: python -m src.training.checkpointing.consolidate {folder}"
-    )
+def ensure_whole_optimizer(folder: Path) -> None:
+    """Where the optimizer's state is in DeepSpeed's shards alone, put it together into the checkpoint, on rank 0. Collective.
+
+    Raises:
+        CheckpointError: the shards are missing or damaged.
+        RunError: the disk refuses.
+    """
+    from src.training.checkpointing import consolidate
+
+    def add() -> None:
+        if not (folder / OPTIMIZER).exists():
+            log.info("%s: its optimizer state is in DeepSpeed's shards, which do not fit this start: put together first.", folder)
+            consolidate.consolidate(folder)
+
+    distributed.broadcast_from_rank0(add)

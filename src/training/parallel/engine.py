@@ -129,7 +129,7 @@ class Engine(ABC):
         """Load the optimizer's state from a checkpoint, after the weights. Collective.
 
         Raises:
-            CheckpointError: it was written for another model, or by processes that share it otherwise.
+            CheckpointError: it was written for another model, or is damaged.
         """
 
 

@@ -106,7 +106,7 @@ def _without_auto(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ZeroEngine(Engine):
-    """Saves optimizer states as DeepSpeed's own shards, which only the same number of processes can load."""
+    """Saves optimizer states as DeepSpeed's own shards. Another number of processes puts them together before it loads them."""
 
     shards_gradients = True
 
@@ -201,16 +201,15 @@ class ZeroEngine(Engine):
         distributed.broadcast_from_rank0(lambda: files.write_json(folder / SHARDS / zero_layout.TOPOLOGY, topology))
 
     def load_optimizer(self, folder: Path) -> None:
-        """From shards of the same world size and stage, or from optimizer.safetensors."""
+        """From shards of the same world size and stage, else from optimizer.safetensors, which is made where it is not there."""
         topology = folder / SHARDS / zero_layout.TOPOLOGY
         now = {"stage": self.stage, "world_size": distributed.world_size()}
         with distributed.raise_together():
             own = topology.exists() and now.items() <= read_json(topology, CheckpointError).items()
-            if not own and not (folder / checkpoint.OPTIMIZER).exists():
-                raise checkpoint.reshard(folder, f"ZeRO-{self.stage} with world size {now['world_size']}")
         if own:
             self.engine.load_checkpoint(str(folder), tag=SHARDS, load_module_strict=False)  # frozen weights are not in it
         else:
+            checkpoint.ensure_whole_optimizer(folder)
             self._load_parts(folder)
 
     def _load_parts(self, folder: Path) -> None:
