@@ -86,7 +86,8 @@ def act(args: argparse.Namespace) -> int:
         return look(args.job_option, [item.exp_id for item in planned], places)
     given = resources.load_named(args.job_scheduler, places.runs, [item.exp for item in planned]) if args.job_scheduler else None
     queued = actions.pending_parents(places.runs, planned) if given else ()
-    lacks = plan.find_problems(planned, places, chosen if args.reset or args.job_option == "reset" else (), queued)
+    reset = chosen if args.reset or args.job_option == "reset" else ()
+    lacks = plan.find_problems(planned, places, reset, queued, args.micro_batch)
     if args.dry_run:
         return show(planned, lacks, places)
     if lacks:
@@ -168,7 +169,7 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
             if any(distributed.all_gather_list([distributed.stop_requested()])):  # at the end of the one before, too late for its loop
                 raise distributed.agreed_stop(None)
             try:
-                run_one(item, args.reset if item.exp_id in chosen else 0, places, options)
+                run_one(item, args.reset if item.exp_id in chosen else 0, places, options, args.micro_batch)
             except UserError as error:
                 # The next experiment can start where all processes are here. Else this one cannot know how far the others are.
                 if distributed.world_size() > 1 and not error.everywhere:
@@ -181,12 +182,12 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
     return 1 if failed else 0
 
 
-def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
-    """Train one experiment in its save directory; a finished one is left as it is."""
+def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int | None = None) -> None:
+    """Train one experiment in its save directory; a finished one is left as it is. micro_batch: instead of the experiment's own."""
     from src import distributed
     from src.errors import ConfigError
     from src.registry import resolved_dict
-    from src.runs import metadata, parents
+    from src.runs import metadata, parents, plan
     from src.runs.context import Run, log_to_file
     from src.runs.environment import describe
     from src.runs.run_dir import RunDir
@@ -210,7 +211,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any) -> None:
             log.info("%s %s: done already.", item.where, item.exp_id)
         else:
             log.info("%s %s", item.where, run_dir.path)
-            carry_out(item, Run(run_dir, places, options))
+            carry_out(plan.replace_micro_batch(item, micro_batch), Run(run_dir, places, options))
 
 
 def carry_out(item: Any, run: Any) -> None:

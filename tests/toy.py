@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -141,6 +142,20 @@ def finished(words: Sequence[str], variables: Mapping[str, str], cwd: Path | Non
 def run_cold(root: Path, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `command` to its end as a user does: it loads what it needs. For what loads little."""
     return subprocess.run(command(root, arguments, folder), capture_output=True, text=True, env=environment(), check=False)
+
+
+def kill_midway(root: Path, arguments: Sequence[str], folder: Path, exp_id: str) -> None:
+    """Start or continue, and kill it when a further checkpoint is there."""
+    checkpoints = folder / "runs" / exp_id / "checkpoints"
+    before = max(checkpoints.glob("step-*"), default=checkpoints)
+    process = warm.Process(command(root, arguments, folder), environment(), None, folder / "log")
+    until = time.monotonic() + LONGEST
+    while max(checkpoints.glob("step-*"), default=before) == before:
+        assert process.poll() is None, (folder / "log").read_text()
+        assert time.monotonic() < until
+        time.sleep(0.0005)
+    process.kill()
+    process.wait(LONGEST)
 
 
 def environment() -> dict[str, str]:

@@ -13,7 +13,10 @@ if TYPE_CHECKING:  # --help must not wait for what checks experiments
     from src.runs.context import Options
 
 JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry")
-PASSED_ON = ("log_every", "stop_after", "max_host_memory", "num_workers", "statistics_every", "keep_last", "keep_every", "keep_best")
+PASSED_ON = (
+    *("log_every", "stop_after", "max_host_memory", "num_workers", "micro_batch", "statistics_every"),
+    *("keep_last", "keep_every", "keep_best"),
+)
 """Arguments that launched experiments get too, besides those for Weights & Biases and for sharded models."""
 SWITCHES = ("fsdp", "gradient_checkpointing", "offload_activations", "wandb_log_gradients")
 """Switches that launched experiments get too."""
@@ -49,6 +52,13 @@ def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namesp
     where.add_argument("--stop_after", type=float, metavar="SECONDS", help="stop gracefully, resumable, this long after the start")
     where.add_argument("--max_host_memory", type=float, metavar="SHARE", help="stop gracefully when this share is in use, such as 0.9")
     where.add_argument("--num_workers", type=int, metavar="N", help="data-loading processes per rank (default: 2 with a GPU)")
+    where.add_argument(
+        "--micro_batch",
+        "--micro-batch",
+        type=int,
+        metavar="N",
+        help="instead of loop.micro_batch, for this start: same id, no dropout",
+    )
     where.add_argument("--statistics_every", type=int, metavar="N", default=50, help="steps between statistics; 0: none (default: 50)")
     where.add_argument("--keep_last", type=int, metavar="N", help="newest checkpoints to keep (default: 2)")
     where.add_argument("--keep_every", type=int, metavar="N", help="also keep those at multiples of N steps (default: none)")

@@ -51,6 +51,22 @@ def load(exp: Experiment, group: str, where: str) -> Planned:
     return Planned(exp_id(spelled), spelled, recipe, (group,) if group else (), where)
 
 
+def replace_micro_batch(item: Planned, micro_batch: int | None) -> Planned:
+    """`item` to be started with another loop.micro_batch, of the same dict and id. None: `item` itself.
+
+    Raises:
+        ConfigError: it does not train, or the sequences of a step are no multiple.
+    """
+    if micro_batch is None:
+        return item
+    if not item.exp.get("loop"):
+        raise ConfigError("--micro_batch: it has no loop, so nothing is trained. Leave it out.")
+    try:
+        return replace(item, recipe=load(set_path(item.exp, "loop.micro_batch", micro_batch, must_exist=True), "", "").recipe)
+    except ConfigError as error:
+        raise ConfigError(f"--micro_batch {micro_batch}: {str(error).removeprefix('.')}") from None
+
+
 def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]) -> list[Planned]:
     """Every experiment of the groups `names`, with the assignments of --set applied. "lm[3]" names one experiment of the group "lm".
 
@@ -157,12 +173,17 @@ def add_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: 
 
 @remember_calls()
 def find_problems(
-    planned: Sequence[Planned], places: Places, reset: Container[str] = (), ahead: Collection[str] = ()
+    planned: Sequence[Planned],
+    places: Places,
+    reset: Container[str] = (),
+    ahead: Collection[str] = (),
+    micro_batch: int | None = None,
 ) -> dict[str, list[str]]:
     """What this machine lacks for each experiment, by id. Loads no model.
 
     reset: ids that start over. Other experiments that are done are not checked.
     ahead: ids whose jobs will have ended before: as parents they are not missing. So are those that come earlier in `planned`.
+    micro_batch: see `replace_micro_batch`.
     """
     found: dict[str, list[str]] = {}
     before = set(ahead)
@@ -176,7 +197,7 @@ def find_problems(
             lacks.append(str(error))
         lacks += parents.missing_parents(item.exp, places, before, seen)
         try:
-            item.recipe.check(places)
+            replace_micro_batch(item, micro_batch).recipe.check(places)
         except UserError as error:
             lacks.append(str(error))
         if lacks:

@@ -13,7 +13,7 @@ from src.errors import RunError
 from src.files import read_json, reading
 from src.runs.metadata import CODE_VERSIONS, ENV, EXP_DICT, GROUPS, STATUS, flatten, read_exp_dict, read_groups, read_status
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
-from src.runs.summary import SUMMARY, Summary, is_finite, parse_summary, summarize
+from src.runs.summary import SUMMARY, Summary, parse_summary, summarize
 from src.tables import cache
 
 SETTLED_SECONDS = 2.0
@@ -96,8 +96,8 @@ def _read_record(path: Path, groups: list[str]) -> RunRecord:
     summary = summarize(path / SCORES, parse_summary(status.get(SUMMARY)))
     if summary.size == 0 and not (path / SCORES).exists() and (path / SCORE_LIST).exists():
         summary.add(read_score_list(path / SCORE_LIST))
-    if is_finite(status.get(CODE_VERSIONS)):
-        summary.last[CODE_VERSIONS] = status[CODE_VERSIONS]
+    if isinstance(versions := status.get(CODE_VERSIONS), int):
+        summary.last[CODE_VERSIONS] = versions
     return RunRecord(groups, status["state"], config, summary)
 
 

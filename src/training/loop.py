@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from src import distributed
-from src.errors import CheckpointError, RunError, TrainingError
+from src.errors import CheckpointError, ConfigError, RunError, TrainingError
 from src.orders import Cursor, order_of
 from src.runs import environment, ledger
 from src.runs.checkpoints import folder as checkpoints
@@ -114,6 +114,8 @@ class Loop:
         self.meter = ThroughputMeter(spec.model, config.precision)
         self.monitor = Monitor(run.path, spec.model, run.options.statistics_every, compiled=config.compile)
         self.sources = loader.sources(spec.train)
+        self.other_micro_batch = config.micro_batch != (run.dir.exp.get("loop") or {}).get("micro_batch", config.micro_batch)
+        """Whether this start has another than the experiment (--micro_batch), and no pass has shown yet that it may."""
         self.stopping = False  # True once any process was asked to stop; the same on every rank
 
     def due(self, every: int) -> bool:
@@ -125,9 +127,13 @@ class Loop:
         return self.state.since_row.steps > 0 and (self.due(self.config.eval_every) or self.due(self.row_every))
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
-        """Records this attempt in the ledger. The "cursor" of its start says where its data begin, as the order describes it."""
+        """Records this attempt in the ledger. The "cursor" of its start says where its data begin, as the order describes it.
+
+        "micro_batch" is that of this start, which may be another than the experiment's.
+        """
         cursor = dict(self.order.describe(self.state.step, self.state.cursor))
-        return ledger.attempt(self.run.path, lambda: self.state.step, engine=self.engine.name, cursor=cursor)
+        facts = {"engine": self.engine.name, "cursor": cursor, "micro_batch": self.config.micro_batch}
+        return ledger.attempt(self.run.path, lambda: self.state.step, **facts)
 
     @contextlib.contextmanager
     def save_on_stop(self) -> Iterator[None]:
@@ -162,11 +168,14 @@ class Loop:
         for a in range(step.passes):
             counts = a < len(step.batches)  # else a pass that keeps this process in step with those that have one more
             batch, sources = (step.batches[a], step.sources[a]) if counts else (step.batches[0], step.sources[0])
-            self._seed_dropout(seeds.dropout_seed(self.seed, state.step, a * world_size + distributed.rank()))
+            seed = seeds.dropout_seed(self.seed, state.step, a * world_size + distributed.rank())
+            self._seed_dropout(seed)
             last = a == step.passes - 1
             with self.engine.accumulation_context(last):
                 with self.accelerator.autocast(), self.monitor.forward(last), self._activation_context():
                     loss, named = self._loss(batch, sources)
+                if self.other_micro_batch:
+                    self._require_no_dropout(seed)
                 # The engine takes the mean over ranks; the factor makes it a sum.
                 self.engine.backward(loss * (counts * world_size / count), last)
             named = {"": (loss, loss.new_zeros(())), **named}
@@ -202,6 +211,19 @@ class Loop:
         torch.default_generator.manual_seed(seed)
         if self.accelerator.device.type == "cuda":
             torch.cuda.manual_seed(seed)
+
+    def _require_no_dropout(self, seed: int) -> None:
+        """Refuse a forward pass that has drawn random numbers since `_seed_dropout`: they depend on the micro-batch."""
+        gpu = self.accelerator.device.type == "cuda"
+        generator = torch.cuda.default_generators[torch.cuda.current_device()] if gpu else torch.default_generator
+        drawn = not torch.equal(generator.get_state(), torch.Generator(self.accelerator.device).manual_seed(seed).get_state())
+        with distributed.raise_together():
+            if drawn:
+                raise ConfigError(
+                    f"--micro_batch {self.config.micro_batch}: the model trains with dropout, which is drawn by micro-batch, so this run "
+                    "trains with its own alone. Leave the option out."
+                )
+        self.other_micro_batch = False  # once is enough
 
     def _activation_context(self) -> contextlib.AbstractContextManager[Any]:
         """Context of a forward pass: where the activations for its backward pass are kept."""

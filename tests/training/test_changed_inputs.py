@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,12 @@ from results import table
 from src.experiments.identity import exp_id
 from src.launch import snapshot
 from src.runs import environment, ledger
-from tests import toy, warm
+from tests import toy
 
 EXP: dict[str, Any] = copy.deepcopy(toy.BASE)
 EXP["loop"] |= {"steps": 60, "eval_every": 20}
 RUN = exp_id(EXP)
 ARGUMENTS = ["-e", "base", "--log_every", "2"]
-
-
-def stop_midway(root: Path, folder: Path) -> None:
-    """Start, and kill it when a further checkpoint is there."""
-    checkpoints = folder / "runs" / RUN / "checkpoints"
-    before = max(checkpoints.glob("step-*"), default=checkpoints)
-    process = warm.Process(toy.command(root, ARGUMENTS, folder), toy.environment(), None, folder / "log")
-    until = time.monotonic() + toy.LONGEST
-    while max(checkpoints.glob("step-*"), default=before) == before:
-        assert process.poll() is None, (folder / "log").read_text()
-        assert time.monotonic() < until
-        time.sleep(0.0005)
-    process.kill()
-    process.wait(toy.LONGEST)
 
 
 @pytest.fixture
@@ -46,8 +31,8 @@ def test_other_code_is_told_in_the_log_and_in_the_table(root: Path, tmp_path: Pa
     (root / "src").unlink()
     shutil.copytree(toy.ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
     run = tmp_path / "runs" / RUN
-    stop_midway(root, tmp_path)
-    stop_midway(root, tmp_path)
+    toy.kill_midway(root, ARGUMENTS, tmp_path, RUN)
+    toy.kill_midway(root, ARGUMENTS, tmp_path, RUN)
     assert "other code" not in (run / "logs" / "train.log").read_text()
     assert table.main([str(tmp_path / "runs"), "--format", "markdown"]) == 0
     assert "code_versions" not in capsys.readouterr().out
@@ -88,7 +73,7 @@ def test_the_digest_is_that_of_the_code_wherever_it_lies(tmp_path: Path):
 
 
 def test_data_of_the_same_size_with_other_content_are_refused(root: Path, tmp_path: Path):
-    stop_midway(root, tmp_path)
+    toy.kill_midway(root, ARGUMENTS, tmp_path, RUN)
     file = tmp_path / "data" / "toy_text" / "train.jsonl"
     before = file.read_bytes()
     file.write_bytes(before.replace(b"red", b"tan"))
