@@ -259,6 +259,11 @@ class DatasetConfig(Component):
         """The kind of model that reads the samples, one of `kinds.KINDS`."""
         return DECODER
 
+    @property
+    def validation(self) -> "DatasetConfig":
+        """The data set that validation reads: this one, or the part of it that the training ends with."""
+        return self
+
     def check(self, places: Places) -> None:
         """Raises a UserError where the data are missing or malformed, as far as it is known without reading the rows."""
 
@@ -274,6 +279,9 @@ class DatasetConfig(Component):
     def batch_lengths(self) -> tuple[int, ...] | None:
         """Tokens of the sequences of every batch, such as those of inputs and targets; None where batches differ in length."""
         return None
+
+    def check_steps(self, steps: int) -> None:
+        """Raises ConfigError where a training of `loop.steps` would never read a part of it."""
 
     def check_compiled(self) -> None:
         """Raises ConfigError where `loop.compile` would compile anew for each length of a batch."""

@@ -49,6 +49,7 @@ DATASETS = ComponentTable(
         "fid_qa": "src.data.qa.fid",
         "mixture": "src.data.mixture.dataset",
         "packed": "src.data.packing.dataset",
+        "phases": "src.data.phases",
         "prefix_lm": "src.data.denoising.prefix_lm",
         "prompted_qa": "src.data.qa.prompted",
         "qa": "src.data.qa.cross_attention",

@@ -56,6 +56,7 @@ class Pretraining(RecipeConfig):
             lambda: self.data.check_tokenizer(self.model.tokenizer_folder(places)),
             lambda: self.data.check_length(self.model.longest_sequence(places)),
             lambda: self.data.check_model(call_once(self.model.architecture, places)),
+            lambda: self.data.check_steps(self.loop.steps),
             lambda: self.loop.compile and self.data.check_compiled(),
             lambda: self.loop.check(self.score_names()),
         ]

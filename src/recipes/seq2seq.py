@@ -46,7 +46,7 @@ class Config(Finetuning):
 
     @property
     def tasks(self) -> "list[TaskConfig]":
-        """The tasks in `data`."""
+        """The tasks in `data`; where it has phases, in the last."""
         return list(_tasks(self.data))
 
     @property
@@ -89,6 +89,7 @@ class Config(Finetuning):
             check_ranking,
             check_best_metric,
             lambda: self.splits_to_predict(places),
+            lambda: loop and self.data.check_steps(loop.steps),
             self.check_compiled,
         ]
 
@@ -168,6 +169,7 @@ class Config(Finetuning):
 
 
 def _tasks(data: DatasetConfig) -> "Iterator[TaskConfig]":
+    data = data.validation
     if data.name == TASK:
         yield data  # type: ignore[misc]  its name says so
     for part in getattr(data, "parts", {}).values():

@@ -31,7 +31,7 @@ class Config(Pretraining):
         return loss
 
     def score_names(self) -> list[str]:
-        return [*super().score_names(), "val_accuracy", *(SENTENCE_SCORES if self.data.name == "depth" else ())]
+        return [*super().score_names(), "val_accuracy", *(SENTENCE_SCORES if self.data.validation.name == "depth" else ())]
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
         return [*super().checks(places), lambda: self.model.check_kind(ENCODER_DECODER, places)]

@@ -1,5 +1,6 @@
 """Mixtures: each part in its share, evenly spread, every sample of a part once before one is read again."""
 
+import random
 import re
 from collections import Counter
 from types import SimpleNamespace
@@ -131,6 +132,78 @@ def test_labels_are_padded_with_what_is_not_learned_and_masks_of_pairs_in_both_a
     assert batch["attention_mask"].tolist() == [[[True, False], [False, False]], [[True, True], [True, True]]]
 
 
+class Apart:
+    """A data set that does not say how it collates."""
+
+    def __init__(self, data):
+        self.data, self.fingerprint, self.sample, self.collate = data, data.fingerprint, data.sample, data.collate
+
+    def __len__(self):
+        return len(self.data)
+
+
+ALIKE = {
+    "documents": {"name": "documents"},
+    "span_corruption": {"name": "span_corruption", "input_tokens": 20, "mean_span_tokens": 1.5},
+    "prefix_lm": {"name": "prefix_lm", "sequence_tokens": 12},
+    "task": {"name": "task", "task": "rte"},
+}
+
+
+@pytest.mark.parametrize("names", [["documents"] * 3, ["span_corruption", "prefix_lm", "prefix_lm"], ["task", "task", "span_corruption"]])
+def test_parts_that_collate_alike_make_the_batch_that_joining_theirs_makes(places, write_corpus, make_tokenizer, names):
+    """But for ids that nothing reads: joining pads with the mixture's token, a part with its own and with what the decoder reads last."""
+    tokenizer = make_tokenizer(["<|endoftext|>", "<|pad|>", *(f"<extra_id_{n}>" for n in range(40))], "<|pad|>")
+    parts = {}
+    for number, name in enumerate(names):
+        rows = [{"text": chr(97 + i) * (3 + 5 * number + 7 * i % 11)} for i in range(9)]
+        pairs = [{"sentence1": "a" * (i + 4 * number), "sentence2": "b", "label": "entailment", "index": i} for i in range(9)]
+        write_corpus(f"{name}{number}", pairs if name == "task" else rows)
+        parts[f"{name}{number}"] = {**ALIKE[name], "corpus": f"{name}{number}"}
+    data = load(mixture.Config, {"parts": parts, "rates": dict.fromkeys(parts, 1)}, "data").build(places, tokenizer, "train", 0)
+    counts = [len(part) for part in data.parts.values()]
+    joined = mixture.MixtureDataset({name: Apart(part) for name, part in data.parts.items()}, counts, 0, tokenizer.pad_token_id)
+    draw = random.Random(0)
+    several = 0
+    for _ in range(30):
+        samples = [data.sample(0, draw.randrange(len(data))) for _ in range(draw.randint(1, 8))]
+        several += len({sample.part for sample in samples}) > 1
+        batch, other = data.collate(samples), joined.collate(samples)
+        assert batch.keys() == other.keys()
+        for key, tensor in batch.items():
+            mask = {"input_ids": "attention_mask", "decoder_input_ids": "loss_mask"}.get(key)
+            read = batch[mask] if mask else torch.ones_like(tensor, dtype=torch.bool)
+            assert tensor.dtype == other[key].dtype
+            assert tensor.shape == other[key].shape
+            assert tensor[read].equal(other[key][read]), key
+    assert several > 10
+
+
+def test_parts_that_collate_alike_may_make_batches_that_cannot_be_joined():
+    class Replies(Apart):
+        """As many rows as the sample says."""
+
+        collation = "replies"
+
+        def __init__(self):
+            self.fingerprint = "replies"
+
+        def __len__(self):
+            return 3
+
+        def sample(self, epoch, index):
+            return index + 1
+
+        def collate(self, samples):
+            of_row = [number for number, count in enumerate(samples) for _ in range(count)]
+            return {"sample_of_row": torch.tensor(of_row), "input_ids": torch.tensor([[samples[number]] for number in of_row])}
+
+    data = mixture.MixtureDataset({"a": Replies(), "b": Replies()}, [3, 3], None, 0)
+    batch = data.collate([data.sample(0, i) for i in (4, 0, 2)])
+    assert batch["sample_of_row"].tolist() == [0, 0, 1, 2, 2, 2]
+    assert batch["input_ids"].tolist() == [[2], [2], [1], [3], [3], [3]]
+
+
 def test_parts_that_make_other_batches_are_refused():
     def part(**tensors):
         return SimpleNamespace(fingerprint="f", __len__=None, sample=lambda epoch, index: 0, collate=lambda samples: tensors)
@@ -166,6 +239,47 @@ def test_a_share_of_less_than_a_sample_is_refused(build):
         build(ABC, rates={"small": 1e-4, "large": 1})
 
 
+@pytest.mark.parametrize(
+    ("draw", "small", "large"),
+    [
+        ({"large": {"fraction": 0.25}}, 3, 3),
+        ({"large": {"size": 5}, "small": {"fraction": 2.5}}, 8, 5),
+        ({"large": {"fraction": 0.5, "size": 5}, "small": {"fraction": 0.4, "size": 2}}, 1, 5),
+        ({"small": {"fraction": 3, "size": 7}}, 7, 12),
+        ({"small": {"size": 3}}, 3, 12),
+    ],
+)
+def test_a_draw_is_an_exact_count_and_the_next_epoch_goes_on_where_it_stopped(build, draw, small, large):
+    data, epochs = build(ABC, draw=draw), 24
+    assert len(data) == small + large
+    read = [[data.locate(epoch, i) for i in range(len(data))] for epoch in range(epochs)]
+    for name, count, size in (("small", small, 3), ("large", large, 12)):
+        mine = [[(own, index) for part, own, index in epoch if part == name] for epoch in read]
+        assert {len(epoch) for epoch in mine} == {count}
+        flat = [key for epoch in mine for key in epoch]
+        assert len(set(flat)) == len(flat), "nothing twice in an epoch of the part"
+        passes = len(flat) // size
+        assert sorted(flat[: passes * size]) == [(own, index) for own in range(passes) for index in range(size)], "all before one again"
+    assert sum(data.sample_source(0, i) == "small" for i in range(len(data))) == small
+
+
+def test_a_draw_leaves_the_validation_split_whole(build):
+    whole, drawn = build(ABC, "val"), build(ABC, "val", draw={"large": {"size": 1}})
+    assert [drawn.locate(0, i) for i in range(len(drawn))] == [whole.locate(0, i) for i in range(15)]
+
+
+@pytest.mark.parametrize(
+    ("draw", "said"),
+    [
+        ({"small": {"size": 4}}, "data.draw.small.size: the part has only 3 samples. To read some again in each epoch, write a fraction"),
+        ({"small": {"fraction": 0.1}}, "data.draw.small.fraction: 0.1 of 3 samples is not one. Write a larger fraction, or a size alone."),
+    ],
+)
+def test_a_draw_that_the_part_cannot_give_is_refused(build, draw, said):
+    with pytest.raises(DataError, match="^" + re.escape(said)):
+        build(ABC, draw=draw)
+
+
 QA = {"name": "qa", "corpus": "t", "sequence_tokens": 4, "context_tokens": 4, "loss_on": "answer"}
 TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
 
@@ -180,6 +294,15 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
         ({"rates": {"b": 1.0}}, "data: rates: expected a rate for each part (a), got b."),
         ({"rates": {"a": 1.0}, "cap": 5}, "data: rates: with them, cap and temperature would be ignored."),
         ({"temperature": 0.5}, "data.temperature: "),
+        ({"draw": {"b": {"size": 1}}}, "data: draw: unknown part 'b'. Known: a."),
+        ({"draw": {"a": {}}}, "data.draw.a: expected fraction, size, or both."),
+        ({"draw": {}}, "data.draw: "),
+        ({"draw": {"a": {"size": 0}}}, "data.draw.a.size: expected a number > 0, got 0 (int)."),
+        ({"draw": {"a": {"fraction": -1.0}}}, "data.draw.a.fraction: expected a number > 0.0, got -1.0 (float)."),
+        *[
+            ({"draw": {"a": {"size": 1}}, **also}, "data: draw: with it, rates, cap, temperature and samples_per_epoch would be ignored.")
+            for also in ({"rates": {"a": 1.0}}, {"cap": 5}, {"temperature": 2.0}, {"samples_per_epoch": 9})
+        ],
         ({"parts": {"a": QA}}, "data: parts.a: 'qa' data have contexts"),
     ],
 )
@@ -190,7 +313,7 @@ def test_config_refuses(values, said):
 
 def test_parts_for_different_models_are_refused():
     spans = {"name": "span_corruption", "corpus": "t"}
-    with pytest.raises(ConfigError, match="one model cannot read all of them: 'a' encoder_decoder, 'b' decoder"):
+    with pytest.raises(ConfigError, match=r"one model cannot read all of them: parts\.a encoder_decoder, parts\.b decoder"):
         load(mixture.Config, {"parts": {"a": spans, "b": TEXT}}, "data")
     assert load(mixture.Config, {"parts": {"a": spans}}, "data").reader == "encoder_decoder"
 
@@ -220,7 +343,7 @@ def test_a_compiled_model_sees_one_shape():
         {**depth, "target_tokens": 115},
     ):
         with pytest.raises(
-            ConfigError, match=r"^data.parts: loop.compile needs batches of one shape, .*: 'a' 512 and 114, 'b' 51[12] and \d+\."
+            ConfigError, match=r"^data.parts: loop.compile needs batches of one shape, .*: parts\.a 512 and 114, parts\.b 51[12] and \d+\."
         ):
             ask(b=other)
     with pytest.raises(
@@ -228,7 +351,7 @@ def test_a_compiled_model_sees_one_shape():
     ):
         ask(b=cut)
     decoders = {"parts": {"a": TEXT, "b": {**TEXT, "sequence_tokens": 7}}}
-    with pytest.raises(ConfigError, match=r"'a' 4, 'b' 7\."):
+    with pytest.raises(ConfigError, match=r"parts\.a 4, parts\.b 7\."):
         load(mixture.Config, decoders, "data").check_compiled()
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from src.data.packing.dataset import PackedDataset, PackedRows
+from src.data.mixture.dataset import MixtureDataset
+from src.data.packing.dataset import PackedDataset, PackedRows, require_token_ids
 from src.data.packing.lanes import Lane, LaneOrder, Packing, pack_epoch
-from src.errors import DataError, RunError
+from src.errors import DataError, RunError, UserError
 from src.orders import Cursor, Key, RankShare
 from src.registry import DATASETS, bind
 from src.runs.history.branches import Branch
+from src.training import loader
 
 LANES, MICRO_BATCH, ROOM = 12, 2, 64
 COUNT = 997
@@ -242,6 +244,63 @@ def test_a_row_joins_its_pieces_and_positions_begin_anew():
     assert sorted(token for i in range(len(rows)) for token in rows.sample(0, i)["input_ids"]) == [
         token for i in range(6) for token in Counting().sample(0, i)["input_ids"]
     ]
+
+
+SHORT = {"name": "mixture", "parts": {"short": {"name": "text", "corpus": "short", "sequence_tokens": 3}}}
+MIXED = {
+    "name": "mixture",
+    "parts": {"long": {"name": "documents", "corpus": "long"}, "short": SHORT},
+    "draw": {"long": {"size": 4}},
+}
+
+
+@pytest.fixture
+def corpora(write_corpus: Any) -> None:
+    write_corpus("long", [{"text": letter * 9} for letter in "abcdefgh"])
+    write_corpus("short", [{"text": "mnopqrstu"}])
+
+
+def test_documents_of_a_mixture_are_packed_by_its_counts(places: Any, tokenizer: Any, corpora: None):
+    config = bind(DATASETS, {"name": "packed", "documents": MIXED, "sequence_tokens": 12})
+    config.check(places)
+    data = config.build(places, tokenizer, "train", 0)
+    assert [sorted(data.sizes(epoch, i)[0] for i in range(len(data))) for epoch in (0, 1)] == [[3, 3, 3, 10, 10, 10, 10]] * 2
+    lane = Lane(data.packing(0), 0, 1)
+    keys = [*iter(lambda: lane.fill(6 * len(data)), None), *lane.flush()]
+    rows = [data.sample(*key) for key in keys]
+    texts = [text for row in rows for text in split(row["input_ids"], row["lengths"])]
+    assert Counter(map(len, texts)) == {10: 6 * 4, 3: 6 * 3}
+    assert Counter(text[0] for text in texts if len(text) == 10) == {8 + ord(letter): 3 for letter in "abcdefgh"}, (
+        "goes on where it stopped"
+    )
+    assert loader.sources(data) == (), "a row is of several parts"
+    val: Any = config.build(places, tokenizer, "val", 0)
+    found = [text for i in range(len(val)) for text in split(val.sample(0, i)["input_ids"], val.sample(0, i)["lengths"])]
+    assert Counter(map(len, found)) == {10: 8, 3: 3}
+
+
+def split(ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [tuple(ids[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+
+def test_mistakes_in_what_is_packed_have_their_whole_path(places: Any, corpora: None):
+    wrong = {**MIXED, "parts": {**MIXED["parts"], "long": {"name": "documents", "corpus": "nowhere"}}}
+    config = bind(DATASETS, {"name": "packed", "documents": wrong, "sequence_tokens": 12})
+    with pytest.raises(UserError, match=r"^data\.documents\.parts\.long: .*nowhere: no such data set"):
+        config.check(places)
+    config.check_compiled()
+
+
+def test_a_part_whose_samples_are_more_than_token_ids_is_not_packed(places: Any, tokenizer: Any):
+    class Richer(Counting):
+        def sample(self, epoch: int, index: int) -> Any:
+            return {**super().sample(epoch, index), "weight": 1.0}
+
+    documents = MixtureDataset({"a": Counting(), "b": Richer()}, [6, 6], 0, 0)
+    with pytest.raises(DataError, match="cannot be packed, as they are more than token ids"):
+        require_token_ids(documents, "mixture")
+    require_token_ids(MixtureDataset({"a": Counting(), "b": Counting()}, [6, 6], 0, 0), "mixture")
 
 
 def endless(order: LaneOrder) -> Iterator[Key]:

@@ -208,6 +208,16 @@ def test_processes_that_share_the_model_rank_together(folder: Path, tmp_path: Pa
     assert "predictions/val/accuracy" in toy.rows(folder, exp_id(exp))[-1]
 
 
+def test_phases_are_scored_on_the_tasks_of_the_last(folder: Path):
+    data = {"name": "phases", "phases": [{"until": 0.5, "data": MIXED["data"]}, {"data": PAINT}]}
+    exp = {**EXP, "data": data, "loop": FEW, "predictions": {}}
+    assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
+    first, last = toy.rows(folder, exp_id(exp))
+    assert {name for name in first if name.startswith("loss/")} <= {"loss/one", "loss/two"}
+    assert {name for name in last if name.startswith("loss/")} == {"loss/paint"}
+    assert "macro_f1" in last
+
+
 def test_several_tasks_at_once(folder: Path):
     assert toy.main(["-e", "g"], {"g": [MIXED]}, folder) == 0
     last = toy.rows(folder, exp_id(MIXED))[-1]

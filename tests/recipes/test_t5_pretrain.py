@@ -84,6 +84,15 @@ def test_depth_is_trained_under_its_masks_and_its_sentences_are_scored(folder: P
         assert toy.rows(folder, exp_id(alone))[0]["val_loss"] == pytest.approx(first["val_loss"], rel=0.2)
 
 
+def test_a_curriculum_is_measured_as_what_it_ends_with(folder: Path):
+    """Whose scores may be the best_metric; the phase before has none of them."""
+    depth = {"name": "depth", "corpus": "toy_text", "input_tokens": 64, "target_tokens": 64, "num_sentences": 4}
+    loop = {**T5["loop"], "steps": 2, "eval_every": 1, "best_metric": "val_sentence_accuracy", "best_mode": "max"}
+    exp = {**T5, "data": {"name": "phases", "phases": [{"until": 0.5, "data": T5["data"]}, {"data": depth}]}, "loop": loop}
+    assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
+    assert all(row["val_sentence_loss"] > 0 for row in toy.rows(folder, exp_id(exp)))
+
+
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Score rows of two processes by how they share the model."""

@@ -50,16 +50,16 @@ def write_data(folder: Path) -> Path:
 
 
 def train(
-    run: Run, stop_after: int | None = None, crash_after: int | None = None, read: list[Any] | None = None
+    run: Run, stop_after: int | None = None, crash_after: int | None = None, read: list[Any] | None = None, config: Any = DATA
 ) -> tuple[State, list[torch.Tensor], list[Any]]:
     """Final state, final weights, and the ids of each micro-batch. stop_after, crash_after: steps of this start.
 
-    read: gets the keys of each micro-batch that is trained on.
+    read: gets the keys of each micro-batch that is trained on. config: of the data.
     """
     torch.manual_seed(0)
     model = bind(MODELS, MODEL).build(run.places)
     tokenizer = tokenizers.load(run.places.data / "toy_tokenizer")
-    data = bind(DATASETS, DATA).build(run.places, tokenizer, "train", 0)
+    data = bind(DATASETS, config).build(run.places, tokenizer, "train", 0)
     seen: list[Any] = []
     rows: list[Key] = []
     sample, data.sample = data.sample, lambda *key: rows.append(key) or sample(*key)

@@ -60,6 +60,7 @@ class DenoisingDataset:
 
     def __init__(self, draws: MaskRng, encoder: SafeTokenizer, fingerprint: str, shuffle: Shuffle) -> None:
         self.fingerprint, self.shuffle = fingerprint, shuffle
+        self.collation = "denoising", encoder.pad_id
         self._draws, self._pad_id = draws, encoder.pad_id
 
     def collate(self, samples: Sequence[Sample]) -> Seq2SeqBatch:

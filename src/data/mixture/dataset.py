@@ -1,26 +1,24 @@
-"""Several data sets mixed by rate, each part in its share, evenly spread over the indices of an epoch.
+"""Several data sets mixed by rate or by count, the samples of each part evenly spread over the indices of an epoch.
 
-An epoch has as many samples as its parts have together, or `samples_per_epoch`. Each part has a fixed share of them, rounded to whole
-samples. A part reads its own data in its own order and continues in the next epoch where it stopped, so that all of its samples are
-read before one is repeated; each pass over a part is an epoch of that part, with its own order and masks. The validation split has
-every sample of every part once, part by part.
+An epoch has as many samples as its parts have together, or `samples_per_epoch`, or what `draw` says of each. Each part has a fixed share
+of them, rounded to whole samples. A part reads its own data in its own order and continues in the next epoch where it stopped, so that
+all of its samples are read before one is repeated; each pass over a part is an epoch of that part, with its own order and masks. The
+validation split has every sample of every part once, part by part.
 """
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from src.config import Places
+from src.config import Config as StrictConfig
+from src.config import Places, added_field, unknown_text
 from src.data.mixture.interleaving import Interleaving, rates, shares
-from src.errors import ConfigError, DataError, UserError, check_all
-from src.interfaces import Architecture, Dataset, DatasetConfig, DatasetField, call_once
-from src.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
+from src.data.parts import CollatedDataset, PartsConfig, part_seed
+from src.errors import DataError
+from src.interfaces import Dataset, DatasetConfig, DatasetField
 from src.orders import Shuffle, ShuffledConfig, feistel_permute, require_own_order
 
 if TYPE_CHECKING:
@@ -28,8 +26,43 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class Config(ShuffledConfig):
+class Draw(StrictConfig):
+    """How many samples an epoch has of a part: with both fields, the smaller number."""
+
+    fraction: float | None = Field(default=None, gt=0)
+    """Of the part's samples, rounded; above 1 some are read more than once in an epoch."""
+    size: int | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _says_how_many(self) -> "Draw":
+        if self.fraction is None and self.size is None:
+            raise ValueError("expected fraction, size, or both.")
+        return self
+
+    def count(self, samples: int, field: str) -> int:
+        """Samples in an epoch of a part that has `samples`.
+
+        Raises:
+            DataError: a fraction of less than a sample, or a size alone above `samples`, which only a fraction repeats. Names `field`.
+        """
+        if self.fraction is None:
+            if self.size is not None and self.size > samples:
+                raise DataError(
+                    f"{field}.size: the part has only {samples} samples. To read some again in each epoch, write a fraction above 1."
+                )
+            return self.size or samples
+        count = round(self.fraction * samples)
+        if not count:
+            raise DataError(
+                f"{field}.fraction: {self.fraction:g} of {samples} samples is not one. Write a larger fraction, or a size alone."
+            )
+        return min(count, self.size or count)
+
+
+class Config(PartsConfig, ShuffledConfig):
     """Parts by name, and how much is read of each."""
+
+    parts_field: ClassVar[str] = "parts"
 
     parts: dict[str, DatasetField] = Field(min_length=1)
     """Data sets whose samples make batches of the same kind. The loss of each is logged under its name."""
@@ -42,6 +75,8 @@ class Config(ShuffledConfig):
     """Without rates: the root that is taken of the proportions (T5's T); 1 leaves them, a large one makes parts equal."""
     samples_per_epoch: int | None = Field(default=None, gt=0)
     """None: as many as the parts have together."""
+    draw: dict[str, Draw] | None = added_field(None, min_length=1)
+    """Samples in an epoch by part, instead of rates; a part without an entry is read whole. The next epoch goes on where a part stopped."""
 
     @field_validator("rates")
     @classmethod
@@ -59,64 +94,26 @@ class Config(ShuffledConfig):
                 raise ValueError(f"rates: expected a rate for each part ({known}), got {named or 'none'}.")
             if self.cap is not None or self.temperature != 1:
                 raise ValueError("rates: with them, cap and temperature would be ignored. Leave them out, or leave rates out.")
+        if self.draw is not None:
+            for name in sorted(self.draw.keys() - self.parts.keys()):
+                raise ValueError(f"draw: {unknown_text('part', name, self.parts)}")
+            if self.rates or self.cap or self.temperature != 1 or self.samples_per_epoch:
+                raise ValueError(
+                    "draw: with it, rates, cap, temperature and samples_per_epoch would be ignored. Leave them out, or leave draw out."
+                )
         return self
 
     @model_validator(mode="after")
-    def _one_model_reads_all(self) -> "Config":
-        for name, part in self.parts.items():
-            if part.reader in (CROSS_ATTENTION, FUSION_IN_DECODER):
-                raise ValueError(f"parts.{name}: {part.name!r} data have contexts, which are read by recipes for one data set alone.")
+    def _keeps_the_order_of_none(self) -> "Config":
+        for path, part in self.parts_by_path.items():
             if part.has_order:
-                raise ValueError(f"parts.{name}: {part.name!r} data come in an order of their own, which no mixture can keep.")
-            require_own_order(part, f"parts.{name}")
-        kinds = {name: part.reader for name, part in self.parts.items()}
-        if len(set(kinds.values())) > 1:
-            told = ", ".join(f"{name!r} {kind}" for name, kind in sorted(kinds.items()))
-            raise ValueError(f"parts: one model cannot read all of them: {told}.")
+                raise ValueError(f"{path}: {part.name!r} data come in an order of their own, which no mixture can keep.")
+            require_own_order(part, path)
         return self
 
     @property
-    def reader(self) -> str:
-        return next(iter(self.parts.values())).reader
-
-    def check(self, places: Places) -> None:
-        self._check_parts(lambda part: call_once(part.check, places))
-
-    def check_tokenizer(self, folder: Path | None) -> None:
-        self._check_parts(lambda part: part.check_tokenizer(folder))
-
-    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
-        self._check_parts(lambda part: part.check_length(max_positions, new_tokens))
-
-    def check_model(self, sizes: Architecture | None) -> None:
-        self._check_parts(lambda part: part.check_model(sizes))
-
-    def check_compiled(self) -> None:
-        self._check_parts(lambda part: part.check_compiled())
-        lengths = {name: part.batch_lengths() for name, part in sorted(self.parts.items())}
-        if len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{name!r} {' and '.join(map(str, tokens or ['?']))}" for name, tokens in lengths.items())
-            raise ConfigError(
-                f"data.parts: loop.compile needs batches of one shape, but their sequences have different numbers of tokens: {listed}. "
-                "Write the same lengths for all parts, or leave loop.compile out."
-            )
-
-    def batch_lengths(self) -> tuple[int, ...] | None:
-        lengths = {part.batch_lengths() for part in self.parts.values()}
-        return lengths.pop() if len(lengths) == 1 else None
-
-    def _check_parts(self, check: Callable[[DatasetConfig], None]) -> None:
-        """Raises one ConfigError with what `check` finds wrong in any part. Fields in its messages are named by their whole path."""
-
-        def check_part(name: str, part: DatasetConfig) -> None:
-            try:
-                check(part)
-            except UserError as error:
-                path = f"data.parts.{name}"
-                lines = [re.sub(r"(?<![\w/.-])data\.", f"{path}.", line) for line in str(error).split("\n")]
-                raise type(error)("\n".join(line if line.startswith(path) else f"{path}: {line}" for line in lines)) from None
-
-        check_all(*(partial(check_part, name, part) for name, part in sorted(self.parts.items())))
+    def parts_by_path(self) -> Mapping[str, DatasetConfig]:
+        return {f"parts.{name}": part for name, part in sorted(self.parts.items())}
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "MixtureDataset":
         """The parts of one split, each with a seed of its own.
@@ -124,32 +121,25 @@ class Config(ShuffledConfig):
         Raises:
             DataError: a part is missing or malformed, makes other batches than the rest, or would never be read.
         """
-        parts = {name: self.parts[name].build(places, tokenizer, split, _part_seed(seed, name)) for name in sorted(self.parts)}
+        parts = {name: self.parts[name].build(places, tokenizer, split, part_seed(seed, name)) for name in sorted(self.parts)}
         pad = tokenizer.pad_token_id
-        if split == "val":
-            counts, order = [len(part) for part in parts.values()], None
-        else:
-            examples = {name: self.parts[name].weight(places) or len(part) for name, part in parts.items()}
-            counts, order = self._counts(examples, sum(map(len, parts.values()))), seed
+        sizes = {name: len(part) for name, part in parts.items()}
+        counts, order = (list(sizes.values()), None) if split == "val" else (self._counts(sizes, places), seed)
         made = MixtureDataset(parts, counts, order, pad if isinstance(pad, int) else int(tokenizer.eos_token_id), self.shuffle)  # pyright: ignore[reportArgumentType]
         made.require_same_tensors()
         return made
 
-    def _counts(self, examples: Mapping[str, float], samples: int) -> list[int]:
-        """Samples of each part in an epoch. samples: of all parts."""
-        total = self.samples_per_epoch or samples
-        given = self.rates
-        wanted = [given[name] for name in examples] if given else rates(list(examples.values()), self.cap, self.temperature)
-        counts = shares(wanted, total)
-        for name, count in zip(examples, counts, strict=True):
+    def _counts(self, sizes: Mapping[str, int], places: Places) -> list[int]:
+        """Samples of each part in an epoch. sizes: all samples of each."""
+        draw, given, total = self.draw, self.rates, self.samples_per_epoch or sum(sizes.values())
+        if draw:
+            return [draw[name].count(size, f"data.draw.{name}") if name in draw else size for name, size in sizes.items()]
+        examples = [self.parts[name].weight(places) or size for name, size in sizes.items()]
+        counts = shares([given[name] for name in sizes] if given else rates(examples, self.cap, self.temperature), total)
+        for name, count in zip(sizes, counts, strict=True):
             if not count:
                 raise DataError(f"data.parts.{name}: its share of {total} samples is less than one. Make data.samples_per_epoch larger.")
         return counts
-
-
-def _part_seed(seed: int, name: str) -> int:
-    """63 bits. Two parts on one corpus get different masks."""
-    return int.from_bytes(hashlib.sha256(f"mixture/{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
 class Sample(NamedTuple):
@@ -174,6 +164,7 @@ class MixtureDataset:
         self._sizes = [len(part) for part in parts.values()]
         self._seed = seed
         self._pad_id = pad_id
+        self._collations = [part.collation if isinstance(part, CollatedDataset) else number for number, part in enumerate(parts.values())]
         self._order = Interleaving(counts)
 
     def __len__(self) -> int:
@@ -199,12 +190,13 @@ class MixtureDataset:
         return Sample(self.sources.index(name), self.parts[name].sample(own_epoch, position))
 
     def collate(self, samples: Sequence[Sample]) -> "Mapping[str, Tensor]":
-        """The batch that each part makes of its samples, joined in the order of `samples`, padded to the longest of them."""
-        groups = [[i for i, sample in enumerate(samples) if sample.part == part] for part in range(len(self.sources))]
+        """The batches of the parts, one of all that collate alike, joined in the order of `samples`, padded to the longest of them."""
+        groups: dict[Hashable, list[int]] = {}
+        for i, sample in enumerate(samples):
+            groups.setdefault(self._collations[sample.part], []).append(i)
         batches = [
-            (self.parts[name].collate([samples[i].sample for i in group]), group)
-            for name, group in zip(self.sources, groups, strict=True)
-            if group
+            (self.parts[self.sources[samples[group[0]].part]].collate([samples[i].sample for i in group]), group)
+            for group in groups.values()
         ]
         return batches[0][0] if len(batches) == 1 else join_batches(batches, self._pad_id)
 

@@ -2,23 +2,23 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
 from pydantic import Field, model_validator
 
 from src.batches import PackedBatch
 from src.config import Places
+from src.data.mixture.dataset import MixtureDataset
 from src.data.packing.lanes import LaneOrder, Packing, pack_epoch
+from src.data.parts import PartsConfig
 from src.errors import ConfigError, DataError
-from src.interfaces import Architecture, Dataset, DatasetConfig, DatasetField, MeasuredDataset, call_once, require_fit
+from src.interfaces import Architecture, Dataset, DatasetConfig, DatasetField, MeasuredDataset, require_fit
 from src.kinds import DECODER
 from src.orders import require_own_order
 from src.runs.history.branches import Branch
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedTokenizerFast
 
 FAMILIES = ("gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral", "qwen2")
@@ -27,13 +27,15 @@ ATTENTIONS = ("eager", "sdpa")
 """Implementations for which that was tested. With flash_attention_2, transformers 5.23 looks at positions only in batches of one row."""
 
 
-class Config(DatasetConfig):
+class Config(PartsConfig):
     """What is packed, and how."""
 
     has_order: ClassVar[bool] = True
+    parts_field: ClassVar[str] = "documents"
 
     documents: DatasetField
-    """A data set for decoders, such as 'documents': each of its samples is a document here."""
+    """A data set for decoders, such as 'documents': each of its samples is a document here. Of a mixture of them, rates are shares of
+    documents, and the loss is not told by part, as a row has documents of several."""
     sequence_tokens: int = Field(gt=1)
     """Tokens of a row."""
     open_rows: int = Field(default=16, gt=0)
@@ -43,16 +45,14 @@ class Config(DatasetConfig):
 
     @model_validator(mode="after")
     def _documents_can_be_packed(self) -> "Config":
-        if self.documents.reader != DECODER or self.documents.has_order or self.documents.name == "mixture":
+        if self.documents.reader != DECODER or self.documents.has_order:
             raise ValueError(f"documents: the samples of {self.documents.name!r} cannot be packed. Take 'documents' or 'prompted_qa'.")
         require_own_order(self.documents, "documents")
         return self
 
-    def check(self, places: Places) -> None:
-        call_once(self.documents.check, places)
-
-    def check_tokenizer(self, folder: "Path | None") -> None:
-        self.documents.check_tokenizer(folder)
+    @property
+    def parts_by_path(self) -> Mapping[str, DatasetConfig]:
+        return {"documents": self.documents}
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
@@ -63,6 +63,9 @@ class Config(DatasetConfig):
     def batch_lengths(self) -> tuple[int, ...]:
         return (self.sequence_tokens,)
 
+    def check_compiled(self) -> None:
+        """All rows have one length, whatever the documents have."""
+
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "PackedDataset | PackedRows":
         """The packed rows of one split. Those of the validation split are made here, from all of its documents.
 
@@ -71,9 +74,7 @@ class Config(DatasetConfig):
             DataError: their samples are more than token ids, or none fits into a row.
         """
         documents = self.documents.build(places, tokenizer, split, seed)
-        sample = documents.sample(0, 0)
-        if not isinstance(sample, dict) or sample.keys() != {"input_ids", "loss_mask"}:
-            raise DataError(f"data.documents: the samples of {self.documents.name!r} cannot be packed, as they are more than token ids.")
+        require_token_ids(documents, self.documents.name)
         packed = PackedDataset(self, documents)
         return packed if split == "train" else PackedRows(packed)
 
@@ -110,12 +111,8 @@ class PackedDataset:
 
     def sizes(self, epoch: int, document: int) -> list[int]:
         """Tokens of each piece of a document; empty if it is left out."""
-        measured, most = self.documents, self.config.sequence_tokens
-        tokens = (
-            measured.length(epoch, document)
-            if isinstance(measured, MeasuredDataset)
-            else len(measured.sample(epoch, document)["input_ids"])
-        )
+        most, (data, *key) = self.config.sequence_tokens, _locate(self.documents, epoch, document)
+        tokens = data.length(*key) if isinstance(data, MeasuredDataset) else len(data.sample(*key)["input_ids"])
         if tokens <= most:
             return [tokens] if tokens else []
         if self.config.too_long == "drop":
@@ -139,7 +136,8 @@ class PackedDataset:
         key, most = (epoch, index, *(more or (0,))), self.config.sequence_tokens
         row: Sample = {"input_ids": [], "loss_mask": [], "lengths": []}
         for own_epoch, document, piece in zip(key[::3], key[1::3], key[2::3], strict=True):
-            whole = self.documents.sample(own_epoch, document)
+            data, *own_key = _locate(self.documents, own_epoch, document)
+            whole = data.sample(*own_key)
             ids, learned = (whole[field][piece * most : (piece + 1) * most] for field in ("input_ids", "loss_mask"))
             row["input_ids"] += ids
             row["loss_mask"] += [False, *learned[1:]]
@@ -175,3 +173,22 @@ class PackedRows:
     def collate(self, samples: Sequence[Sample]) -> PackedBatch:
         """See `PackedDataset`."""
         return self._packed.collate(samples)
+
+
+def _locate(data: Dataset, epoch: int, index: int) -> tuple[Dataset, int, int]:
+    """The data set that a document is in, which may be a part of a mixture, and its epoch and index there."""
+    while isinstance(data, MixtureDataset):
+        name, epoch, index = data.locate(epoch, index)
+        data = data.parts[name]
+    return data, epoch, index
+
+
+def require_token_ids(data: Dataset, name: str) -> None:
+    """Raises DataError where samples, in a mixture those of any part, are more than token ids."""
+    if isinstance(data, MixtureDataset):
+        for part_name, part in data.parts.items():
+            require_token_ids(part, part_name)
+        return
+    sample = data.sample(0, 0)
+    if not isinstance(sample, dict) or sample.keys() != {"input_ids", "loss_mask"}:
+        raise DataError(f"data.documents: the samples of {name!r} cannot be packed, as they are more than token ids.")

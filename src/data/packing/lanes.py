@@ -74,7 +74,7 @@ class Lane:
 
     def reshuffle(self, branch: int) -> None:
         """Take what is left of the epoch in another order. Documents in open rows stay there."""
-        self.reshuffles.append((self.taken + (self.piece > 0), branch))
+        self.reshuffles.append([self.taken + (self.piece > 0), branch])
 
     def next_row(self) -> list[int]:
         """Epoch, document and piece of each piece in the next row, all in one list.

@@ -138,6 +138,7 @@ class TaskDataset:
         self.task, self.fingerprint = task, fingerprint
         self.target_tokens = config.target_tokens
         self._config, self._rows, self._encoder = config, rows, SafeTokenizer(tokenizer)
+        self.collation = "task", self._encoder.pad_id
         self._seen, self._read, self._cut, self._next = bytearray(len(rows)), 0, 0, 1
         self.answer_ids = [self._encode_target(text) for text in task.answers]
         """Ids of every text that may be written, each with its end token; empty where they cannot be listed."""

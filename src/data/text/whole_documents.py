@@ -43,6 +43,8 @@ class Config(documents.TextConfig):
 class WholeDocuments:
     """Documents with their end tokens; the same in every epoch."""
 
+    collation = "documents"
+
     def __init__(self, found: documents.Documents, chosen: Sequence[int], most: int | None, shuffle: Shuffle) -> None:
         """chosen: numbers of the documents. most: tokens of one."""
         self.fingerprint, self.shuffle = found.fingerprint, shuffle

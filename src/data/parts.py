@@ -1,0 +1,96 @@
+"""Data sets that are made of others: what their parts must have in common, and checks of all parts."""
+
+import hashlib
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Protocol, Self, runtime_checkable
+
+from pydantic import model_validator
+
+from src.config import Places
+from src.errors import ConfigError, UserError, check_all
+from src.interfaces import Architecture, Dataset, DatasetConfig, call_once
+from src.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
+
+
+@runtime_checkable
+class CollatedDataset(Dataset, Protocol):
+    """A data set whose samples any other with an equal `collation` can collate: parts of a mixture then make one batch, without a join."""
+
+    @property
+    def collation(self) -> Hashable:
+        """What `collate` depends on."""
+        ...
+
+
+class PartsConfig(DatasetConfig):
+    """Several data sets that one model reads in one training."""
+
+    parts_field: ClassVar[str]
+    """The field that holds them."""
+
+    @property
+    @abstractmethod
+    def parts_by_path(self) -> Mapping[str, DatasetConfig]:
+        """The data sets by their paths below this one, such as "parts.nq"."""
+
+    @model_validator(mode="after")
+    def _one_model_reads_all(self) -> Self:
+        kinds = {path: part.reader for path, part in self.parts_by_path.items()}
+        for path, part in self.parts_by_path.items():
+            if part.reader in (CROSS_ATTENTION, FUSION_IN_DECODER):
+                raise ValueError(f"{path}: {part.name!r} data have contexts, which are read by recipes for one data set alone.")
+        if len(set(kinds.values())) > 1:
+            told = ", ".join(f"{path} {kind}" for path, kind in kinds.items())
+            raise ValueError(f"{self.parts_field}: one model cannot read all of them: {told}.")
+        return self
+
+    @property
+    def reader(self) -> str:
+        return next(iter(self.parts_by_path.values())).reader
+
+    def check(self, places: Places) -> None:
+        self.check_parts(lambda part: call_once(part.check, places))
+
+    def check_tokenizer(self, folder: Path | None) -> None:
+        self.check_parts(lambda part: part.check_tokenizer(folder))
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        self.check_parts(lambda part: part.check_length(max_positions, new_tokens))
+
+    def check_model(self, sizes: Architecture | None) -> None:
+        self.check_parts(lambda part: part.check_model(sizes))
+
+    def check_compiled(self) -> None:
+        self.check_parts(lambda part: part.check_compiled())
+        lengths = {path: part.batch_lengths() for path, part in self.parts_by_path.items()}
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{path} {' and '.join(map(str, tokens or ['?']))}" for path, tokens in lengths.items())
+            raise ConfigError(
+                f"data.{self.parts_field}: loop.compile needs batches of one shape, but their sequences have different numbers of tokens: "
+                f"{listed}. Write the same lengths for all, or leave loop.compile out."
+            )
+
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        lengths = {part.batch_lengths() for part in self.parts_by_path.values()}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def check_parts(self, check: Callable[[DatasetConfig], None]) -> None:
+        """Raises one ConfigError with what `check` finds wrong in any part. Fields in its messages are named by their whole path."""
+
+        def check_part(path: str, part: DatasetConfig) -> None:
+            try:
+                check(part)
+            except UserError as error:
+                lines = [re.sub(r"^data(?=:)|(?<![\w/.-])data(?=\.\w)", path, line) for line in str(error).split("\n")]
+                raise type(error)("\n".join(line if line.startswith(path) else f"{path}: {line}" for line in lines)) from None
+
+        check_all(*(partial(check_part, f"data.{path}", part) for path, part in self.parts_by_path.items()))
+
+
+def part_seed(seed: int, name: str) -> int:
+    """63 bits. Two parts on one corpus get different masks and orders."""
+    return int.from_bytes(hashlib.sha256(f"mixture/{seed}/{name}".encode()).digest()[:8], "little") >> 1

@@ -1,0 +1,201 @@
+"""Data sets that one training reads one after another: conditioning and then cooldown, curricula, annealing.
+
+Each phase begins with a new order of its own data, which no other phase changes; the optimizer and the learning rate go on. The validation
+split is that of the last phase, which the model is trained for in the end, so that the validation loss means one thing throughout.
+"""
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from pydantic import Field, model_validator
+
+from src.config import Config as StrictConfig
+from src.config import Places
+from src.data.parts import PartsConfig, part_seed
+from src.errors import ConfigError
+from src.interfaces import Batch, Dataset, DatasetConfig, DatasetField, SourcedDataset
+from src.orders import Cursor, Key, Order, RankShare, order_of
+from src.runs.history.branches import Branch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Phase(StrictConfig):
+    """What is read until a share of the training is done."""
+
+    data: DatasetField
+    until: float | None = Field(default=None, gt=0, lt=1)
+    """Share of `loop.steps` at which the next phase begins; None for the last."""
+
+
+class Config(PartsConfig):
+    """The phases, in their order."""
+
+    has_order: ClassVar[bool] = True
+    parts_field: ClassVar[str] = "phases"
+
+    phases: list[Phase] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _each_begins(self) -> "Config":
+        begin = 0.0
+        for number, phase in enumerate(self.phases):
+            if (phase.until is None) != (number == len(self.phases) - 1):
+                advice = "leave it out: the last phase goes on to the end" if phase.until else "missing. Only the last phase has none"
+                raise ValueError(f"phases[{number}].until: {advice}.")
+            if phase.data.name == "phases":
+                raise ValueError(f"phases[{number}].data: it has phases of its own. Write all of them into one list.")
+            if phase.until is not None and phase.until <= begin:
+                raise ValueError(f"phases[{number}].until: {phase.until:g} is not above {begin:g}, so the phase would never begin.")
+            begin = phase.until or 1.0
+        return self
+
+    @property
+    def parts_by_path(self) -> Mapping[str, DatasetConfig]:
+        return {f"phases[{number}].data": phase.data for number, phase in enumerate(self.phases)}
+
+    @property
+    def validation(self) -> DatasetConfig:
+        return self.phases[-1].data
+
+    def check_steps(self, steps: int) -> None:
+        self.begins(steps)
+
+    def begins(self, steps: int) -> list[int]:
+        """Finished steps of a training of `steps` at which each phase begins.
+
+        Raises:
+            ConfigError: a phase would have no step.
+        """
+        begins = [0, *(round(phase.until * steps) for phase in self.phases if phase.until is not None)]
+        for number, (begin, end) in enumerate(pairwise([*begins, steps])):
+            if begin >= end:
+                raise ConfigError(f"data.phases[{number}]: no step of loop.steps = {steps} reads it. Make its share larger.")
+        return begins
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> Dataset:
+        """All phases of the training split, each with a seed of its own; of another split the last one's data set.
+
+        Raises:
+            UserError: what the data sets raise.
+        """
+        if split != "train":
+            return self.validation.build(places, tokenizer, split, seed)
+        phases = enumerate(self.phases)
+        return PhasedDataset(self, [phase.data.build(places, tokenizer, split, phase_seed(seed, number)) for number, phase in phases])
+
+
+def phase_seed(seed: int, number: int) -> int:
+    """Of a phase's data and order. The first keeps `seed`, so that it is the training without phases up to where the second begins."""
+    return part_seed(seed, f"phases[{number}]") if number else seed
+
+
+class Sample(NamedTuple):
+    """A sample of a phase."""
+
+    phase: int
+    sample: Any
+
+
+class PhasedDataset:
+    """A key is a phase's number and a key of its data set; or (epoch, index), which counts through the samples of all phases."""
+
+    def __init__(self, config: Config, phases: Sequence[Dataset]) -> None:
+        self.config, self.phases = config, phases
+        ends = [phase.until for phase in config.phases]
+        digests = [data.fingerprint for data in phases]
+        self.fingerprint = hashlib.sha256(json.dumps([ends, digests]).encode()).hexdigest()
+        self._names = [list(data.sources) if isinstance(data, SourcedDataset) else [] for data in phases]
+        names = [own or [f"phases[{number}]"] for number, own in enumerate(self._names)]
+        self.sources = list(dict.fromkeys(name for own in names for name in own)) if any(self._names) else []
+        """Those of the phases, under their names; a phase without any counts as one, where another has some."""
+
+    def __len__(self) -> int:
+        """Samples in an epoch of each phase, together."""
+        return sum(map(len, self.phases))
+
+    def sample(self, epoch: int, index: int, *more: Any) -> Sample:
+        """The sample of a key, whose first value is the phase where there are more than two."""
+        phase, own = self._place(epoch, index, *more)
+        return Sample(phase, self.phases[phase].sample(*own))
+
+    def sample_source(self, *key: Any) -> str:
+        """What the phase says, or the phase."""
+        phase, own = self._place(*key)
+        data = self.phases[phase]
+        return data.sample_source(*own) if self._names[phase] and isinstance(data, SourcedDataset) else f"phases[{phase}]"
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """A batch of samples of one phase."""
+        (phase,) = {sample.phase for sample in samples}
+        return self.phases[phase].collate([sample.sample for sample in samples])
+
+    def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> "PhaseOrder":
+        """See `orders.OrderedDataset`. A branch is one of the phase that reads the step after it.
+
+        But "skip:K" goes on into the phases that begin within K steps: what it is to pass over may be read there.
+        """
+        begins = self.config.begins(steps)
+        orders = []
+        for number, (data, begin, end) in enumerate(zip(self.phases, begins, [*begins[1:], steps], strict=True)):
+            own = []
+            for branch in branches:
+                if begin <= branch.from_step < end:
+                    own.append(branch.model_copy(update={"from_step": branch.from_step - begin}))
+                elif branch.from_step < begin < branch.from_step + branch.skipped_steps:
+                    skipped = branch.from_step + branch.skipped_steps - begin
+                    own.append(branch.model_copy(update={"from_step": 0, "data": f"skip:{skipped}"}))
+            orders.append(order_of(data, phase_seed(seed, number), per_step, end - begin, own))
+        return PhaseOrder(orders, begins)
+
+    def _place(self, epoch: int, index: int, *more: Any) -> tuple[int, Key]:
+        """The number of a phase, and the key in its data set."""
+        if more:
+            return epoch, (index, *more)
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        phase = 0
+        while index >= len(self.phases[phase]):
+            index, phase = index - len(self.phases[phase]), phase + 1
+        return phase, (epoch, index)
+
+
+@dataclass(frozen=True)
+class PhaseOrder:
+    """An `orders.Order` of phases, which begin at fixed steps whatever branches there are.
+
+    An entry of the cursor is [phase, entry of the cursor of its order]. Entries that earlier phases have left behind are not read.
+    """
+
+    orders: Sequence[Order]
+    begins: Sequence[int]
+    """Finished steps at which each begins."""
+
+    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
+        """See `orders.Order`."""
+        phase = self._phase(first_step)
+        for number, end in zip(range(phase, len(self.orders)), [*self.begins[phase + 1 :], None], strict=True):
+            step = max(first_step, self.begins[number])
+            stream = self.orders[number].micro_batches(step - self.begins[number], share, _own(cursor, number))
+            for keys, entries in islice(stream, None if end is None else (end - step) * len(share.numbers)):
+                yield [(number, *key) for key in keys], {name: [number, entry] for name, entry in entries.items()}
+
+    def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
+        """The phase, and what its order says."""
+        phase = self._phase(step)
+        return {"phase": phase, **self.orders[phase].describe(step - self.begins[phase], _own(cursor, phase))}
+
+    def _phase(self, step: int) -> int:
+        """The phase that the step after `step` finished ones reads."""
+        return bisect_right(self.begins, step) - 1
+
+
+def _own(cursor: Cursor, phase: int) -> Cursor:
+    """The cursor of a phase's order."""
+    return {name: entry[1] for name, entry in cursor.items() if entry[0] == phase}

@@ -1,0 +1,271 @@
+"""Phases: each reads its own data in its own order from a fixed step on, at any number of processes, after restarts and rewinds."""
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice, pairwise
+from typing import Any
+
+import pytest
+
+from src.config import load
+from src.data import phases
+from src.data.packing.dataset import PackedDataset
+from src.data.phases import PhasedDataset, PhaseOrder, phase_seed
+from src.errors import ConfigError
+from src.interfaces import Dataset
+from src.orders import Cursor, Key, RankShare, order_of
+from src.registry import DATASETS, bind, resolved_dict
+from src.runs.history.branches import Branch
+
+LANES, MICRO_BATCH, STEPS = 6, 2, 40
+ANY = {"name": "documents", "corpus": "any"}
+PACKED = {"name": "packed", "documents": ANY, "sequence_tokens": 16, "open_rows": 2}
+
+
+class Words:
+    """Document i has 1 + i % 9 tokens."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.fingerprint = count, f"{count} words"
+
+    def __len__(self) -> int:
+        return self.count
+
+    def length(self, epoch: int, index: int) -> int:
+        return 1 + index % 9
+
+    def sample(self, epoch: int, index: int) -> Any:
+        return {"input_ids": [index] * self.length(epoch, index), "loss_mask": [True] * self.length(epoch, index)}
+
+    def collate(self, samples: Any) -> Any:
+        return {"collated": samples}
+
+
+class Sourced(Words):
+    """Words of two sources."""
+
+    sources = ("odd", "even")
+
+    def sample_source(self, epoch: int, index: int) -> str:
+        return "odd" if index % 2 else "even"
+
+
+def packed(count: int) -> PackedDataset:
+    return PackedDataset(bind(DATASETS, PACKED), Words(count))
+
+
+def phased(until: Sequence[float], data: Sequence[Dataset]) -> PhasedDataset:
+    given = [{"until": share, "data": ANY} for share in until] + [{"data": ANY}]
+    return PhasedDataset(load(phases.Config, {"phases": given}, "data"), data)
+
+
+def through_json(value: Any) -> Any:
+    return json.loads(json.dumps({"": value}))[""]
+
+
+def read_steps(order: Any, first: int, last: int, cursor: Cursor, world_size: int = 1) -> tuple[list[list[Key]], Cursor]:
+    """What each step after `first` up to `last` reads, and the cursor behind it, as the loop keeps it."""
+    read: dict[tuple[int, int], Any] = {}
+    behind = dict(cursor)
+    for rank in range(world_size):
+        share = RankShare(LANES, MICRO_BATCH, rank, world_size)
+        stream = order.micro_batches(first, share, through_json(cursor))
+        for step in range(first, last):
+            for g in share.numbers:
+                keys, entries = next(stream)
+                read[step, g] = [tuple(key) for key in through_json(keys)]
+                behind |= entries
+        next(stream)  # as a DataLoader asks ahead
+    groups = range(LANES // MICRO_BATCH)
+    return [[key for g in groups for key in read[step, g]] for step in range(first, last)], through_json(behind)
+
+
+def drawn(draw: random.Random) -> tuple[PhasedDataset, list[Branch]]:
+    """Two to four phases, packed or not, and up to three rewinds, often to where a phase begins."""
+    until = sorted(draw.sample([0.1, 0.25, 0.3, 0.5, 0.625, 0.9], draw.randint(1, 3)))
+    data = [draw.choice([packed, Words])(draw.choice([7, 50, 300])) for _ in range(len(until) + 1)]
+    steps = sorted(draw.sample([*{round(share * STEPS) for share in until}, *range(1, STEPS, 3)], draw.randint(0, 3)))
+    branches = [
+        Branch(number=n, from_step=step, data=draw.choice(["same", "reshuffle", f"skip:{draw.randint(1, 9)}"]))
+        for n, step in enumerate(dict.fromkeys(steps), start=1)
+    ]
+    return phased(until, data), branches
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_restarts_at_any_step_and_number_of_processes_read_the_same(case: int):
+    draw = random.Random(case)
+    data, branches = drawn(draw)
+    order = data.order(case, LANES, STEPS, branches)
+    whole, end = read_steps(order, 0, STEPS + 3, {})
+    begins = data.config.begins(STEPS)
+    assert [step[0][0] for step in whole] == [sum(begin <= step for begin in begins) - 1 for step in range(STEPS + 3)]
+    stops = [0, *sorted({*draw.sample(begins[1:], draw.randint(0, len(begins) - 1)), *draw.sample(range(1, STEPS), 3)}), STEPS + 3]
+    read: list[Any] = []
+    cursor: Cursor = {}
+    for first, last in pairwise(stops):
+        found, cursor = read_steps(order, first, last, cursor, draw.choice([1, 2, 3]))
+        read += found
+    assert (read, cursor) == (whole, end)
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_a_phase_is_what_its_data_would_be_in_a_training_of_their_own(case: int):
+    """With the branches that begin in it, counted from its first step, and what skips of earlier phases leave for it to pass over."""
+    data, branches = drawn(random.Random(case))
+    whole, _ = read_steps(data.order(3, LANES, STEPS, branches), 0, STEPS, {})
+    begins = [*data.config.begins(STEPS), STEPS]
+    for number, part in enumerate(data.phases):
+        begin, end = begins[number : number + 2]
+        over = [b.model_copy(update={"data": f"skip:{b.from_step + b.skipped_steps - begin}", "from_step": 0}) for b in branches
+                if b.from_step < begin < b.from_step + b.skipped_steps]  # fmt: skip
+        own = over + [b.model_copy(update={"from_step": b.from_step - begin}) for b in branches if begin <= b.from_step < end]
+        alone, _ = read_steps(order_of(part, phase_seed(3, number), LANES, end - begin, own), 0, end - begin, {})
+        assert whole[begin:end] == [[(number, *key) for key in step] for step in alone]
+    assert phase_seed(3, 0) == 3, "the first phase is a training without phases"
+    assert len({phase_seed(3, number) for number in range(9)}) == 9
+
+
+@pytest.mark.parametrize(
+    ("branch", "changed"),
+    [
+        (Branch(number=1, from_step=15, data="reshuffle"), range(15, 20)),
+        (Branch(number=1, from_step=20, data="reshuffle"), range(20, 40)),
+        (Branch(number=1, from_step=13, data="skip:7"), range(13, 20)),
+        (Branch(number=1, from_step=14, data="skip:7"), range(14, 40)),
+        (Branch(number=1, from_step=30, data="skip:7"), range(30, 40)),
+    ],
+)
+def test_a_branch_moves_no_boundary_and_changes_its_own_phase_alone(branch: Branch, changed: range):
+    """But for a skip that goes beyond its end."""
+    data = phased([0.5], [Words(300), Words(300)])
+    plain, _ = read_steps(data.order(0, LANES, STEPS, ()), 0, STEPS, {})
+    found, _ = read_steps(data.order(0, LANES, STEPS, [branch]), 0, STEPS, {})
+    assert [step for step in range(STEPS) if found[step] != plain[step]] == list(changed)
+
+
+@pytest.mark.parametrize("make", [Words, packed])
+@pytest.mark.parametrize(("first", "steps"), [(8, 4), (8, 20), (19, 1), (19, 9), (20, 5), (15, 20)])
+def test_what_a_skip_passes_over_is_read_in_no_phase(make: Any, first: int, steps: int):
+    """Where a training diverges behind a boundary and goes back to before it, the batches up to there are not read again."""
+    data = phased([0.25, 0.5], [make(3000), make(3000), make(3000)])
+    plain, _ = read_steps(data.order(0, LANES, STEPS, ()), 0, STEPS, {})
+    found, _ = read_steps(data.order(0, LANES, STEPS, [Branch(number=1, from_step=first, data=f"skip:{steps}")]), 0, STEPS, {})
+    assert found[:first] == plain[:first]
+    passed, read = ({key for step in part for key in step} for part in (plain[first : first + steps], found[first:]))
+    assert len(passed) == LANES * steps
+    assert not passed & read
+
+
+def test_a_cursor_is_read_by_its_own_phase_alone():
+    """The lanes of two packed phases have the same names."""
+    data = phased([0.5], [packed(50), packed(60)])
+    order = data.order(0, LANES, STEPS, ())
+    whole, _ = read_steps(order, 0, STEPS, {})
+    _, boundary = read_steps(order, 0, 20, {})
+    assert {entry[0] for entry in boundary.values()} == {0}
+    assert read_steps(order, 20, 40, boundary)[0] == whole[20:]
+    _, later = read_steps(order, 20, 25, boundary)
+    assert {entry[0] for entry in later.values()} == {1}, "nothing is left of the first phase"
+    assert later.keys() == boundary.keys()
+    assert order.describe(20, boundary) == {"phase": 1, "epoch": 0, "documents": 0, "left_out": 0}
+    found = order.describe(25, later)
+    assert (found["phase"], found["documents"] > 0) == (1, True)
+    assert order.describe(19, boundary)["phase"] == 0
+    mixed = phased([0.5], [packed(50), Words(60)]).order(0, LANES, STEPS, ())
+    assert mixed.describe(25, boundary) == {"phase": 1, "epoch": 0, "offset": 30}
+
+
+def test_samples_batches_and_sources_are_those_of_the_phase():
+    data = phased([0.25, 0.5], [Sourced(4), Words(3), packed(20)])
+    assert data.sample(0, 5, 3) == (0, Words(4).sample(5, 3))
+    assert data.sample(1, 0, 2) == data.sample(7, 6) == (1, Words(3).sample(0, 2))
+    assert data.sample(2, 0, 1, 0, 0, 2, 0).sample["lengths"] == [2, 3]
+    assert data.collate([data.sample(1, 0, 0), data.sample(1, 0, 1)]) == {"collated": [Words(3).sample(0, 0), Words(3).sample(0, 1)]}
+    assert data.sources == ["odd", "even", "phases[1]", "phases[2]"]
+    assert [data.sample_source(*key) for key in ((0, 9, 3), (0, 9, 2), (1, 0, 0), (2, 0, 1, 0))] == [
+        "odd",
+        "even",
+        "phases[1]",
+        "phases[2]",
+    ]
+    assert phased([0.5], [Words(3), Words(4)]).sources == []
+
+
+def test_the_fingerprint_is_of_all_phases_and_where_they_begin():
+    made = [phased(*given).fingerprint for given in (
+        ([0.5], [Words(3), Words(4)]), ([0.5], [Words(4), Words(3)]), ([0.5], [Words(3), Words(5)]), ([0.6], [Words(3), Words(4)])
+    )]  # fmt: skip
+    assert len(set(made)) == 4
+
+
+TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "data.phases: expected a list that is not empty"),
+        ([{"until": 1.0, "data": TEXT}, {"data": TEXT}], "data.phases[0].until: expected a number < 1.0, got 1.0 (float)."),
+        ([{"data": TEXT}, {"data": TEXT}], "data: phases[0].until: missing. Only the last phase has none."),
+        ([{"until": 0.5, "data": TEXT}], "data: phases[0].until: leave it out: the last phase goes on to the end."),
+        (
+            [{"until": 0.5, "data": TEXT}, {"until": 0.5, "data": TEXT}, {"data": TEXT}],
+            "data: phases[1].until: 0.5 is not above 0.5, so the phase would never begin.",
+        ),
+        ([{"until": 0.5, "data": {**TEXT, "corpus": 1}}, {"data": TEXT}], "data.phases[0].data.corpus: "),
+        ([{"data": {"name": "phases", "phases": [{"data": TEXT}]}}], "data: phases[0].data: it has phases of its own."),
+        (
+            [{"until": 0.5, "data": TEXT}, {"data": {"name": "span_corruption", "corpus": "t"}}],
+            "data: phases: one model cannot read all of them: phases[0].data decoder, phases[1].data encoder_decoder.",
+        ),
+    ],
+)
+def test_config_refuses(given: list[Any], said: str):
+    with pytest.raises(ConfigError, match="^" + re.escape(said)):
+        load(phases.Config, {"phases": given}, "data")
+
+
+def test_parts_with_an_order_are_phases_and_phases_are_no_part():
+    inner = {"name": "phases", "phases": [{"until": 0.1, "data": PACKED}, {"data": TEXT}]}
+    assert resolved_dict(bind(DATASETS, inner))["phases"][0]["data"]["documents"]["corpus"] == "any"
+    with pytest.raises(Exception, match="'phases' data come in an order of their own"):
+        bind(DATASETS, {"name": "mixture", "parts": {"a": inner}})
+
+
+def check(given: Sequence[Mapping[str, Any]]) -> phases.Config:
+    return load(phases.Config, {"phases": list(given)}, "data")
+
+
+def test_mistakes_are_told_by_phase(places: Any, write_corpus: Any):
+    write_corpus("t", [{"text": "a", "source": "s"}])
+    config = check([{"until": 0.5, "data": {**TEXT, "corpus": "nowhere"}}, {"data": {"name": "mixture", "parts": {"a": TEXT}}}])
+    with pytest.raises(ConfigError, match=r"^data\.phases\[0\]\.data: .*nowhere: no such data set"):
+        config.check(places)
+    with pytest.raises(
+        ConfigError, match=r"^data\.phases\[0\]\.data\.sequence_tokens: 5 .*\ndata\.phases\[1\]\.data\.parts\.a\.sequence_tok"
+    ):
+        config.check_length(4, 1)
+    with pytest.raises(ConfigError, match=r"^data\.phases\[1\]\.data: packed documents were tested with .* family None"):
+        check([{"until": 0.5, "data": TEXT}, {"data": PACKED}]).check_model(None)
+    with pytest.raises(ConfigError, match=r"data\.phases: loop\.compile needs .*: phases\[0\]\.data 4, phases\[1\]\.data 16\."):
+        check([{"until": 0.5, "data": TEXT}, {"data": PACKED}]).check_compiled()
+
+
+def test_a_phase_without_a_step_is_refused_before_any():
+    config = check([{"until": 0.04, "data": ANY}, {"until": 0.98, "data": ANY}, {"data": ANY}])
+    config.check_steps(100)
+    assert config.begins(100) == [0, 4, 98]
+    for steps, number in ((10, 0), (20, 2)):
+        with pytest.raises(ConfigError, match=rf"^data\.phases\[{number}\]: no step of loop\.steps = {steps} reads it"):
+            config.check_steps(steps)
+        with pytest.raises(ConfigError, match="reads it"):
+            PhasedDataset(config, [Words(3)] * 3).order(0, LANES, steps, ())
+
+
+def test_an_order_of_phases_is_endless():
+    share = RankShare(LANES, MICRO_BATCH, 0, 1)
+    stream = PhaseOrder([order_of(Words(4), 0, LANES, 1)], [0]).micro_batches(90, share, {})
+    assert len(list(islice(stream, 50))) == 50
