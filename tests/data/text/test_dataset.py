@@ -57,7 +57,7 @@ def test_parts_of_a_mixture_may_have_documents_apart(build, places, tokenizer):
     build(["abc", "defgh", "xy"])
     part = {"name": "text", "corpus": "t", "apart": True}
     config = bind(DATASETS, {"name": "mixture", "parts": {"a": {**part, "sequence_tokens": 4}, "b": {**part, "sequence_tokens": 6}}})
-    with pytest.raises(ConfigError, match=r"data\.parts\.a: data: packed documents were tested with gpt2, .* family None\.\n.*parts\.b"):
+    with pytest.raises(ConfigError, match=r"data\.parts\.a: packed documents were tested with gpt2, .* family None\.\n.*parts\.b"):
         config.check_model(None)
     data = config.build(places, tokenizer, "val", 0)
     batch = data.collate([data.sample(0, i) for i in range(len(data))])
