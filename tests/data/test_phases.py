@@ -43,6 +43,12 @@ class Words:
         return {"collated": samples}
 
 
+class Unheld(Words):
+    """Words whose epochs are permuted without memory."""
+
+    shuffle = "feistel"
+
+
 class Sourced(Words):
     """Words of two sources."""
 
@@ -85,7 +91,7 @@ def read_steps(order: Any, first: int, last: int, cursor: Cursor, world_size: in
 def drawn(draw: random.Random) -> tuple[PhasedDataset, list[Branch]]:
     """Two to four phases, packed or not, and up to three rewinds, often to where a phase begins."""
     until = sorted(draw.sample([0.1, 0.25, 0.3, 0.5, 0.625, 0.9], draw.randint(1, 3)))
-    data = [draw.choice([packed, Words])(draw.choice([7, 50, 300])) for _ in range(len(until) + 1)]
+    data = [draw.choice([packed, Words, Unheld])(draw.choice([7, 50, 300])) for _ in range(len(until) + 1)]
     steps = sorted(draw.sample([*{round(share * STEPS) for share in until}, *range(1, STEPS, 3)], draw.randint(0, 3)))
     branches = [
         Branch(number=n, from_step=step, data=draw.choice(["same", "reshuffle", f"skip:{draw.randint(1, 9)}"]))
@@ -202,6 +208,7 @@ def test_the_fingerprint_is_of_all_phases_and_where_they_begin():
 
 
 TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
+QA = {"name": "qa", "corpus": "t", "sequence_tokens": 4, "context_tokens": 4, "loss_on": "answer"}
 
 
 @pytest.mark.parametrize(
@@ -217,6 +224,7 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
         ),
         ([{"until": 0.5, "data": {**TEXT, "corpus": 1}}, {"data": TEXT}], "data.phases[0].data.corpus: "),
         ([{"data": {"name": "phases", "phases": [{"data": TEXT}]}}], "data: phases[0].data: it has phases of its own."),
+        ([{"until": 0.5, "data": TEXT}, {"data": QA}], "data: phases[1].data: 'qa' data have contexts, which are read by recipes for one"),
         (
             [{"until": 0.5, "data": TEXT}, {"data": {"name": "span_corruption", "corpus": "t"}}],
             "data: phases: one model cannot read all of them: phases[0].data decoder, phases[1].data encoder_decoder.",
@@ -233,6 +241,8 @@ def test_parts_with_an_order_are_phases_and_phases_are_no_part():
     assert resolved_dict(bind(DATASETS, inner))["phases"][0]["data"]["documents"]["corpus"] == "any"
     with pytest.raises(Exception, match="'phases' data come in an order of their own"):
         bind(DATASETS, {"name": "mixture", "parts": {"a": inner}})
+    with pytest.raises(Exception, match="the samples of 'phases' cannot be packed"):
+        bind(DATASETS, {**PACKED, "documents": inner})
 
 
 def check(given: Sequence[Mapping[str, Any]]) -> phases.Config:
