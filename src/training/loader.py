@@ -1,7 +1,7 @@
 """The micro-batches of this process, optimizer step by optimizer step."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,8 +97,11 @@ class StepLoader:
     """Processes that read beside this one, which changes no number; None: 2 beside a GPU, else none, as they would take the cores that
     train."""
 
-    def steps(self, start: State) -> Iterator[Step]:
-        """Yield what each optimizer step after those that `start` has finished reads, on the device. Endless."""
+    def steps(self, start: State) -> Generator[Step]:
+        """Yield what each optimizer step after those that `start` has finished reads, on the device. Endless.
+
+        `close` ends the processes that read beside this one.
+        """
         share = RankShare(self.config.sequences_per_step, self.config.micro_batch, distributed.rank(), distributed.world_size())
         gpu = self.device.type == "cuda"
         samples = _Samples(self.dataset)

@@ -67,17 +67,17 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
     with distributed.raise_together():
         reporter = Reporter(run, config, spec.model, loop.state.step)
     limits = StopConditions(run.options.limits, run.path)
+    num_workers = 0 if spec.experience else run.options.num_workers  # what is made for a step cannot be read ahead of it
+    reader = loader.StepLoader(spec.train, loop.order, config, accelerator.device, spec.count, num_workers)
     with (
         contextlib.closing(reporter),
+        contextlib.closing(reader.steps(loop.state)) as steps,  # else a traceback would keep its processes, until who knows when
         memory.oom_advice(),
         loop.saver.close_on_exit(),
         distributed.stop_when(limits.reason),
         loop.attempt(),
         loop.save_on_stop(),
     ):
-        num_workers = 0 if spec.experience else run.options.num_workers  # what is made for a step cannot be read ahead of it
-        reader = loader.StepLoader(spec.train, loop.order, config, accelerator.device, spec.count, num_workers)
-        steps = reader.steps(loop.state)
         loop.meter.restart()
         distributed.stop_together()
         while True:

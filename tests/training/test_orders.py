@@ -1,5 +1,6 @@
 """Orders with a cursor: what a step reads depends on the samples before it, and is the same at any world size and after any restart."""
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from src import distributed
 from src.data.text import tokenizers
 from src.orders import Cursor, Key, RankShare, order_of
 from src.runs import ledger
-from src.runs.context import Run
+from src.runs.context import Options, Run
 from src.training import loader
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
@@ -117,6 +118,14 @@ def train(run: Run, stop_after: int | None = None) -> tuple[State, list[list[int
     with distributed.stoppable():
         spec = TrainSpec(small.Line(), about, Filtered(), {}, loss, lambda _: {"val_loss": 0.0})
         return fit(spec, run, CONFIG, seed=0), seen
+
+
+def test_readers_end_with_the_training_whoever_holds_its_traceback(tmp_path: Path):
+    before = set(multiprocessing.active_children())
+    with small.opened(small.write_data(tmp_path), Options(num_workers=2)) as run, pytest.raises(distributed.TrainingStopped) as stopped:
+        train(run, 3)
+    assert stopped.tb is not None
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize("stop_after", [1, 3, 4, 8])
