@@ -32,7 +32,7 @@ with RunDir.open(Path(sys.argv[1]), {EXP!r}, {{}}) as run:
     for line in sys.stdin:
         word, _, number = line.strip().partition(" ")
         if word == "beat":
-            beat.on_step(int(number), 0.5, 1.0)
+            beat.on_step(int(number))
         elif word == "row":
             run.scores.append({{"step": int(number), "train_loss": 0.5}})
             run.set_status("running", step=int(number))
