@@ -6,10 +6,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from src.config import Config, unknown_text
+from src.config import Config, added_field, unknown_text
 from src.errors import ConfigError, DataError
 from src.interfaces import DatasetField, MetricConfig, MetricField, QuestionDataset
 from src.metrics import answers
+
+WRONG, GAIN = "_wrong_context", "_gain"
+"""Ends of the names of scores: of answers that were given with another question's contexts, and of the difference to the right ones."""
 
 
 def score_names(metrics: Sequence[MetricConfig]) -> list[str]:
@@ -62,6 +65,8 @@ class Inference(Config):
     """A file in the folder of the prepared data, with the number of a row of the split on each line, counted from 0; None for all rows."""
     best_answer: bool = False
     """Rows that ask one question on the same contexts count as one, with the best of their scores."""
+    wrong_contexts: bool = added_field(False)
+    """A control: ask all questions again, each with another question's contexts. Scores get the ends `WRONG` and `GAIN`."""
 
     @model_validator(mode="after")
     def _scores_are_distinct(self) -> "Inference":

@@ -8,15 +8,18 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from src import distributed
+from src.errors import ConfigError
 from src.evaluation import speed
-from src.evaluation.config import Inference
+from src.evaluation.config import GAIN, WRONG, Inference
 from src.evaluation.generation import AnswerGenerator
 from src.evaluation.outputs import OutputFile, ResumableOutputs
 from src.files import write_json
-from src.interfaces import Prediction, QuestionDataset
+from src.interfaces import ContextDataset, Prediction, QuestionDataset
 from src.metrics import answers
 from src.metrics.answers import PREDICTION
 from src.runs.context import Run
@@ -37,31 +40,38 @@ class InferenceJob:
     """Of the split."""
     indices: list[int]
     """Which of its questions are asked."""
+    control: QuestionDataset | None = None
+    """The same questions with wrong contexts."""
 
 
-def prepare(config: Inference, dataset: QuestionDataset, row_indices: list[int] | None) -> InferenceJob:
+def prepare(config: Inference, dataset: ContextDataset, row_indices: list[int] | None) -> InferenceJob:
     """The job that `config` describes. Call it before the training. row_indices: content of the index file, if given.
 
     Raises:
-        UserError: there are no such rows.
+        UserError: there are no such rows, or no contexts that could be wrong.
         ImportError: a library of a metric is missing.
     """
     answers.scores(config.metrics, [Prediction("a word", ["a word"], "a question", ["a context"], "a source")], config.best_answer)
-    return InferenceJob(config, dataset, config.select(dataset, row_indices))
+    if config.wrong_contexts and not dataset.reads_contexts:
+        raise ConfigError("inference.wrong_contexts: these data are read without contexts. Leave it out.")
+    control = dataset.with_shuffled_contexts() if config.wrong_contexts else None
+    return InferenceJob(config, dataset, config.select(dataset, row_indices), control)
 
 
 def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mapping[str, str]) -> dict[str, float]:
     """Answer the questions that have no answer yet; returns the scores, {"inference/em": …, "inference/em/nq": …}. Collective.
+
+    With `wrong_contexts` also {"inference/em_wrong_context": …, "inference/em_gain": …}.
 
     inputs, Raises: see `ResumableOutputs.make`.
     """
     config, most = job.config, job.config.max_new_tokens
     tokens, seconds = 0, 0.0
 
-    def generate(first: int) -> Iterator[list[str]]:
+    def generate(asking: AnswerGenerator, first: int) -> Iterator[list[str]]:
         nonlocal tokens, seconds
         began = time.perf_counter()
-        for batch in generator.batches(job.indices[first:], most):
+        for batch in asking.batches(job.indices[first:], most):
             seconds += time.perf_counter() - began
             tokens += sum(count for _, count in batch)
             yield [text for text, _ in batch]
@@ -70,17 +80,28 @@ def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mappin
     def line(number: int, text: str) -> str:
         return json.dumps({**job.dataset.row(job.indices[number]), PREDICTION: text})
 
-    file = OutputFile(config.split, len(job.indices), generate, line)
-    settings = {
+    files = [OutputFile(config.split, len(job.indices), partial(generate, generator), line)]
+    if job.control:
+        control = replace(generator, dataset=job.control)
+        files.append(OutputFile(f"{config.split}{WRONG}", len(job.indices), partial(generate, control), line))
+    settings: dict[str, Any] = {
         "data": job.dataset.fingerprint,
         "questions": hashlib.sha256(json.dumps([config.split, *job.indices]).encode()).hexdigest(),
         "max_new_tokens": most,
     }
-    (texts,) = ResumableOutputs(run, FOLDER, PREDICTION, [file], generator.batch_size).make(inputs, settings)
+    if job.control:
+        settings["wrong_contexts"] = True
+    answered = ResumableOutputs(run, FOLDER, PREDICTION, files, generator.batch_size).make(inputs, settings)
     if tokens:
         measured = speed.measure(generator, job.indices[0], most, tokens, seconds)
         log.info("%.4g tokens/s, %.3g s to the first token.", measured["tokens_per_second"], measured["seconds_to_first_token"])
         distributed.broadcast_from_rank0(lambda: write_json(run.path / speed.FILE, measured))
-    predictions = generator.predictions(job.indices, texts)
-    scores = distributed.broadcast_from_rank0(lambda: answers.scores(config.metrics, predictions, config.best_answer))
-    return {f"{PREFIX}{name}": value for name, value in scores.items()}
+    predictions = [generator.predictions(job.indices, texts) for texts in answered]
+    scores, *wrong = distributed.broadcast_from_rank0(
+        lambda: [answers.scores(config.metrics, given, config.best_answer) for given in predictions]
+    )
+    found = {f"{PREFIX}{name}": value for name, value in scores.items()}
+    for control_scores in wrong:
+        found |= {f"{PREFIX}{name}{WRONG}": value for name, value in control_scores.items() if "/" not in name}
+        found |= {f"{PREFIX}{name}{GAIN}": scores[name] - value for name, value in control_scores.items() if "/" not in name}
+    return found

@@ -7,12 +7,14 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from results import rescore
+from src.evaluation.config import GAIN, WRONG
 from src.experiments.identity import exp_id
 from src.files import defect, new_directory
 from src.metrics import knowledge
@@ -29,6 +31,8 @@ EXP["answers"] = {"questions": 3, "max_new_tokens": 4, "metrics": [{"name": "squ
 EXP["inference"] = {"max_new_tokens": 4, "metrics": [{"name": "squad"}, {"name": "knowledge"}], "split": "test"}
 SOME = copy.deepcopy(EXP)
 SOME["inference"] |= {"datasets": ["two"], "index_file": "hard.txt", "rows": 3}
+CONTROL = copy.deepcopy(EXP)
+CONTROL["inference"]["wrong_contexts"] = True
 
 
 class World:
@@ -54,7 +58,9 @@ class World:
                 (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
             (made / "hard.txt").write_text("7\n4\n\n5\n20\n1\n3\n")
         base = {"name": "hf", "path": str(folder / "base")}
-        self.groups = {name: [{**exp, "model": {**exp["model"], "base": base}}] for name, exp in (("all", EXP), ("some", SOME))}
+        self.groups = {
+            name: [{**exp, "model": {**exp["model"], "base": base}}] for name, exp in (("all", EXP), ("some", SOME), ("control", CONTROL))
+        }
         self.project = toy.project(folder, f"EXP_GROUPS = {self.groups!r}\n")
 
     def main(self, group: str) -> int:
@@ -135,6 +141,22 @@ def test_every_row_is_answered_and_scored(world: World):
     assert last["cache_bytes_per_context_token"] == 4 * 32
     assert last["decoder_cache_bytes_per_context_token"] == 4 * 2 * 3 * 16
     assert last["projected_bytes_per_context_token"] == 4 * 2 * 16
+
+
+def test_a_control_is_asked_with_the_contexts_of_other_questions(world: World):
+    assert world.main("control") == 0
+    run = world.run("control")
+    right, wrong = (rescore.read(run / "inference" / f"test{end}.jsonl") for end in ("", WRONG))
+    assert lines(run) == lines(world.folder / "undisturbed"), "the questions themselves are answered as without a control"
+    assert [replace(answer, text="") for answer in wrong] == [replace(answer, text="") for answer in right]
+    assert [answer.text for answer in wrong] != [answer.text for answer in right]
+
+    metrics = [bind(METRICS, metric) for metric in EXP["inference"]["metrics"]]
+    last, scores = last_row(run), rescore.score_answers(metrics, wrong, best_answer=False)["all"]
+    for name, value in scores.items():
+        if name != "rows":
+            assert last[f"inference/{name}{WRONG}"] == value
+            assert last[f"inference/{name}{GAIN}"] == last[f"inference/{name}"] - value
 
 
 def test_its_speed_is_beside_it(world: World):
