@@ -33,11 +33,12 @@ dev-environment: run-environment
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: run-environment  ## data, a tiny base model, cross-attention on it, the table and the plot (a few minutes on two cores)
+demo: run-environment  ## data, a tiny base model, cross-attention on it, the table, the plot and answered questions (about five minutes on two cores)
 	$(BIN)/python -m data_prep.stdlib_qa
-	$(BIN)/torchrun --nproc-per-node 2 trainval.py -e crossattn_tiny --with-parents --log_every 50
-	$(BIN)/python -m results.table -e crossattn_tiny
-	$(BIN)/python -m results.plot -e crossattn_tiny
+	$(BIN)/torchrun --nproc-per-node 2 trainval.py -e demo --with-parents --log_every 35
+	$(BIN)/python -m results.table -e demo --scores inference/em inference/em_wrong_context inference/em_gain --interval ci95
+	$(BIN)/python -m results.plot -e demo --metric val_loss val_loss_shuffled_context
+	$(BIN)/python -m results.answers -e demo --count 5
 
 study: run-environment  ## cross-attention beside prompting on real questions; needs TRAINVAL_DATA, a folder with squad/, nq_oracle/ and weights/
 	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }

@@ -1,6 +1,6 @@
 """Every experiment: EXP_GROUPS maps the name of a group to a list of plain dicts. `python trainval.py -e NAME` runs a group."""
 
-from src.exp_groups import context_baselines, crossattn, study, t5
+from src.exp_groups import context_baselines, crossattn, demo, study, t5
 from src.exp_groups.crossattn import BASE_TINY, CROSSATTN_TINY
 from src.experiments.grid import grid
 
@@ -11,6 +11,7 @@ EXP_GROUPS = {
         {"model.num_layers": [1, 2, 3], "model.stride": [1, 2], "seed": [0, 1]},
         where=lambda e: (e["model"]["num_layers"], e["model"]["stride"]) in [(1, 1), (2, 1), (2, 2), (3, 1)],
     ),
+    **demo.GROUPS,
     **crossattn.GROUPS,
     **context_baselines.GROUPS,
     **study.GROUPS,

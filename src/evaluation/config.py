@@ -11,9 +11,6 @@ from src.errors import ConfigError, DataError
 from src.interfaces import DatasetField, MetricConfig, MetricField, QuestionDataset
 from src.metrics import answers
 
-WRONG, GAIN = "_wrong_context", "_gain"
-"""Ends of the names of scores: of answers that were given with another question's contexts, and of the difference to the right ones."""
-
 
 def score_names(metrics: Sequence[MetricConfig]) -> list[str]:
     """The names of all scores of `metrics`."""
@@ -66,7 +63,7 @@ class Inference(Config):
     best_answer: bool = False
     """Rows that ask one question on the same contexts count as one, with the best of their scores."""
     wrong_contexts: bool = added_field(False)
-    """A control: ask all questions again, each with another question's contexts. Scores get the ends `WRONG` and `GAIN`."""
+    """A control: ask all questions again, each with another question's contexts: scores em_wrong_context, and em_gain, the difference."""
 
     @model_validator(mode="after")
     def _scores_are_distinct(self) -> "Inference":

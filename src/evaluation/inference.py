@@ -15,18 +15,14 @@ from typing import Any
 from src import distributed
 from src.errors import ConfigError
 from src.evaluation import speed
-from src.evaluation.config import GAIN, WRONG, Inference
+from src.evaluation.config import Inference
 from src.evaluation.generation import AnswerGenerator
 from src.evaluation.outputs import OutputFile, ResumableOutputs
 from src.files import write_json
 from src.interfaces import ContextDataset, Prediction, QuestionDataset
 from src.metrics import answers
-from src.metrics.answers import PREDICTION
+from src.metrics.answers import GAIN, INFERENCE, PREDICTION, WRONG
 from src.runs.context import Run
-
-FOLDER = "inference"
-PREFIX = "inference/"
-"""Of the names of the scores of an inference."""
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +87,7 @@ def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mappin
     }
     if job.control:
         settings["wrong_contexts"] = True
-    answered = ResumableOutputs(run, FOLDER, PREDICTION, files, generator.batch_size).make(inputs, settings)
+    answered = ResumableOutputs(run, INFERENCE, PREDICTION, files, generator.batch_size).make(inputs, settings)
     if tokens:
         measured = speed.measure(generator, job.indices[0], most, tokens, seconds)
         log.info("%.4g tokens/s, %.3g s to the first token.", measured["tokens_per_second"], measured["seconds_to_first_token"])
@@ -100,8 +96,8 @@ def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mappin
     scores, *wrong = distributed.broadcast_from_rank0(
         lambda: [answers.scores(config.metrics, given, config.best_answer) for given in predictions]
     )
-    found = {f"{PREFIX}{name}": value for name, value in scores.items()}
+    found = {f"{INFERENCE}/{name}": value for name, value in scores.items()}
     for control_scores in wrong:
-        found |= {f"{PREFIX}{name}{WRONG}": value for name, value in control_scores.items() if "/" not in name}
-        found |= {f"{PREFIX}{name}{GAIN}": scores[name] - value for name, value in control_scores.items() if "/" not in name}
+        found |= {f"{INFERENCE}/{name}{WRONG}": value for name, value in control_scores.items() if "/" not in name}
+        found |= {f"{INFERENCE}/{name}{GAIN}": scores[name] - value for name, value in control_scores.items() if "/" not in name}
     return found

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from results import rescore
-from src.evaluation.config import GAIN, WRONG
 from src.experiments.identity import exp_id
 from src.files import defect, new_directory
 from src.metrics import knowledge
-from src.metrics.answers import make_prediction
+from src.metrics.answers import GAIN, WRONG, make_prediction
 from src.registry import METRICS, bind
 from src.tables import rows as results
 from tests import toy, warm

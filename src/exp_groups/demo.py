@@ -1,0 +1,27 @@
+"""The demo: a tiny model answers which exception a piece of Python code raises, through cross-attention layers that alone read the code."""
+
+from src.exp_groups.crossattn import BASE_TINY, CROSSATTN_TINY
+from src.experiments.grid import grid, override, ref
+
+RAISES = override(
+    CROSSATTN_TINY,
+    {
+        "model": {"name": "cross_attention", "num_layers": 1, "stride": 1, "final_layer": True, "base": ref(BASE_TINY)},
+        "data.context_tokens": 160,
+        "data.train_datasets": ["stdlib_raises"],
+        "data.val_datasets": ["stdlib_raises"],
+        "data.val_samples": None,
+        "loop.steps": 350,
+        "loop.learning_rate": 8e-3,
+        "loop.eval_every": 35,
+        "answers": None,
+        "inference": {"max_new_tokens": 8, "metrics": [{"name": "squad"}], "wrong_contexts": True},
+    },
+)
+GROUPS = {
+    "demo": grid(
+        RAISES,
+        {"model.num_layers": [1, 2, 3], "data.context_tokens": [16, 160], "seed": [0, 1]},
+        where=lambda e: e["data"]["context_tokens"] == 160 or e["model"]["num_layers"] == 1,
+    ),
+}

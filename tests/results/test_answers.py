@@ -1,0 +1,54 @@
+"""Answered questions of the best run, printed with their contexts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from results import answers
+from src.runs.run_dir import RunDir
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    """Two runs that answered four questions; the better one was asked with wrong contexts, too."""
+    for seed, right in ((0, 2), (1, 3)):
+        exp = {"recipe": "toy", "seed": seed}
+        with RunDir.open(tmp_path / "runs", exp, exp, facts={"groups": ["demo"]}) as run:
+            run.scores.append({"step": 1, "val_loss": 1.0, "inference/em": right / 4})
+            run.set_status("done")
+        write(run.path / "inference" / "val.jsonl", seed, right)
+        if seed == 1:
+            write(run.path / "inference" / "val_wrong_context.jsonl", seed, 0)
+    return tmp_path / "runs"
+
+
+def write(path: Path, seed: int, right: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    rows = [{"question": f"q{i} of {seed}", "context": f"def f{i}():\n    pass", "answer": f"a{i}", "dataset": "d"} for i in range(4)]
+    path.write_text("".join(json.dumps(row | {"answer_pred": row["answer"] if i < right else "no"}) + "\n" for i, row in enumerate(rows)))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert answers.main([*map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_questions_of_the_best_run_are_printed_evenly_spread(asked: Path, capsys: pytest.CaptureFixture[str]):
+    text = printed(capsys, asked, "--count", "2")
+    assert "inference/val.jsonl: inference/em 0.75, the best of 2 runs" in text
+    assert [line for line in text.splitlines() if line.startswith("question")] == ["question    q0 of 1", "question    q2 of 1"]
+    assert text.count("\n  |     pass\n") == 2
+    assert text.count("(right)\nwith another question's context: no\n") == 2
+
+
+def test_the_wrong_ones_alone(asked: Path, capsys: pytest.CaptureFixture[str]):
+    text = printed(capsys, asked, "--wrong")
+    assert "question    q3 of 1\n" in text
+    assert "truth       a3\nanswer      no   (wrong)\n" in text
+    assert text.count("question  ") == 1
+
+
+def test_runs_without_answers_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert answers.main([str(runs)]) == 1
+    assert "no run has answers. They are made by `inference`" in capsys.readouterr().err
