@@ -48,6 +48,7 @@ NOT = {
 NEIGHBOURS = {"trainval": {"exp_configs", "job_configs"}}
 OUTSIDE = {"tests", "benchmarks"}  # these may import anything
 SHORT = {
+    "src.exp_groups.demo": "found by its name",
     "src.kinds": "names alone, which interfaces and models both need",
     "src.training.seeds": "found by its name",
     "src.models.wrapper": "what two rooms of models share",
