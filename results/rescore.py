@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from results.table import draw_rich, markdown
+from results.table import markdown
+from results.terminal_table import draw_rich
 from src.config import Problems, join, unknown_text
 from src.errors import ConfigError, DataError, print_errors
 from src.files import reading

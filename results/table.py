@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from results import run_arguments
+from results.terminal_table import arrange, choose, draw, draw_rich, plain
 from src.errors import ConfigError, print_errors
 from src.runs.metadata import CODE_VERSIONS
 from src.tables import rows as results
@@ -35,15 +36,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, warnings = results.select(options.runs, options.groups, options.where)
     output: Callable[[], None]
     if options.pivot:
-        if options.by or options.scores or options.best:
-            raise ConfigError("--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores and --best.")
+        if options.by or options.scores or options.best or options.columns:
+            raise ConfigError(
+                "--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores, --best and --columns."
+            )
         keys = options.pivot
         cross, metric = pivot_score(rows, keys[0], keys[1], options.metric)
         output = partial(print_pivot, cross, keys, metric, options.format, options.interval)
     else:
-        wanted = options.scores or (["all"] if options.format in ("csv", "json") else None)
+        if options.columns and options.format != "rich":
+            raise ConfigError(f"--columns is for the terminal: with --format {options.format} take --by and --scores.")
+        chosen = [name for name in options.columns or () if name in results.score_names(rows)]
+        wanted = options.scores or (["all"] if options.format in ("csv", "json") else chosen or None)
         table, keys, scores = tabulate(rows, options.by, wanted, options.metric, options.best)
-        output = partial(print_table, table, keys, scores, options.format, options.interval)
+        if options.format == "rich":
+            lowest = None if options.best is None else options.best == "min"
+            columns, same = arrange(table, keys, scores, options.metric or default_metric(scores), lowest, options.interval)
+            about = [f"Mean ± {INTERVALS[options.interval]}, best first.", *([f"In all rows: {', '.join(same)}."] if same else [])]
+            output = partial(draw, choose(columns, options.columns) if options.columns else columns, [" ".join(about)])
+        else:
+            output = partial(print_table, table, keys, scores, options.format, options.interval)
     run_arguments.warn([*warnings, *remarks(rows, keys)])
     output()
     return 0
@@ -115,10 +127,7 @@ def pivot_score(rows: Sequence[results.Row], index: str, columns: str, metric: s
 
 def print_table(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std") -> None:
     """Print to stdout. csv and json have all digits; the others four, as mean ± deviation (n)."""
-    if style == "rich":
-        draw_rich(*_cells(table, keys, scores, interval), f"mean ± {INTERVALS[interval]} (number of runs), best first")
-    else:
-        print(render(table, keys, scores, style, interval), end="")
+    print(render(table, keys, scores, style, interval), end="")
 
 
 def render(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std") -> str:
@@ -147,9 +156,9 @@ def print_pivot(cross: statistics.Pivot, keys: Sequence[str], score: str, style:
         ]
         print(_csv([head, *lines]), end="")
     else:
-        headings = [index, *(f"{columns}={_plain(value)}" for value in cross.columns)]
+        headings = [index, *(f"{columns}={plain(value)}" for value in cross.columns)]
         rows = zip(cross.rows, cross.cells, strict=True)
-        lines = [[_plain(value), *("-" if cell is None else _score(cell, score, interval) for cell in line)] for value, line in rows]
+        lines = [[plain(value), *("-" if cell is None else _score(cell, score, interval) for cell in line)] for value, line in rows]
         if style == "rich":
             draw_rich(headings, lines, f"{score}: mean ± {INTERVALS[interval]} (number of runs)")
         else:
@@ -161,18 +170,10 @@ def _cells(table: Table, keys: Sequence[str], scores: Sequence[str], interval: s
     facts = ["runs", "state", "step"]
     headings = [*(names[key] for key in keys), *facts, *scores]
     lines = [
-        [*(_plain(row[key]) for key in keys), *(_plain(row[fact]) for fact in facts), *(_score(row, s, interval) for s in scores)]
+        [*(plain(row[key]) for key in keys), *(plain(row[fact]) for fact in facts), *(_score(row, s, interval) for s in scores)]
         for row in table
     ]
     return headings, lines
-
-
-def _plain(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        return value[:8] if len(value) == 32 and set(value) <= set("0123456789abcdef") else value
-    return json.dumps(value)
 
 
 def _score(row: dict[str, Any], name: str, interval: str) -> str:
@@ -215,25 +216,6 @@ def _escape(cell: str) -> str:
     return "".join(_LATEX.get(character, character) for character in cell).replace(" ± ", r" $\pm$ ").replace("\n", " ")
 
 
-def draw_rich(headings: list[str], lines: list[list[str]], caption: str) -> None:
-    """Print a table to stdout, at full width if that is no terminal."""
-    from rich.console import Console
-    from rich.measure import Measurement
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    table = RichTable(caption=caption)
-    for heading in headings:
-        table.add_column(Text(heading))
-    for line in lines:
-        table.add_row(*map(Text, line))
-    console = Console()
-    if not console.is_terminal:  # a log file has no width: cut nothing
-        wide = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-        console = Console(width=max(console.width, wide))
-    console.print(table)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.table", description=__doc__)
     run_arguments.add(parser, "only the runs of these groups")
@@ -242,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--metric", help="score to sort by, best first (default: val_loss, else the first val_ score)")
     parser.add_argument("--best", choices=("min", "max"), help="which end of the metric is best (default: min for losses and errors)")
     parser.add_argument("--scores", nargs="+", metavar="NAME", help="scores to show, or all (default: all for csv and json)")
+    parser.add_argument("--columns", nargs="+", metavar="NAME", help="on a terminal: scores, keys and facts to show, in this order")
     parser.add_argument("--pivot", nargs=2, metavar=("ROW", "COLUMN"), help="the metric over two dotted keys")
     parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="what follows ± (default: std; ci95: Student's t)")
     parser.add_argument("--format", choices=FORMATS, default="rich")
