@@ -1,9 +1,11 @@
 """Packing in lanes: microseconds of a row and bytes of state of a lane, for many documents; and packed against padded training.
 
     python -m benchmarks.packing [--documents 10000000] [--lanes 64] [--steps 60] [--train 20] [--rows 4]
+    python -m benchmarks.packing --texts FILE.jsonl --tokenizer FOLDER [...]
 
-Lengths are log-normal (median 300 tokens, sigma 0.8), rows have 1,024 tokens, and 16 rows of a lane are open. Sizes come from an array,
-as those of token files do. A row is timed with the cursor that travels with it, and the JSON of a whole cursor as a checkpoint has it.
+Lengths are log-normal (median 300 tokens, sigma 0.8), or those of the texts of a file, repeated in random order. Rows have 1,024 tokens,
+and 16 rows of a lane are open. Sizes come from an array, as those of token files do. A row is timed with the cursor that travels with it,
+and the JSON of a whole cursor as a checkpoint has it.
 
 --train N: a GPTBigCode of 4 layers of 256 trains N steps on `--rows` packed rows each, and N on the same documents one a row, padded to
 the longest (at most 1,024 tokens), alternately, in this process: tokens that are learned a second, as a ratio.
@@ -27,20 +29,32 @@ from src.training.loss import causal_lm_loss
 ROOM, OPEN_ROWS, VOCABULARY = 1024, 16, 5000
 
 
-def packing(count: int) -> tuple[Packing, np.ndarray]:
-    """The packing, and the lengths of its documents."""
-    lengths = np.maximum(2, np.random.default_rng(0).lognormal(np.log(300), 0.8, count)).astype(np.int64)
+def document_lengths(args: argparse.Namespace) -> np.ndarray:
+    """Tokens of each document."""
+    draw = np.random.default_rng(0)
+    if args.texts is None:
+        return np.maximum(2, draw.lognormal(np.log(300), 0.8, args.documents)).astype(np.int64)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    with open(args.texts, encoding="utf-8") as file:
+        found = [max(2, len(tokenizer(json.loads(line)["text"])["input_ids"])) for line in file]
+    print(f"{args.texts}: {len(found)} texts of {np.mean(found):.0f} tokens, median {np.median(found):.0f}, longest {max(found)}")
+    return draw.choice(np.array(found, dtype=np.int64), args.documents)
+
+
+def packing(lengths: np.ndarray) -> Packing:
+    """The packing of documents of these lengths."""
 
     def sizes(epoch: int, document: int) -> list[int]:
         n = int(lengths[document])
         return [n] if n <= ROOM else [ROOM] * (n // ROOM) + [n % ROOM] * (n % ROOM > 0)
 
-    return Packing(count, sizes, ROOM, OPEN_ROWS, 0, "documents"), lengths
+    return Packing(len(lengths), sizes, ROOM, OPEN_ROWS, 0, "documents")
 
 
-def measure_order(args: argparse.Namespace) -> list[Sequence[int]]:
+def measure_order(packed: Packing, args: argparse.Namespace) -> list[Sequence[int]]:
     """Print what a row costs; returns the rows that were read."""
-    packed, _ = packing(args.documents)
     order = LaneOrder(packed, args.lanes)
     stream, cursor = order.micro_batches(0, RankShare(args.lanes, args.lanes, 0, 1), {}), Cursor()
     for _, entries in islice(stream, 10):  # open rows are filled
@@ -65,11 +79,10 @@ def measure_order(args: argparse.Namespace) -> list[Sequence[int]]:
     return rows
 
 
-def measure_training(rows: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
+def measure_training(packed: Packing, rows: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
     """Print tokens that are learned a second, packed and padded."""
     from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
-    packed, _ = packing(args.documents)
     torch.manual_seed(0)
     model = GPTBigCodeForCausalLM(
         GPTBigCodeConfig(vocab_size=VOCABULARY, n_positions=ROOM, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
@@ -106,8 +119,11 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--train", type=int, default=0)
     parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--texts", metavar="FILE", help='JSON lines with "text"')
+    parser.add_argument("--tokenizer", metavar="FOLDER")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure_order(given)
+    made = packing(document_lengths(given))
+    found = measure_order(made, given)
     if given.train:
-        measure_training(found, given)
+        measure_training(made, found, given)
