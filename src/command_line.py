@@ -30,12 +30,16 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
 def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
     """Run `action`; the exit code. A UserError is printed as lines `error: ...` and gives 1, Ctrl-C gives 130. level: of logging."""
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("src").setLevel(level)
+    ours = logging.getLogger("src")
+    before = ours.level
+    ours.setLevel(level)
     try:
         with signals_raise():
             return print_errors(action)()
     except KeyboardInterrupt:
         return 130
+    finally:
+        ours.setLevel(before)
 
 
 def aligned_lines(rows: Sequence[Sequence[str]]) -> list[str]:

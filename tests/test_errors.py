@@ -18,6 +18,7 @@ BAD_INPUT = {
     "data_prep.stdlib_qa": ["--data_path", "data", "--vocab_size", "100"],
     "data_prep.t5_tokenizer": ["--data_path", "data", "--name", "toy", "--from", "./none"],
     "data_prep.tokenize": ["--data_path", "data", "--name", "toy", "--tokenizer", "none", "--train", "none.txt"],
+    "results.answers": ["none"],
     "results.clean": ["none"],
     "results.diff": ["aaaa", "bbbb", "--runs", "none"],
     "results.lineage": ["none"],
