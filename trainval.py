@@ -59,6 +59,7 @@ def prefix_lines(error: Exception, where: str) -> str:
 def act(args: argparse.Namespace) -> int:
     """List, check, submit or train."""
     from src import distributed
+    from src.command_line import aligned_lines
     from src.config import Places, top_level
     from src.errors import ConfigError
     from src.launch import actions, resources
@@ -67,8 +68,8 @@ def act(args: argparse.Namespace) -> int:
     arguments.check(args, distributed.world_size())
     groups = top_level("exp_configs", "EXP_GROUPS")
     if args.list and not args.exp_group:
-        for name, experiments in groups.items():
-            print(f"{name}  {len(experiments)}")
+        for line in aligned_lines([[name, str(len(group)), plan.describe_group(group)] for name, group in groups.items()]):
+            print(line)
         return 0
     selected = select(args, groups)
     # Other groups are needed only where these start from experiments of theirs; their own group too, if --set has changed it.
@@ -91,7 +92,7 @@ def act(args: argparse.Namespace) -> int:
     if args.dry_run:
         return show(planned, lacks, places)
     if lacks:
-        raise ConfigError("\n".join(message for messages in lacks.values() for message in messages))
+        raise ConfigError("\n".join(plan.merge_problems(lacks)))
     return submit(given, args, planned, chosen, places) if given else train(args, planned, chosen, places)
 
 
@@ -113,16 +114,20 @@ def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> in
     """Print the plan and every problem; returns exit code 1 if there is one."""
     from src.errors import RunError
     from src.runs.metadata import state_of
+    from src.runs.plan import merge_problems
 
+    done = 0
     for item in planned:
         try:
             state = state_of(places.runs / item.exp_id)
         except RunError:
             state = "damaged"
+        done += state == "done" and item.exp_id not in lacks
         print(f"{item.exp_id}  {item.where:<30}  {state}")
-    for messages in lacks.values():
-        complain("\n".join(messages))
-    print(f"{len(planned)} experiments, {len(planned) - len(lacks)} ready to run.")
+    for message in merge_problems(lacks):
+        complain(message)
+    not_ready = f", {len(lacks)} that cannot run as they are" if lacks else ""
+    print(f"{len(planned)} experiments: {done} done, {len(planned) - len(lacks) - done} to run{not_ready}.")
     return 1 if lacks else 0
 
 

@@ -208,8 +208,9 @@ class TestPlans:
         assert toy.main(["--list"], toy.GROUPS, folder) == 0
         assert toy.main(["-e", "crossattn", "--dry-run", "--with-parents"], toy.GROUPS, folder) == 0
         out = capsys.readouterr().out
-        assert "base  1" in out
-        assert "2 experiments, 2 ready to run." in out
+        assert re.search(r"^base +1  lm: gpt_bigcode on toy_text$", out, re.MULTILINE)
+        assert re.search(rf"^crossattn +1  crossattn: experiment {exp_id(toy.BASE)[:8]} on toy_qa$", out, re.MULTILINE)
+        assert "2 experiments: 0 done, 2 to run." in out
         assert not (folder / "runs").exists()
 
     def test_a_damaged_status_is_shown_and_told(self, folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -31,7 +31,7 @@ def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namesp
     what.add_argument(
         "-e", "--exp_group", "--exp_group_list", nargs="+", default=[], metavar="GROUP", help="groups of exp_configs.py, or GROUP[3]"
     )
-    what.add_argument("--exp_id", metavar="ID", help="one experiment, by the 32 characters that name its save directory")
+    what.add_argument("--exp_id", metavar="ID", help="one experiment, by the name of its save directory or the beginning of it")
     what.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="a.b=value", help="change values in each experiment (another id)"
     )

@@ -51,6 +51,15 @@ def load(exp: Experiment, group: str, where: str) -> Planned:
     return Planned(exp_id(spelled), spelled, recipe, (group,) if group else (), where)
 
 
+def describe_group(experiments: Any) -> str:
+    """What a group is and needs, in a few words, from the dict of its first experiment: "crossattn: bigcode/starcoder on nq"."""
+    first = experiments[0] if isinstance(experiments, list) and experiments and isinstance(experiments[0], dict) else {}
+    model, data = (part if isinstance(part := first.get(name), dict) else {} for name in ("model", "data"))
+    base = model["base"] if isinstance(model.get("base"), dict) else model
+    trained = f"experiment {str(base.get('exp_id'))[:8]}" if base.get("name") == "experiment" else None
+    return f"{first.get('recipe')}: {trained or base.get('path') or base.get('name')} on {data.get('corpus') or data.get('name')}"
+
+
 def replace_micro_batch(item: Planned, micro_batch: int | None) -> Planned:
     """`item` to be started with another loop.micro_batch, of the same dict and id. None: `item` itself.
 
@@ -144,12 +153,17 @@ def _join_groups(planned: list[Planned]) -> list[Planned]:
 
 
 def find(wanted: str, known: Mapping[str, Planned], runs: Path) -> Planned:
-    """The experiment with the id `wanted`, from exp_configs.py or its save directory, with the groups recorded there.
+    """The experiment whose id begins with `wanted`, from exp_configs.py or its save directory, with the groups recorded there.
 
     Raises:
-        ConfigError: neither has it.
+        ConfigError: neither has it, or there are several.
         RunError: the dict in the save directory is damaged, or has another id.
     """
+    ids = {name for name in known if name.startswith(wanted)}
+    ids |= {path.parent.name for path in runs.glob(f"{wanted}*/{metadata.EXP_DICT}")} if wanted.isalnum() else set()
+    if wanted not in ids and len(ids) > 1:
+        raise ConfigError(f"--exp_id {wanted}: {len(ids)} experiments begin like that: {', '.join(sorted(ids))}. Write more of the id.")
+    wanted = wanted if wanted in ids or not ids else ids.pop()
     run = runs / wanted
     file = run / metadata.EXP_DICT
     if wanted in known:
@@ -204,3 +218,13 @@ def find_problems(
             found[item.exp_id] = [f"{item.where}: {lack}" for lack in lacks]
         before.add(item.exp_id)
     return found
+
+
+def merge_problems(lacks: Mapping[str, Sequence[str]]) -> list[str]:
+    """What `find_problems` found, each cause once: with its first place, and how many more there are."""
+    places: dict[str, list[str]] = {}
+    for messages in lacks.values():
+        for message in messages:
+            where, _, text = message.partition(": ")
+            places.setdefault(text, []).append(where)
+    return [f"{found[0]}{f' and {len(found) - 1} more' * (len(found) > 1)}: {text}" for text, found in places.items()]

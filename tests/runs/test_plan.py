@@ -66,6 +66,22 @@ def test_what_is_found_by_its_id_is_of_the_groups_noted_in_its_directory(tmp_pat
         plan.find("0" * 32, known, tmp_path)
 
 
+def test_the_beginning_of_an_id_is_enough_where_it_is_of_one_experiment(tmp_path: Path):
+    known = {item.exp_id: item for item in (plan.load({**ONE, "seed": seed}, "a", f"a[{seed}]") for seed in range(40))}
+    for wanted in known:
+        length = next(n for n in range(1, 33) if sum(other.startswith(wanted[:n]) for other in known) == 1)
+        assert plan.find(wanted[:length], known, tmp_path).exp_id == wanted
+    run = saved(tmp_path, ONE, exp_id(ONE))
+    assert plan.find(exp_id(ONE)[:6], {}, tmp_path).exp_id == run.name
+    with pytest.raises(ConfigError, match=r"^--exp_id : 40 experiments begin like that: .+\. Write more of the id\.$"):
+        plan.find("", known, tmp_path / "none")
+
+
+def test_equal_causes_are_one_line():
+    lacks = {"a": ["g[0]: data: gone.", "g[0]: model: gone."], "b": ["g[1]: data: gone."], "c": ["h[0]: data: gone."]}
+    assert plan.merge_problems(lacks) == ["g[0] and 2 more: data: gone.", "g[0]: model: gone."]
+
+
 def test_a_dict_that_was_edited_is_not_trained_under_its_old_id(tmp_path: Path):
     run = saved(tmp_path, TWO, exp_id(ONE))
     with pytest.raises(RunError, match=rf"{run}/exp_dict\.json: its id is {exp_id(TWO)}, not the name of its directory"):
