@@ -112,7 +112,7 @@ class QADataset(questions.DecoderQuestions):
         self._config = config
         self._both_views = both_views
         self._inputs = encoder_inputs.EncoderInputs(self._prompter, config.encoding_options())
-        self._truncations = questions.TruncationCounter(config.corpus, "context_tokens", config.context_tokens)
+        self._truncations = questions.truncation_counter(config.corpus, "context_tokens", config.context_tokens)
         self._store: encoded_store.Store | None = None
         self._fim_tokens = fim.fim_tokens(self._encoder)
         questions.require_room("context_tokens", config.context_tokens, self._prompter.fixed_context_tokens + 1)

@@ -90,7 +90,7 @@ class FidQADataset(questions.Questions):
         self._config, self.shuffle = config, config.shuffle
         self._encoder = SafeTokenizer(tokenizer)
         self._words = _Words(*(self._encoder.encode(word) for word in ("question:", " title:", " context:")))
-        self._truncations = questions.TruncationCounter(config.corpus, "passage_tokens", config.passage_tokens)
+        self._truncations = questions.truncation_counter(config.corpus, "passage_tokens", config.passage_tokens)
         questions.require_room("passage_tokens", config.passage_tokens, self._words.count(titled=True) + 4)
 
     def sample(self, epoch: int, index: int) -> Sample:

@@ -62,7 +62,7 @@ class PromptedQADataset(questions.DecoderQuestions):
         self._max_context = config.context_tokens
         if config.context_tokens is not None:
             questions.require_room("context_tokens", config.context_tokens, self._prompter.fixed_reading_tokens + 1)
-            self._truncations = questions.TruncationCounter(config.corpus, "context_tokens", config.context_tokens)
+            self._truncations = questions.truncation_counter(config.corpus, "context_tokens", config.context_tokens)
             if config.too_long == "refuse":
                 self._check_rows(self._require_short_contexts)
 

@@ -4,7 +4,7 @@ import copy
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict
 
@@ -71,11 +71,10 @@ def useful_indices(row: Row) -> list[int]:
 
 
 class TruncationCounter:
-    """Counts the contexts of which this process cut the end off. Warns at the first, the 10th, the 100th and so on."""
+    """Counts the contexts of which this process cut the end off. Warns at the first, the 100th, the 10,000th and so on."""
 
-    def __init__(self, name: str, field: str, most: int) -> None:
-        """field: the config field that allows `most` tokens."""
-        self._name, self._why = name, f"data.{field} is {most}, and data.too_long 'truncate'"
+    def __init__(self, name: str, why: str) -> None:
+        self._name, self._why = name, why
         self.read = self.cut = 0
         self._next = 1
 
@@ -85,7 +84,14 @@ class TruncationCounter:
         self.cut += cut
         if self.cut >= self._next:
             log.warning("%s: %d of %d contexts read by this process lost their end: %s.", self._name, self.cut, self.read, self._why)
-            self._next = 10 ** len(str(self.cut))
+            while self._next <= self.cut:
+                self._next *= 100
+
+
+@cache
+def truncation_counter(name: str, field: str, most: int) -> TruncationCounter:
+    """The counter that all data sets of `name` in this process share. field: the config field that allows `most` tokens."""
+    return TruncationCounter(name, f"data.{field} is {most}, and data.too_long 'truncate'")
 
 
 class Questions:

@@ -1,0 +1,15 @@
+"""What every test of questions begins with."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from src.data.qa import questions
+
+
+@pytest.fixture(autouse=True)
+def _new_counters() -> Iterator[None]:
+    """Contexts that lose their end are counted by process."""
+    questions.truncation_counter.cache_clear()
+    yield
+    questions.truncation_counter.cache_clear()
