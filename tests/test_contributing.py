@@ -34,8 +34,8 @@ def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
         f"BASE_TINY = {toy.BASE!r}\nCROSSATTN_TINY = {child!r}\nEXP_GROUPS = {{'base_tiny': [BASE_TINY]}}\n{experiment}",
     )
     (root / "results").mkdir()
-    for name in ("table.py", "run_arguments.py"):
-        shutil.copy(toy.ROOT / "results" / name, root / "results")
+    for path in (toy.ROOT / "results").glob("*.py"):
+        shutil.copy(path, root / "results")
     (root / METRIC).write_text(metric)
     registry = root / "src/registry.py"
     before = '        "squad": "src.metrics.squad",\n'
