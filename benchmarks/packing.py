@@ -4,8 +4,8 @@
     python -m benchmarks.packing --texts FILE.jsonl --tokenizer FOLDER [...]
 
 Lengths are log-normal (median 300 tokens, sigma 0.8), or those of the texts of a file, repeated in random order. Rows have 1,024 tokens,
-and 16 rows of a lane are open. Sizes come from an array, as those of token files do. A row is timed with the cursor that travels with it,
-and the JSON of a whole cursor as a checkpoint has it.
+and 16 rows of a lane are open. The data set is `packed`, of documents whose lengths are in an array, as those of token files are. A row is
+timed with the cursor that travels with it, and the JSON of a whole cursor as a checkpoint has it.
 
 --train N: a GPTBigCode of 4 layers of 256 trains N steps on `--rows` packed rows each, and N on the same documents one a row, padded to
 the longest (at most 1,024 tokens), alternately, in this process: tokens that are learned a second, as a ratio.
@@ -22,8 +22,10 @@ import numpy as np
 import torch
 
 from src.data import collate
+from src.data.packing.dataset import PackedDataset
 from src.data.packing.lanes import LaneOrder, Packing
 from src.orders import Cursor, RankShare
+from src.registry import DATASETS, bind
 from src.training.loss import causal_lm_loss
 
 ROOM, OPEN_ROWS, VOCABULARY = 1024, 16, 5000
@@ -43,14 +45,32 @@ def document_lengths(args: argparse.Namespace) -> np.ndarray:
     return draw.choice(np.array(found, dtype=np.int64), args.documents)
 
 
+class Lengths:
+    """Documents of which only the lengths are known."""
+
+    fingerprint = "lengths"
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def length(self, epoch: int, index: int) -> int:
+        return int(self.lengths[index])
+
+    def sample(self, epoch: int, index: int) -> Any:
+        raise NotImplementedError
+
+    def collate(self, samples: Any) -> Any:
+        raise NotImplementedError
+
+
 def packing(lengths: np.ndarray) -> Packing:
     """The packing of documents of these lengths."""
-
-    def sizes(epoch: int, document: int) -> list[int]:
-        n = int(lengths[document])
-        return [n] if n <= ROOM else [ROOM] * (n // ROOM) + [n % ROOM] * (n % ROOM > 0)
-
-    return Packing(len(lengths), sizes, ROOM, OPEN_ROWS, 0, "documents")
+    documents = {"name": "documents", "corpus": "any"}
+    config = bind(DATASETS, {"name": "packed", "documents": documents, "sequence_tokens": ROOM, "open_rows": OPEN_ROWS})
+    return PackedDataset(config, Lengths(lengths)).packing(seed=0)
 
 
 def measure_order(packed: Packing, args: argparse.Namespace) -> list[Sequence[int]]:

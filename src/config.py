@@ -58,17 +58,29 @@ def fill_absences(saved: Any, config: Any) -> Any:
     """`saved`, an older dict of `config`, with each added field that it lacks at what its absence meant."""
     if isinstance(saved, dict) and isinstance(config, Config):
         filled = {key: fill_absences(value, getattr(config, key, None)) for key, value in saved.items()}
-        missing = {
-            name
-            for name, info in type(config).model_fields.items()
-            if name not in saved and is_added(info) and getattr(config, name) == info.default
-        }
-        return filled | config.model_dump(mode="json", include=missing)
+        return filled | config.model_dump(mode="json", include=_absent_fields(config) - saved.keys())
     if isinstance(saved, dict) and isinstance(config, dict):
         return {key: fill_absences(value, config.get(key)) for key, value in saved.items()}
     if isinstance(saved, list) and isinstance(config, (list, tuple)) and len(saved) == len(config):
         return [fill_absences(value, item) for value, item in zip(saved, config, strict=True)]
     return saved
+
+
+def drop_absences(dumped: Any, config: Any) -> Any:
+    """`dumped`, the JSON of `config`, without added fields at what their absence meant: a digest of it is what it was before them."""
+    if isinstance(dumped, dict) and isinstance(config, Config):
+        absent = _absent_fields(config)
+        return {key: drop_absences(value, getattr(config, key, None)) for key, value in dumped.items() if key not in absent}
+    if isinstance(dumped, dict) and isinstance(config, dict):
+        return {key: drop_absences(value, config.get(key)) for key, value in dumped.items()}
+    if isinstance(dumped, list) and isinstance(config, (list, tuple)):
+        return [drop_absences(value, item) for value, item in zip(dumped, config, strict=True)]
+    return dumped
+
+
+def _absent_fields(config: Config) -> set[str]:
+    """Names of the added fields that are at what their absence meant."""
+    return {name for name, info in type(config).model_fields.items() if is_added(info) and getattr(config, name) == info.default}
 
 
 @dataclass(frozen=True)

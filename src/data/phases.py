@@ -104,7 +104,7 @@ class Sample(NamedTuple):
 
 
 class PhasedDataset:
-    """A key is a phase's number and a key of its data set; or (epoch, index), which counts through the samples of all phases."""
+    """A key is (phase, key in its data set); or (epoch, index), which counts through the samples of all phases."""
 
     def __init__(self, config: Config, phases: Sequence[Dataset]) -> None:
         self.config, self.phases = config, phases
@@ -120,9 +120,9 @@ class PhasedDataset:
         """Samples in an epoch of each phase, together."""
         return sum(map(len, self.phases))
 
-    def sample(self, epoch: int, index: int, *more: Any) -> Sample:
-        """The sample of a key, whose first value is the phase where there are more than two."""
-        phase, own = self._place(epoch, index, *more)
+    def sample(self, epoch: int, index: int | Sequence[Any]) -> Sample:
+        """The sample of a key: a phase's where `index` is a key in its data set, whose number is then `epoch`."""
+        phase, own = self._place(epoch, index)
         return Sample(phase, self.phases[phase].sample(*own))
 
     def sample_source(self, *key: Any) -> str:
@@ -139,7 +139,8 @@ class PhasedDataset:
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> "PhaseOrder":
         """See `orders.OrderedDataset`. A branch is one of the phase that reads the step after it.
 
-        But "skip:K" goes on into the phases that begin within K steps: what it is to pass over may be read there.
+        But "skip:K" goes on into the phases that begin within K steps: what it is to pass over may be read there. Where a second automatic
+        rewind goes to the same step, K is the sum of both, and the next phase passes over more than was read of it: nothing is read twice.
         """
         begins = self.config.begins(steps)
         orders = []
@@ -154,10 +155,10 @@ class PhasedDataset:
             orders.append(order_of(data, phase_seed(seed, number), per_step, end - begin, own))
         return PhaseOrder(orders, begins)
 
-    def _place(self, epoch: int, index: int, *more: Any) -> tuple[int, Key]:
+    def _place(self, epoch: int, index: int | Sequence[Any]) -> tuple[int, Key]:
         """The number of a phase, and the key in its data set."""
-        if more:
-            return epoch, (index, *more)
+        if isinstance(index, Sequence):
+            return epoch, tuple(index)
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         phase = 0
@@ -184,7 +185,7 @@ class PhaseOrder:
             step = max(first_step, self.begins[number])
             stream = self.orders[number].micro_batches(step - self.begins[number], share, _own(cursor, number))
             for keys, entries in islice(stream, None if end is None else (end - step) * len(share.numbers)):
-                yield [(number, *key) for key in keys], {name: [number, entry] for name, entry in entries.items()}
+                yield [(number, key) for key in keys], {name: [number, entry] for name, entry in entries.items()}
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
         """The phase, and what its order says."""

@@ -179,29 +179,36 @@ def test_parts_that_collate_alike_make_the_batch_that_joining_theirs_makes(place
     assert several > 10
 
 
+class Replies(Apart):
+    """As many rows as the sample says."""
+
+    def __init__(self, collation):
+        self.fingerprint, self.collation = "replies", collation
+
+    def __len__(self):
+        return 3
+
+    def sample(self, epoch, index):
+        return index + 1
+
+    def collate(self, samples):
+        of_row = [number for number, count in enumerate(samples) for _ in range(count)]
+        return {"sample_of_row": torch.tensor(of_row), "input_ids": torch.tensor([[samples[number]] for number in of_row])}
+
+
 def test_parts_that_collate_alike_may_make_batches_that_cannot_be_joined():
-    class Replies(Apart):
-        """As many rows as the sample says."""
-
-        collation = "replies"
-
-        def __init__(self):
-            self.fingerprint = "replies"
-
-        def __len__(self):
-            return 3
-
-        def sample(self, epoch, index):
-            return index + 1
-
-        def collate(self, samples):
-            of_row = [number for number, count in enumerate(samples) for _ in range(count)]
-            return {"sample_of_row": torch.tensor(of_row), "input_ids": torch.tensor([[samples[number]] for number in of_row])}
-
-    data = mixture.MixtureDataset({"a": Replies(), "b": Replies()}, [3, 3], None, 0)
+    data = mixture.MixtureDataset({"a": Replies("replies"), "b": Replies("replies")}, [3, 3], None, 0)
+    data.require_same_tensors()
     batch = data.collate([data.sample(0, i) for i in (4, 0, 2)])
     assert batch["sample_of_row"].tolist() == [0, 0, 1, 2, 2, 2]
     assert batch["input_ids"].tolist() == [[2], [2], [1], [3], [3], [3]]
+    mixture.MixtureDataset({"a": Replies("replies")}, [3], None, 0).require_same_tensors()
+
+
+def test_parts_whose_samples_have_several_rows_are_refused_where_they_collate_differently():
+    data = mixture.MixtureDataset({"a": Replies("one"), "b": Replies("another")}, [3, 3], None, 0)
+    with pytest.raises(DataError, match=r"^data\.parts: a sample has several rows in .* Give the data sets an equal `collation`"):
+        data.require_same_tensors()
 
 
 def test_parts_that_make_other_batches_are_refused():

@@ -1,7 +1,10 @@
 """Documents packed in lanes: what each step reads at any number of processes, after any restart and after rewinds."""
 
+import hashlib
 import json
 import random
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
@@ -9,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from src.config import Problems, added_field
 from src.data.mixture.dataset import MixtureDataset
+from src.data.packing import dataset
 from src.data.packing.dataset import PackedDataset, PackedRows, require_token_ids
 from src.data.packing.lanes import Lane, LaneOrder, Packing, pack_epoch
 from src.errors import DataError, RunError, UserError
@@ -165,7 +170,7 @@ def test_a_rewind_reads_no_document_of_an_epoch_twice(kind: str, at: int):
 
 def test_a_lane_that_no_document_fits_is_refused():
     tokens = [ROOM + 1 + i for i in range(30)]
-    with pytest.raises(DataError, match=r"data\.documents: none of 30 documents fits into a row of 64 tokens\.$"):
+    with pytest.raises(DataError, match=r"data\.documents: none of 30 documents fits into a row of 64 tokens\. Write a larger seq"):
         read_steps(LaneOrder(packing(tokens, "drop"), LANES), 1)
     with pytest.raises(DataError, match="none of 30"):
         pack_epoch(packing(tokens, "drop"))
@@ -244,6 +249,69 @@ def test_a_row_joins_its_pieces_and_positions_begin_anew():
     assert sorted(token for i in range(len(rows)) for token in rows.sample(0, i)["input_ids"]) == [
         token for i in range(6) for token in Counting().sample(0, i)["input_ids"]
     ]
+
+
+DOCUMENTS = {"name": "documents", "corpus": "any"}
+
+
+def test_a_field_that_is_added_leaves_the_digest_of_older_runs():
+    class Later(dataset.Config):
+        spread: bool = added_field(False)
+
+    config = bind(DATASETS, {"name": "packed", "documents": DOCUMENTS, "sequence_tokens": 4})
+    older, *later = (
+        PackedDataset(made, Counting()).fingerprint
+        for made in (
+            config,
+            Later(documents=config.documents, sequence_tokens=4),
+            Later(documents=config.documents, sequence_tokens=4, spread=True),
+        )
+    )
+    options = ["counting", {"sequence_tokens": 4, "open_rows": 16, "too_long": "cut"}]
+    assert older == hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
+    assert [found == older for found in later] == [True, False]
+
+
+class Measured(Counting):
+    """It knows lengths, and makes no samples."""
+
+    def length(self, epoch: int, index: int) -> int:
+        return index + 1
+
+    def sample(self, epoch: int, index: int) -> Any:
+        raise NotImplementedError
+
+
+def test_sizes_are_lengths_where_they_are_known_and_no_document_is_asked_for_a_protocol():
+    """Such a check takes longer than all the rest."""
+    config = bind(DATASETS, {"name": "packed", "documents": DOCUMENTS, "sequence_tokens": 4})
+    data = PackedDataset(config, MixtureDataset({"a": Measured(), "b": Counting()}, [6, 6], None, 0))
+    called: set[str] = set()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: called.add(frame.f_code.co_name))
+    found = [data.sizes(0, i) for i in range(12)]
+    sys.setprofile(before)
+    assert found == [[1], [2], [3], [4], [4, 1], [4, 2]] * 2
+    assert {"sizes", "length", "sample"} <= called
+    assert "__instancecheck__" not in called
+
+
+QUESTIONS = {"name": "prompted_qa", "corpus": "any", "contexts": "all", "context_tokens": 10, "sequence_tokens": 20, "loss_on": "answer"}
+
+
+@pytest.mark.parametrize(
+    ("documents", "path"),
+    [
+        (QUESTIONS, "documents"),
+        ({"name": "mixture", "parts": {"a": DOCUMENTS, "b": {"name": "mixture", "parts": {"c": QUESTIONS}}}}, "documents.parts.b.parts.c"),
+    ],
+)
+def test_questions_that_may_be_longer_than_a_row_are_not_cut(documents: Any, path: str):
+    raw = {"name": "packed", "documents": documents}
+    with pytest.raises(Problems, match=re.escape(f"too_long: samples of {path} ('prompted_qa') may have more than 29 tokens, and the end")):
+        bind(DATASETS, {**raw, "sequence_tokens": 29})
+    bind(DATASETS, {**raw, "sequence_tokens": 29, "too_long": "drop"})
+    bind(DATASETS, {**raw, "sequence_tokens": 30})
 
 
 SHORT = {"name": "mixture", "parts": {"short": {"name": "text", "corpus": "short", "sequence_tokens": 3}}}

@@ -71,6 +71,11 @@ def through_json(value: Any) -> Any:
     return json.loads(json.dumps({"": value}))[""]
 
 
+def frozen(key: Sequence[Any]) -> Key:
+    """A key as it was before it went through JSON."""
+    return tuple(frozen(value) if isinstance(value, list) else value for value in key)
+
+
 def read_steps(order: Any, first: int, last: int, cursor: Cursor, world_size: int = 1) -> tuple[list[list[Key]], Cursor]:
     """What each step after `first` up to `last` reads, and the cursor behind it, as the loop keeps it."""
     read: dict[tuple[int, int], Any] = {}
@@ -81,7 +86,7 @@ def read_steps(order: Any, first: int, last: int, cursor: Cursor, world_size: in
         for step in range(first, last):
             for g in share.numbers:
                 keys, entries = next(stream)
-                read[step, g] = [tuple(key) for key in through_json(keys)]
+                read[step, g] = [frozen(key) for key in through_json(keys)]
                 behind |= entries
         next(stream)  # as a DataLoader asks ahead
     groups = range(LANES // MICRO_BATCH)
@@ -129,7 +134,7 @@ def test_a_phase_is_what_its_data_would_be_in_a_training_of_their_own(case: int)
                 if b.from_step < begin < b.from_step + b.skipped_steps]  # fmt: skip
         own = over + [b.model_copy(update={"from_step": b.from_step - begin}) for b in branches if begin <= b.from_step < end]
         alone, _ = read_steps(order_of(part, phase_seed(3, number), LANES, end - begin, own), 0, end - begin, {})
-        assert whole[begin:end] == [[(number, *key) for key in step] for step in alone]
+        assert whole[begin:end] == [[(number, key) for key in step] for step in alone]
     assert phase_seed(3, 0) == 3, "the first phase is a training without phases"
     assert len({phase_seed(3, number) for number in range(9)}) == 9
 
@@ -186,18 +191,30 @@ def test_a_cursor_is_read_by_its_own_phase_alone():
 
 def test_samples_batches_and_sources_are_those_of_the_phase():
     data = phased([0.25, 0.5], [Sourced(4), Words(3), packed(20)])
-    assert data.sample(0, 5, 3) == (0, Words(4).sample(5, 3))
-    assert data.sample(1, 0, 2) == data.sample(7, 6) == (1, Words(3).sample(0, 2))
-    assert data.sample(2, 0, 1, 0, 0, 2, 0).sample["lengths"] == [2, 3]
-    assert data.collate([data.sample(1, 0, 0), data.sample(1, 0, 1)]) == {"collated": [Words(3).sample(0, 0), Words(3).sample(0, 1)]}
+    assert data.sample(0, (5, 3)) == (0, Words(4).sample(5, 3))
+    assert data.sample(1, (0, 2)) == data.sample(1, [0, 2]) == data.sample(7, 6) == (1, Words(3).sample(0, 2))
+    assert data.sample(2, (0, 1, 0, 0, 2, 0)).sample["lengths"] == [2, 3]
+    assert data.collate([data.sample(1, (0, 0)), data.sample(1, (0, 1))]) == {"collated": [Words(3).sample(0, 0), Words(3).sample(0, 1)]}
     assert data.sources == ["odd", "even", "phases[1]", "phases[2]"]
-    assert [data.sample_source(*key) for key in ((0, 9, 3), (0, 9, 2), (1, 0, 0), (2, 0, 1, 0))] == [
+    assert [data.sample_source(*key) for key in ((0, (9, 3)), (0, (9, 2)), (1, (0, 0)), (2, (0, 1, 0)))] == [
         "odd",
         "even",
         "phases[1]",
         "phases[2]",
     ]
     assert phased([0.5], [Words(3), Words(4)]).sources == []
+
+
+def test_a_phase_may_have_keys_of_one_value():
+    """They are not taken for an epoch and an index."""
+
+    class Rollouts(Words):
+        def sample(self, epoch: int, index: int | None = None) -> Any:  # as a data set with an order of its own, whose keys are numbers
+            return {"rollout": epoch} if index is None else super().sample(epoch, index)
+
+    data = phased([0.5], [Words(9), Rollouts(9)])
+    assert data.sample(1, (4,)) == (1, {"rollout": 4})
+    assert data.sample(1, 4) == (0, Words(9).sample(1, 4))
 
 
 def test_the_fingerprint_is_of_all_phases_and_where_they_begin():

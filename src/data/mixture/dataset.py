@@ -201,13 +201,18 @@ class MixtureDataset:
         return batches[0][0] if len(batches) == 1 else join_batches(batches, self._pad_id)
 
     def require_same_tensors(self) -> None:
-        """Raises DataError where parts make batches with other tensors than the first."""
+        """Raises DataError where parts make batches with other tensors than the first, or such as cannot be joined."""
         kinds = {name: _tensor_kinds(part.collate([part.sample(0, 0)])) for name, part in self.parts.items()}
         first, kind = next(iter(kinds.items()))
         for name, other in kinds.items():
             if other != kind:
                 told = ", ".join(sorted({f"{key} {shape}" for key, shape in other.items() ^ kind.items()}))
                 raise DataError(f"data.parts.{name}: its batches are not of the kind of those of {first!r}: they differ in {told}.")
+        if "sample_of_row" in kind and len(set(self._collations)) > 1:
+            raise DataError(
+                "data.parts: a sample has several rows in their batches (sample_of_row), and such batches of parts that collate "
+                "differently cannot be joined. Give the data sets an equal `collation`, or train on one part."
+            )
 
     def _place(self, index: int) -> tuple[int, int]:
         if self._seed is not None:

@@ -2,16 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict, cast
 
 from pydantic import Field, model_validator
 
 from src.batches import PackedBatch
-from src.config import Places
+from src.config import Places, drop_absences
 from src.data.mixture.dataset import MixtureDataset
 from src.data.packing.lanes import LaneOrder, Packing, pack_epoch
 from src.data.parts import PartsConfig
+from src.data.text.documents import TextConfig
 from src.errors import ConfigError, DataError
 from src.interfaces import Architecture, Dataset, DatasetConfig, DatasetField, MeasuredDataset, require_fit
 from src.kinds import DECODER
@@ -41,13 +42,26 @@ class Config(PartsConfig):
     open_rows: int = Field(default=16, gt=0)
     """Rows that each sequence of a step keeps open for documents that fit: with more, less padding."""
     too_long: Literal["cut", "drop"] = "cut"
-    """A document of more tokens than a row is cut into several, which do not read each other, or is left out."""
+    """A document of more tokens than a row is cut into several, which do not read each other, or is left out. cut: for text alone."""
 
     @model_validator(mode="after")
     def _documents_can_be_packed(self) -> "Config":
         if self.documents.reader != DECODER or self.documents.has_order:
             raise ValueError(f"documents: the samples of {self.documents.name!r} cannot be packed. Take 'documents' or 'prompted_qa'.")
         require_own_order(self.documents, "documents")
+        return self
+
+    @model_validator(mode="after")
+    def _only_text_is_cut(self) -> "Config":
+        for path, part in _leaf_configs("documents", self.documents):
+            if self.too_long == "cut" and not isinstance(part, TextConfig):
+                try:
+                    part.check_length(self.sequence_tokens)
+                except ConfigError:
+                    raise ValueError(
+                        f"too_long: samples of {path} ({part.name!r}) may have more than {self.sequence_tokens} tokens, and the end of one "
+                        "that is cut would be learned without its beginning. Write too_long 'drop', or a larger sequence_tokens."
+                    ) from None
         return self
 
     @property
@@ -102,8 +116,10 @@ class PackedDataset:
 
     def __init__(self, config: Config, documents: Dataset) -> None:
         self.config, self.documents = config, documents
-        options = config.model_dump(mode="json", exclude={"documents"})
+        options = drop_absences(config.model_dump(mode="json", exclude={"documents"}), config)
         self.fingerprint = hashlib.sha256(json.dumps([documents.fingerprint, options], sort_keys=True).encode()).hexdigest()
+        self._measured = {type(data): isinstance(data, MeasuredDataset) for _, data in _leaves("", documents)}
+        """By class: a check of a protocol takes longer than all else that `sizes` does."""
 
     def __len__(self) -> int:
         """Documents in one epoch."""
@@ -112,7 +128,7 @@ class PackedDataset:
     def sizes(self, epoch: int, document: int) -> list[int]:
         """Tokens of each piece of a document; empty if it is left out."""
         most, (data, *key) = self.config.sequence_tokens, _locate(self.documents, epoch, document)
-        tokens = data.length(*key) if isinstance(data, MeasuredDataset) else len(data.sample(*key)["input_ids"])
+        tokens = cast(MeasuredDataset, data).length(*key) if self._measured[type(data)] else len(data.sample(*key)["input_ids"])
         if tokens <= most:
             return [tokens] if tokens else []
         if self.config.too_long == "drop":
@@ -185,10 +201,25 @@ def _locate(data: Dataset, epoch: int, index: int) -> tuple[Dataset, int, int]:
 
 def require_token_ids(data: Dataset, name: str) -> None:
     """Raises DataError where samples, in a mixture those of any part, are more than token ids."""
+    for leaf_name, leaf in _leaves(name, data):
+        sample = leaf.sample(0, 0)
+        if not isinstance(sample, dict) or sample.keys() != {"input_ids", "loss_mask"}:
+            raise DataError(f"data.documents: the samples of {leaf_name!r} cannot be packed, as they are more than token ids.")
+
+
+def _leaves(name: str, data: Dataset) -> Iterator[tuple[str, Dataset]]:
+    """The data set, or the parts of a mixture of any depth, by name."""
     if isinstance(data, MixtureDataset):
         for part_name, part in data.parts.items():
-            require_token_ids(part, part_name)
-        return
-    sample = data.sample(0, 0)
-    if not isinstance(sample, dict) or sample.keys() != {"input_ids", "loss_mask"}:
-        raise DataError(f"data.documents: the samples of {name!r} cannot be packed, as they are more than token ids.")
+            yield from _leaves(part_name, part)
+    else:
+        yield name, data
+
+
+def _leaf_configs(path: str, data: DatasetConfig) -> Iterator[tuple[str, DatasetConfig]]:
+    """The config of a data set, or those of the parts of a mixture of any depth, by path."""
+    if isinstance(data, PartsConfig):
+        for below, part in data.parts_by_path.items():
+            yield from _leaf_configs(f"{path}.{below}", part)
+    else:
+        yield path, data

@@ -96,7 +96,10 @@ class Lane:
             if misses == packing.count:  # those that fit, if any, were taken by other lanes
                 epoch, misses = self.epoch(self.taken), 0
                 if not any(packing.sizes(epoch, document) for document in range(packing.count)):
-                    raise DataError(f"{packing.name}: none of {packing.count} documents fits into a row of {packing.room} tokens.")
+                    raise DataError(
+                        f"{packing.name}: none of {packing.count} documents fits into a row of {packing.room} tokens. "
+                        "Write a larger sequence_tokens, or, for text, too_long 'cut'."
+                    )
             row = None
             while row is None and self.piece < len(sizes):
                 row = self._place_piece(sizes[self.piece])

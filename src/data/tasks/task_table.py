@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from src.config import Config, unknown_text
+from src.config import Config, drop_absences, unknown_text
 from src.config import load as load_config
 from src.errors import ConfigError
 from src.files import read_yaml
@@ -129,7 +129,8 @@ class NamedTask:
     @property
     def fingerprint(self) -> str:
         """Digest of everything that samples and scores depend on."""
-        return hashlib.sha256(json.dumps([self.name, self.task.model_dump(mode="json")], sort_keys=True).encode()).hexdigest()
+        options = drop_absences(self.task.model_dump(mode="json"), self.task)
+        return hashlib.sha256(json.dumps([self.name, options], sort_keys=True).encode()).hexdigest()
 
     @property
     def optimised_metric(self) -> str:

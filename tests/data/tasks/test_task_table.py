@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from src.config import load
+from src.config import added_field, load
 from src.data.tasks import task_table as tasks
 from src.data.tasks.task_table import NamedTask, Task, find
 from src.errors import ConfigError
@@ -263,3 +263,20 @@ def test_another_entry_is_another_fingerprint():
     one, other = (NamedTask("t", load(Task, {**PLAIN, "columns": [name]}, "t")) for name in ("a", "b"))
     assert one.fingerprint != other.fingerprint
     assert one.fingerprint == NamedTask("t", one.task).fingerprint != NamedTask("u", one.task).fingerprint
+
+
+def test_fields_that_are_added_leave_the_fingerprint_of_older_runs():
+    class LaterFile(tasks.Submission):
+        header: bool = added_field(True)
+
+    class LaterTask(Task):
+        submission: LaterFile | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+        suffix: str | None = added_field(None)
+
+    def fingerprint(cls: type[Task], **options: object) -> str:
+        raw = {"columns": ["a"], "kind": "text", "metrics": ["em"], "weight": 1.0, "submission": {"file": "a.tsv", "label": "text"}}
+        return NamedTask("t", load(cls, {**raw, **options}, "t")).fingerprint
+
+    assert fingerprint(LaterTask) == fingerprint(Task)
+    changed = {"suffix": "."}, {"submission": {"file": "a.tsv", "label": "text", "header": False}}
+    assert len({fingerprint(Task), *(fingerprint(LaterTask, **options) for options in changed)}) == 3
