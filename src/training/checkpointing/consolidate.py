@@ -10,12 +10,15 @@ needed does not grow with the model: tensors go from the shards to the file 16 M
 """
 
 import argparse
+import contextlib
+import fcntl
 import logging
+import os
 import shutil
 import sys
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,7 +91,8 @@ def consolidate(checkpoint: Path, export: Export | None = None) -> list[Path]:
     """
     found = _open(checkpoint)
     if export is None:
-        return _add_missing(checkpoint, found)
+        with _only_writer(checkpoint):
+            return _add_missing(checkpoint, found)
     if export.folder.exists() and not _is_replaceable(export.folder):
         raise ConfigError(
             f"--output {export.folder}: holds something else. Name a folder that is new, empty, or was written by this command."
@@ -158,8 +162,23 @@ def _check_sums(file: Path) -> None:
         raise CheckpointError(f"{file}: damaged: its part {damaged} is not what was written.")
 
 
+@contextlib.contextmanager
+def _only_writer(checkpoint: Path) -> Iterator[None]:
+    """Hold the lock of a checkpoint's folder: of two that would add to it, the second waits, and then finds all there."""
+    with files.writing(checkpoint):
+        descriptor = os.open(checkpoint, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # no locks on this file system
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _add_missing(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
     """Add the missing files to a checkpoint written by this project."""
+    aside = checkpoint.with_name(f".consolidated-{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # of a killed writer
     manifest = files.read_manifest(checkpoint, CheckpointError)
     wanted = {WEIGHTS: found.weights(everything=False), OPTIMIZER: optimizer_tensors(found)}
     for name in [name for name in wanted if name in manifest["files"]]:
@@ -168,7 +187,6 @@ def _add_missing(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
     if not wanted:
         return []
     facts = _manifest_entry(checkpoint, found)
-    aside = checkpoint.with_name(f".consolidated-{checkpoint.name}")
     try:
         with files.new_directory(aside) as folder:
             digests = {name: safetensors_stream.write(folder / name, tensors) for name, tensors in wanted.items()}

@@ -186,7 +186,7 @@ def ensure_whole_optimizer(folder: Path) -> None:
     from src.training.checkpointing import consolidate
 
     def add() -> None:
-        if not (folder / OPTIMIZER).exists():
+        if OPTIMIZER not in files.read_manifest(folder, CheckpointError)["files"]:  # a killed consolidation may have left one unlisted
             log.info("%s: its optimizer state is in DeepSpeed's shards, which do not fit this start: put together first.", folder)
             consolidate.consolidate(folder)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -454,6 +455,28 @@ def test_a_kill_leaves_the_checkpoint_as_it_was(tmp_path: Path, share: float):
     assert len(verify(folder)) == 4 * len(weights)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name], "what the kill left is swept"
     same(load_file(folder / "model.safetensors"), weights)
+
+
+def test_a_file_that_a_kill_has_left_unlisted_is_written_again(tmp_path: Path):
+    """Killed between the rename and the manifest."""
+    weights = numbers(*SMALL)
+    state = shard_sets.write(tmp_path / "zero", 2, 2, weights)
+    folder = as_checkpoint(tmp_path / "zero", tmp_path / "run", 4, weights)
+    (folder / "optimizer.safetensors").write_bytes(b"what the killed one has written")
+    checkpoint.ensure_whole_optimizer(folder)
+    assert "optimizer.safetensors" in files.read_manifest(folder, CheckpointError)["files"]
+    same(load_file(folder / "optimizer.safetensors"), state)
+    assert files.defect(folder) is None
+
+
+def test_of_two_that_consolidate_at_once_one_writes(tmp_path: Path):
+    shard_sets.write(tmp_path / "zero", 2, 2, numbers((500, 500)))
+    folder = as_checkpoint(tmp_path / "zero", tmp_path / "run", 4)
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(consolidate, [folder, folder]))
+    assert sorted(map(len, found)) == [0, 2]
+    assert files.defect(folder) is None
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def written(folder: Path) -> int:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from src import distributed
+from src.files import new_directory
 from src.training.checkpointing import folder as checkpoint
 from src.training.monitoring import parameter_statistics
 from src.training.optim.adamw_scale import AdamWScale
@@ -57,13 +58,14 @@ def main(folder: Path) -> None:
             assert torch.allclose(one.sums, other.sums, rtol=1e-9, atol=0), f"{one.name} {one.context}"
 
         def write() -> None:
-            save_file(checkpoint.optimizer_tensors(*whole), folder / checkpoint.OPTIMIZER)
+            with new_directory(folder / "checkpoint") as beside:
+                save_file(checkpoint.optimizer_tensors(*whole), beside / checkpoint.OPTIMIZER)
 
         distributed.broadcast_from_rank0(write)
         again, optimizer = made(True)
         for parameter, value in zip(again.parameters(), whole[0].parameters(), strict=True):
             parameter.data.copy_(_shard_like(parameter, value.detach()))
-        checkpoint.load_optimizer(folder, again, optimizer, _shard_like)
+        checkpoint.load_optimizer(folder / "checkpoint", again, optimizer, _shard_like)
         for model, its in (whole, (again, optimizer)):
             train(model, its, range(STEPS, 2 * STEPS))
         wanted, found = tensors(*whole), tensors(again, optimizer)
