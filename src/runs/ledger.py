@@ -103,11 +103,18 @@ def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
 def codes_of_starts(run: Path, step: int) -> list[str]:
     """The "code" of the starts of the save directory `run` that recorded one, the oldest first.
 
-    Without those of which nothing is left, as the next start was at the same step. step: of the start that comes now.
+    Without those of which nothing is left: a later start was at the same step or before it. step: of the start that comes now.
     """
-    starts = [found for found in read(run) if found["event"] == "start"]
-    following = [*(found.get("step") for found in starts[1:]), step]  # one more than `starts` where that is empty
-    return [found["code"] for found, at in zip(starts, following, strict=False) if "code" in found and found.get("step") != at]
+    left: list[dict[str, Any]] = []
+    before: dict[int, list[dict[str, Any]]] = {}  # what was left when a rewind was made, by its number
+    for found in read(run):
+        if found["event"] == "start":
+            left = [*(start for start in left if start["step"] < found["step"]), found]
+        elif found["event"] == "rewind" and "number" in found:
+            before[found["number"]] = left
+        elif found["event"] == "undo":
+            left = before.get(found.get("undoes", 0), left)
+    return [start["code"] for start in left if "code" in start and start["step"] < step]
 
 
 def user_and_host() -> str:

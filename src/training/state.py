@@ -74,7 +74,8 @@ class State:
         Raises:
             CheckpointError: another version of this code wrote it.
         """
-        if saved.keys() | ADDED != cls.__dataclass_fields__.keys():
+        fields, totals = cls.__dataclass_fields__.keys(), IntervalTotals.__dataclass_fields__.keys()
+        if saved.keys() | ADDED != fields or not saved["since_row"].keys() <= totals:
             raise CheckpointError("its checkpoints were written by another version of this code. Start over with -r 1.")
         return cls(**{**saved, "since_row": IntervalTotals(**saved["since_row"])})
 
@@ -116,9 +117,11 @@ def content_samples(run: Run) -> dict[str, str]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value."""
+    """Every text in a JSON value but those called "name", which are kinds of data sets, not folders."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        yield from _texts([item for key, item in value.items() if key != "name"])
+    elif isinstance(value, list):
+        for item in value:
             yield from _texts(item)

@@ -16,7 +16,8 @@ from src.runs.run_dir import RunDir
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.loop import fit
-from src.training.spec import TrainSpec
+from src.training.loss import Loss
+from src.training.spec import Experience, TrainSpec
 from src.training.state import State
 from tests import toy
 
@@ -81,15 +82,18 @@ def opened_together(folder: Path, options: Options | None = None) -> Iterator[Ru
 def train(
     run: Run,
     config: LoopConfig = CONFIG,
-    learn: Callable[[nn.Module, Mapping[str, Tensor]], Tensor] = loss,
+    learn: Loss = loss,
     evaluate: Callable[[], Mapping[str, float]] = lambda: {"val_loss": 0.0},
+    inputs: Mapping[str, str] = {},
+    experience: Experience | None = None,
 ) -> tuple[State, Line]:
     """The final state, and the model that was trained."""
     torch.manual_seed(0)
     model = Line()
     about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
     with distributed.stoppable():
-        return fit(TrainSpec(model, about, Numbers(), {}, learn, lambda _: evaluate()), run, config, seed=0), model
+        spec = TrainSpec(model, about, Numbers(), inputs, learn, lambda _: evaluate(), experience=experience)
+        return fit(spec, run, config, seed=0), model
 
 
 def write_data(folder: Path) -> Path:

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from results import table
+from src.config import Places
+from src.errors import CheckpointError, RunError
 from src.experiments.identity import exp_id
 from src.launch import snapshot
 from src.runs import environment, ledger
+from src.runs.context import Options, Run
+from src.runs.run_dir import RunDir
+from src.training.state import State, content_samples
 from tests import toy
+from tests.training import small
 
 EXP: dict[str, Any] = copy.deepcopy(toy.BASE)
 EXP["loop"] |= {"steps": 60, "eval_every": 20}
@@ -55,7 +61,19 @@ def test_starts_of_which_nothing_is_left_do_not_count(tmp_path: Path):
         ledger.append(tmp_path, ledger.event("start", step=step, code=code))
     ledger.append(tmp_path, ledger.event("start", step=8))
     assert ledger.codes_of_starts(tmp_path, 8) == ["b", "b"]
-    assert ledger.codes_of_starts(tmp_path, 0) == ["b", "b"]
+    assert ledger.codes_of_starts(tmp_path, 0) == []
+
+
+def test_starts_of_a_branch_that_was_left_do_not_count_until_it_is_taken_up_again(tmp_path: Path):
+    ledger.append(tmp_path, ledger.event("start", step=0, code="a"))
+    ledger.append(tmp_path, ledger.event("start", step=100, code="b"))
+    assert ledger.codes_of_starts(tmp_path, 200) == ["a", "b"]
+    ledger.append(tmp_path, ledger.event("rewind", step=50, number=1))
+    assert ledger.codes_of_starts(tmp_path, 50) == ["a"]
+    ledger.append(tmp_path, ledger.event("start", step=50, code="c"))
+    assert ledger.codes_of_starts(tmp_path, 150) == ["a", "c"]
+    ledger.append(tmp_path, ledger.event("undo", step=50, number=2, undoes=1))
+    assert ledger.codes_of_starts(tmp_path, 200) == ["a", "b"]
 
 
 def test_the_digest_is_that_of_the_code_wherever_it_lies(tmp_path: Path):
@@ -66,6 +84,10 @@ def test_the_digest_is_that_of_the_code_wherever_it_lies(tmp_path: Path):
     copy = snapshot.take(source, tmp_path / "snapshots")
     before = environment.code_digest(source)
     assert environment.code_digest(copy) == before
+    (source / "src" / ".#loss.py").symlink_to("nobody@nowhere")  # an editor's lock
+    (source / "src" / "gone.py").symlink_to("nowhere")
+    (source / "src" / ".kept").mkdir()
+    (source / "src" / ".kept" / "loss.py").write_text("one = 0\n")
     for name, same in (("src/launch/local.py", True), ("src/loss.py", False)):
         (source / name).write_text("one = 2\n")
         environment.code_digest.cache_clear()
@@ -82,3 +104,27 @@ def test_data_of_the_same_size_with_other_content_are_refused(root: Path, tmp_pa
     assert "content of toy_text: no longer what this run began with. Restore what it began with" in done.stderr
     file.write_bytes(before)
     assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
+
+
+def test_folders_called_as_kinds_of_data_are_not_sampled(tmp_path: Path):
+    data = toy.write_data(tmp_path / "data")
+    shutil.copytree(data / "toy_text", data / "text")
+    exp = {"recipe": "small", "data": {"name": "mixture", "parts": {"a": {"name": "text", "dataset": "toy_text"}}}}
+    with RunDir.open(tmp_path / "runs", exp, exp) as run_dir:
+        assert set(content_samples(Run(run_dir, Places(data, tmp_path / "runs"), Options()))) == {"content of toy_text"}
+
+
+def test_a_run_that_has_sampled_such_a_folder_goes_on(tmp_path: Path):
+    with small.opened(small.write_data(tmp_path)) as run:
+        small.train(run, inputs={"content of text": "a", "data": "b"})
+        state, _ = small.train(run, inputs={"data": "b"})
+        assert state.step == small.CONFIG.steps
+        with pytest.raises(RunError, match="data: no longer what this run began with"):
+            small.train(run, inputs={})
+
+
+def test_the_state_of_a_later_version_is_told_as_such():
+    saved = State(step=3).to_json()
+    saved["since_row"]["later"] = 1
+    with pytest.raises(CheckpointError, match="written by another version"):
+        State.from_json(saved)
