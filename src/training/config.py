@@ -61,7 +61,8 @@ class LoopConfig(Config):
     eval_every: int = Field(gt=0)
     """Optimizer steps between evaluations; the last step is always evaluated."""
     also_at: list[PositiveInt] = added_field([])
-    """Further steps to evaluate and save at, such as [2, 100]."""
+    """Further steps to evaluate and save at, such as [2, 100]. Each counts as an evaluation for early stopping. Their checkpoints are
+    deleted like others, by --keep_last and --keep_every."""
     best_metric: str = "val_loss"
     best_mode: Literal["min", "max"] = "min"
     early_stopping: EarlyStopping | None = None

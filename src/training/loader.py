@@ -15,7 +15,7 @@ from src.interfaces import Dataset, SourcedDataset
 from src.orders import Cursor, Key, Order, RankShare
 from src.training.config import LoopConfig
 from src.training.state import State
-from src.training.validation import to_device
+from src.training.validation import count_loss_tokens, count_true, to_device
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,6 @@ class _BatchSampler(Sampler):
             yield keys
 
 
-def count_loss_tokens(batch: Mapping[str, Tensor]) -> int:
-    """True entries of the loss mask."""
-    return _count_true([batch], "loss_mask")
-
-
 @dataclass(frozen=True)
 class StepLoader:
     """Reads the micro-batches of this process."""
@@ -105,7 +100,7 @@ class StepLoader:
         share = RankShare(self.config.sequences_per_step, self.config.micro_batch, distributed.rank(), distributed.world_size())
         gpu = self.device.type == "cuda"
         samples = _Samples(self.dataset)
-        sampler = _BatchSampler(self.order.micro_batches(start.step, share, start.cursor))
+        sampler = _BatchSampler(self.order.micro_batches(start.step, share, dict(start.cursor)))
         batches = DataLoader(
             samples,
             batch_sampler=sampler,
@@ -125,14 +120,10 @@ class StepLoader:
                 [to_device(batch, self.device) for batch in batches],
                 [number if number is None else number.to(self.device, non_blocking=True) for number in numbers],
                 count=sum(self.count(batch) for batch in batches),
-                loss_tokens=_count_true(batches, "loss_mask"),
-                read_tokens=_count_true(batches, "attention_mask") + _count_true(batches, "context_mask"),
+                loss_tokens=count_true(batches, "loss_mask"),
+                read_tokens=count_true(batches, "attention_mask") + count_true(batches, "context_mask"),
                 sequences=sum(len(batch["input_ids"]) for batch in batches),
                 keys=keys,
                 cursor=behind,
                 passes=share.passes,
             )
-
-
-def _count_true(batches: Sequence[Mapping[str, Tensor]], mask: str) -> int:
-    return sum(int(batch[mask].sum()) for batch in batches if mask in batch)

@@ -43,6 +43,8 @@ from src.training.state import CONTENT, IntervalTotals, State, content_samples
 from src.training.stop_conditions import StopConditions
 
 log = logging.getLogger(__name__)
+ROW = {"", "step", "train_loss", "grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens"}
+"""What a loss may not call a sum of its own: names of a score row, and "", which is the loss itself."""
 
 
 def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
@@ -114,6 +116,8 @@ class Loop:
         self.meter = ThroughputMeter(spec.model, config.precision)
         self.monitor = Monitor(run.path, spec.model, run.options.statistics_every, compiled=config.compile)
         self.sources = loader.sources(spec.train)
+        self.names: list[str] | None = None  # of the loss's named sums, from the first pass on
+        self.generated = 0  # blocks of `Engine.generating` since the last step, start or checkpoint
         self.other_micro_batch = config.micro_batch != (run.dir.exp.get("loop") or {}).get("micro_batch", config.micro_batch)
         """Whether this start has another than the experiment (--micro_batch), and no pass has shown yet that it may."""
         self.stopping = False  # True once any process was asked to stop; the same on every rank
@@ -159,8 +163,12 @@ class Loop:
         if failed:
             self.saver.wait()
         count = int(count) if count.is_integer() else count
-        if not count:
-            raise TrainingError(f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has anything to learn.")
+        if count <= 0:
+            raise TrainingError(
+                f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has anything to learn (their count is "
+                f"{count}). Change the data or the loss, or pass over the step: python -m src.operations.interventions rewind "
+                f"{self.run.path} --to STEP --data skip:1, where STEP is a checkpoint's ({state.step} if there is one)."
+            )
         self.monitor.before_step(state.step + 1)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate(state.step)
@@ -180,7 +188,7 @@ class Loop:
                 self.engine.backward(loss * (counts * world_size / count), last)
             named = {"": (loss, loss.new_zeros(())), **named}
             for name, pair in named.items():
-                part = torch.stack([value.detach().double() for value in pair])
+                part = torch.stack([value.detach().double().to(loss.device) for value in pair])
                 sums[name] = sums.get(name, torch.zeros_like(part)) + (part if counts else 0)
         norm = self.engine.norm()
         # The norm of rank 0: copies on unlike devices may differ in the last bit, and all ranks must decide alike.
@@ -188,13 +196,15 @@ class Loop:
         norm, *flat = distributed.all_reduce_sum(own)
         totals = {name: flat[2 * i : 2 * i + 2] for i, name in enumerate(sums)}
         total = totals.pop("")[0]
+        if self.spec.experience:
+            self.guard.recent.clear()  # since what was made anew, keys of earlier steps may name other samples
         self.guard.remember_keys(state.step + 1, step.keys)
         self.optimizer_step(total, count, norm)
         state.tokens += int(tokens)
         for name, pair in totals.items():
             if all(map(math.isfinite, pair)):
                 state.since_row.sums[name] = [a + b for a, b in zip(state.since_row.sums.get(name, (0.0, 0.0)), pair, strict=True)]
-        self.cursor = step.cursor
+        self.cursor, self.generated = step.cursor, 0
         self.meter.count(step)
         return total / count
 
@@ -204,7 +214,29 @@ class Loop:
         with watching as by_source:
             found = self.spec.loss(self.engine.model, batch)
         loss, named = found if isinstance(found, tuple) else (found, {})
+        self._check_names([*named])
         return loss, {**named, **{f"loss/{name}": (pair[0], pair[1]) for name, pair in zip(self.sources, by_source, strict=False)}}
+
+    def _check_names(self, names: list[str]) -> None:
+        """Refuse named sums that hide a score, or are not those of the first pass of rank 0. Collective in a start's first pass."""
+        first = self.names is None
+        if first:
+            self.names = distributed.broadcast_from_rank0(lambda: names)
+        with distributed.raise_together() if first else contextlib.nullcontext():
+            taken = {*ROW, self.config.best_metric, *(f"loss/{name}" for name in self.sources)}
+            for name in names if first else ():
+                if name in taken or name.startswith("val_"):
+                    raise TrainingError(f"the loss names a sum {name!r}, as a score row names something else. Give it another name.")
+            if names != self.names:
+                raise TrainingError(
+                    f"the loss names the sums {names} here, and {self.names} in the first pass of rank 0. Name the same in every pass of "
+                    "every rank, in one order; where there is nothing to report, with a count of 0."
+                )
+
+    def _seed_generation(self) -> None:
+        """Seed what a block of `Engine.generating` draws: other numbers in each block and process, and the same after a restart."""
+        self._seed_dropout(seeds.generation_seed(self.seed, self.state.step, self.generated, distributed.rank()))
+        self.generated += 1
 
     def _seed_dropout(self, seed: int) -> None:
         """Seed dropout on the training device. torch.manual_seed probes every kind of accelerator, which takes a hundred times as long."""
@@ -290,22 +322,28 @@ class Loop:
         with self.meter.pause():
             extra = self.spec.experience.tensors() if self.spec.experience else {}
             extra = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in extra.items()}
+            if self.spec.experience:
+                checkpoint.require_equal_experience(extra)
             self.saver.save(self.engine, LoopSnapshot(state.step, self.selection.best_step, state.to_json(), extra))
+        self.generated = 0  # as after a restart from here
 
     def restore(self) -> None:
         """Continue from the newest complete checkpoint, if there is one. Scores after it are dropped and computed again."""
         folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.run.path))
+        experience: dict[str, Tensor] = {}
         with distributed.raise_together():
             if folder is not None:
                 self._load_state(checkpoint.load_weights(folder, self.spec.model))
-                if self.spec.experience:
-                    self.spec.experience.load(checkpoint.load_experience(folder))
+                experience = checkpoint.load_experience(folder)
             branches.check_start(self.branches, self.state.step)
             if self.config.compile:
                 compilation.compile_layers(self.spec.model)
             if self.run.options.gradient_checkpointing:
                 memory.checkpoint_layers(self.spec.model)
+        if folder is not None and self.spec.experience:
+            self.spec.experience.load(experience)
         self.engine = engines.build_engine(self.accelerator, self.spec.model, self.config, self.run.options)
+        self.engine.seed_generation = self._seed_generation
         if folder is not None:
             if branches.must_reset_optimizer(self.branches, self.state.step):
                 log.info("%s: the optimizer's moments begin anew, as branch.json says.", self.run.path)
@@ -317,6 +355,7 @@ class Loop:
         distributed.broadcast_from_rank0(self._truncate_records)
         if self.spec.experience:
             self.spec.experience.begin(self.engine)
+            self.generated = 0
         self.spec.model.train()
 
     def _load_state(self, saved: dict[str, Any]) -> None:
@@ -326,8 +365,9 @@ class Loop:
         except CheckpointError as error:
             raise CheckpointError(f"{self.run.path}: {error}") from None
         now, before = self.state.inputs, state.inputs
-        known = {name for name in now if name in before or not name.startswith(CONTENT)}  # older checkpoints have no samples
-        changed = sorted(name for name in known | before.keys() if now.get(name) != before.get(name))
+        # Other versions have taken samples of none, or of more.
+        known = {name for name in now | before if (name in now and name in before) or not name.startswith(CONTENT)}
+        changed = sorted(name for name in known if now.get(name) != before.get(name))
         if changed:
             raise RunError(
                 f"{self.run.path}: {', '.join(changed)}: no longer what this run began with. Restore what it began with, "

@@ -9,3 +9,8 @@ import numpy as np
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
     """Seed of the dropout of one micro-batch (its number within the step over all processes): 63 bits."""
     return int(np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def generation_seed(seed: int, step: int, block: int, rank: int) -> int:
+    """Seed of what process `rank` draws in a block of `Engine.generating`, `block` of them after the last step: 63 bits."""
+    return int(np.random.SeedSequence([seed, step, block, rank, 1]).generate_state(1, np.uint64)[0] >> 1)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from src.interfaces import Dataset
 from src.training.checkpointing.folder import CheckpointMetadata
-from src.training.loader import count_loss_tokens
 from src.training.loss import Loss
 from src.training.parallel.engine import Engine
+from src.training.validation import count_loss_tokens
 
 
 class Experience(Protocol):
@@ -25,7 +25,10 @@ class Experience(Protocol):
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What a restart needs besides the order's cursor. Saved as experience.safetensors in each checkpoint, from rank 0."""
+        """What a restart needs besides the order's cursor. Saved as experience.safetensors in each checkpoint.
+
+        The same on all ranks, else the training stops: gather what each has made, as a restart may have another number of ranks.
+        """
         ...
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:

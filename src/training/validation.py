@@ -1,7 +1,7 @@
 """Mean token loss over a whole data set, computed by all processes together."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,11 +21,13 @@ class LossSums(NamedTuple):
     tokens: int
     correct: int
     """Tokens whose target has the highest logit; 0 unless accuracy was requested."""
+    count: float
+    """What the loss is a sum over: the tokens, where nothing else was said."""
 
     @property
     def loss(self) -> float:
-        """Per token."""
-        return self.loss_sum / self.tokens
+        """Per token, or what else was counted."""
+        return self.loss_sum / self.count
 
     @property
     def accuracy(self) -> float:
@@ -33,20 +35,45 @@ class LossSums(NamedTuple):
         return self.correct / self.tokens
 
 
-def mean_loss(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, device: torch.device) -> float:
-    """Loss per scored token, in nats; see `measure`."""
-    return measure(model, dataset, loss, batch_size, device).loss
+def count_true(batches: Sequence[Mapping[str, Tensor]], mask: str) -> int:
+    """True entries of a mask, of the batches that have it."""
+    return sum(int(batch[mask].sum()) for batch in batches if mask in batch)
+
+
+def count_loss_tokens(batch: Mapping[str, Tensor]) -> int:
+    """True entries of the loss mask."""
+    return count_true([batch], "loss_mask")
+
+
+Count = Callable[[Mapping[str, Tensor]], float]
+"""What the summed loss of a batch is divided by, as `TrainSpec.count`."""
+
+
+def mean_loss(
+    model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, device: torch.device, count: Count = count_loss_tokens
+) -> float:
+    """Loss per scored token, in nats, or per what `count` counts; see `measure`."""
+    return measure(model, dataset, loss, batch_size, device, count=count).loss
 
 
 @torch.no_grad()
-def measure(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, device: torch.device, accuracy: bool = False) -> LossSums:
+def measure(  # noqa: PLR0913  each is named where it is not plain
+    model: nn.Module,
+    dataset: Dataset,
+    loss: Loss,
+    batch_size: int,
+    device: torch.device,
+    accuracy: bool = False,
+    *,
+    count: Count = count_loss_tokens,
+) -> LossSums:
     """Summed loss over every sample of `dataset`. Collective: each rank reads every W-th batch.
 
     Raises:
         distributed.TrainingStopped: a process was asked to stop meanwhile.
-        TrainingError: the data set scores no token.
+        TrainingError: the data set scores no token, or `count` finds nothing.
     """
-    loss_sum, tokens, correct = 0.0, 0, 0
+    loss_sum, tokens, correct, counted = 0.0, 0, 0, 0.0
 
     def count_correct(logits_NV: Tensor, targets_N: Tensor) -> None:
         nonlocal correct
@@ -59,11 +86,12 @@ def measure(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, dev
             value = float(_loss_sum(loss(model, batch)))
             if counts:
                 loss_sum += value
-                tokens += int(batch["loss_mask"].sum())
-    loss_sum, tokens, correct = distributed.all_reduce_sum([loss_sum, tokens, correct])
-    if not tokens:
+                tokens += count_loss_tokens(batch)
+                counted += count(batch)
+    loss_sum, tokens, correct, counted = distributed.all_reduce_sum([loss_sum, tokens, correct, counted])
+    if counted <= 0:
         raise TrainingError("the evaluation data score no token: nothing to take a mean loss of.")
-    return LossSums(loss_sum, int(tokens), int(correct))
+    return LossSums(loss_sum, int(tokens), int(correct), counted)
 
 
 @torch.no_grad()

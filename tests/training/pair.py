@@ -143,6 +143,43 @@ def divergence(folder: Path, **actions: Any) -> list[End]:
     return [first, {**second, "seen": [index for batch in seen[:2] for index in batch]}]
 
 
+class Kept:
+    """Experience that asks the other process at a start, and may differ from its."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def begin(self, engine: Any) -> None:
+        """Nothing to make."""
+
+    def tensors(self) -> dict[str, Any]:
+        """One."""
+        return {"kept": small.torch.tensor(self.value)}
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        """Collective."""
+        assert distributed.all_gather_list([tensors["kept"].item()]) == [self.value] * 2
+
+
+def experience_is_loaded(folder: Path) -> list[End]:
+    """By neither where the inputs of one have changed."""
+    first = start(
+        folder, learn=within(LAST_UNDISTURBED, lambda: os.kill(os.getpid(), signal.SIGTERM)), experience=Kept(1), inputs={"a": "0"}
+    )
+    second = start(folder, experience=Kept(1), inputs={"a": str(distributed.rank())})
+    return [first, second, start(folder, experience=Kept(1), inputs={"a": "0"})]
+
+
+def names_differ(folder: Path) -> list[End]:
+    """Of what the losses of the two report."""
+
+    def learn(model: Any, batch: Mapping[str, Any]) -> Any:
+        loss = small.loss(model, batch)
+        return loss, {f"sum{distributed.rank()}": (loss, loss)}
+
+    return [start(folder, learn=learn)]
+
+
 SCENARIOS: dict[str, Callable[[Path], list[End]]] = {
     "undisturbed": lambda folder: [start(folder)],
     "time limit": time_is_over,
@@ -152,6 +189,9 @@ SCENARIOS: dict[str, Callable[[Path], list[End]]] = {
     "signal to 0": lambda folder: signal_in_evaluation(folder, 0),
     "signal to 1": lambda folder: signal_in_evaluation(folder, 1),
     "long undisturbed": lambda folder: [start(folder, diverging().model_copy(update={"micro_batch": 1}))],
+    "experience loaded": experience_is_loaded,
+    "experience differs": lambda folder: [start(folder, experience=Kept(distributed.rank()))],
+    "names differ": names_differ,
     "divergence stop": lambda folder: divergence(folder, on_non_finite="stop"),
     "divergence rewind": lambda folder: divergence(folder, on_loss_spike="rewind"),
 }

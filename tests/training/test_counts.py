@@ -139,6 +139,35 @@ def test_a_step_that_counts_nothing_is_refused(tmp_path: Path):
         train(run, config(), count=lambda _: 0)
 
 
+def test_a_step_whose_weights_are_below_zero_together_is_refused(tmp_path: Path):
+    """It would be climbed."""
+    with small.opened(small.write_data(tmp_path)) as run, pytest.raises(TrainingError, match=r"their count is -4.*--data skip:1"):
+        train(run, config(), count=lambda batch: -float(len(batch["sample_of_row"].unique())))
+
+
+@pytest.mark.parametrize("name", ["", "step", "train_loss", "val_accuracy", "learning_rate"])
+def test_a_sum_that_would_hide_a_score_is_refused(tmp_path: Path, name: str):
+    def loss(*given: Any) -> Any:
+        found, named = rank_loss(*given)
+        return found, {name: named["accuracy"]}
+
+    with small.opened(small.write_data(tmp_path)) as run, pytest.raises(TrainingError, match=f"names a sum '{name}', as a score row"):
+        train(run, config(), loss)
+
+
+def test_a_pass_with_other_names_is_refused(tmp_path: Path):
+    passes = 0
+
+    def loss(*given: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        found, named = rank_loss(*given)
+        return found, named if passes < 4 else {}
+
+    with small.opened(small.write_data(tmp_path)) as run, pytest.raises(TrainingError, match=r"the sums \[\] here, and \['accuracy'\]"):
+        train(run, config(), loss)
+
+
 def test_rows_of_a_sample_that_diverges_are_saved_with_its_key(tmp_path: Path):
     passes = 0
 

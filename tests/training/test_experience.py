@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from src.orders import Cursor, Key, RankShare
 from src.runs.context import Run
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
+from src.training.divergence.detector import Config as Divergence
 from src.training.loop import fit
 from src.training.parallel.engine import Engine
 from src.training.spec import TrainSpec
 from src.training.state import State
 from tests.training import small
+from tests.training.divergence.test_guard import LEAST, documents, findings
 
 CONFIG = LoopConfig(steps=12, sequences_per_step=4, micro_batch=2, learning_rate=0.01, eval_every=6)
 SIZE = 12
@@ -60,7 +62,9 @@ class Rollouts(small.Numbers):
                 self.rolled_out.append(iteration)
                 with self.engine.generating() as model:
                     assert not model.training
-                    self.buffer = model.guess.sum() + torch.arange(SIZE) / SIZE
+                    self.buffer = model.guess.sum() + torch.rand(SIZE)
+                with self.engine.generating() as model:
+                    self.buffer += torch.rand(SIZE) / 8
             for g in share.numbers:
                 rows = range(taken + g * share.micro_batch, taken + (g + 1) * share.micro_batch)
                 yield [(iteration, row) for row in rows], {"iteration": iteration, "taken": taken + share.per_step}
@@ -76,8 +80,10 @@ class Rollouts(small.Numbers):
         return super().collate([0] * len(samples)) | {"guesses": torch.tensor(samples)}
 
 
-def train(run: Run, stop_after: int | None = None) -> tuple[State, list[list[float]], list[int]]:
-    """Final state, the guesses in each micro-batch, and the rollouts made."""
+def train(
+    run: Run, stop_after: int | None = None, config: LoopConfig = CONFIG, spoiled: Collection[int] = ()
+) -> tuple[State, list[list[float]], list[int]]:
+    """Final state, the guesses in each micro-batch, and the rollouts made. spoiled: steps whose loss is 1000 times."""
     torch.manual_seed(0)
     seen: list[list[float]] = []
 
@@ -86,13 +92,13 @@ def train(run: Run, stop_after: int | None = None) -> tuple[State, list[list[flo
         seen.append(batch["guesses"].tolist())
         if len(seen) == 2 * (stop_after or 0):
             os.kill(os.getpid(), signal.SIGTERM)
-        return ((model.guess.sum() - batch["guesses"] - 0.1) ** 2).sum()
+        return ((model.guess.sum() - batch["guesses"] - 0.1) ** 2).sum() * (1000 if (len(seen) + 1) // 2 in spoiled else 1)
 
     data = Rollouts()
     about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
     with distributed.stoppable():
         spec = TrainSpec(small.Line(), about, data, {}, loss, lambda _: {"val_loss": 0.0}, experience=data)
-        return fit(spec, run, CONFIG, seed=0), seen, data.rolled_out
+        return fit(spec, run, config, seed=0), seen, data.rolled_out
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 7, 8])
@@ -112,3 +118,32 @@ def test_a_restart_in_the_middle_of_a_rollout_reads_on_in_it(tmp_path: Path, sto
         assert rest == everything[2 * step :]
         assert rolled_out == list(range(-(-step // 3), 4)), "what was begun is not made again"
         assert (max((run.path / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes() == weights
+
+
+def test_two_blocks_of_one_step_draw_other_numbers(tmp_path: Path):
+    class Twice(Rollouts):
+        def begin(self, engine: Engine) -> None:
+            super().begin(engine)
+            with engine.generating():
+                first = torch.rand(4)
+            with engine.generating():
+                assert not torch.equal(torch.rand(4), first)
+
+    with small.opened(small.write_data(tmp_path)) as run:
+        about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
+        data = Twice()
+        fit(
+            TrainSpec(small.Line(), about, data, {}, lambda model, _: model.guess.sum() ** 2, lambda _: {"val_loss": 0.0}, experience=data),
+            run,
+            CONFIG,
+            0,
+        )
+
+
+def test_a_step_of_an_earlier_rollout_is_not_saved_as_what_stands_there_now(tmp_path: Path):
+    """Step 24 is the last of a rollout, and its keys are rows of the next when step 25 is judged."""
+    config = CONFIG.model_copy(update={"steps": 30, "divergence": Divergence(**{**LEAST, "loss_steps": 2, "on_loss_spike": "save_batch"})})
+    with small.opened(small.write_data(tmp_path)) as run:
+        train(run, config=config, spoiled=(24, 25))
+        assert ("loss_spike", 25, "save_batch") in findings(run.path)
+        assert list(documents(run.path)) == ["step-00000025-rank-0.json"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from src.errors import TrainingError
 from src.training.loss import cross_entropy, seq2seq_loss, watch_groups
 from src.training.validation import mean_loss, measure, sample_losses
 
@@ -68,6 +69,13 @@ def test_accuracy_is_the_share_of_learned_tokens_that_are_likeliest(batch_size: 
     found = measure(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu"), accuracy=True)
     assert (found.loss, found.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 6, 2 / 6))
     assert mean_loss(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu")) == pytest.approx(found.loss)
+
+
+def test_a_loss_of_pairs_is_measured_by_the_pair():
+    found = measure(Echo(), Pairs(), seq2seq_loss, 2, torch.device("cpu"), accuracy=True, count=lambda batch: len(batch["labels"]))
+    assert (found.loss, found.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 3, 2 / 6))
+    with pytest.raises(TrainingError, match="nothing to take a mean loss of"):
+        mean_loss(Echo(), Pairs(), seq2seq_loss, 2, torch.device("cpu"), count=lambda _: 0)
 
 
 def test_losses_by_group_by_hand():

@@ -103,6 +103,21 @@ def test_a_restart_at_another_world_size_reads_on(processes: Processes, world_si
     assert len({key for step in whole for key in step}) == 66, "nothing twice"
 
 
+def test_an_order_keeps_the_cursor_that_it_was_given():
+    """The loop adds to that of the state at each checkpoint."""
+
+    class Late(Lanes):
+        def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
+            while True:
+                yield [(0, cursor.get("place", 0))] * share.micro_batch, {}
+
+    start = State()
+    steps = loader.StepLoader(Filtered(), Late(6, frozenset()), CONFIG, torch.device("cpu")).steps(start)
+    first = next(steps).keys
+    start.cursor["place"] = 7
+    assert next(steps).keys == first
+
+
 def train(run: Run, stop_after: int | None = None) -> tuple[State, list[list[int]]]:
     """Final state, and the numbers of each micro-batch. stop_after: the step after which a stop is requested."""
     torch.manual_seed(0)

@@ -114,3 +114,21 @@ def test_a_divergence_of_one_takes_both_back_and_past_it(pair: Pair):
         assert ends[name][1]["seen"] == wanted[rank::2], "micro-batches go to the processes in turn"
     assert pair.ends(name, 1)["step"] == STEPS
     assert checkpoints.step_of(checkpoints.list_all(pair.run(name))[-1]) == STEPS
+
+
+def test_experience_is_loaded_when_both_can_go_on(pair: Pair):
+    assert "a: no longer what this run began with" in pair.ends("experience loaded", 1)["why"]
+    assert pair.ends("experience loaded", 2)["end"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("experience differs", "gives other tensors on rank 1 than on rank 0"),
+        ("names differ", "the sums ['sum1'] here, and ['sum0'] in the first pass of rank 0"),
+    ],
+)
+def test_what_must_be_alike_and_is_not_stops_both(pair: Pair, name: str, why: str):
+    end = pair.ends(name, 0)
+    assert (end["end"], end["everywhere"]) == ("failed", True)
+    assert why in end["why"]

@@ -7,6 +7,7 @@ but what DeepSpeed writes below zero/.
 """
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +15,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 
 from src import distributed, files
-from src.errors import CheckpointError, RunError
+from src.errors import CheckpointError, RunError, TrainingError
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
 from src.runs.history import branches
@@ -86,6 +87,21 @@ def write(
 def write_experience(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write what a training has made for itself to read."""
     save_file(tensors, folder / EXPERIENCE)
+
+
+def require_equal_experience(tensors: dict[str, Tensor]) -> None:
+    """Raises TrainingError where the ranks do not have the same `tensors`, of which only rank 0's are written. Collective."""
+    if distributed.world_size() == 1:
+        return
+    digests = distributed.all_gather_list([hashlib.sha256(save(tensors)).hexdigest()])
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        error = TrainingError(
+            f"Experience.tensors gives other tensors on rank {others[0]} than on rank 0, and only those of rank 0 are saved. Gather what "
+            "each rank has made, so that all have the same."
+        )
+        error.everywhere = True
+        raise error
 
 
 def load_experience(folder: Path) -> dict[str, Tensor]:

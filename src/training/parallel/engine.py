@@ -7,7 +7,7 @@ parameters are cut changes the float32 that it is rounded to, and clipping gives
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ class Engine(ABC):
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
         self.accelerator, self.module, self.config = accelerator, module, config
         self._weights, self._moments = BufferPool(), BufferPool()
+        self.seed_generation: Callable[[], object] = lambda: None
+        """Called where a block of `generating` begins; the loop sets it."""
 
     def equalize_forward_passes(self) -> None:
         """Make every rank run the same number of forward passes: sharded models deadlock otherwise."""
@@ -69,9 +71,13 @@ class Engine(ABC):
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[nn.Module]:
-        """Within the block: the model in eval mode and without gradients, for `generate`. Collective for sharded models."""
+        """Within the block: the model in eval mode and without gradients, for `generate`. Collective for sharded models.
+
+        torch's generators are seeded where the block begins: each process draws numbers of its own, the same after any restart.
+        """
         was_training = self.module.training
         self.module.eval()
+        self.seed_generation()
         try:
             with torch.no_grad(), self.accelerator.autocast():
                 yield self.module
