@@ -21,13 +21,13 @@ class LossSums(NamedTuple):
     tokens: int
     correct: int
     """Tokens whose target has the highest logit; 0 unless accuracy was requested."""
-    count: float
-    """What the loss is a sum over: the tokens, where nothing else was said."""
+    denominator: float
+    """What `loss_sum` is divided by: the tokens, where nothing else was said."""
 
     @property
     def loss(self) -> float:
         """Per token, or what else was counted."""
-        return self.loss_sum / self.count
+        return self.loss_sum / self.denominator
 
     @property
     def accuracy(self) -> float:
