@@ -1,4 +1,4 @@
-"""The README's commands for the published size, carried out on a random StarCoder of its depth: prepare, encode, train in both ways."""
+"""The commands of docs/crossattn.md for the published size, on a random StarCoder of its depth: prepare, encode, train in both ways."""
 
 import gzip
 import json
@@ -77,7 +77,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def carry_out(line: str, environment: dict[str, str], more: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """A command of the README with /data and /runs below the fixture's folder, from the root of the project."""
+    """A command of the page with /data and /runs below the fixture's folder, from the root of the project."""
     root = environment["ROOT"]
     words = [word.replace("/data", f"{root}/data").replace("/runs", f"{root}/runs") for word in shlex.split(line)]
     words = [f"{root}/{word}" if word.endswith(".jsonl.gz") else "2" if word == "25_000" else word for word in words]
@@ -86,8 +86,8 @@ def carry_out(line: str, environment: dict[str, str], more: tuple[str, ...] = ()
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme(environment: dict[str, str]):
-    lines = commands("README.md")
+def test_the_commands_of_the_page(environment: dict[str, str]):
+    lines = commands("docs/crossattn.md")
     (prepare,) = [line for line in lines if "data_prep.prepare_qa" in line]
     (encode,) = [line for line in lines if "data_prep.preproc_nq" in line]
     ways = [line for line in lines if line.startswith(("torchrun", "deepspeed")) and "crossattn_starcoderbase-3b" in line]

@@ -13,38 +13,91 @@ import trainval
 from src.launch import arguments
 
 ROOT = Path(trainval.__file__).parent
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md"]
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+"""What users read. Short, in short lines."""
+RESOURCES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "resources").rglob("*.md"))]
+DOCUMENTS = [*PAGES, *RESOURCES, "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md"]
+LONGEST_LINE, MOST_LINES = 119, 120
+NEEDS = re.compile(r"# needs (GPUs|the hub|GPUs and the hub|a cluster)$", re.MULTILINE)
+"""The mark of commands, in their comment or at the top of their block, that no test can carry out here."""
+ELSEWHERE = re.compile(r"hub:|google/|bigcode/|spiece|--nproc-per-node 8|-j (slurm|toolkit)|^(accelerate|deepspeed|hf) ")
+"""What shows that a command needs such a thing."""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_lines_are_short(name: str):
+    lines = (ROOT / name).read_text().splitlines()
+    assert not [f"{name}:{number}" for number, line in enumerate(lines, 1) if len(line) > LONGEST_LINE]
+
+
+def test_the_readme_is_read_in_three_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+
+
+def test_the_readme_leads_to_every_page():
+    text = (ROOT / "README.md").read_text()
+    assert not [name for name in PAGES[1:] if f"]({name}" not in text]
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_relative_links_lead_somewhere(name: str):
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text())
-    dead = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    page = ROOT / name
+    dead = []
+    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        target = page.parent / link if link else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+            dead.append(f"{link}#{anchor}")
     assert not dead
 
 
-def commands(name: str) -> list[str]:
-    """Each line of the document's bash blocks, with what the block exports filled in."""
+def commands(name: str, marked: bool = True) -> list[str]:
+    """Each command of the document's bash blocks, with what the block exports filled in. marked: with those that bear a mark."""
     found = []
     for block in re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(), re.DOTALL):
         exported: dict[str, str] = {}
-        for line in block.splitlines():
-            text = re.sub(r"\$(\w+)", lambda match, known=exported: known[match[1]], line.split(" #")[0].strip())
+        first, _, _ = block.partition("\n")
+        for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines():
+            text = re.sub(r"\$(\w+)", lambda match, known=exported: known[match[1]], re.split("(?:^| +)#", line)[0].strip())
             if text.startswith("export "):
                 exported |= dict(word.split("=", 1) for word in shlex.split(text)[1:])
-            elif text:
+            elif text and (marked or (not NEEDS.search(line) and not NEEDS.match(first))):
                 found.append(text)
     return found
 
 
-@pytest.mark.parametrize("line", [line for line in commands("README.md") if "trainval.py" in line])
-def test_commands_of_the_readme_are_understood(line: str):
+EVERY = [line for name in PAGES for line in commands(name)]
+
+
+@pytest.mark.parametrize("line", sorted({line for line in EVERY if "trainval.py" in line and not re.search(r" -e \W?mine", line)}))
+def test_commands_of_trainval_are_understood(line: str, capsys: pytest.CaptureFixture[str]):
+    """Their flags are known, their groups are there, and what --set changes is valid. tests/test_tutorial.py carries out group `mine`."""
     words = shlex.split(line)
-    args = arguments.parse(words[words.index("trainval.py") + 1 :], "", ROOT)
+    words = words[words.index("trainval.py") + 1 :]
+    args = arguments.parse(words, "", ROOT)
     assert set(args.exp_group) <= set(exp_configs.EXP_GROUPS)
+    assert trainval.main([*words, "--list"]) == 0, capsys.readouterr().err
 
 
-MODULES = [line for line in commands("README.md") if line.startswith("python -m ")]
+def test_what_needs_more_than_this_machine_is_marked():
+    unmarked = [line for name in PAGES for line in commands(name, marked=False)]
+    assert not [line for line in unmarked if ELSEWHERE.search(line)]
+    assert len(unmarked) < len(EVERY)
+
+
+PROGRAMS = ("python", "torchrun", "accelerate", "deepspeed", "make", "hf", "source")
+
+
+def test_every_command_begins_with_a_known_program():
+    assert not [line for line in EVERY if line.split()[0] not in PROGRAMS and not line.startswith("for ")]
+
+
+MODULES = sorted({line for line in EVERY if line.startswith("python -m ")})
 
 
 def test_modules_are_shown():
@@ -75,9 +128,3 @@ def test_the_make_targets_named_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {word for name in DOCUMENTS for word in re.findall(r"^make ([a-z-]+)", (ROOT / name).read_text(), re.MULTILINE)}
     assert {"demo", "test"} <= named <= targets
-
-
-def test_every_flag_of_the_command_line_is_in_the_readme():
-    text = (ROOT / "README.md").read_text()
-    flags = {"-e", "-sb", "-r", "-j", "--exp_id", "--set", "--steps", "--with-parents", "--list", "--dry-run", "--log_every", "--data_path"}
-    assert not {flag for flag in flags if flag not in text}

@@ -1,4 +1,4 @@
-"""The README's two launch scripts, carried out whole and as they stand there: on this machine, and as jobs of the toolkit.
+"""The two launch scripts of docs/crossattn.md, carried out whole and as they stand there: on this machine, and as jobs of the toolkit.
 
 Other than there: the folders lie below a temporary one; the base is a random StarCoder of the same depth; a training has 2 steps, in
 float32; and three services are stand-ins that do what they are asked: the toolkit (its jobs are processes of this machine), haven's closed
@@ -41,13 +41,13 @@ ENDED = ("SUCCEEDED", "FAILED", "CANCELLED", "INTERRUPTED")
 
 
 def below(root: Path, text: str) -> str:
-    """`text` with the README's folders below `root`."""
+    """`text` with the page's folders below `root`."""
     return re.sub(r"(?<![\w.])/(home/project|data|runs)(?!\w)", lambda found: f"{root}{found[0]}", text)
 
 
 def script(root: Path, line: str) -> str:
-    """The README's bash block that has `line`: other folders, and other values of three of its variables."""
-    blocks = re.findall(r"```bash\n(.*?)```", (toy.ROOT / "README.md").read_text(), re.DOTALL)
+    """The page's bash block that has `line`: other folders, and other values of three of its variables."""
+    blocks = re.findall(r"```bash\n(.*?)```", (toy.ROOT / "docs" / "crossattn.md").read_text(), re.DOTALL)
     (text,) = [block for block in blocks if f"EXP_GROUP={json.dumps(GROUP)}" in block and line in block]
     for name, value in VALUES.items():
         text, found = re.subn(rf'\b{name}=("[^"]*"|\S+)', lambda _, new=f"{name}={value}": new, text)

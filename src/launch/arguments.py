@@ -23,7 +23,12 @@ SWITCHES = ("fsdp", "gradient_checkpointing", "offload_activations", "wandb_log_
 
 
 def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namespace:
-    """The arguments, named as in haven where haven has them. about: the text of --help. root: of the project."""
+    """The arguments. about: the text of --help. root: of the project."""
+    return make_parser(about, root).parse_args(argv)
+
+
+def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
+    """The parser of `parse`, whose arguments are named as in haven where haven has them."""
     parser = argparse.ArgumentParser(
         prog="trainval.py", description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -40,8 +45,10 @@ def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namesp
     what.add_argument("--list", action="store_true", help="print the groups, or the experiments of -e, and exit")
     what.add_argument("--dry-run", "--dry_run", action="store_true", help="check everything that can be checked, print the plan, and exit")
     where = parser.add_argument_group("where and how")
-    where.add_argument("-sb", "--savedir_base", type=Path, default=root / "results" / "runs", metavar="DIR", help="save directories")
-    where.add_argument("--data_path", type=Path, default=root / "results" / "data", metavar="DIR", help="prepared data sets")
+    where.add_argument(
+        "-sb", "--savedir_base", type=Path, default=root / "results" / "runs", metavar="DIR", help="save directories (results/runs)"
+    )
+    where.add_argument("--data_path", type=Path, default=root / "results" / "data", metavar="DIR", help="prepared data sets (results/data)")
     where.add_argument("-r", "--reset", type=int, choices=(0, 1), default=0, help="1: back up the run and start over")
     where.add_argument("--log_every", type=int, metavar="N", help="steps between score rows and checkpoints (default: each evaluation)")
     where.add_argument(
@@ -69,11 +76,13 @@ def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namesp
     where.add_argument("--offload_activations", action="store_true", help="keep saved activations in host memory")
     where.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by deepspeed and old launchers; LOCAL_RANK is used
     logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")
-    logs.add_argument("--wandb_entity_name", metavar="NAME")
-    logs.add_argument("--wandb_project_name", metavar="NAME")
-    logs.add_argument("--wandb_run_name", metavar="NAME")
-    logs.add_argument("--wandb_log_gradients", nargs="?", type=_flag, const=True, default=False, metavar="true|false")
-    return parser.parse_args(argv)
+    logs.add_argument("--wandb_entity_name", metavar="NAME", help="user or team; with a project: log online")
+    logs.add_argument("--wandb_project_name", metavar="NAME", help="project")
+    logs.add_argument("--wandb_run_name", metavar="NAME", help="name that it shows (default: the group)")
+    logs.add_argument(
+        "--wandb_log_gradients", nargs="?", type=_flag, const=True, default=False, metavar="true|false", help="histograms of gradients"
+    )
+    return parser
 
 
 def _flag(text: str) -> bool:
