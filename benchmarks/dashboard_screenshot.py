@@ -1,4 +1,4 @@
-"""The picture of the dashboard in docs/results.md, of runs that are trained for it: `python -m benchmarks.dashboard_screenshot [--runs DIR]`."""
+"""The dashboard in docs/results.md, of runs that are trained for it: `python -m benchmarks.dashboard_screenshot [--runs DIR]`."""
 
 import argparse
 import contextlib
