@@ -59,7 +59,7 @@ def test_the_first_experiment(carry_out: Carry, name: str, tmp_path: Path):
     assert len(ends) >= 4
     assert all(steps == [2, 4] for steps in ends)
     (table,) = [out for line, out in shown.items() if "results.table" in line]
-    assert "learning_rate" in table
+    assert "standard deviation" in table
     (plot,) = [out for line, out in shown.items() if "results.plot" in line]
     assert (tmp_path / plot.strip()).stat().st_size > 1000
 
