@@ -34,7 +34,7 @@ dev-environment: run-environment
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: run-environment  ## data, a tiny base model, cross-attention on it, the table, the plot and answered questions (about five minutes on two cores)
+demo: run-environment  ## data, a tiny base model, cross-attention on it, the table, the plot and answered questions (some minutes on two cores)
 	$(BIN)/python -m data_prep.stdlib_qa
 	$(BIN)/torchrun --nproc-per-node 2 trainval.py -e demo --with-parents --log_every 25
 	$(BIN)/python -m results.table -e demo --scores inference/em inference/em_wrong_context inference/em_gain

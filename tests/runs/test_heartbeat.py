@@ -28,3 +28,4 @@ def test_what_is_no_step_beats_too_but_not_often(tmp_path: Path):
 
 def test_a_disk_that_refuses_stops_nothing(tmp_path: Path):
     heartbeat.refresh(tmp_path / "nowhere", attempt=1, step=1)
+    assert not (tmp_path / "nowhere").exists()
