@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal, TypeVar
 
@@ -246,19 +247,23 @@ def raise_together() -> Iterator[None]:
         raise failures[0]
 
 
-def broadcast_from_rank0(compute: Callable[[], T]) -> T:
-    """Call `compute` on rank 0 only and give its result, or its exception, to every rank. Results must be picklable."""
+def broadcast_from_rank0(compute: Callable[[], T], timeout: timedelta | None = None) -> T:
+    """Call `compute` on rank 0 only and give its result, or its exception, to every rank. Results must be picklable.
+
+    timeout: how long the others wait. None: as long as in every collective, which is half an hour.
+    """
     if world_size() == 1:
         return compute()
     import torch.distributed as dist
 
+    group: Any = dist.new_group(backend="gloo", timeout=timeout) if timeout else None  # a wait's length is that of its group
     box: list[Any] = [None, None]
     if is_main():
         try:
             box[0] = compute()
         except Exception as error:  # noqa: BLE001  re-raised on every rank below
             box[1] = error
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     error = box[1]
     if isinstance(error, UserError):
         error.everywhere = True

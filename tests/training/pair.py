@@ -10,8 +10,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -180,6 +183,27 @@ def names_differ(folder: Path) -> list[End]:
     return [start(folder, learn=learn)]
 
 
+def rank_0_works_for_long(folder: Path) -> list[End]:
+    """Twice as long as a collective waits, as it waits itself for what nobody sends."""
+    import torch.distributed as dist
+
+    usual, short = timedelta(minutes=30), timedelta(seconds=1)
+    silent: Any = dist.new_group(timeout=2 * short)
+
+    def work() -> str:
+        with pytest.raises(RuntimeError, match="imed out"):
+            dist.recv(small.torch.zeros(1), src=1, group=silent)
+        return "done"
+
+    dist.distributed_c10d._set_pg_timeout(short)
+    try:
+        return [{"end": distributed.broadcast_from_rank0(work, timeout=usual)}]
+    except RuntimeError as error:
+        return [{"end": f"no longer waited for: {error}"}]
+    finally:
+        dist.distributed_c10d._set_pg_timeout(usual)
+
+
 SCENARIOS: dict[str, Callable[[Path], list[End]]] = {
     "undisturbed": lambda folder: [start(folder)],
     "time limit": time_is_over,
@@ -192,6 +216,7 @@ SCENARIOS: dict[str, Callable[[Path], list[End]]] = {
     "experience loaded": experience_is_loaded,
     "experience differs": lambda folder: [start(folder, experience=Kept(distributed.rank()))],
     "names differ": names_differ,
+    "slow rank 0": rank_0_works_for_long,
     "divergence stop": lambda folder: divergence(folder, on_non_finite="stop"),
     "divergence rewind": lambda folder: divergence(folder, on_loss_spike="rewind"),
 }

@@ -121,6 +121,10 @@ def test_experience_is_loaded_when_both_can_go_on(pair: Pair):
     assert pair.ends("experience loaded", 2)["end"] == "done"
 
 
+def test_one_that_works_for_longer_than_a_collective_waits_is_waited_for(pair: Pair):
+    assert pair.ends("slow rank 0", 0)["end"] == "done"
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [

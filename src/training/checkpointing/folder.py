@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -195,15 +196,16 @@ def optimizer_entries(folder: Path, model: nn.Module) -> Iterator[tuple[nn.Param
 def ensure_whole_optimizer(folder: Path) -> None:
     """Where the optimizer's state is in DeepSpeed's shards alone, put it together into the checkpoint, on rank 0. Collective.
 
+    The others wait for a day: half an hour is too little for a large model on a slow disk.
+
     Raises:
         CheckpointError: the shards are missing or damaged.
         RunError: the disk refuses.
     """
     from src.training.checkpointing import consolidate
 
-    def add() -> None:
-        if OPTIMIZER not in files.read_manifest(folder, CheckpointError)["files"]:  # a killed consolidation may have left one unlisted
+    # A killed consolidation may have left one unlisted.
+    if distributed.broadcast_from_rank0(lambda: OPTIMIZER not in files.read_manifest(folder, CheckpointError)["files"]):
+        if distributed.is_main():
             log.info("%s: its optimizer state is in DeepSpeed's shards, which do not fit this start: put together first.", folder)
-            consolidate.consolidate(folder)
-
-    distributed.broadcast_from_rank0(add)
+        distributed.broadcast_from_rank0(lambda: consolidate.consolidate(folder), timeout=timedelta(days=1))
