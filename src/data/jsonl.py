@@ -1,5 +1,6 @@
 """Prepared data on disk: folders with a manifest, and JSONL files whose rows are checked field by field."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -77,7 +78,7 @@ def read_rows(
     """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`. All are checked here, and parsed again on access.
 
     group: what `Rows.row_index` groups rows by. rules: name and version of what `check` and `group` do. With it, the rows of a large file
-    are checked once, and an index is kept that later starts map.
+    are checked once, by one process while others wait, and an index is kept that later starts map.
 
     A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional` may be
     absent or null. A blank line is refused like any other that is not JSON. `check(row, "FILE:LINE")` may refuse a row.
@@ -89,11 +90,15 @@ def read_rows(
         raise DataError(f"{path.parent}: no such folder. {preparation_hint(path.parent)}".rstrip())
     _check_sizes(path.parent)
     rows, key = Rows(path, RowIndex(array("Q", [0]), (), ())), None
-    with reading(path, DataError), open(rows.file, "rb", closefd=False) as file:
+    with reading(path, DataError), open(rows.file, "rb", closefd=False) as file, contextlib.ExitStack() as stack:
         if rules is not None and os.fstat(rows.file).st_size >= jsonl_index.LEAST_BYTES:
             types = {name: repr(kind) for name, kind in {**fields, **(optional or {})}.items()}
             key = jsonl_index.key_of(file, rows.facts, {"name": rules, "required": sorted(fields), "types": types})
-            if (kept := jsonl_index.read(path, key)) is not None:
+            kept = jsonl_index.read(path, key)
+            if kept is None:
+                stack.enter_context(jsonl_index.one_builder(file))
+                kept = jsonl_index.read(path, key)  # from whom this process has waited for
+            if kept is not None:
                 rows.row_index = kept
                 return rows
         ends, groups, names = array("Q", [0]), array("I"), dict[str, int]()
@@ -112,9 +117,9 @@ def read_rows(
             if group is not None:
                 groups.append(names.setdefault(group(row), len(names)))
             ends.append(ends[-1] + len(line))
-    if len(ends) == 1:
-        raise DataError(f"{path}: empty. It should have one JSON object on each line.")
-    rows.row_index = RowIndex(ends, groups, list(names)) if key is None else jsonl_index.write(path, key, ends, groups, list(names))
+        if len(ends) == 1:
+            raise DataError(f"{path}: empty. It should have one JSON object on each line.")
+        rows.row_index = RowIndex(ends, groups, list(names)) if key is None else jsonl_index.write(path, key, ends, groups, list(names))
     return rows
 
 

@@ -1,5 +1,7 @@
 """An index beside a JSONL file: where its rows end, and the group of each. Made once, when the rows are checked; later starts map it."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -7,7 +9,7 @@ import mmap
 import os
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,6 +61,18 @@ def key_of(file: BinaryIO, facts: object, rules: Mapping[str, Any]) -> dict[str,
 def read(path: Path, key: Mapping[str, Any]) -> RowIndex | None:
     """The index of the rows of `path`, mapped; None if there is none for this key."""
     return next((index for place in _places(path, key) if (index := _map(place, key)) is not None), None)
+
+
+@contextlib.contextmanager
+def one_builder(file: BinaryIO) -> Iterator[None]:
+    """Only one process at a time is in the block with this data file, where its file system has locks; NFS has none for readers."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def write(path: Path, key: Mapping[str, Any], ends: "array[int]", groups: "array[int]", names: Sequence[str]) -> RowIndex:

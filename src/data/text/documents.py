@@ -56,7 +56,7 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
         _check_tokenizer(folder, manifest["tokenizer"], tokenizer_digest(tokenizer), encoder.eos_id)
         return StoredDocuments(folder, split, encoder.eos_id)
     path = jsonl.require_file(folder, f"{split}.jsonl")
-    texts = [row["text"] for row in jsonl.read_rows(path, {"text": str})]
+    texts = [row["text"] for row in jsonl.read_rows(path, {"text": str}, rules="text 1")]
     return Documents([join_documents(encoder.encode_all(texts), encoder.eos_id)], encoder.eos_id, jsonl.fingerprint(folder), path)
 
 

@@ -90,7 +90,7 @@ class Config(DenoisingConfig):
         folder = jsonl.corpus_folder(places, self.corpus)
         path = jsonl.require_file(folder, f"{split}.jsonl")
         words = Words(tokenizer, self.num_sentences)
-        rows = jsonl.read_rows(path, {"text": str})
+        rows = jsonl.read_rows(path, {"text": str}, rules="text 1")
         room = self._make_room(len(words.sentinels))
         groups = Groups((row["text"] for row in rows), tokenizer, room, self.num_sentences, jsonl.fingerprint(folder))
         if not len(groups):
