@@ -65,7 +65,8 @@ def render(run: Path) -> str:
             report.section("Losses", _panels({"loss": _lines_by_name(rows, _is_loss)}, size=(10, 3.6)) if rows else ""),
             report.section("Training", _grid(rows, perf)),
             report.section(
-                "Loss by source", _panels({"by source": _lines_by_name(perf, lambda name: name.startswith("loss/"))}, size=(10, 3.2))
+                "Loss by source",
+                _panels({"by source": _lines_by_name([*perf, *rows], lambda name: name.startswith("loss/"))}, size=(10, 3.2)),
             ),
             report.section("Other scores", _grid_of({name: _lines_by_name(rows, name.__eq__) for name in _others(rows)})),
             report.section("Layers", _layers(kinds)),
@@ -115,7 +116,7 @@ def _is_loss(name: str) -> bool:
 
 def _others(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     names = dict.fromkeys(name for row in rows for name in row)
-    return [name for name in names if name not in ("step", "tokens", *_NAMED) and not _is_loss(name)]
+    return [name for name in names if name not in ("step", "tokens", *_NAMED) and not _is_loss(name) and not name.startswith("loss/")]
 
 
 def _grid(rows: Sequence[Mapping[str, Any]], perf: Sequence[Mapping[str, Any]]) -> str:

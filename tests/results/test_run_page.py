@@ -23,10 +23,13 @@ def run(tmp_path: Path) -> Path:
     exp = {"recipe": "toy", "seed": 0, "model": {"name": HOSTILE}}
     with RunDir.open(tmp_path / "runs", exp, exp) as opened:
         for step in (2, 4):
+            by_source = {"loss/books": 2.0, "loss/code": 1.0}
             losses = {"train_loss": 3.0 / step, "val_loss": 4.0 / step, "val_perplexity": 9.0}
-            opened.scores.append({"step": step, **losses, "grad_norm": 1.5, "clip_rate": 0.5, "learning_rate": 0.1, "tokens": 8 * step})
+            opened.scores.append(
+                {"step": step, **losses, "grad_norm": 1.5, "clip_rate": 0.5, "learning_rate": 0.1, "tokens": 8 * step, **by_source}
+            )
         opened.set_status("failed", step=4, steps=8, reason=HOSTILE)
-    perf = [{"step": 2, "tokens_per_second": 10.0, "mfu": 0.4, "loss/books": 2.0, "loss/code": 1.0}, {"step": 4, "data_wait_rate": 0.1}]
+    perf = [{"step": 2, "tokens_per_second": 10.0, "mfu": 0.4}, {"step": 4, "data_wait_rate": 0.1}]
     (opened.path / run_page.PERF).write_text("".join(json.dumps(row) + "\n" for row in perf))
     records = [
         record(2, "a.weight", "hp_grad", abs_var_mean=0.25),
