@@ -139,8 +139,8 @@ class PhasedDataset:
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> "PhaseOrder":
         """See `orders.OrderedDataset`. A branch is one of the phase that reads the step after it.
 
-        But "skip:K" goes on into the phases that begin within K steps: what it is to pass over may be read there. Where a second automatic
-        rewind goes to the same step, K is the sum of both, and the next phase passes over more than was read of it: nothing is read twice.
+        But "skip:K" goes on into the phases that begin within K steps: what it is to pass over may be read there. So does each part of
+        "skip:K+L" by itself, and the phase where both begin passes over no more of L than it has read.
         """
         begins = self.config.begins(steps)
         orders = []
@@ -148,9 +148,10 @@ class PhasedDataset:
             own = []
             for branch in branches:
                 if begin <= branch.from_step < end:
-                    own.append(branch.model_copy(update={"from_step": branch.from_step - begin}))
-                elif branch.from_step < begin < branch.from_step + branch.skipped_steps:
-                    skipped = branch.from_step + branch.skipped_steps - begin
+                    skips = [*branch.skips[:1], *(min(most, end - branch.from_step) for most in branch.skips[1:])]
+                    passed = {"data": f"skip:{sum(skips)}"} if skips else {}
+                    own.append(branch.model_copy(update={"from_step": branch.from_step - begin, **passed}))
+                elif skipped := sum(max(0, branch.from_step + each - begin) for each in branch.skips if branch.from_step < begin):
                     own.append(branch.model_copy(update={"from_step": 0, "data": f"skip:{skipped}"}))
             orders.append(order_of(data, phase_seed(seed, number), per_step, end - begin, own))
         return PhaseOrder(orders, begins)

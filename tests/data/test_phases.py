@@ -170,6 +170,24 @@ def test_what_a_skip_passes_over_is_read_in_no_phase(make: Any, first: int, step
     assert not passed & read
 
 
+@pytest.mark.parametrize("make", [Words, packed])
+@pytest.mark.parametrize("skips", [(4, 9), (9, 4), (1, 6), (6, 1), (25, 7), (5, 5, 5)])
+def test_rewinds_over_a_boundary_pass_over_what_was_read_and_no_more(make: Any, skips: Sequence[int]):
+    """A training that goes back to step 16 again and again: each phase reads on where its last attempt has ended."""
+    data, first = phased([0.5, 0.75], [make(3000), make(3000), make(3000)]), 16
+    begins = [*data.config.begins(STEPS), STEPS]
+    alone = [read_steps(order_of(part, phase_seed(0, n), LANES, STEPS), 0, 2 * STEPS, {})[0] for n, part in enumerate(data.phases)]
+    _, cursor = read_steps(data.order(0, LANES, STEPS, ()), 0, first, {})
+    passed = [first + skips[0], *(max(0, first + skips[0] - begin) for begin in begins[1:-1])]
+    for n, steps in enumerate([*skips[1:], 0], start=1):
+        branch = Branch(number=n, from_step=first, data=f"skip:{'+'.join(map(str, skips[:n]))}")
+        found, _ = read_steps(data.order(0, LANES, STEPS, [branch]), first, STEPS, cursor)
+        for phase, (begin, end) in enumerate(pairwise(begins)):
+            own = [[key for _, key in step] for step in found[max(begin, first) - first : end - first]]
+            assert own == alone[phase][passed[phase] : passed[phase] + len(own)]
+            passed[phase] += max(0, min(end, first + steps) - max(begin, first))
+
+
 def test_a_cursor_is_read_by_its_own_phase_alone():
     """The lanes of two packed phases have the same names."""
     data = phased([0.5], [packed(50), packed(60)])

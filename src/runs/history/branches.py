@@ -19,7 +19,7 @@ FILE = "branch.json"
 LEARNING_RATES = "'x0.75' (a factor), '=1e-4' (the first step's, and the schedule's shape from there) or 'hold0:20' (0 for 20 steps)"
 _NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?|\.[0-9]+(?:e[-+]?[0-9]+)?"
 _COUNT = r"[1-9][0-9]{0,11}"
-_DATA = re.compile(rf"same|reshuffle|skip:({_COUNT})")
+_DATA = re.compile(rf"same|reshuffle|skip:{_COUNT}(?:\+{_COUNT})*")
 
 
 class Rate(Config):
@@ -47,7 +47,10 @@ class Branch(Config):
     from_step: int = Field(gt=0)
     """Finished steps at its beginning."""
     data: Annotated[str, Field(pattern=f"^(?:{_DATA.pattern})$")] = "same"
-    """"same"; "skip:K": skip the data of K steps; "reshuffle": the rest of the epoch in another order."""
+    """"same"; "skip:K": skip the data of K steps; "reshuffle": the rest of the epoch in another order.
+
+    "skip:K+L": what K steps have read from here, and after that L steps that began here, too: two rewinds to one step.
+    """
     learning_rate: Rate | None = None
     reset_optimizer: bool = False
     """Whether its moments are reset at the beginning."""
@@ -55,9 +58,14 @@ class Branch(Config):
     """Id of a new Weights & Biases run for the branch."""
 
     @property
+    def skips(self) -> list[int]:
+        """The numbers of "skip:", else none."""
+        return [int(steps) for steps in self.data.removeprefix("skip:").split("+")] if self.data.startswith("skip:") else []
+
+    @property
     def skipped_steps(self) -> int:
-        """K of "skip:K", else 0."""
-        return int(self.data.removeprefix("skip:")) if self.data.startswith("skip:") else 0
+        """Steps whose data are skipped."""
+        return sum(self.skips)
 
 
 class Branches(Config):

@@ -112,8 +112,9 @@ class DivergenceGuard:
         old = next((branch for branch in self.source.branches if branch.from_step == to), None)
         if old is not None and old.data == "reshuffle":
             return None, f"branch {old.number} reads step {to} and what follows in another order, in which nothing can be passed over."
-        skipped = step - to + (old.skipped_steps if old else 0)
-        new = {"number": number, "data": f"skip:{skipped}"}
+        # Not their sum, as each may have read a part of its own of the next phase.
+        skips = "+".join(map(str, [*(old.skips if old else ()), step - to]))
+        new = {"number": number, "data": f"skip:{skips}"}
         branch = old.model_copy(update=new) if old else Branch(from_step=to, **new)
         try:
             self.run.dir.confirm()
