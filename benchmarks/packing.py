@@ -77,11 +77,11 @@ def measure_order(packed: Packing, args: argparse.Namespace) -> list[Sequence[in
     """Print what a row costs; returns the rows that were read."""
     order = LaneOrder(packed, args.lanes)
     stream, cursor = order.micro_batches(0, RankShare(args.lanes, args.lanes, 0, 1), {}), Cursor()
-    for _, entries in islice(stream, 10):  # open rows are filled
+    for _, entries, _ in islice(stream, 10):  # open rows are filled
         cursor |= entries
     rows: list[Sequence[int]] = []
     begin = time.process_time()
-    for keys, entries in islice(stream, args.steps):
+    for keys, entries, _ in islice(stream, args.steps):
         cursor |= entries
         rows += keys
     seconds = time.process_time() - begin

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from src.config import added_field
 from src.interfaces import Dataset, DatasetConfig
@@ -51,13 +51,23 @@ class RankShare:
         return -(-(self.per_step // self.micro_batch) // self.world_size)
 
 
+class MicroBatch(NamedTuple):
+    """What one process reads in one pass."""
+
+    keys: list[Key]
+    cursor: Cursor
+    """The entries of the cursor that it changes."""
+    counters: Mapping[str, tuple[float, float]] = {}
+    """Sum and count of what a score row reports as the mean "data/NAME" since the last row; the same names in a whole step."""
+
+
 class Order(Protocol):
     """Which samples make each optimizer step: the same for every number of processes and after every restart."""
 
-    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
-        """Yield the keys of each micro-batch of `share`, from the step after `first_step` finished ones on, endlessly.
+    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
+        """Yield each micro-batch of `share`, from the step after `first_step` finished ones on, endlessly.
 
-        Beside each: the entries of the cursor that it changes. cursor: all entries behind `first_step`; {} at the start of a training.
+        cursor: all entries behind `first_step`; {} at the start of a training.
         """
         ...
 
@@ -122,13 +132,13 @@ class IndexedOrder:
     branches: Sequence[Branch] = ()
     shuffle: Shuffle = "numpy"
 
-    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
+    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
         """See `Order`. A step reads the next `per_step` positions of `keys`."""
         read = self._key_reader()
         for step in count(first_step):
             for g in share.numbers:
                 first = self.position(step) + g * share.micro_batch
-                yield [read(position) for position in range(first, first + share.micro_batch)], {}
+                yield MicroBatch([read(position) for position in range(first, first + share.micro_batch)], {})
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
         """The epoch, and how many of its samples were read."""

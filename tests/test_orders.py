@@ -46,7 +46,7 @@ def test_the_ranks_together_read_the_positions_of_each_step_once(world_size: int
 
     def read(rank: int, first_step: int, steps: int) -> list[list[Key]]:
         share = RankShare(per_step=8, micro_batch=2, rank=rank, world_size=world_size)
-        return [keys for keys, _ in islice(order.micro_batches(first_step, share, {}), steps * 4 // world_size)]
+        return [keys for keys, *_ in islice(order.micro_batches(first_step, share, {}), steps * 4 // world_size)]
 
     per_rank = [read(rank, first_step=5, steps=3) for rank in range(world_size)]
     interleaved = [batch for group in zip(*per_rank, strict=True) for batch in group]
@@ -76,7 +76,7 @@ def read_keys(
     for rank in range(world_size):
         share = RankShare(per_step=per_step, micro_batch=2, rank=rank, world_size=world_size)
         stream = islice(order.micro_batches(first, share, {}), (last - first) * 2 // world_size)
-        read.append([keys for keys, _ in stream])
+        read.append([each.keys for each in stream])
     flat = [key for group in zip(*read, strict=True) for batch in group for key in batch]
     return [flat[i : i + per_step] for i in range(0, len(flat), per_step)]
 
@@ -151,7 +151,7 @@ def test_a_reshuffle_after_a_skip_leaves_what_was_skipped_out(keys: Reader):
 def test_a_permutation_without_memory_needs_none():
     order = IndexedOrder(0, 10**15, 8, [Branch(number=1, from_step=10**6, data="reshuffle")], "feistel")
     share = RankShare(per_step=8, micro_batch=2, rank=1, world_size=2)
-    read = [key for step in (0, 10**6) for keys, _ in islice(order.micro_batches(step, share, {}), 4) for key in keys]
+    read = [key for step in (0, 10**6) for keys, *_ in islice(order.micro_batches(step, share, {}), 4) for key in keys]
     assert len(set(read)) == 16
     assert all(epoch == 0 and 0 <= index < 10**15 for epoch, index in read)
 

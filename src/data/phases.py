@@ -19,7 +19,7 @@ from src.config import Places
 from src.data.parts import PartsConfig, part_seed
 from src.errors import ConfigError
 from src.interfaces import Batch, Dataset, DatasetConfig, DatasetField, SourcedDataset
-from src.orders import Cursor, Key, Order, RankShare, order_of
+from src.orders import Cursor, Key, MicroBatch, Order, RankShare, order_of
 from src.runs.history.branches import Branch
 
 if TYPE_CHECKING:
@@ -179,14 +179,14 @@ class PhaseOrder:
     begins: Sequence[int]
     """Finished steps at which each begins."""
 
-    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
+    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
         """See `orders.Order`."""
         phase = self._phase(first_step)
         for number, end in zip(range(phase, len(self.orders)), [*self.begins[phase + 1 :], None], strict=True):
             step = max(first_step, self.begins[number])
             stream = self.orders[number].micro_batches(step - self.begins[number], share, _own(cursor, number))
-            for keys, entries in islice(stream, None if end is None else (end - step) * len(share.numbers)):
-                yield [(number, key) for key in keys], {name: [number, entry] for name, entry in entries.items()}
+            for keys, entries, counters in islice(stream, None if end is None else (end - step) * len(share.numbers)):
+                yield MicroBatch([(number, key) for key in keys], {name: [number, entry] for name, entry in entries.items()}, counters)
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
         """The phase, and what its order says."""

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from src import distributed
 from src.interfaces import Dataset, SourcedDataset
-from src.orders import Cursor, Key, Order, RankShare
+from src.orders import Cursor, Key, MicroBatch, Order, RankShare
 from src.training.config import LoopConfig
 from src.training.state import State
 from src.training.validation import count_loss_tokens, count_true, to_device
@@ -36,6 +36,8 @@ class Step:
     """Of each micro-batch, the keys of its samples."""
     cursor: Cursor
     """What this process has changed of the order's cursor, up to the end of this step."""
+    counters: Mapping[str, Sequence[float]]
+    """Of the order: sum and count by name, of this process."""
     passes: int
     """Micro-batches of the process that has most. A process with fewer makes up for them with passes that count nothing."""
 
@@ -66,16 +68,16 @@ def sources(dataset: Dataset) -> Sequence[str]:
 
 
 class _BatchSampler(Sampler):
-    """Passes the keys of micro-batches to a DataLoader, which may ask ahead, and holds their cursors until the batches come out."""
+    """Passes the keys of micro-batches to a DataLoader, which may ask ahead, and holds what is beside them until the batches come out."""
 
-    def __init__(self, micro_batches: Iterator[tuple[list[Key], Cursor]]) -> None:
+    def __init__(self, micro_batches: Iterator[MicroBatch]) -> None:
         self.micro_batches = micro_batches
-        self.ahead: deque[tuple[list[Key], Cursor]] = deque()
+        self.ahead: deque[MicroBatch] = deque()
 
     def __iter__(self) -> Iterator[list[Key]]:
-        for keys, cursor in self.micro_batches:
-            self.ahead.append((keys, cursor))
-            yield keys
+        for each in self.micro_batches:
+            self.ahead.append(each)
+            yield each.keys
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class StepLoader:
         behind: Cursor = {}
         while True:
             batches, numbers = zip(*(next(stream) for _ in share.numbers), strict=True)
-            keys, cursors = zip(*(sampler.ahead.popleft() for _ in share.numbers), strict=True)
+            keys, cursors, counters = zip(*(sampler.ahead.popleft() for _ in share.numbers), strict=True)
             behind = {name: value for part in (behind, *cursors) for name, value in part.items()}
             yield Step(
                 [to_device(batch, self.device) for batch in batches],
@@ -125,5 +127,6 @@ class StepLoader:
                 sequences=sum(len(batch["input_ids"]) for batch in batches),
                 keys=keys,
                 cursor=behind,
+                counters={name: [sum(values) for values in zip(*(each[name] for each in counters), strict=True)] for name in counters[0]},
                 passes=share.passes,
             )

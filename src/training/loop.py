@@ -192,9 +192,10 @@ class Loop:
                 sums[name] = sums.get(name, torch.zeros_like(part)) + (part if counts else 0)
         norm = self.engine.norm()
         # The norm of rank 0: copies on unlike devices may differ in the last bit, and all ranks must decide alike.
+        counters = {f"data/{name}": pair for name, pair in step.counters.items()}
         own = [norm if distributed.is_main() else 0.0, *torch.stack(list(sums.values())).flatten().tolist()]
-        norm, *flat = distributed.all_reduce_sum(own)
-        totals = {name: flat[2 * i : 2 * i + 2] for i, name in enumerate(sums)}
+        norm, *flat = distributed.all_reduce_sum([*own, *(value for pair in counters.values() for value in pair)])
+        totals = {name: flat[2 * i : 2 * i + 2] for i, name in enumerate([*sums, *counters])}
         total = totals.pop("")[0]
         if self.spec.experience:
             self.guard.recent.clear()  # since what was made anew, keys of earlier steps may name other samples
@@ -225,7 +226,7 @@ class Loop:
         with distributed.raise_together() if first else contextlib.nullcontext():
             taken = {*ROW, self.config.best_metric, *(f"loss/{name}" for name in self.sources)}
             for name in names if first else ():
-                if name in taken or name.startswith("val_"):
+                if name in taken or name.startswith(("val_", "data/")):
                     raise TrainingError(f"the loss names a sum {name!r}, as a score row names something else. Give it another name.")
             if names != self.names:
                 raise TrainingError(

@@ -190,7 +190,7 @@ def test_ranks_read_disjoint_shares_of_what_one_process_reads(build: Build, name
     for world_size in (1, 2, 3):
         shares = [RankShare(PER_STEP, 1, rank, world_size) for rank in range(world_size)]
         streams = [IndexedOrder(0, len(data), PER_STEP).micro_batches(0, share, {}) for share in shares]
-        each = [[keys[0] for keys, _ in itertools.islice(stream, count * PER_STEP // world_size)] for stream in streams]
+        each = [[keys[0] for keys, *_ in itertools.islice(stream, count * PER_STEP // world_size)] for stream in streams]
         read_keys = Counter(key for keys in each for key in keys)
         assert read_keys == Counter((epoch, index) for epoch in range(PER_STEP) for index in range(len(data))), "each sample once an epoch"
     alone = read_steps(data, 3)

@@ -59,7 +59,7 @@ def read_steps(order: LaneOrder, steps: int, world_size: int = 1, first: int = 0
         changed: Cursor = {}
         for step in range(steps):
             for g in share.numbers:
-                keys, entries = next(stream)
+                keys, entries, _ = next(stream)
                 read[step, g] = through_json({"": keys})[""]
                 changed |= entries
         next(stream)  # as a DataLoader asks ahead
@@ -204,6 +204,27 @@ def test_the_order_describes_where_it_is():
     assert told["left_out"] > 0
     assert told["epoch"] == min(Lane(packed, v, LANES, cursor[str(v)]).epoch(cursor[str(v)][0]) for v in range(LANES))
     json.dumps(told)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_counters_tell_of_documents_left_out_and_of_padding(world_size: int):
+    packed = packing(lengths(), "drop")
+    order = LaneOrder(packed, LANES)
+    steps, cursor = read_steps(order, 60)
+    found: Counter[str] = Counter()
+    for rank in range(world_size):
+        share = RankShare(LANES, MICRO_BATCH, rank, world_size)
+        for each in islice(order.micro_batches(0, share, {}), 60 * len(share.numbers)):
+            assert each.counters.keys() == {"left_out", "padding"}
+            for name, (total, count) in each.counters.items():
+                found += {name: total, f"all {name}": count}
+    used = sum(packed.sizes(e, d)[p] for e, d, p in pieces(steps))
+    assert found == {
+        "left_out": order.describe(60, cursor)["left_out"],
+        "all left_out": sum(cursor[str(v)][0] for v in range(LANES)),
+        "padding": 60 * LANES * ROOM - used,
+        "all padding": 60 * LANES * ROOM,
+    }
 
 
 def test_an_epoch_is_packed_once_for_evaluation():
@@ -372,7 +393,7 @@ def test_a_part_whose_samples_are_more_than_token_ids_is_not_packed(places: Any,
 
 
 def endless(order: LaneOrder) -> Iterator[Key]:
-    for keys, _ in order.micro_batches(0, RankShare(LANES, MICRO_BATCH, 0, 1), {}):
+    for keys, *_ in order.micro_batches(0, RankShare(LANES, MICRO_BATCH, 0, 1), {}):
         yield from keys
 
 

@@ -85,7 +85,7 @@ def read_steps(order: Any, first: int, last: int, cursor: Cursor, world_size: in
         stream = order.micro_batches(first, share, through_json(cursor))
         for step in range(first, last):
             for g in share.numbers:
-                keys, entries = next(stream)
+                keys, entries, _ = next(stream)
                 read[step, g] = [frozen(key) for key in through_json(keys)]
                 behind |= entries
         next(stream)  # as a DataLoader asks ahead

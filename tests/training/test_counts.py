@@ -89,7 +89,8 @@ def test_a_step_is_the_same_however_it_is_cut(tmp_path: Path):
     for guess, scores in found[1:]:
         assert torch.allclose(guess, found[0][0], rtol=1e-6)
         assert [row["accuracy"] for row in scores] == [row["accuracy"] for row in found[0][1]]
-        assert [row["train_loss"] for row in scores] == pytest.approx([row["train_loss"] for row in found[0][1]])
+        for name in ("train_loss", "grad_norm"):
+            assert [row[name] for row in scores] == pytest.approx([row[name] for row in found[0][1]], rel=1e-6)
     assert 0 < found[0][1][0]["accuracy"] < 1
 
 
@@ -145,7 +146,7 @@ def test_a_step_whose_weights_are_below_zero_together_is_refused(tmp_path: Path)
         train(run, config(), count=lambda batch: -float(len(batch["sample_of_row"].unique())))
 
 
-@pytest.mark.parametrize("name", ["", "step", "train_loss", "val_accuracy", "learning_rate"])
+@pytest.mark.parametrize("name", ["", "step", "train_loss", "val_accuracy", "learning_rate", "data/padding"])
 def test_a_sum_that_would_hide_a_score_is_refused(tmp_path: Path, name: str):
     def loss(*given: Any) -> Any:
         found, named = rank_loss(*given)
@@ -175,15 +176,18 @@ def test_rows_of_a_sample_that_diverges_are_saved_with_its_key(tmp_path: Path):
         nonlocal passes
         passes += 1
         found, named = rank_loss(*given)
-        return found * (math.nan if passes == 2 * 7 else 1), named
+        return found * (math.nan if passes == 4 * 7 else 1), named
 
     with small.opened(small.write_data(tmp_path), Options(log_every=1)) as run:
         with pytest.raises(TrainingError, match="step 7: the loss is nan"):
-            train(run, config(divergence=Divergence(on_non_finite="stop")), loss)
+            train(run, config(sequences_per_step=8, divergence=Divergence(on_non_finite="stop")), loss)
         (dump,) = (run.path / "offending").iterdir()
         documents = json.loads(dump.read_text())["documents"]
         counts = {document["index"]: sum(other["index"] == document["index"] for other in documents) for document in documents}
         assert all(number == 1 + index % 3 for index, number in counts.items())
+        assert set(counts.values()) == {1, 2, 3}
+        words = tokenizers.load(run.places.data / "toy_tokenizer")
+        assert all(document["text"] == words.decode([0, document["index"]]) for document in documents)
 
 
 def test_a_mixture_says_its_loss_by_source(tmp_path: Path):

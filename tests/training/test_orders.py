@@ -13,7 +13,7 @@ import torch
 
 from src import distributed
 from src.data.text import tokenizers
-from src.orders import Cursor, Key, RankShare, order_of
+from src.orders import Cursor, Key, MicroBatch, RankShare, order_of
 from src.runs import ledger
 from src.runs.context import Options, Run
 from src.training import loader
@@ -33,7 +33,7 @@ class Lanes:
     def __init__(self, lanes: int, left_out: frozenset[int]) -> None:
         self.lanes, self.left_out = lanes, left_out
 
-    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
+    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
         taken = {v: cursor.get(str(v), 0) for v in range(self.lanes)}
         while True:
             for g in share.numbers:
@@ -44,7 +44,7 @@ class Lanes:
                         taken[v] += 1
                     keys.append(divmod(taken[v] * self.lanes + v, 32))
                     taken[v] += 1
-                yield keys, {str(v): taken[v] for v in lanes}
+                yield MicroBatch(keys, {str(v): taken[v] for v in lanes})
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
         return {"taken": sum(cursor.values())}
@@ -107,9 +107,9 @@ def test_an_order_keeps_the_cursor_that_it_was_given():
     """The loop adds to that of the state at each checkpoint."""
 
     class Late(Lanes):
-        def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
+        def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
             while True:
-                yield [(0, cursor.get("place", 0))] * share.micro_batch, {}
+                yield MicroBatch([(0, cursor.get("place", 0))] * share.micro_batch, {})
 
     start = State()
     steps = loader.StepLoader(Filtered(), Late(6, frozenset()), CONFIG, torch.device("cpu")).steps(start)

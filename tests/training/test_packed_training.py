@@ -1,5 +1,6 @@
 """Trainings on packed documents, on the real loop: stops, crashes and rewinds change no bit that they should not."""
 
+import json
 import os
 import random
 import shutil
@@ -93,6 +94,12 @@ def equal(found: Any, wanted: Any) -> bool:
     return found[0] == wanted[0] and all(map(torch.equal, found[1], wanted[1]))
 
 
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    """The score rows of its only run."""
+    (path,) = folder.glob("runs/*/scores.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.mark.parametrize("steps", [(1,), (4, 2), (2, 1, 3)])
 def test_stops_change_no_bit(whole: tuple[Path, Any], tmp_path: Path, steps: tuple[int, ...]):
     read: list[Any] = []
@@ -102,7 +109,10 @@ def test_stops_change_no_bit(whole: tuple[Path, Any], tmp_path: Path, steps: tup
                 read += train(run, stop_after=count)[2]
         end = train(run)
         starts = [event["cursor"] for event in ledger.read(run.path) if event["event"] == "start"]
+        rows = list(run.dir.scores.rows())
     assert equal(end, whole[1])
+    assert rows == rows_in(whole[0])
+    assert all(0 < row[name] < 1 for row in rows for name in ("data/padding", "data/left_out"))
     assert end[2] == whole[1][2][-len(end[2]) :]
     assert [start["documents"] for start in starts] == sorted({start["documents"] for start in starts})
     assert starts[-1]["left_out"] > 0

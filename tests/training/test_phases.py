@@ -18,7 +18,7 @@ from src.runs.history.branches import Branch
 from tests import toy
 from tests.training import small
 from tests.training.test_packed_training import DATA as PACKED
-from tests.training.test_packed_training import MODEL, PASSES, Crash, equal, resolved_loop, train, write_data
+from tests.training.test_packed_training import MODEL, PASSES, Crash, equal, resolved_loop, rows_in, train, write_data
 
 MIXED = {
     "name": "mixture",
@@ -53,7 +53,11 @@ def test_stops_in_each_phase_and_between_them_change_no_bit(whole: tuple[Path, A
             assert stopped.value.step == last
         end = train(run, config=DATA)
         starts = [event["cursor"]["phase"] for event in ledger.read(run.path) if event["event"] == "start"]
+        rows = list(run.dir.scores.rows())
     assert equal(end, whole[1])
+    assert rows == rows_in(whole[0])
+    of_data = [{name for name in row if name.startswith(("loss/", "data/"))} for row in rows]
+    assert of_data == [{"loss/toy_text", "loss/words"}] * 2 + [{"loss/phases[1]", "data/padding", "data/left_out"}] * 2
     assert end[2] == whole[1][2][stops[-1] * PASSES :]
     assert starts == [int(step >= BOUNDARY) for step in (0, *stops)]
 

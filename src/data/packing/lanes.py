@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from src.errors import DataError, RunError
-from src.orders import Cursor, Key, RankShare, feistel_permute
+from src.orders import Cursor, Key, MicroBatch, RankShare, feistel_permute
 from src.runs.history.branches import Branch
 
 HEADER = "of"
@@ -52,6 +52,8 @@ class Lane:
         """(first document, number of the branch): from this document on, the rest of its epoch comes in another order."""
         self.rows: list[list[int]] = [list(row) for row in rows]
         """Open rows: of each piece its document's number and its own."""
+        self.padding = 0
+        """Tokens of padding in the rows that this object has given."""
         self._room = [packing.room - sum(self._pieces(n)[p] for n, p in zip(row[::2], row[1::2], strict=True)) for row in self.rows]
 
     def state(self) -> list[Any]:
@@ -129,7 +131,7 @@ class Lane:
 
     def _emit(self, index: int) -> list[int]:
         row = self.rows.pop(index)
-        del self._room[index]
+        self.padding += self._room.pop(index)
         return [part for n, p in zip(row[::2], row[1::2], strict=True) for part in (*self.document(n), p)]
 
     def _pieces(self, number: int) -> Sequence[int]:
@@ -148,8 +150,8 @@ class LaneOrder:
     lanes: int
     branches: Sequence[Branch] = ()
 
-    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
-        """See `orders.Order`.
+    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
+        """See `orders.Order`. Its counters: the documents that were left out, among all, and the tokens of padding, among all.
 
         Raises:
             RunError: the cursor is of other documents or another number of lanes.
@@ -168,9 +170,12 @@ class LaneOrder:
                     for lane in (lane for lanes in mine for lane in lanes):
                         _apply(branch, lane)
             for lanes in mine:
+                before = _totals(lanes)
                 keys: list[Key] = [tuple(lane.next_row()) for lane in lanes]
+                left_out, documents, padding = (now - then for now, then in zip(_totals(lanes), before, strict=True))
                 header = {HEADER: self._header()} if lanes[0].number == 0 else {}
-                yield keys, {**header, **{str(lane.number): lane.state() for lane in lanes}}
+                counters = {"left_out": (left_out, documents), "padding": (padding, len(lanes) * self.packing.room)}
+                yield MicroBatch(keys, {**header, **{str(lane.number): lane.state() for lane in lanes}}, counters)
             step += 1
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
@@ -197,6 +202,11 @@ class LaneOrder:
             raise RunError(f"the cursor of step {step} is of {found[0]} lanes, but loop.sequences_per_step is {self.lanes}.")
         if found != self._header():
             raise RunError(f"the cursor of step {step} is of other documents, or of the same packed in another way.")
+
+
+def _totals(lanes: Sequence[Lane]) -> list[int]:
+    """Documents that were left out, all that were taken, and tokens of padding."""
+    return [sum(values) for values in zip(*((lane.left_out, lane.taken, lane.padding) for lane in lanes), strict=True)]
 
 
 def _apply(branch: Branch, lane: Lane) -> None:
