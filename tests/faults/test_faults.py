@@ -55,20 +55,21 @@ def test_random_kills_change_nothing(world: tuple[Path, Path], mode: str, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "processes", "faults", "columns"),
+    ("kind", "processes", "number", "faults", "columns"),
     [
-        ("packed", 2, ["SIGKILL"], {"right", "loss/even", "loss/odd"}),
-        ("replies", 1, ["SIGKILL", "SIGTERM"], {"accuracy"}),  # after SIGTERM the checkpoint lies between two rows, and holds their sums
+        ("packed", 2, 10, ["SIGKILL"], {"right", "loss/even", "loss/odd", "data/left_out", "data/padding"}),
+        ("replies", 1, 20, ["SIGKILL", "SIGTERM"], {"accuracy"}),  # after SIGTERM the checkpoint lies between two rows, with their sums
+        ("rollouts", 2, 6, ["SIGKILL"], {"train_loss"}),  # two checkpoints of three lie in the middle of what the model has made
     ],
 )
-def test_ten_kills_change_no_bit_and_no_sum(tmp_path: Path, kind: str, processes: int, faults: list[str], columns: set[str]):
-    """Packed rows whose loss reports named sums and loss by source; and questions with unequal numbers of replies."""
+def test_kills_change_no_bit_and_no_sum(tmp_path: Path, kind: str, processes: int, number: int, faults: list[str], columns: set[str]):
+    """Packed rows whose loss reports named sums and loss by source; questions with unequal numbers of replies; and what the model made."""
     test_packed_training.write_data(tmp_path)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0", "--rdzv-backend", "c10d"]
     script = [trainings.__file__, kind, str(tmp_path)]
     command = [sys.executable, *launcher, "--rdzv-endpoint", "localhost:0", *script]
     training = harness.Training(command, tmp_path / "runs" / exp_id(small.EXP), toy.environment(), warm=True)
-    report = harness.disturb(training, 10 * len(faults), random.Random(1), tmp_path / "log", processes, faults)
+    report = harness.disturb(training, number, random.Random(1), tmp_path / "log", processes, faults)
     assert all(report.faults.count(name) >= 6 for name in faults)
     assert all(columns <= json.loads(line).keys() for line in report.scores.splitlines())
 

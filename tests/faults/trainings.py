@@ -22,9 +22,9 @@ from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.loop import fit
 from src.training.loss import causal_lm_loss, watch_cross_entropy
 from src.training.spec import TrainSpec
-from tests.training import small, test_counts, test_packed_training
+from tests.training import small, test_counts, test_experience, test_packed_training
 
-STEPS = {"packed": 100, "replies": 400}
+STEPS = {"packed": 100, "replies": 400, "rollouts": 400}
 
 
 class Halves(PackedDataset):
@@ -63,10 +63,14 @@ def replies(run: Run) -> None:
     test_counts.train(run, test_counts.config(steps=STEPS["replies"], eval_every=40, sequences_per_step=8))
 
 
+def rollouts(run: Run) -> None:
+    test_experience.train(run, config=test_experience.CONFIG.model_copy(update={"steps": STEPS["rollouts"], "eval_every": 40}))
+
+
 def main(kind: str, folder: Path) -> None:
     """Train, or go on."""
     with distributed.session(), distributed.stoppable(), small.opened_together(folder, Options(log_every=4)) as run:
-        {"packed": packed, "replies": replies}[kind](run)
+        {"packed": packed, "replies": replies, "rollouts": rollouts}[kind](run)
         if distributed.is_main():
             run.dir.set_status("done")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from src import distributed
 from src.data.text import tokenizers
-from src.orders import Cursor, Key, RankShare
+from src.orders import Cursor, MicroBatch, RankShare
 from src.runs.context import Run
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
@@ -23,6 +23,7 @@ from src.training.spec import TrainSpec
 from src.training.state import State
 from tests.training import small
 from tests.training.divergence.test_guard import LEAST, documents, findings
+from tests.training.test_counts import Guess
 
 CONFIG = LoopConfig(steps=12, sequences_per_step=4, micro_batch=2, learning_rate=0.01, eval_every=6)
 SIZE = 12
@@ -30,7 +31,7 @@ SIZE = 12
 
 
 class Rollouts(small.Numbers):
-    """Each rollout holds what the model then guesses, and its samples are read three steps long."""
+    """Each rollout holds what the model then guesses, a part on each process, and its samples are read three steps long."""
 
     fingerprint = "rollouts"
     engine: Engine
@@ -54,20 +55,22 @@ class Rollouts(small.Numbers):
         return self
 
     # orders.Order
-    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[tuple[list[Key], Cursor]]:
+    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
         iteration, taken = cursor.get("iteration", -1), cursor.get("taken", SIZE)
         while True:
             if taken == SIZE:
                 iteration, taken = iteration + 1, 0
                 self.rolled_out.append(iteration)
+                own = SIZE // share.world_size
                 with self.engine.generating() as model:
                     assert not model.training
-                    self.buffer = model.guess.sum() + torch.rand(SIZE)
+                    part = model.guess.sum() + torch.rand(own)
                 with self.engine.generating() as model:
-                    self.buffer += torch.rand(SIZE) / 8
+                    part += torch.rand(own) / 8
+                self.buffer = torch.tensor(distributed.all_gather_list(part.tolist()))
             for g in share.numbers:
                 rows = range(taken + g * share.micro_batch, taken + (g + 1) * share.micro_batch)
-                yield [(iteration, row) for row in rows], {"iteration": iteration, "taken": taken + share.per_step}
+                yield MicroBatch([(iteration, row) for row in rows], {"iteration": iteration, "taken": taken + share.per_step})
             taken += share.per_step
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
@@ -92,12 +95,12 @@ def train(
         seen.append(batch["guesses"].tolist())
         if len(seen) == 2 * (stop_after or 0):
             os.kill(os.getpid(), signal.SIGTERM)
-        return ((model.guess.sum() - batch["guesses"] - 0.1) ** 2).sum() * (1000 if (len(seen) + 1) // 2 in spoiled else 1)
+        return ((model(batch) - batch["guesses"] - 0.1) ** 2).sum() * (1000 if (len(seen) + 1) // 2 in spoiled else 1)
 
     data = Rollouts()
     about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
     with distributed.stoppable():
-        spec = TrainSpec(small.Line(), about, data, {}, loss, lambda _: {"val_loss": 0.0}, experience=data)
+        spec = TrainSpec(Guess(), about, data, {}, loss, lambda _: {"val_loss": 0.0}, experience=data)
         return fit(spec, run, config, seed=0), seen, data.rolled_out
 
 

@@ -1,7 +1,10 @@
 """A run goes on with another number of processes: the same sequences make each step, and the loss is equal to rounding."""
 
+import json
 import shutil
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +12,14 @@ from safetensors.torch import load_file
 
 from src import files
 from src.errors import CheckpointError
+from src.experiments.identity import exp_id
+from src.runs import ledger
 from src.training.checkpointing import consolidate
 from src.training.checkpointing.folder import OPTIMIZER
+from tests import warm
+from tests.training import read_keys, small
 from tests.training.parallel.modes import Modes, scores, weights
+from tests.training.test_packed_training import write_data
 
 ZERO = ["zero1", "zero2", "zero3"]
 
@@ -70,3 +78,46 @@ def test_what_was_put_together_is_shared_out_again_exactly(modes: Modes, mode: s
     assert "continues from step 6" in (modes.run("wide") / "logs" / "train.log").read_text()
     assert scores(modes.run("wide")) == scores(modes.trained(mode, "wide", processes))
     assert weights(modes.run("wide")) == weights(modes.trained(mode, "wide", processes))
+
+
+def take_reads(folder: Path) -> dict[int, list[Any]]:
+    """What the processes of one start have read together in each step; their files are deleted."""
+    reads: dict[int, list[Any]] = defaultdict(list)
+    for path in folder.glob("keys-*.jsonl"):
+        for line in path.read_text().splitlines():
+            told = json.loads(line)
+            reads[told["step"]] += told["keys"]
+        path.unlink()
+    return {step: sorted(keys) for step, keys in reads.items()}
+
+
+@pytest.mark.slow
+def test_packed_rows_are_the_same_on_any_number_of_processes_and_when_it_changes(tmp_path: Path):
+    """On 1, 2, 3 and 4 processes. Of two, one is killed in step 8, and three go on."""
+
+    def start(name: str, processes: int, *kill_in: str) -> tuple[str, dict[int, list[Any]]]:
+        folder = tmp_path / name
+        said = warm.torchrun(Path(read_keys.__file__), [str(folder), *kill_in], processes, folder / "log")
+        return said, take_reads(folder)
+
+    runs = {name: write_data(tmp_path / name) / "runs" / exp_id(small.EXP) for name in ("1", "2 and 3", "3", "4")}
+    said, wanted = start("1", 1)
+    assert said == ""
+    assert {step: len(keys) for step, keys in wanted.items()} == dict.fromkeys(range(1, 11), 8)
+    said, found = start("2 and 3", 2, "8")
+    assert said != ""
+    assert found == {step: wanted[step] for step in range(1, 9)}
+    said, found = start("2 and 3", 3)
+    first = [event["step"] for event in ledger.read(runs["2 and 3"]) if event["event"] == "start"][1]
+    assert said == ""
+    assert first in (4, 6)
+    assert found == {step: wanted[step] for step in range(first + 1, 11)}
+    for processes in (3, 4):
+        assert start(str(processes), processes) == ("", wanted)
+    cursors = [json.loads((run / "checkpoints" / "step-00000010" / "state.json").read_text())["cursor"] for run in runs.values()]
+    assert cursors[1:] == cursors[:1] * 3
+    counted = ("step", "tokens", "data/padding", "data/left_out")
+    for run in runs.values():
+        for row, other in zip(scores(run), scores(runs["1"]), strict=True):
+            assert [row[name] for name in counted] == [other[name] for name in counted]
+            assert row == pytest.approx(other, rel=1e-4)
