@@ -7,24 +7,15 @@ import panel as pn
 from bokeh.models import ColumnDataSource, HoverTool, Legend, LegendItem
 from bokeh.plotting import figure
 
+from results.legend import NEUTRAL, clip
 from results.overview import Line
 
-COLOURS = (
-    "#2563eb",
-    "#e8590c",
-    "#0f9d58",
-    "#9333ea",
-    "#d6336c",
-    "#0891b2",
-    "#a16207",
-    "#4b5563",
-    "#65a30d",
-    "#c026d3",
-    "#b91c1c",
-    "#0f766e",
-)
 HEIGHT = 350
 _LEGEND_CHARACTERS = 90
+"""In a line of the legend."""
+_LABEL_CHARACTERS = 44
+_ONE_COLUMN = 6
+"""Most lines whose labels stand below each other."""
 
 
 class Plot:
@@ -37,14 +28,14 @@ class Plot:
 
     def show(self, lines: Sequence[Line], metric: str, x: str, logarithmic: bool) -> None:
         """Draw again if the lines are others; else only send the changed points."""
-        wanted = (metric, x, logarithmic, *(line.label for line in lines))
+        wanted = (metric, x, logarithmic, *((line.label, line.colour) for line in lines))
         if wanted == self._made_for:
             for source, line in zip(self._sources, lines, strict=True):
                 if (data := _data(line)) != source.data:
                     source.data = data
             return
         self._sources = [ColumnDataSource(_data(line)) for line in lines]
-        self.pane.object = _draw(self._sources, metric, x, logarithmic)
+        self.pane.object = _draw(self._sources, [line.colour for line in lines], wanted[:3])
         self._made_for = wanted
 
 
@@ -52,7 +43,8 @@ def _data(line: Line) -> dict[str, Any]:
     return {"x": line.x, "mean": line.mean, "low": line.low, "high": line.high, "label": [line.label] * len(line.x)}
 
 
-def _draw(sources: Sequence[ColumnDataSource], metric: str, x: str, logarithmic: bool) -> Any:
+def _draw(sources: Sequence[ColumnDataSource], colours: Sequence[str], choices: tuple[str, str, bool]) -> Any:
+    metric, x, logarithmic = choices
     drawn = figure(
         height=HEIGHT,
         sizing_mode="stretch_width",
@@ -63,21 +55,21 @@ def _draw(sources: Sequence[ColumnDataSource], metric: str, x: str, logarithmic:
         toolbar_location="above",
         output_backend="canvas",
     )
+    labels = [clip(source.data["label"][0], _LABEL_CHARACTERS) for source in sources]
     items: list[LegendItem] = []
     marked: list[Any] = []
-    for index, source in enumerate(sources):
-        colour = COLOURS[index % len(COLOURS)]
+    for colour, source, label in zip(colours, sources, labels, strict=True):
         band: Any = drawn.varea("x", "low", "high", source=source, fill_color=colour, fill_alpha=0.13)
         line: Any = drawn.line("x", "mean", source=source, line_color=colour, line_width=2)
         points: Any = drawn.scatter("x", "mean", source=source, color=colour, size=4 if len(source.data["x"]) < 40 else 0)
         marked.append(points)
-        items.append(LegendItem(label=str(source.data["label"][0]), renderers=[band, line, points]))
+        items.append(LegendItem(label=label, renderers=[band, line, points]))
     drawn.add_tools(
         HoverTool(renderers=marked, tooltips=[("", "@label"), (x, "@x"), (metric, "@mean{0.0000} (@low{0.0000} to @high{0.0000})")])
     )
-    longest = max((len(source.data["label"][0]) for source in sources), default=0)
-    if longest:
-        drawn.add_layout(_legend(items, max(1, min(4, _LEGEND_CHARACTERS // (longest + 6)))), "below")
+    if labels:
+        longest = max(map(len, labels))
+        drawn.add_layout(_legend(items, max(1, min(4, _LEGEND_CHARACTERS // (longest + 6))) if len(items) > _ONE_COLUMN else 1), "below")
     _quiet(drawn)
     return drawn
 
@@ -89,6 +81,8 @@ def _legend(items: list[LegendItem], columns: int) -> Legend:
         ncols=columns,
         click_policy="hide",
         border_line_color=None,
+        background_fill_color=None,
+        label_text_color=NEUTRAL,
         label_text_font_size="11px",
         glyph_height=12,
         label_height=12,
@@ -100,11 +94,10 @@ def _legend(items: list[LegendItem], columns: int) -> Legend:
 def _quiet(drawn: Any) -> None:
     drawn.toolbar.logo = None
     drawn.toolbar.autohide = True
-    drawn.outline_line_color = None
-    drawn.grid.grid_line_color = "#eceef1"
-    drawn.axis.axis_line_color = "#c4c9d2"
-    drawn.axis.major_tick_line_color = "#c4c9d2"
+    drawn.outline_line_color = drawn.background_fill_color = drawn.border_fill_color = None  # light or dark, as the page is
+    drawn.grid.grid_line_color = drawn.axis.axis_line_color = drawn.axis.major_tick_line_color = NEUTRAL
+    drawn.grid.grid_line_alpha = 0.2
     drawn.axis.minor_tick_line_color = None
-    drawn.axis.major_label_text_color = drawn.axis.axis_label_text_color = "#667085"
+    drawn.axis.major_label_text_color = drawn.axis.axis_label_text_color = NEUTRAL
     drawn.axis.axis_label_text_font_style = "normal"
     drawn.axis.axis_label_text_font_size = "12px"

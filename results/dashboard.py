@@ -24,7 +24,7 @@ ALL = "all"
 LOG_LINES = 300
 _FIRST = ("failed", "lost", "unknown", "stopped", "running", "queued")
 """States that need attention: these come first in the table of jobs."""
-_BODY_CSS = "body { margin: 0; background: #f5f6f8; }"
+_BODY_CSS = markup.CSS + "body { margin: 0; background: var(--page); }"
 
 
 def app(runs: Path = RUNS, group: str | None = None, live: bool = True) -> pn.viewable.Viewable:
@@ -39,26 +39,27 @@ class Dashboard:
     def __init__(self, runs: Path = RUNS, group: str | None = None, live: bool = False) -> None:
         self.runs = runs
         self.found = self.shown = overview.Overview(runs)
+        group = group or overview.newest_group(overview.load(runs)) or ALL
         select, many, text = pn.widgets.Select, pn.widgets.MultiChoice, pn.widgets.TextInput
-        self.group = select(label="Group", options=list(dict.fromkeys([ALL, group or ALL])), value=group or ALL, width=190)
+        self.group = select(label="Group", options=list(dict.fromkeys([ALL, group])), value=group, width=190)
         self.states = many(label="States", css_classes=["states"], width=240, placeholder="all", solid=False)
-        self.where = text(label="Expression", placeholder="model.stride > 2 and state == 'done'", sizing_mode="stretch_width")
+        self.where = text(label="Expression", placeholder="model.stride > 2 and state == 'done'", css_classes=["grow"])
         self.text = text(label="Search", placeholder="in ids, configs and reasons", width=230)
         self.live = pn.widgets.Switch(value=live, css_classes=["live-switch"], width=34, margin=(7, 4, 0, 0))
         self.seconds = select(options={f"every {n} s": n for n in SECONDS}, value=5, width=105, margin=(0, 5))
         self.by = many(label="Rows by", css_classes=["by"], placeholder="what varies, but the seed", solid=False)
         self.scores = many(label="Scores", css_classes=["scores"], placeholder="the headline ones", solid=False)
         self.by.sizing_mode = self.scores.sizing_mode = "stretch_width"
+        self.sorted = select(label="Sorted by", width=170)
         self.spread = select(label="Spread", options={"± std": "std", "95 % interval": "ci95"}, width=120)
         self.metric = select(label="Metric", sizing_mode="stretch_width")
         self.x = select(label="x axis", options=["step"], sizing_mode="stretch_width")
         self.logarithmic = pn.widgets.Checkbox(label="log y", width=70, margin=(26, 5, 0, 5))
-        self.experiment = select(label="Experiment", width=460)
-        self.other = select(label="Compare with", width=460)
+        self.experiment, self.other = (select(label=label, sizing_mode="stretch_width") for label in ("Experiment", "Compare with"))
         self.log_file = select(label="Log file", width=200)
-        self.head, self.time, self.problem, self.warnings, self.curve_note = (panes.page() for _ in range(5))
+        self.head, self.time, self.problem, self.warnings, self.result_note, self.curve_note = (panes.page() for _ in range(6))
         self.details = [panes.page() for _ in range(4)]
-        self.results = panes.Table("results", page_size=10)
+        self.results = panes.Table("results", 10, formatters={panes.COLOUR: {"type": "html"}}, widths={panes.COLOUR: 34})
         self.jobs = panes.Table("jobs", 8, self._select, selectable=1, formatters={"state": {"type": "html"}})
         self.plot = chart.Plot()
         self.tabs = self._tabs()
@@ -78,14 +79,14 @@ class Dashboard:
     def view(self) -> pn.viewable.Viewable:
         """Everything on one page."""
         box, title = panes.box, lambda text: panes.page(f"<h2>{text}</h2>")
-        results_bar = box(self.by, self.scores, self.spread, kind="bar", row=True)
+        results_bar = box(self.sorted, self.scores, self.by, self.spread, kind="bar", row=True)
         curves_bar = box(self.metric, self.x, self.logarithmic, kind="bar", row=True)
         return box(
             box(self.head, box(self.time, self.live, self.seconds, kind="live", row=True), kind="head", row=True),
             box(box(self.group, self.states, self.where, self.text, kind="bar", row=True), self.problem),
             self.warnings,
             box(
-                box(title("Results"), results_bar, self.results.pane, kind="card wide"),
+                box(title("Results"), results_bar, self.results.pane, self.result_note, kind="card wide"),
                 box(title("Learning curves"), curves_bar, self.plot.pane, self.curve_note),
                 kind="split",
                 row=True,
@@ -120,28 +121,34 @@ class Dashboard:
             panes.show_html(self.problem, markup.error(str(error)))
             return
         panes.show_html(self.problem, "")
-        panes.show_html(self.head, panes.head(self.found, self.shown))
+        panes.show_html(self.head, panes.head("Experiments" if self.group.value == ALL else self.group.value, self.found, self.shown))
         known = overview.metrics(self.shown)
         _offer(self.metric, known)
         _offer(self.x, ["step", "seconds", *(name for name in known if name != self.metric.value)])
-        _offer(self.by, results.varying_keys(self.shown.rows))
+        groups = results.group_rows(self.shown.rows, ["group"])
+        _offer(self.by, list(dict.fromkeys(["group", *(key for group in groups for key in results.varying_keys(group))])))
+        _offer(self.sorted, list(dict.fromkeys([*overview.headline(self.shown), *known])))
         _offer(self.scores, results.score_names(self.shown.rows))
         self.show_results()
         self.show_curves()
         self.show_jobs()
 
     def show_results(self) -> None:
-        """The table of results, best first by the chosen metric."""
-        self.results.fill(*overview.tabulate(self.shown, self.by.value, self.scores.value, self.metric.value, self.spread.value))
+        """The table of results, best first by the chosen score."""
+        shown = overview.tabulate(self.shown, self.by.value, self.scores.value, self.sorted.value, self.spread.value)
+        lines = [[markup.dot(colour), *line] for colour, line in zip(shown.colours, shown.lines, strict=True)]
+        self.results.fill([panes.COLOUR, *shown.headings] if lines else [], lines)
+        same = f"In all rows: {', '.join(shown.same)}." if shown.same else ""
+        panes.show_html(self.result_note, markup.note(same))
 
     def show_curves(self) -> None:
         """Update the learning curves if a row or an option has changed."""
         choices = (self.metric.value or "", self.x.value, self.logarithmic.value)
-        wanted = (self.shown.rows, *choices, self.spread.value)
+        wanted = (self.shown.rows, *choices, self.spread.value, self.by.value)
         if wanted == self._drawn:
             return
         self._drawn = wanted
-        drawn = overview.curves(self.shown, choices[0], choices[1], self.spread.value)
+        drawn = overview.curves(self.shown, choices[0], choices[1], self.spread.value, self.by.value)
         self.plot.show(drawn.lines, *choices)
         panes.show_html(self.curve_note, "".join(map(markup.note, drawn.notes)))
 
@@ -229,8 +236,8 @@ class Dashboard:
 
         watch(self.reload, self.group)
         watch(self.filter, self.states, self.where, self.text)
-        watch(self.show_results, self.by, self.scores, self.spread, self.metric)
-        watch(self.show_curves, self.metric, self.x, self.logarithmic, self.spread)
+        watch(self.show_results, self.by, self.scores, self.spread, self.sorted)
+        watch(self.show_curves, self.metric, self.x, self.logarithmic, self.spread, self.by)
         watch(self.show_detail, self.experiment, self.other, self.log_file)
         self.tabs.param.watch(lambda _: self.show_detail(), "active")
         self.live.param.watch(lambda event: self.ticking.start() if event.new else self.ticking.stop(), "value")
@@ -280,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.dashboard", description=__doc__)
     parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
-    parser.add_argument("-e", "--group", help="the group that is shown first (default: all)")
+    parser.add_argument("-e", "--group", help="the group that is shown first, or all (default: the newest)")
     parser.add_argument("--port", type=int, default=PORT, help=f"0 takes a free one (default: {PORT})")
     parser.add_argument(
         "--address", default="127.0.0.1", help="where to listen; anyone who can reach it can read the runs (default: 127.0.0.1)"

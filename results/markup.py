@@ -49,14 +49,22 @@ def text_block(text: str) -> str:
     return f'<div class="tail"><pre>{escape(text)}</pre></div>'
 
 
-def plain_table(headings: Sequence[str], lines: Iterable[Sequence[Any]], chips: int | None = None) -> str:
-    """A small table with row headings. chips: the column of states, if any."""
+def dot(colour: str) -> str:
+    """The mark of a configuration."""
+    return f'<span class="dot" style="background:{escape(colour)}"></span>'
+
+
+def plain_table(
+    headings: Sequence[str], lines: Iterable[Sequence[Any]], chips: int | None = None, colours: Sequence[str] | None = None
+) -> str:
+    """A small table with row headings. chips: the column of states, if any. colours: of the configuration in each line."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
     rows = []
-    for line in lines:
+    for number, line in enumerate(lines):
         cells = [chip(cell, cell) if place == chips else escape(cell) for place, cell in enumerate(line)]
-        rows.append(f'<tr><td class="key">{cells[0]}</td>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>')
-    return f'<table class="plain"><thead><tr>{top}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+        kind, mark = ("key", "") if colours is None else ("marked", dot(colours[number]))
+        rows.append(f'<tr><td class="{kind}">{mark}{cells[0]}</td>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>')
+    return f'<div class="scroll"><table class="plain"><thead><tr>{top}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def escape(value: Any) -> str:

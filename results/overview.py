@@ -8,15 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from results import diff, plot, table
+from results import diff, legend, table, terminal_table
 from src.errors import RunError, UserError
 from src.files import read_json, reading
 from src.launch import status as launched
+from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs import metadata
 from src.tables import curves as banded
 from src.tables import rows as results
 from src.tables import statistics
 
+SCORES = 5
+"""Most scores in the table of results, unless they are chosen."""
 LINES = 12
 """Most curves in one picture: the first of the table."""
 JOB_HEADINGS = ("experiment", "configuration", "group", "state", "step", "loss", "run time", "heartbeat", "starts", "node", "reason")
@@ -38,6 +41,8 @@ class Overview:
     groups: list[str] = field(default_factory=list)
     """All groups of the folder, also those outside of this part."""
     warnings: list[str] = field(default_factory=list)
+    loaded: Sequence[results.Row] = ()
+    """The rows before `select` took some of them: colours follow from all."""
 
     def row(self, exp_id: str) -> results.Row | None:
         """The row of an experiment, if it has one."""
@@ -50,10 +55,26 @@ class Overview:
 
 
 @dataclass(frozen=True)
+class Ranking:
+    """The table of results, best first."""
+
+    headings: list[str] = field(default_factory=list)
+    """Scores before configurations, the score that sorts first."""
+    lines: list[list[str]] = field(default_factory=list)
+    colours: list[str] = field(default_factory=list)
+    """Of the configuration in each line."""
+    same: list[str] = field(default_factory=list)
+    """What is the same in all lines and has no column: "step 250"."""
+    best: str = ""
+    """The first line in words; empty without scores."""
+
+
+@dataclass(frozen=True)
 class Line:
     """The learning curve of one configuration: its mean over seeds and the band around it at each x, in the order of x."""
 
     label: str
+    colour: str
     x: list[float]
     mean: list[float]
     low: list[float]
@@ -91,7 +112,18 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
     waiting = {job.exp_id for job in table_of_jobs if job.state in ("queued", "never")}
     told = [text for text in warnings if not waiting & set(_ID.findall(text))]
     states = {job.exp_id: job.state for job in table_of_jobs}
-    return Overview(runs, [_with_state(row, states.get(row["exp_id"])) for row in rows], table_of_jobs, groups, told)
+    rows = [_with_state(row, states.get(row["exp_id"])) for row in rows]
+    return Overview(runs, rows, table_of_jobs, groups, told, loaded=rows)
+
+
+def newest_group(found: Overview) -> str | None:
+    """The group of the run that was created last."""
+
+    def created(row: results.Row) -> float:
+        path = found.runs / row["exp_id"] / metadata.EXP_DICT
+        return path.stat().st_mtime if path.exists() else 0.0
+
+    return max(found.rows, key=created)["group"] or None if found.rows else None
 
 
 def select(found: Overview, states: Sequence[str] = (), where: str = "", text: str = "") -> Overview:
@@ -119,29 +151,51 @@ def select(found: Overview, states: Sequence[str] = (), where: str = "", text: s
 
 def tabulate(
     found: Overview, by: Sequence[str] = (), scores: Sequence[str] = (), metric: str | None = None, spread: str = "std"
-) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the table of results, best first. Empty without rows.
+) -> Ranking:
+    """The table of results; empty without rows.
 
-    by: config keys that make the rows; none: those that vary, but for the seed. scores: none: the headline ones.
+    by: config keys that make the rows; none: those that vary, but for the seed. scores: none: `headline`. metric: sorts; none: the first.
     spread: what follows ±: "std", or "ci95", the 95 % interval of the mean. What no row has is left out.
     """
     if not found.rows:
-        return [], []
+        return Ranking()
     known = results.score_names(found.rows)
-    keys = {key for row in found.rows for key in results.config_keys(row)}
-    rows, keys, names = table.tabulate(
-        found.rows,
-        [key for key in by if key in keys] or None,
-        [name for name in scores if name in known] or None,
-        metric if metric in known else None,
+    drawn = legend.Configurations(found.rows, _existing(found, by), found.loaded)
+    names = [name for name in scores if name in known] or headline(found)
+    metric = metric if metric in known else next(iter(names), None)
+    rows, keys, names = table.tabulate(found.rows, drawn.keys, names, metric)
+    columns, same = terminal_table.arrange(rows, keys, names, metric, None, spread)
+    best = ""
+    if metric is not None and rows[0][metric] is not None:
+        where = legend.label([rows[0]], keys)
+        best = f"Best {_plainly(metric, known)}: {columns[0].cells[0]}{f' with {where}' if where else ''}, of {len(rows)} configurations."
+    return Ranking(
+        [_plainly(column.heading, known) for column in columns],
+        [list(cells) for cells in zip(*(column.cells for column in columns), strict=True)],
+        [drawn.colours[row["exp_ids"][0]] for row in rows],
+        same,
+        best,
     )
-    short = results.short_names(keys)
-    facts = ["runs", "step", "state"]
-    lines = [
-        [*(_plain(row[key]) for key in keys), *(_score(row, name, spread) for name in names), *(_plain(row[fact]) for fact in facts)]
-        for row in rows
-    ]
-    return [*(short[key] for key in keys), *names, *facts], lines
+
+
+def headline(found: Overview) -> list[str]:
+    """The first scores to look at: of answers with their control and gain, then validation losses; the `SCORES` first."""
+    known = results.headline_scores(results.score_names(found.rows))
+    answers = [name for name in known if name.startswith(f"{INFERENCE}/")]
+    first = [name for name in answers if name in (answers[0], answers[0] + WRONG, answers[0] + GAIN)]
+    others = sorted((name for name in known if name not in answers), key=lambda name: not name.startswith("val_"))
+    return [*first, *others][:SCORES]
+
+
+def _plainly(name: str, known: Sequence[str]) -> str:
+    """A score without "inference/", unless another has that name."""
+    short = name.removeprefix(f"{INFERENCE}/")
+    return name if short.split(" ")[0] in known else short
+
+
+def _existing(found: Overview, by: Sequence[str]) -> list[str] | None:
+    keys = {key for row in found.rows for key in (*results.config_keys(row), *results.FACTS)}
+    return [key for key in by if key in keys] or None
 
 
 def metrics(found: Overview) -> list[str]:
@@ -151,14 +205,13 @@ def metrics(found: Overview) -> list[str]:
     return [first, *(name for name in known if name != first)] if first else []
 
 
-def curves(found: Overview, metric: str, x: str = "step", spread: str = "std") -> Curves:
+def curves(found: Overview, metric: str, x: str = "step", spread: str = "std", by: Sequence[str] = ()) -> Curves:
     """Learning curves of the best `LINES` configurations. x: "step", a score such as "tokens", or "seconds" of training."""
     if metric not in results.score_names(found.rows):
         return Curves()
-    keys = results.distinguishing_keys(found.rows)
-    groups = results.group_rows(found.rows, keys)
+    drawn = legend.Configurations(found.rows, _existing(found, by), found.loaded)
     best = results.sort_best_first(
-        [{**statistics.aggregate(group, [], [metric])[0], "group": group} for group in _having(groups, metric)], metric
+        [{**statistics.aggregate(group, [], [metric])[0], "group": group} for group in _having(drawn.groups, metric)], metric
     )
     shown = [row["group"] for row in best[:LINES]]
     try:
@@ -166,17 +219,21 @@ def curves(found: Overview, metric: str, x: str = "step", spread: str = "std") -
     except UserError as error:
         return Curves(notes=[str(error)])
     left_out = [f"The best {LINES} of {len(best)} configurations; filter to see others."] if len(best) > LINES else []
-    lines = [_line(band, plot.label(group, keys) or "all", spread) for band, group in zip(bands, shown, strict=True) if len(band.x)]
+    lines = [
+        _line(band, drawn.label(group) or "all", drawn.colour(group), spread)
+        for band, group in zip(bands, shown, strict=True)
+        if len(band.x)
+    ]
     return Curves(lines, left_out + notes)
 
 
 def differing(found: Overview) -> dict[str, str]:
-    """Exp id -> its distinguishing config values: "stride=2, seed=0"."""
-    keys = results.varying_keys(found.rows)
-    names = results.short_names(keys)
-    return {
-        row["exp_id"]: ", ".join(f"{names[key]}={format_value(row[key])[:16] if key in row else '–'}" for key in keys) for row in found.rows
-    }
+    """Exp id -> the config values that distinguish it in its group: "stride=2, seed=0"."""
+    told = {}
+    for group in results.group_rows(found.rows, ["group"]):
+        keys = results.varying_keys(group)
+        told |= {row["exp_id"]: legend.label([row], keys) for row in group}
+    return told
 
 
 def job_cells(job: launched.Row, told: str) -> list[str]:
@@ -256,19 +313,6 @@ def tail(path: Path, lines: int) -> str:
         return str(error)
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, str):
-        return value[:8] if _ID.fullmatch(value) else value
-    return "–" if value is None else format_value(value)
-
-
-def _score(row: dict[str, Any], name: str, spread: str) -> str:
-    mean, half = row[name], row[f"{name}_{spread}"]
-    if mean is None:
-        return "–"
-    return f"{mean:.4g}" if half is None else f"{mean:.4g} ± {half:.2g}"
-
-
 def _with_state(row: results.Row, state: str | None) -> results.Row:
     if state is None or row["state"] == "haven":
         return row
@@ -285,9 +329,9 @@ def _having(groups: Iterable[list[results.Row]], metric: str) -> list[list[resul
     return [group for group in groups if any(metric in row for row in group)]
 
 
-def _line(band: banded.Band, label: str, spread: str) -> Line:
+def _line(band: banded.Band, label: str, colour: str, spread: str) -> Line:
     points = sorted(zip(band.x.tolist(), band.mean.tolist(), band.half_width(spread).tolist(), strict=True), key=lambda point: point[0])
     halves = [0.0 if math.isnan(half) else half for _, _, half in points]  # of a single run there is no deviation
     means = [mean for _, mean, _ in points]
     low, high = ([mean + sign * half for mean, half in zip(means, halves, strict=True)] for sign in (-1, 1))
-    return Line(label, [at for at, _, _ in points], means, low, high)
+    return Line(label, colour, [at for at, _, _ in points], means, low, high)

@@ -10,6 +10,10 @@ import panel as pn
 from results import markup, overview
 
 CSS = markup.CSS + markup.style("dashboard")
+COLOUR = "colour"
+"""The column of dots, which has no title."""
+MOST_PIXELS = 360
+"""Of a column; longer texts are clipped."""
 BUILDING_SECONDS = 1.5
 """Less than the refresh interval, and long enough for most browsers to build a table."""
 
@@ -56,20 +60,24 @@ class Table:
         same_columns = list(self.value.columns) == list(frame.columns)
         if same_columns and self.value.equals(frame):
             return
-        if same_columns and time.monotonic() - self._made > BUILDING_SECONDS:
+        if same_columns and self._has_pages(frame) == self._has_pages(self.value) and time.monotonic() - self._made > BUILDING_SECONDS:
             self.widget.value = frame
         else:
             self._make(frame)
 
+    def _has_pages(self, frame: pd.DataFrame) -> bool:
+        return len(frame) > self._settings["page_size"]
+
     def _make(self, frame: pd.DataFrame) -> None:
         self.widget = pn.widgets.Tabulator(
             frame,
-            titles={name: markup.escape(name) for name in frame.columns},  # titles are taken for HTML, cells are not
+            titles={name: "" if name == COLOUR else markup.escape(name) for name in frame.columns},  # taken for HTML, unlike cells
             show_index=False,
             disabled=True,
             theme="simple",
             layout="fit_data_stretch",
-            pagination="local",
+            configuration={"columnDefaults": {"maxWidth": MOST_PIXELS}},
+            pagination="local" if self._has_pages(frame) else None,
             stylesheets=[CSS],
             sizing_mode="stretch_width",
             margin=0,
@@ -86,7 +94,7 @@ def unique(names: Sequence[str]) -> list[str]:
     return [f"{name} ({names[:index].count(name) + 1})" if name in names[:index] else name for index, name in enumerate(names)]
 
 
-def head(found: overview.Overview, shown: overview.Overview) -> str:
+def head(title: str, found: overview.Overview, shown: overview.Overview) -> str:
     """Title, folder, and numbers of experiments by state."""
     told = f"{len(shown.jobs)} experiments" if len(shown.jobs) == len(found.jobs) else f"{len(shown.jobs)} of {len(found.jobs)} experiments"
-    return f'<h1>Experiments</h1><span class="where">{markup.escape(found.runs)} · {told}</span>{markup.chips(shown.counts())}'
+    return f'<h1>{markup.escape(title)}</h1><span class="where">{markup.escape(found.runs)} · {told}</span>{markup.chips(shown.counts())}'

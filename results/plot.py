@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from results import run_arguments
+from results import legend, run_arguments
 from results.table import INTERVALS, default_metric
 from src.config import unknown
 from src.errors import ConfigError, DataError, print_errors
 from src.files import write_atomic, writing
 from src.runs.summary import is_finite
-from src.tables import curves, statistics
+from src.tables import curves
 from src.tables import rows as results
 
 if TYPE_CHECKING:
@@ -34,14 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = run_arguments.parse(_parser(), arguments)
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.png"
     rows, warnings = results.select(options.runs, options.groups, options.where)
+    among = results.load_rows(options.runs, options.groups)[0] if options.where else rows
+    drawn = legend.Configurations(rows, options.by, among)
     if options.y is None:
         if options.log_x:
             raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
-        figure, unread = draw_panels(options.runs, rows, options.metric, options.x, options.interval, options.by)
+        figure, unread = draw_panels(options.runs, drawn, options.metric, options.x, options.interval)
     else:
         if options.metric:
             raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
-        figure, unread = points(options.runs, rows, options.x, options.y, options.log_x, options.by)
+        figure, unread = points(options.runs, drawn, options.x, options.y, options.log_x)
     save(figure, output)
     run_arguments.warn([*warnings, *unread])
     print(output)
@@ -66,32 +68,26 @@ def save(figure: "Figure", output: Path) -> None:
 
 
 def draw(runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None = None) -> "Figure":
-    """`drawn` over steps, with standard deviations, for a notebook."""
-    return draw_panels(runs, rows, metrics)[0]
+    """`draw_panels` over steps, with standard deviations, for a notebook."""
+    return draw_panels(runs, legend.Configurations(rows), metrics)[0]
 
 
 def draw_panels(
-    runs: Path,
-    rows: Sequence[results.Row],
-    metrics: Sequence[str] | None = None,
-    x: str = "step",
-    interval: str = "std",
-    by: Sequence[str] | None = None,
+    runs: Path, drawn: legend.Configurations, metrics: Sequence[str] | None = None, x: str = "step", interval: str = "std"
 ) -> tuple["Figure", list[str]]:
     """One panel for each metric (default: that of the table), one line for each configuration but the seed; and what was left out.
 
     x: "step", a score such as "tokens", or "seconds" of training. interval: "std" or "ci95", half the height of the bands.
-    by: dotted config keys that tell configurations apart; None takes those that vary.
 
     Raises:
-        ConfigError: a metric, or a key of `by`, that no run has.
+        ConfigError: a metric that no run has.
         DataError: no run has an `x`.
     """
     import numpy
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    known = results.score_names(rows)
+    known = results.score_names(drawn.rows)
     default = default_metric(known)
     if default is None:
         raise ConfigError(f"{runs}: no run has any score yet, so there is nothing to plot.")
@@ -101,29 +97,25 @@ def draw_panels(
             raise unknown("score", metric, known, str(runs))
     if x not in ("step", "seconds", *known):
         raise unknown("axis", x, ["step", "seconds", *known], str(runs))
-    keys = statistics.grouping_keys(rows, by)
-    groups = results.group_rows(rows, keys)
-    found, warnings = curves.bands(runs, groups, chosen, x)
+    found, warnings = curves.bands(runs, drawn.groups, chosen, x)
     figure = Figure(figsize=(6.4 * len(chosen), 4.8), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     for place, (metric, bands) in enumerate(zip(chosen, found, strict=True), start=1):
         axes = figure.add_subplot(1, len(chosen), place, xlabel=x, ylabel=metric)
         axes.grid(alpha=0.3)
-        for group, band in zip(groups, bands, strict=True):
+        for group, band in zip(drawn.groups, bands, strict=True):
             half = numpy.nan_to_num(band.half_width(interval))
-            draw_line(axes, band.x, band.mean, band.mean - half, band.mean + half, label(group, keys))
-        if keys:
+            draw_line(axes, band.x, band.mean, (band.mean - half, band.mean + half), drawn.label(group), drawn.colour(group))
+        if drawn.keys:
             axes.legend(fontsize="small")
     write_plainly(figure)
     return figure, warnings
 
 
-def points(
-    runs: Path, rows: Sequence[results.Row], x: str, y: str, log_x: bool = False, by: Sequence[str] | None = None
-) -> tuple["Figure", list[str]]:
+def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool = False) -> tuple["Figure", list[str]]:
     """One point for each experiment at the last values of two scores, a colour for each configuration but the seed; and what was left out.
 
-    x: may also be a dotted config key, such as "model.stride". by: as in `drawn`.
+    x: may also be a dotted config key, such as "model.stride".
 
     Raises:
         ConfigError: a name that no run has.
@@ -132,7 +124,7 @@ def points(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    scores = results.score_names(rows)
+    rows, scores = drawn.rows, results.score_names(drawn.rows)
     if y not in scores:
         raise unknown("score", y, scores, str(runs))
     known = ["step", *scores, *dict.fromkeys(key for row in rows for key in results.config_keys(row))]
@@ -142,24 +134,16 @@ def points(
     if not placed:
         raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.")
     left_out = len(rows) - len(placed)
-    keys = statistics.grouping_keys(rows, by)
     figure = Figure(figsize=(6.4, 4.8), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")
     axes.grid(alpha=0.3)
-    for group in results.group_rows(placed, keys):
-        text = in_legend(label(group, keys) or group[0]["exp_id"][:8])
-        axes.plot([row[x] for row in group], [row[y] for row in group], "o", label=text)
+    for group in results.group_rows(placed, drawn.keys):
+        text = in_legend(drawn.label(group) or group[0]["exp_id"][:8])
+        axes.plot([row[x] for row in group], [row[y] for row in group], "o", label=text, color=drawn.colour(group))
     axes.legend(fontsize="small")
     write_plainly(figure)
     return figure, [f"left out: {left_out} of {len(rows)} runs, which have no number for {x!r} or {y!r}."] if left_out else []
-
-
-def label(group: Sequence[results.Row], keys: Sequence[str]) -> str:
-    """The distinguishing values of a configuration, and the number of its runs."""
-    names = results.short_names(keys)
-    told = ", ".join(f"{names[key]}={str(group[0][key])[:16]}" for key in keys if key in group[0])
-    return f"{told} ({len(group)})" if len(group) > 1 else told
 
 
 def in_legend(text: str) -> str:
@@ -167,10 +151,10 @@ def in_legend(text: str) -> str:
     return " " + textwrap.fill(text, LABEL_CHARACTERS)
 
 
-def draw_line(axes: Any, x: Any, mean: Any, low: Any, high: Any, text: str) -> None:
-    """One line with its band, in the next colour. With one run, `low` and `high` are `mean`."""
-    (line,) = axes.plot(x, mean, label=in_legend(text), marker="o" if len(x) < 20 else None, markersize=3)
-    axes.fill_between(x, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
+def draw_line(axes: Any, x: Any, mean: Any, band: tuple[Any, Any], text: str, colour: str) -> None:
+    """One line with its band, from low to high. With one run, both are `mean`."""
+    axes.plot(x, mean, label=in_legend(text), color=colour, marker="o" if len(x) < 20 else None, markersize=3)
+    axes.fill_between(x, *band, alpha=0.2, color=colour, linewidth=0)
 
 
 def write_plainly(figure: Any) -> None:

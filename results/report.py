@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from results import markup, overview, run_arguments
+from results.legend import NEUTRAL
 from results.lineage import tree
 from results.plot import PLOTS, draw_line, write_plainly
 from src.config import unknown
@@ -85,40 +86,24 @@ def section(title: str, content: str, kind: str = "") -> str:
 
 def _header(found: overview.Overview, title: str) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    best = _best(found)
+    best = overview.tabulate(found).best
     return (
         f'<header><h1>{markup.escape(title)}</h1><div class="where">{markup.escape(found.runs)} · {len(found.jobs)} experiments · '
         f"written {now}</div>{markup.chips(found.counts())}{f'<p>{markup.escape(best)}</p>' if best else ''}</header>\n"
     )
 
 
-def _best(found: overview.Overview) -> str:
-    """The first row of the table in words."""
-    metric = next(iter(overview.metrics(found)), None)
-    headings, lines = overview.tabulate(found)
-    if metric is None or metric not in headings or not lines:
-        return ""
-    place = headings.index(metric)
-    keys = ", ".join(f"{name} = {cell}" for name, cell in zip(headings[: _num_keys(found)], lines[0], strict=False))
-    return f"Best {metric}: {lines[0][place]}{f' with {keys}' if keys else ''}, of {len(lines)} configurations."
-
-
-def _num_keys(found: overview.Overview) -> int:
-    return len(results.distinguishing_keys(found.rows))
-
-
 def _results(found: overview.Overview) -> str:
-    headings, lines = overview.tabulate(found)
-    _, intervals = overview.tabulate(found, spread="ci95")
-    if not lines:
+    shown, intervals = overview.tabulate(found), overview.tabulate(found, spread="ci95").lines
+    if not shown.lines:
         return ""
     cells = [
         [cell if cell == wide or "±" not in cell else f"{cell}\n95 %: ±{wide.partition('±')[2]}" for cell, wide in zip(*pair, strict=True)]
-        for pair in zip(lines, intervals, strict=True)
+        for pair in zip(shown.lines, intervals, strict=True)
     ]
-    return markup.plain_table(headings, cells) + markup.note(
-        "Mean ± standard deviation over the seeds and 95 % interval of the mean, best first."
-    )
+    told = "Mean ± standard deviation over the seeds and 95 % interval of the mean, best first."
+    same = f" In all rows: {', '.join(shown.same)}." if shown.same else ""
+    return markup.plain_table(shown.headings, cells, colours=shown.colours) + markup.note(told + same)
 
 
 def _curves(found: overview.Overview, metrics: Sequence[str]) -> str:
@@ -141,7 +126,7 @@ def _picture(lines: Sequence[overview.Line], metric: str) -> str:
     axes.set_xlabel("step")
     axes.set_ylabel(metric)
     for line in lines:
-        draw_line(axes, line.x, line.mean, line.low, line.high, line.label)
+        draw_line(axes, line.x, line.mean, (line.low, line.high), line.label, line.colour)
     if any(line.label for line in lines):
         figure.legend(loc="outside right upper", fontsize="small", frameon=False)
     return encode_svg(figure, metric)
@@ -153,10 +138,26 @@ def encode_svg(figure: "Figure", salt: str) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     write_plainly(figure)
+    paint_neutrally(figure)
     written = io.BytesIO()
     with rc_context({"svg.hashsalt": salt}):
         FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})
     return base64.b64encode(written.getvalue()).decode("ascii")
+
+
+def paint_neutrally(figure: "Figure") -> None:
+    """No background, and text and axes in a colour that is read on light and dark pages."""
+    from matplotlib.spines import Spine
+    from matplotlib.text import Text
+
+    figure.patch.set_alpha(0)
+    for axes in figure.axes:
+        axes.patch.set_alpha(0)
+        axes.tick_params(color=NEUTRAL)
+    for text in figure.findobj(Text):
+        text.set_color(NEUTRAL)
+    for spine in figure.findobj(Spine):
+        spine.set_edgecolor(NEUTRAL)
 
 
 def _experiments(found: overview.Overview) -> str:
@@ -166,15 +167,18 @@ def _experiments(found: overview.Overview) -> str:
 
 
 def _configuration(found: overview.Overview) -> str:
-    """Shared config values once, differing ones for each experiment."""
-    if not found.rows:
-        return ""
-    varying = results.varying_keys(found.rows)
-    shared = [key for key in results.config_keys(found.rows[0]) if key not in varying]
+    """For each group the shared config values once, differing ones for each experiment."""
+    return "".join(map(_configuration_of, results.group_rows(found.rows, ["group"])))
+
+
+def _configuration_of(rows: Sequence[results.Row]) -> str:
+    varying = results.varying_keys(rows)
     names = results.short_names(varying)
-    different = [[row["exp_id"][:8], *(overview.format_value(row[key]) if key in row else "–" for key in varying)] for row in found.rows]
-    tables = [markup.plain_table(("in all", ""), [(key, overview.format_value(found.rows[0][key])) for key in shared])] if shared else []
-    return "".join([*tables, markup.plain_table(("different", *(names[key] for key in varying)), different)] if varying else tables)
+    shared = [(key, overview.format_value(rows[0][key])) for key in results.config_keys(rows[0]) if key not in varying]
+    different = [[row["exp_id"][:8], *(overview.format_value(row[key]) if key in row else "–" for key in varying)] for row in rows]
+    named = f"in {rows[0]['group'] or 'all'}"
+    tables = markup.plain_table((named, ""), shared) if shared else ""
+    return tables + (markup.plain_table(("different", *(names[key] for key in varying)), different) if varying else "")
 
 
 def _lineage(found: overview.Overview) -> str:

@@ -67,7 +67,7 @@ def remarks(rows: Sequence[results.Row], keys: Sequence[str]) -> list[str]:
     waiting = sum(row["state"] not in ("done", "haven") for row in rows)
     if waiting:
         found.append(f"{waiting} of {len(rows)} runs are not done; the table holds their latest scores.")
-    if others := [key for key in results.distinguishing_keys(rows) if key not in keys and "exp_id" not in keys]:
+    if others := [key for key in results.distinguishing_keys(rows) if key not in [*keys, "group"] and "exp_id" not in keys]:
         found.append(f"the means are over different {', '.join(others)}.")
     missing = statistics.missing_seeds(rows, keys)
     return (

@@ -81,7 +81,13 @@ def varying_keys(rows: Sequence[Row]) -> list[str]:
 
 
 def distinguishing_keys(rows: Sequence[Row]) -> list[str]:
-    """`varying_keys` without the seed, and without the id of a parent if each seed has a parent of its own."""
+    """`varying_keys` without the seed, and without the id of a parent if each seed has a parent of its own.
+
+    Of several groups "group" and what varies within one of them: two groups may differ in everything.
+    """
+    groups = group_rows(rows, ["group"])
+    if len(groups) > 1:
+        return ["group", *dict.fromkeys(key for group in groups for key in distinguishing_keys(group))]
     keys = [key for key in varying_keys(rows) if key != "seed"]
     parents = [key for key in keys if key.endswith(".exp_id")]
     alike = group_rows(rows, [key for key in keys if key not in parents])

@@ -1,10 +1,14 @@
 """A folder of finished runs: two strides, three seeds, one more run that failed."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from exp_configs import EXP_GROUPS
+from src.metrics.answers import GAIN, WRONG
+from src.runs import plan
 from src.runs.run_dir import RunDir
 
 
@@ -32,3 +36,33 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 run.scores.export_haven()
                 run.set_status("done")
     return folder
+
+
+@pytest.fixture(scope="session")
+def demo_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The experiments of the demo and their parent, with the scores, speeds and answers that runs of them have; the numbers are made up."""
+    folder = tmp_path_factory.mktemp("demo")
+    known = plan.load_all(EXP_GROUPS)
+    for item in plan.add_parents(plan.load_groups(EXP_GROUPS, ["demo"], []), known, add=True):
+        with RunDir.open(folder, item.exp, item.exp, facts={"groups": list(item.groups)}) as run:
+            for step in range(25, 275, 25):
+                row = {"step": step, "train_loss": 100 / step, "grad_norm": 1.5, "tokens": 500 * step, "val_loss": 150 / step}
+                if item.group == "demo":
+                    row["val_loss_shuffled_context"] = 160 / step
+                if item.group == "demo" and step == 250:
+                    row |= {f"inference/{metric}{end}": 0.25 for metric in ("em", "f1", "precision", "recall") for end in ("", WRONG, GAIN)}
+                run.scores.append(row)
+            (run.path / "perf.jsonl").write_text(json.dumps({"step": 25, "tokens_per_second": 1.0}) + "\n")
+            if item.group == "demo":
+                (run.path / "inference").mkdir()
+                for end in ("", WRONG):
+                    (run.path / "inference" / f"val{end}.jsonl").write_text("".join(map(answer, range(60))))
+            run.set_status("done", step=250, steps=250)
+    return folder
+
+
+def answer(number: int) -> str:
+    """A line of an inference; each third one is right."""
+    text = f"def function_{number}(argument_with_a_long_name, *arguments):\n    raise ValueError({'x' * 90!r})"
+    row = {"question": "Which exceptions does this function raise?", "context": text, "answer": "ValueError", "dataset": "stdlib"}
+    return json.dumps({**row, "answer_pred": "ValueError" if number % 3 == 0 else "TypeError"}) + "\n"

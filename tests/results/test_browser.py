@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from results import report
+from results import report, run_page
 from src.runs.run_dir import RunDir
+from src.tables import rows as results
 from tests.conftest import ROOT
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -127,7 +129,7 @@ def opened(browser: Browser, address: str) -> Iterator[Page]:
 
 @pytest.fixture
 def page(browser: Browser, world: World) -> Iterator[Page]:
-    with served(["results.dashboard", str(world.runs), "--port", "0"]) as address, opened(browser, address) as shown:
+    with served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address, opened(browser, address) as shown:
         expect(rows(shown, "jobs")).to_have_count(7, timeout=SLOW)
         yield shown
 
@@ -154,12 +156,12 @@ def test_results_states_and_warnings_are_seen(page: Page, world: World):
     for chip in ("4 done", "1 running", "1 failed", "1 unknown"):
         expect(page.locator(".chips").get_by_text(chip, exact=True)).to_be_visible()
     expect(rows(page, "results")).to_have_count(4)
-    expect(rows(page, "results").nth(0)).to_contain_text("0.3 ± 0.071")
+    expect(rows(page, "results").nth(0)).to_contain_text("0.300 ± 0.071")
     expect(page.get_by_text("1 warning")).to_be_visible()
     expect(page.locator(".warnings li")).to_contain_text("ab" * 16)
     expect(rows(page, "jobs").nth(0)).to_contain_text("CUDA out of memory on step 4")
     page.get_by_label("Spread").select_option("95 % interval")
-    expect(rows(page, "results").nth(0)).to_contain_text("0.3 ± 0.64")
+    expect(rows(page, "results").nth(0)).to_contain_text("0.30 ± 0.64")
 
 
 def test_filters_narrow_everything_and_a_wrong_expression_is_told_beside_its_field(page: Page, world: World):
@@ -230,7 +232,7 @@ def test_the_curves_are_of_the_chosen_metric(page: Page):
 def test_what_happens_while_the_page_is_open_shows_by_itself(page: Page, world: World):
     choose(page, "Experiment", world.ids["failed"])
     page.locator("select").filter(has_text="every 2 s").select_option("every 2 s")
-    expect(rows(page, "results").nth(0)).to_contain_text("0.3 ± 0.071")
+    expect(rows(page, "results").nth(0)).to_contain_text("0.300 ± 0.071")
     with RunDir.open(world.runs, experiment(1, 0), experiment(1, 0), facts={"groups": ["reach"]}):
         pass
     world.add("new", experiment(5, 0), group="late")
@@ -264,7 +266,7 @@ def test_text_of_a_run_is_shown_and_never_obeyed(browser: Browser, tmp_path: Pat
             state="failed",
             reason=HOSTILE,
         )
-    with served(["results.dashboard", str(world.runs), "--port", "0"]) as address, opened(browser, address) as page:
+    with served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address, opened(browser, address) as page:
         expect(rows(page, "jobs")).to_have_count(2, timeout=SLOW)
         for tab in ("Config", "Differences", "Lineage", "Log"):
             page.get_by_text(tab, exact=True).click()
@@ -280,8 +282,29 @@ def test_the_notebook_is_served_as_the_same_page(browser: Browser, world: World)
     serve = ["panel", "serve", "results/results.ipynb", "--port", "0", "--address", "127.0.0.1"]
     with served(serve, env) as address, opened(browser, address) as page:
         expect(rows(page, "results")).to_have_count(4, timeout=3 * SLOW)
-        expect(rows(page, "results").nth(0)).to_contain_text("0.3 ± 0.071")
+        expect(rows(page, "results").nth(0)).to_contain_text("0.300 ± 0.071")
         expect(rows(page, "jobs")).to_have_count(7)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_is_wider_than_the_window_and_each_is_light_or_dark(browser: Browser, demo_runs: Path, tmp_path: Path, scheme: Any):
+    report.main([str(demo_runs), "-o", str(tmp_path / "report.html")])
+    run = next(row["exp_id"] for row in results.load_rows(demo_runs, "demo")[0])
+    run_page.main([str(demo_runs / run), "-o", str(tmp_path / "run.html")])
+    with served(["results.dashboard", str(demo_runs), "-e", "all", "--port", "0"]) as address:
+        for page_address in (address, (tmp_path / "report.html").as_uri(), (tmp_path / "run.html").as_uri()):
+            context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
+            page = context.new_page()
+            page.goto(page_address)
+            if page_address == address:
+                expect(rows(page, "jobs")).to_have_count(8, timeout=SLOW)
+                expect(rows(page, "results")).to_have_count(5, timeout=SLOW)
+            for width in (1280, 800, 400):
+                page.set_viewport_size({"width": width, "height": 900})
+                page.wait_for_function("document.documentElement.scrollWidth <= innerWidth", timeout=20_000)
+            background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 3 * 128) == (scheme == "dark"), background
+            context.close()
 
 
 def test_the_report_opens_offline(browser: Browser, world: World, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.error
 
 @pytest.fixture
 def page(runs: Path) -> Dashboard:
-    return Dashboard(runs)
+    return Dashboard(runs, dashboard.ALL)
 
 
 def cells(frame: pd.DataFrame, column: str) -> list[str]:
@@ -41,18 +42,19 @@ def fail(runs: Path, stride: int = 7, reason: str = "out of memory") -> str:
 
 def test_the_table_of_results_is_that_of_the_command_line(page: Dashboard):
     shown = page.results.value
-    assert list(shown.columns) == ["stride", "val_loss", "train_loss", "em", "runs", "step", "state"]
-    assert shown.iloc[0].tolist() == ["1", "0.6833 ± 0.1", "1 ± 0", "0.25 ± 0", "3", "4", "done"]
+    assert list(shown.columns) == ["colour", "val_loss ↓", "em", "stride"]
+    assert shown.iloc[0, 1:].tolist() == ["0.68 ± 0.10", "0.25", "1"]
+    assert "In all rows: train_loss 1, runs 3, state done, step 4." in page.result_note.object
     page.spread.value = "ci95"
-    assert page.results.value.iloc[0, 1] == "0.6833 ± 0.25"
+    assert page.results.value.iloc[0, 1] == "0.68 ± 0.25"
 
 
 def test_columns_and_what_makes_a_row_can_be_chosen(page: Dashboard):
     page.by.value = ["seed"]
     page.scores.value = ["em"]
-    page.metric.value = "em"
-    assert list(page.results.value.columns) == ["seed", "em", "runs", "step", "state"]
-    assert cells(page.results.value, "runs") == ["2", "2", "2"]
+    page.sorted.value = "em"
+    assert list(page.results.value.columns) == ["colour", "em ↑", "seed"]
+    assert "runs 2" in page.result_note.object
 
 
 def test_the_curves_are_means_with_their_deviation(page: Dashboard):
@@ -106,6 +108,27 @@ def test_filters(page: Dashboard):
     assert len(page.jobs.value) == 1
 
 
+def test_it_opens_on_the_newest_group(runs: Path):
+    assert Dashboard(runs).group.value == "tiny"
+    newest = fail(runs)
+    for path in runs.glob("*/exp_dict.json"):
+        os.utime(path, (2e9, 2e9 if path.parent.name == newest else 1e9))
+    page = Dashboard(runs)
+    assert (page.group.value, len(page.jobs.value)) == ("repair", 1)
+    assert "<h1>repair</h1>" in page.head.object
+    page.group.value = dashboard.ALL
+    assert len(page.jobs.value) == 7
+
+
+def test_scores_of_answers_come_first_and_the_configuration_last(demo_runs: Path):
+    page = Dashboard(demo_runs, "demo")
+    page.sorted.value = "inference/em"
+    assert list(page.results.value.columns) == ["colour", "em ↑", "context_tokens", "num_layers"]
+    for told in ("em_wrong_context 0.25", "em_gain 0.25", "val_loss 0.6"):
+        assert told in page.result_note.object
+    assert overview.headline(page.found)[:4] == ["inference/em", "inference/em_wrong_context", "inference/em_gain", "val_loss"]
+
+
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
@@ -126,7 +149,7 @@ def test_a_wrong_expression_is_told_and_what_was_shown_stays(page: Dashboard, ex
 
 def test_what_wants_attention_stands_first_and_is_chosen(page: Dashboard):
     exp_id = fail(page.runs)
-    page = Dashboard(page.runs)
+    page = Dashboard(page.runs, dashboard.ALL)
     assert cells(page.jobs.value, "experiment")[0] == exp_id[:8]
     assert page.experiment.value == exp_id
     page.jobs.widget.selection = [1]
@@ -178,7 +201,7 @@ def test_damaged_directories_are_warned_of_and_the_rest_is_shown(runs: Path):
 def test_experiments_that_are_only_queued_are_listed_without_a_warning(runs: Path):
     waiting = runs / ("cd" * 16)
     waiting.mkdir()
-    page = Dashboard(runs)
+    page = Dashboard(runs, dashboard.ALL)
     assert "cdcdcdcd" in cells(page.jobs.value, "experiment")
     assert not page.warnings.visible
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
 
-from results import plot
+from results import legend, plot
 from src.errors import ConfigError, DataError
 from src.runs.run_dir import RunDir
 from src.tables import curves
@@ -97,9 +97,9 @@ def heights(axes) -> list[float]:
 
 def test_bands_are_deviations_or_intervals(runs: Path):
     rows, _ = results.load_rows(runs)
-    (axes,) = plot.draw_panels(runs, rows)[0].axes
+    (axes,) = plot.draw_panels(runs, legend.Configurations(rows))[0].axes
     assert heights(axes) == pytest.approx([0.1] * 4, rel=1e-9)
-    (axes,) = plot.draw_panels(runs, rows, interval="ci95")[0].axes
+    (axes,) = plot.draw_panels(runs, legend.Configurations(rows), interval="ci95")[0].axes
     assert heights(axes) == pytest.approx([4.302652729911275 * 0.1 / 3**0.5] * 4, rel=1e-9)
 
 
@@ -108,10 +108,10 @@ def test_another_axis(runs: Path):
         rows = [{"step": step, "seconds": 1.0 + number, "steps_per_second": 1.0} for step in range(1, 5)]
         (path / "perf.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [rows[0] | {"seconds": 99.0}, *rows]))
     rows, _ = results.load_rows(runs)
-    (axes,) = plot.draw_panels(runs, rows, x="em")[0].axes
+    (axes,) = plot.draw_panels(runs, legend.Configurations(rows), x="em")[0].axes
     assert axes.get_xlabel() == "em"
     assert sorted(tuple(line.get_xdata()) for line in axes.lines) == [(0.25,), (0.5,)], "where em is known"
-    (axes,) = plot.draw_panels(runs, rows, x="seconds")[0].axes
+    (axes,) = plot.draw_panels(runs, legend.Configurations(rows), x="seconds")[0].axes
     places = {row["exp_id"]: 1.0 + number for number, row in enumerate(sorted(rows, key=lambda row: row["exp_id"]))}
     for line in axes.lines:
         took = statistics.fmean(places[row["exp_id"]] for row in rows if row["model.stride"] == int(line.get_label()[8]))
@@ -120,9 +120,9 @@ def test_another_axis(runs: Path):
 
 def test_seconds_that_nobody_measured(runs: Path):
     with pytest.raises(DataError, match=r"no run has 'seconds' in its scores, nor in its perf\.jsonl"):
-        plot.draw_panels(runs, results.load_rows(runs)[0], x="seconds")
+        plot.draw_panels(runs, legend.Configurations(results.load_rows(runs)[0]), x="seconds")
     with pytest.raises(ConfigError, match=r"unknown axis 'tokns'"):
-        plot.draw_panels(runs, results.load_rows(runs)[0], x="tokns")
+        plot.draw_panels(runs, legend.Configurations(results.load_rows(runs)[0]), x="tokns")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -157,7 +157,7 @@ def test_one_point_for_each_experiment(runs: Path, tmp_path: Path, capsys: pytes
     """The last values: em is a quarter of the stride, val_loss stride / 4 + 0.1 seed + 1 / 3."""
     rows, _ = results.load_rows(runs)
     for x in ("em", "model.stride"):
-        figure, left_out = plot.points(runs, rows, x, "val_loss")
+        figure, left_out = plot.points(runs, legend.Configurations(rows), x, "val_loss")
         (axes,) = figure.axes
         assert (axes.get_xlabel(), axes.get_ylabel(), left_out) == (x, "val_loss", [])
         assert sorted(text.get_text() for text in axes.get_legend().get_texts()) == [" stride=1 (3)", " stride=2 (3)"]
@@ -176,11 +176,11 @@ def test_long_names_leave_room_for_the_plot(runs: Path):
     """Two recipes have many keys that only one of them has: a label names its own, in short lines."""
     for seed in range(2):
         exp = {"recipe": "other", "seed": seed, **{f"a_rather_long_key_{i}": f"with_a_value_{i}" for i in range(6)}}
-        with RunDir.open(runs, exp, exp) as run:
+        with RunDir.open(runs, exp, exp, facts={"groups": ["tiny"]}) as run:
             run.scores.append({"step": 1, "val_loss": 1.0 + seed, "em": 0.5})
             run.set_status("done")
-    rows, _ = results.load_rows(runs)
-    for figure in (plot.points(runs, rows, "em", "val_loss")[0], plot.draw_panels(runs, rows)[0]):
+    drawn = legend.Configurations(results.load_rows(runs)[0])
+    for figure in (plot.points(runs, drawn, "em", "val_loss")[0], plot.draw_panels(runs, drawn)[0]):
         figure.canvas.draw()  # a legend that leaves nothing of the axes is a warning, and so an error
         texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
         assert max(len(line) for text in texts for line in text.splitlines()) <= plot.LABEL_CHARACTERS + 1
@@ -190,8 +190,8 @@ def test_long_names_leave_room_for_the_plot(runs: Path):
 
 
 def test_which_keys_tell_configurations_apart_may_be_said(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    rows, _ = results.load_rows(runs)
-    for figure in (plot.points(runs, rows, "em", "val_loss", by=["recipe"])[0], plot.draw_panels(runs, rows, by=["recipe"])[0]):
+    drawn = legend.Configurations(results.load_rows(runs)[0], ["recipe"])
+    for figure in (plot.points(runs, drawn, "em", "val_loss")[0], plot.draw_panels(runs, drawn)[0]):
         assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [" recipe=toy (6)"]
     assert plot.main([str(runs), "--by", "model.strde", "--output", str(tmp_path / "x.png")]) == 1
     assert "unknown key 'model.strde'. Did you mean 'model.stride'?" in capsys.readouterr().err
@@ -203,11 +203,11 @@ def test_points_of_runs_that_lack_a_number_are_left_out(runs: Path):
         run.scores.append({"step": 1, "val_loss": 1.0})
         run.set_status("done")
     rows, _ = results.load_rows(runs)
-    figure, left_out = plot.points(runs, rows, "em", "val_loss")
+    figure, left_out = plot.points(runs, legend.Configurations(rows), "em", "val_loss")
     assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) == 6
     assert left_out == ["left out: 1 of 7 runs, which have no number for 'em' or 'val_loss'."]
     with pytest.raises(DataError, match=r"no run has a number for both 'model\.kind' and 'em'"):
-        plot.points(runs, rows, "model.kind", "em")
+        plot.points(runs, legend.Configurations(rows), "model.kind", "em")
 
 
 @pytest.mark.parametrize(

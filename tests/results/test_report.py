@@ -60,8 +60,8 @@ def test_everything_is_in_it(runs: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == f"{tmp_path}/new/report.html\n"
     values = [1 / 4 + 0.1 * seed + 1 / 3 for seed in range(3)]
     half = 4.302653 * statistics.stdev(values) / 3**0.5
-    assert f"{statistics.fmean(values):.4g} ± 0.1\n95 %: ± {half:.2g}" in text
-    assert "Best val_loss: 0.6833 ± 0.1 with stride = 1, of 2 configurations." in text
+    assert f"{statistics.fmean(values):.2f} ± 0.10\n95 %: ± {half:.2g}" in text
+    assert "Best val_loss: 0.68 ± 0.10 with stride=1, of 2 configurations." in text
     for heading in ("Results", "Learning curves", "Experiments", "Configuration"):
         assert f"<h2>{heading}</h2>" in text
     assert text.count("data:image/svg+xml;base64,") == 3

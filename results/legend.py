@@ -1,0 +1,80 @@
+"""What a configuration is called and drawn in: the same label and colour in tables, curves and pages, whatever is filtered or sorted."""
+
+import colorsys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from src.tables import rows as results
+from src.tables import statistics
+
+COLOURS = (
+    "#2563eb",
+    "#e8590c",
+    "#0f9d58",
+    "#9333ea",
+    "#d6336c",
+    "#0891b2",
+    "#a16207",
+    "#65a30d",
+    "#c026d3",
+    "#b91c1c",
+    "#0f766e",
+    "#6d7a8c",
+)
+"""Each is seen on white and on black."""
+NEUTRAL = "#7b8798"
+"""Text and axes of pictures without a background, which stand on light and dark pages."""
+VALUE_CHARACTERS = 16
+_GOLDEN_RATIO = 0.618034
+
+
+class Configurations:
+    """Runs that differ in their seed alone, in the order of `rows`; their labels and colours.
+
+    by: dotted config keys that tell configurations apart; None takes those that vary. among: all rows of the groups, where `rows` are
+    some of them, so that a configuration keeps its colour.
+    """
+
+    def __init__(self, rows: Sequence[results.Row], by: Sequence[str] | None = None, among: Sequence[results.Row] = ()) -> None:
+        self.rows = rows
+        self.keys = statistics.grouping_keys(rows, by)
+        self.groups = results.group_rows(rows, self.keys)
+        self.colours = colours(among or rows, by)
+
+    def label(self, group: Sequence[results.Row]) -> str:
+        """Empty for the only configuration."""
+        return label(group, self.keys)
+
+    def colour(self, group: Sequence[results.Row]) -> str:
+        """In hexadecimal digits."""
+        return self.colours[group[0]["exp_id"]]
+
+
+def colours(rows: Sequence[results.Row], by: Sequence[str] | None = None) -> dict[str, str]:
+    """Exp id -> the colour of its configuration. rows: all of the group; by: what tells configurations apart; None: what varies in it.
+
+    The colours follow the values of the configurations, so they do not depend on scores, on the order of runs or on a filter.
+    """
+    keys = statistics.grouping_keys(rows, by)
+    groups = sorted(results.group_rows(rows, keys), key=lambda group: [results.sort_key(group[0].get(key)) for key in keys])
+    return {row["exp_id"]: _colour(place) for place, group in enumerate(groups) for row in group}
+
+
+def _colour(place: int) -> str:
+    if place < len(COLOURS):
+        return COLOURS[place]
+    red, green, blue = colorsys.hls_to_rgb(place * _GOLDEN_RATIO % 1, 0.5, 0.55)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
+def label(group: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
+    """The distinguishing values of a configuration, and the number of its runs."""
+    names = results.short_names(keys)
+    told = ", ".join(f"{names[key]}={clip(group[0][key]) or '–'}" for key in keys if key in group[0])
+    return f"{told} ({len(group)})" if len(group) > 1 else told
+
+
+def clip(value: Any, most: int = VALUE_CHARACTERS) -> str:
+    """A text of at most `most` characters; a longer one ends with "…"."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
