@@ -5,17 +5,25 @@ Those that `inference` left in <run>/inference, evenly spread over the file. Whe
 """
 
 import argparse
+import contextlib
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from results import run_arguments
+from results import markup, run_arguments
 from results.rescore import read
-from src.errors import DataError, print_errors
+from src.config import Problems
+from src.errors import DataError, UserError, print_errors
 from src.interfaces import Prediction
 from src.metrics.answers import INFERENCE, WRONG
+from src.registry import METRICS, bind
+from src.runs.metadata import read_exp_dict
 from src.tables import rows as results
+
+NOTHING = "(nothing)"
 
 
 @print_errors
@@ -25,14 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, warnings = results.select(options.runs, options.groups, options.where)
     run_arguments.warn(warnings)
     run, about = best_run(options.runs, rows)
-    for file in sorted((run / INFERENCE).glob("*.jsonl")):
-        if not file.stem.endswith(WRONG):
-            print(f"{file.relative_to(options.runs)}: {about}\n")
-            control = file.with_stem(file.stem + WRONG)
-            others = read(control) if control.exists() else None
-            answers = read(file)
-            for i in choose(answers, options.count, options.wrong):
-                print(describe(answers[i], others[i].text if others else None))
+    for name, found in samples(run).items():
+        print(f"{run.name}/{INFERENCE}/{name}.jsonl: {about}\n")
+        for sample in choose(found, options.count, options.wrong):
+            print(describe(sample))
     return 0
 
 
@@ -49,24 +53,91 @@ def best_run(runs: Path, rows: Sequence[results.Row]) -> tuple[Path, str]:
     return runs / best["exp_id"], f"{metric} {best[metric]:.3g}, the best of {sum(row.get(metric) is not None for row in rows)} runs"
 
 
-def choose(answers: Sequence[Prediction], count: int, wrong: bool) -> list[int]:
-    """At most `count` numbers of answers, evenly spread. wrong: of those alone that are none of their references."""
-    some = [i for i, answer in enumerate(answers) if not wrong or answer.text not in answer.references]
+@dataclass(frozen=True)
+class Sample:
+    """An answered question."""
+
+    answer: Prediction
+    scores: Mapping[str, float]
+    """Of this answer, by the metrics of the experiment."""
+    other: str | None
+    """The answer with another question's context, if it was asked."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the first score is 1."""
+        return next(iter(self.scores.values())) == 1
+
+
+def samples(run: Path) -> dict[str, list[Sample]]:
+    """The answered questions of a save directory by file, such as "val"; empty if it has none.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    files = [file for file in sorted((run / INFERENCE).glob("*.jsonl")) if not file.stem.endswith(WRONG)]
+    return {file.stem: list(_samples(file, *map(_stamp, (file, file.with_stem(file.stem + WRONG))))) for file in files}
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """What changes when a file does; None without one."""
+    return (found.st_size, found.st_mtime_ns) if file.exists() and (found := file.stat()) else None
+
+
+@lru_cache(maxsize=8)
+def _samples(file: Path, stamp: object, control: object) -> tuple[Sample, ...]:
+    """stamp, control: of the file and of that with wrong contexts; they are read again when these change."""
+    answers = read(file)
+    others = dict(enumerate(answer.text for answer in read(file.with_stem(file.stem + WRONG)))) if control else {}
+    scores = _scores(file.parents[1], answers)
+    return tuple(Sample(answer, {name: of[i] for name, of in scores.items()}, others.get(i)) for i, answer in enumerate(answers))
+
+
+def _scores(run: Path, answers: Sequence[Prediction]) -> dict[str, list[float]]:
+    """Of single answers, by the metrics of the run's inference; by SQuAD's where this code lacks those, or they score no single answers."""
+    inference = read_exp_dict(run).get(INFERENCE)
+    asked = inference.get("metrics") if isinstance(inference, dict) else None
+    with contextlib.suppress(Problems, UserError):
+        of_metrics = [bind(METRICS, raw).score(answers) for raw in asked or []]
+        if found := {name: values for scores in of_metrics for name, values in scores.items() if isinstance(values, list)}:
+            return found
+    return bind(METRICS, {"name": "squad"}).score(answers)
+
+
+def choose(found: Sequence[Sample], count: int, wrong: bool) -> list[Sample]:
+    """At most `count` of the samples, evenly spread. wrong: of those alone that are not right."""
+    some = [sample for sample in found if not (wrong and sample.is_right)]
     count = min(count, len(some))
     return [some[i * len(some) // count] for i in range(count)]
 
 
-def describe(answer: Prediction, other: str | None) -> str:
-    """A question with its context, its answer and the truth, as text. other: the answer with a wrong context."""
-    right = "right" if answer.text in answer.references else "wrong"
+def describe(sample: Sample) -> str:
+    """A question with its context, its answer and the truth, as text."""
+    answer = sample.answer
     lines = [
         f"question    {answer.question}",
         *(textwrap.indent(context.rstrip(), "  | ", lambda line: True) for context in answer.contexts),
         f"truth       {' / '.join(answer.references)}",
-        f"answer      {answer.text or '(nothing)'}   ({right})",
-        *([] if other is None else [f"with another question's context: {other or '(nothing)'}"]),
+        f"answer      {answer.text or NOTHING}   ({'right' if sample.is_right else 'wrong'})",
+        *([] if sample.other is None else [f"with another question's context: {sample.other or NOTHING}"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def page(found: Iterable[Sample]) -> str:
+    """The samples as HTML, each in a box of the class "right" or "wrong"."""
+    return "".join(map(_box, found))
+
+
+def _box(sample: Sample) -> str:
+    answer, kind = sample.answer, "right" if sample.is_right else "wrong"
+    told = {"question": answer.question, "truth": " / ".join(answer.references), "prediction": answer.text or NOTHING}
+    told |= {} if sample.other is None else {"with another's context": sample.other or NOTHING}
+    told |= {"score": ", ".join(f"{name} {value:.3g}" for name, value in sample.scores.items())}
+    contexts = "".join(f"<pre>{markup.escape(context.rstrip())}</pre>" for context in answer.contexts)
+    return (
+        f'<div class="sample {kind}"><div>{markup.chip(kind, kind)}{markup.plain_table((), told.items())}</div><div>{contexts}</div></div>'
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from typing import Any
 
 import panel as pn
 
-from results import chart, markup, overview, panes
+from results import answers, chart, markup, overview, panes
 from results.lineage import tree
 from results.run_arguments import RUNS
 from src.errors import ConfigError, UserError, print_errors
@@ -22,6 +22,7 @@ SECONDS = (2, 5, 15, 60)
 """Choices of the refresh interval."""
 ALL = "all"
 LOG_LINES = 300
+MOST_ANSWERS = 50
 _FIRST = ("failed", "lost", "unknown", "stopped", "running", "queued")
 """States that need attention: these come first in the table of jobs."""
 _BODY_CSS = markup.CSS + "body { margin: 0; background: var(--page); }"
@@ -57,8 +58,10 @@ class Dashboard:
         self.logarithmic = pn.widgets.Checkbox(label="log y", width=70, margin=(26, 5, 0, 5))
         self.experiment, self.other = (select(label=label, sizing_mode="stretch_width") for label in ("Experiment", "Compare with"))
         self.log_file = select(label="Log file", width=200)
+        self.answer_file = select(label="File", width=200)
+        self.wrong = pn.widgets.Checkbox(label="only wrong answers", margin=(26, 5, 0, 5))
         self.head, self.time, self.problem, self.warnings, self.result_note, self.curve_note = (panes.page() for _ in range(6))
-        self.details = [panes.page() for _ in range(4)]
+        self.details = [panes.page() for _ in range(5)]
         self.results = panes.Table("results", 10, formatters={panes.COLOUR: {"type": "html"}}, widths={panes.COLOUR: 34})
         self.jobs = panes.Table("jobs", 8, self._select, selectable=1, formatters={"state": {"type": "html"}})
         self.plot = chart.Plot()
@@ -173,7 +176,7 @@ class Dashboard:
         if name in self._ids and self.jobs.widget.selection != [self._ids.index(name)]:
             self.jobs.widget.selection = [self._ids.index(name)]
         tab = self.tabs.active
-        show = (self._log, self._config, self._differences, self._lineage)[tab]
+        show = (self._log, self._answers, self._config, self._differences, self._lineage)[tab]
         panes.show_html(self.details[tab], show(name) if name else markup.note("No experiment is chosen."))
 
     def _log(self, name: str) -> str:
@@ -184,6 +187,19 @@ class Dashboard:
         if chosen is None:
             return reason + markup.note("It has written no log yet.")
         return reason + markup.text_block(overview.tail(chosen, LOG_LINES)) + markup.note(f"The last {LOG_LINES} lines of {chosen}")
+
+    def _answers(self, name: str) -> str:
+        try:
+            files = answers.samples(self.runs / name)
+        except UserError as error:
+            return markup.error(str(error))
+        _offer(self.answer_file, list(files))
+        found = files.get(self.answer_file.value or "")
+        if found is None:
+            return markup.note("It has answered no questions: `inference` in an experiment asks them after the training.")
+        shown = answers.choose(found, MOST_ANSWERS, self.wrong.value)
+        right = sum(sample.is_right for sample in found)
+        return markup.note(f"{right} of {len(found)} answers are right; {len(shown)} are shown.") + answers.page(shown)
 
     def _config(self, name: str) -> str:
         row = self.found.row(name)
@@ -220,9 +236,10 @@ class Dashboard:
             self.experiment.value = self._ids[chosen[0]]
 
     def _tabs(self) -> pn.Tabs:
-        log, config, differences, ancestry = self.details
+        log, answered, config, differences, ancestry = self.details
         pages = [
             ("Log", pn.Column(self.log_file, log)),
+            ("Answers", pn.Column(pn.Row(self.answer_file, self.wrong), answered, sizing_mode="stretch_width")),
             ("Config", config),
             ("Differences", pn.Column(self.other, differences)),
             ("Lineage", ancestry),
@@ -238,7 +255,7 @@ class Dashboard:
         watch(self.filter, self.states, self.where, self.text)
         watch(self.show_results, self.by, self.scores, self.spread, self.sorted)
         watch(self.show_curves, self.metric, self.x, self.logarithmic, self.spread, self.by)
-        watch(self.show_detail, self.experiment, self.other, self.log_file)
+        watch(self.show_detail, self.experiment, self.other, self.log_file, self.answer_file, self.wrong)
         self.tabs.param.watch(lambda _: self.show_detail(), "active")
         self.live.param.watch(lambda event: self.ticking.start() if event.new else self.ticking.stop(), "value")
         self.seconds.param.watch(lambda event: setattr(self.ticking, "period", 1000 * event.new), "value")

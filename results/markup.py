@@ -58,13 +58,14 @@ def plain_table(
     headings: Sequence[str], lines: Iterable[Sequence[Any]], chips: int | None = None, colours: Sequence[str] | None = None
 ) -> str:
     """A small table with row headings. chips: the column of states, if any. colours: of the configuration in each line."""
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
+    cells = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
+    top = f"<thead><tr>{cells}</tr></thead>" if cells else ""
     rows = []
     for number, line in enumerate(lines):
         cells = [chip(cell, cell) if place == chips else escape(cell) for place, cell in enumerate(line)]
         kind, mark = ("key", "") if colours is None else ("marked", dot(colours[number]))
         rows.append(f'<tr><td class="{kind}">{mark}{cells[0]}</td>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>')
-    return f'<div class="scroll"><table class="plain"><thead><tr>{top}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return f'<div class="scroll"><table class="plain">{top}<tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def escape(value: Any) -> str:

@@ -119,11 +119,11 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
 def newest_group(found: Overview) -> str | None:
     """The group of the run that was created last."""
 
-    def created(row: results.Row) -> float:
+    def creation_time(row: results.Row) -> float:
         path = found.runs / row["exp_id"] / metadata.EXP_DICT
         return path.stat().st_mtime if path.exists() else 0.0
 
-    return max(found.rows, key=created)["group"] or None if found.rows else None
+    return max(found.rows, key=creation_time)["group"] or None if found.rows else None
 
 
 def select(found: Overview, states: Sequence[str] = (), where: str = "", text: str = "") -> Overview:

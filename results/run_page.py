@@ -8,17 +8,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from results import layers, markup, overview, report, run_arguments
+from results import answers, layers, legend, markup, overview, report, run_arguments
 from results.diff import resolve
 from results.plot import PLOTS
 from results.run_arguments import RUNS
-from src.errors import print_errors
+from src.errors import UserError, print_errors
+from src.metrics.answers import INFERENCE
 from src.runs import jsonl_records, ledger
 from src.runs.metadata import flatten, read_exp_dict, read_status, state_of
 from src.runs.scores import SCORES, Scores
+from src.tables import rows as results
 
 PERF = "perf.jsonl"
 MOST_EVENTS = 200
+MOST_ANSWERS = 30
 _OF_EVENT = ("event", "when", "who", "id")
 _NAMED = {
     "grad_norm": "gradient norm before clipping",
@@ -58,10 +61,14 @@ def render(run: Path) -> str:
     rows = Scores(run / SCORES, read_only=True).rows()
     perf, warnings = read_perf(run)
     kinds, wrong = layers.read(run)
+    title, facts = _introduce(run, exp)
+    answered, unread = _answers(run)
     body = "".join(
         [
-            _header(run, status, rows),
-            report.section("", markup.warnings(warnings + wrong), "warned"),
+            _header(run, title, status, rows),
+            report.section("", markup.warnings(warnings + wrong + unread), "warned"),
+            report.section("Configuration", markup.plain_table((), facts) if facts else ""),
+            report.section("Scores", _last_scores(rows)),
             report.section("Losses", _panels({"loss": _lines_by_name(rows, _is_loss)}, size=(10, 3.6)) if rows else ""),
             report.section("Training", _grid(rows, perf)),
             report.section(
@@ -69,6 +76,7 @@ def render(run: Path) -> str:
                 _panels({"by source": _lines_by_name([*perf, *rows], lambda name: name.startswith("loss/"))}, size=(10, 3.2)),
             ),
             report.section("Other scores", _grid_of({name: _lines_by_name(rows, name.__eq__) for name in _others(rows)})),
+            report.section("Answers", answered, "only-wrong"),
             report.section("Layers", _layers(kinds)),
             report.section("Events", _events(run)),
             report.section(
@@ -76,7 +84,45 @@ def render(run: Path) -> str:
             ),
         ]
     )
-    return report.page(f"Run {run.resolve().name[:8]}", body)
+    return report.page(title, body)
+
+
+def _introduce(run: Path, exp: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    """The group of a run with what distinguishes it there, or its recipe and model; and these facts one by one."""
+    run = run.resolve()
+    found = overview.load(run.parent)
+    row = found.row(run.name)
+    if row is None or not row["group"]:
+        model = exp.get("model")
+        named = [str(exp.get("recipe", "run")), str(model.get("name", "")) if isinstance(model, Mapping) else ""]
+        return " ".join(filter(None, named)) + f" · {run.name[:8]}", []
+    members = [other for other in found.rows if other["group"] == row["group"]]
+    keys = results.varying_keys(members)
+    facts = [("group", row["group"]), *((key, overview.format_value(row[key])) for key in keys if key in row)]
+    told = legend.label([row], keys)
+    return f"{row['group']}: {told or run.name[:8]}", facts
+
+
+def _last_scores(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The last value of each score that is a result."""
+    last = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}
+    shown = sorted(results.headline_scores([name for name in last if name != "step"]), key=lambda name: not name.startswith(INFERENCE))
+    return markup.plain_table((), [(name, f"{last[name]:.4g}") for name in shown]) if shown else ""
+
+
+def _answers(run: Path) -> tuple[str, list[str]]:
+    """Samples of the answered questions, of which a reader may see the wrong ones alone; and warnings."""
+    try:
+        files = answers.samples(run)
+    except UserError as error:
+        return "", [str(error)]
+    pieces = [
+        markup.note(f"{name}: {sum(sample.is_right for sample in found)} of {len(found)} answers are right.")
+        + answers.page(answers.choose(found, MOST_ANSWERS, wrong=False))
+        for name, found in files.items()
+    ]
+    switch = '<label><input type="checkbox"> only wrong answers</label>'
+    return "".join([switch, *pieces]) if pieces else "", []
 
 
 def read_perf(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -124,8 +170,12 @@ def _grid(rows: Sequence[Mapping[str, Any]], perf: Sequence[Mapping[str, Any]]) 
 
 
 def _grid_of(panels: Mapping[str, Mapping[str, Line]]) -> str:
-    found = _panels(panels, size=(5, 2.3))
-    return f'<div class="panels">{found}</div>' if found else ""
+    """Pictures of what changes; what has one value is a line in a list that can be opened."""
+    still = {title: lines for title, lines in panels.items() if lines and all(len(set(values)) == 1 for _, values in lines.values())}
+    found = _panels({title: lines for title, lines in panels.items() if title not in still}, size=(5, 2.3))
+    told = [(title, ", ".join(f"{values[0]:.4g}" for _, values in lines.values())) for title, lines in still.items()]
+    folded = f"<details><summary>{len(told)} of one value</summary>{markup.plain_table((), told)}</details>" if told else ""
+    return (f'<div class="panels">{found}</div>' if found else "") + folded
 
 
 def _panels(panels: Mapping[str, Mapping[str, Line]], size: tuple[float, float]) -> str:
@@ -174,15 +224,15 @@ def _facts(event: Mapping[str, Any]) -> str:
     return "\n".join(f"{key}: {overview.format_value(value)}" for key, value in event.items() if key not in _OF_EVENT)
 
 
-def _header(run: Path, status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+def _header(run: Path, title: str, status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     state = state_of(run, status)
     step, steps = rows[-1]["step"] if rows else status.get("step"), status.get("steps")
     place = f"step {step} of {steps}" if step is not None and steps is not None else f"step {step}" if step is not None else "no steps yet"
     reason = status.get("reason")
     return (
-        f"<header><h1>Run {markup.escape(run.resolve().name)}</h1>"
-        f'<div class="where">{markup.escape(run)} · {markup.escape(place)} · written {now}</div>'
+        f"<header><h1>{markup.escape(title)}</h1>"
+        f'<div class="where">run {markup.escape(run.resolve().name)} · {markup.escape(run)} · {markup.escape(place)} · written {now}</div>'
         f'<div class="chips">{markup.chip(state, state)}</div>{f"<p>{markup.escape(reason)}</p>" if reason else ""}</header>\n'
     )
 

@@ -49,6 +49,24 @@ def test_the_wrong_ones_alone(asked: Path, capsys: pytest.CaptureFixture[str]):
     assert text.count("question  ") == 1
 
 
+def test_an_answer_is_right_as_the_metrics_of_its_experiment_say(tmp_path: Path):
+    run = tmp_path / "runs" / "x"
+    exps = [{"recipe": "toy", "inference": {"metrics": metrics}} for metrics in ([{"name": "rouge"}], [{"name": "gone"}], [])]
+    for exp, first in zip(exps, ("rouge1", "em", "em"), strict=True):
+        with RunDir.open(tmp_path / "runs", exp, exp) as opened:
+            run = opened.path
+        write(run / "inference" / "val.jsonl", 0, 4)
+        (found,) = answers.samples(run).values()
+        assert next(iter(found[0].scores)) == first
+        assert [sample.is_right for sample in found] == [True] * 4
+        (run / "inference" / "val.jsonl").write_text(
+            (run / "inference" / "val.jsonl").read_text().replace('"answer_pred": "a3"', '"answer_pred": "A3."')
+        )
+        (found,) = answers.samples(run).values()
+        assert found[3].answer.text == "A3.", "a file that changed is read again"
+        assert found[3].is_right
+
+
 def test_runs_without_answers_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert answers.main([str(runs)]) == 1
     assert "no run has answers. They are made by `inference`" in capsys.readouterr().err

@@ -174,12 +174,26 @@ def test_details(page: Dashboard, runs: Path):
     assert "&lt;b&gt;line 999&lt;/b&gt;" in log
     assert "line 1&lt;" not in log
     page.tabs.active = 1
-    assert '<td class="key">model.stride</td><td>1</td>' in page.details[1].object
+    assert "has answered no questions" in page.details[1].object
     page.tabs.active = 2
-    page.other.value = other
-    assert '<td class="key">experiment: model.stride</td><td>1</td><td>2</td>' in page.details[2].object
+    assert '<td class="key">model.stride</td><td>1</td>' in page.details[2].object
     page.tabs.active = 3
-    assert one[:8] in page.details[3].object
+    page.other.value = other
+    assert '<td class="key">experiment: model.stride</td><td>1</td><td>2</td>' in page.details[3].object
+    page.tabs.active = 4
+    assert one[:8] in page.details[4].object
+
+
+def test_answered_questions_are_read_and_those_that_are_wrong_alone(demo_runs: Path):
+    page = Dashboard(demo_runs, "demo")
+    page.tabs.active = 1
+    text = page.details[1].object
+    assert "20 of 60 answers are right; 50 are shown." in text
+    for told in ("Which exceptions does this function raise?", "def function_0(", "<td>ValueError</td>", "em 1, f1 1", "with another"):
+        assert told in text
+    page.wrong.value = True
+    assert "40 are shown" in page.details[1].object
+    assert 'class="sample right"' not in page.details[1].object
 
 
 def test_damaged_directories_are_warned_of_and_the_rest_is_shown(runs: Path):

@@ -11,6 +11,7 @@ import pytest
 from results import layers, run_page
 from src.runs import ledger
 from src.runs.run_dir import RunDir
+from src.tables import rows as results
 from tests.results.test_report import HOSTILE, Page
 
 
@@ -53,22 +54,18 @@ def test_everything_is_in_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
     text = page(run, tmp_path)
     assert capsys.readouterr().out == f"{tmp_path}/new/page.html\n"
     headings = re.findall("<h2>(.*?)</h2>", text)
-    assert headings == ["Losses", "Training", "Loss by source", "Other scores", "Layers", "Events", "Experiment"]
+    assert headings == ["Scores", "Losses", "Training", "Loss by source", "Other scores", "Layers", "Events", "Experiment"]
     captions = re.findall("<figcaption>(.*?)</figcaption>", text)
     assert captions == [
         "loss",
-        "gradient norm before clipping",
-        "share of clipped steps",
-        "learning rate",
-        "tokens per second",
-        "MFU",
-        "share of time waiting for data",
         "by source",
-        "val_perplexity",
         "Gradients: mean |g|",
         "Update ratio: |update| / |w|",
         "Activations: mean |output|",
     ]
+    folded = "".join(re.findall("<details><summary>.*?</details>", text))
+    for title in ("gradient norm before clipping", "share of clipped steps", "learning rate", "MFU", "val_perplexity"):
+        assert f'<td class="key">{title}</td>' in folded, "a chart of one value"
     assert text.count("data:image/svg+xml;base64,") == len(captions)
     assert '<span class="chip failed">' in text
     assert "step 4 of 8" in text
@@ -81,7 +78,7 @@ def test_the_pictures_name_their_lines(run: Path, tmp_path: Path):
     assert all(picture.rstrip().endswith("</svg>") for picture in pictures)
     for name in ("train_loss", "val_loss"):
         assert name in pictures[0]
-    assert "loss/books" in pictures[7]
+    assert "loss/books" in pictures[1]
 
 
 def test_nothing_is_loaded_or_run_and_hostile_text_is_text(run: Path, tmp_path: Path):
@@ -89,7 +86,7 @@ def test_nothing_is_loaded_or_run_and_hostile_text_is_text(run: Path, tmp_path: 
     assert parsed.links
     assert all(link.startswith("data:image/svg+xml;base64,") for link in parsed.links)
     assert not {"script", "link", "iframe", "object", "embed", "form"} & set(parsed.tags)
-    assert "".join(parsed.texts).count(HOSTILE) == 4, "reason, layer, event and experiment"
+    assert "".join(parsed.texts).count(HOSTILE) == 6, "both titles, reason, layer, event and experiment"
 
 
 def test_heat_maps_mark_zero_and_what_is_not_finite():
@@ -129,6 +126,20 @@ def test_a_run_that_has_only_begun_and_damaged_lines(run: Path, tmp_path: Path):
         (run / name).unlink()
     text = page(run, tmp_path)
     assert re.findall("<h2>(.*?)</h2>", text) == ["Experiment"]
+
+
+def test_a_run_of_a_group_is_called_by_what_distinguishes_it_and_shows_its_answers(demo_runs: Path, tmp_path: Path):
+    row = next(row for row in results.load_rows(demo_runs, "demo")[0] if row["data.context_tokens"] == 16 and row["seed"] == 1)
+    text = page(demo_runs / row["exp_id"], tmp_path)
+    assert "<title>demo: context_tokens=16, num_layers=1, seed=1</title>" in text
+    headings = re.findall("<h2>(.*?)</h2>", text)
+    assert headings[:3] == ["Configuration", "Scores", "Losses"]
+    facts = dict(re.findall('<td class="key">([^<]*)</td><td>([^<]*)</td>', text))
+    assert (facts["group"], facts["data.context_tokens"], facts["inference/em_gain"]) == ("demo", "16", "0.25")
+    assert "val: 20 of 60 answers are right." in text
+    assert text.count('class="sample right"') == 10
+    assert text.count('class="sample wrong"') == 20
+    assert '<section class="only-wrong">' in text
 
 
 def test_a_run_is_found_by_the_beginning_of_its_id(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
