@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from src.config import Places, load
 from src.data import jsonl, jsonl_index
+from src.data.tasks import dataset as tasks
+from src.data.tasks import task_table
+from src.data.text import documents
 from src.errors import DataError
 from src.files import new_directory
 
@@ -194,3 +198,32 @@ def test_processes_that_begin_together_make_one_whole_index(path: Path):
         process.join(60)
     assert not read(path)[1]
     assert len(list(path.parent.glob(".*"))) == 1, "nothing unfinished is left"
+
+
+def test_text_is_checked_once_whatever_reads_it(places: Places, tokenizer: Any, write_corpus: Callable[..., Path]):
+    folder = write_corpus("c", [{"text": "one. two."}, {"text": "three."}])
+    read = [documents.read(places, "c", tokenizer, "train") for _ in range(2)]
+    assert [ids.tolist() for ids in read[1]] == [tokenizer(text)["input_ids"] for text in ("one. two.", "three.")]
+    (index,) = folder.glob(".train.*")
+    made = index.stat().st_ino
+    rows = jsonl.read_rows(folder / "train.jsonl", {"text": str}, rules="text 1")
+    assert (rows.row_index.place or [None])[0] == index
+    assert index.stat().st_ino == made, "not again"
+
+
+def test_rows_of_a_task_are_checked_once_and_again_for_other_labels(places: Places, tokenizer: Any, write_corpus: Callable[..., Path]):
+    folder = write_corpus("c", [{"thing": "sky", "label": "blue"}, {"thing": "sun", "label": "pink"}])
+    task = {"columns": ["thing"], "labels": ["blue", "pink"], "metrics": ["accuracy"], "weight": 1}
+
+    def build() -> Any:
+        (folder / task_table.OWN).write_text(json.dumps({"colour": task}))
+        return load(tasks.Config, {"task": "colour", "corpus": "c"}, "data").build(places, tokenizer, "train", 0)
+
+    assert build().target(1) == "pink"
+    (index,) = folder.glob(".train.*")
+    made = index.stat().st_ino
+    assert build().target(1) == "pink"
+    assert index.stat().st_ino == made, "not again"
+    task["labels"] = ["blue", "grey"]
+    with pytest.raises(DataError, match=r"train\.jsonl:2: label 'pink' is none of 'colour': blue, grey"):
+        build()

@@ -95,8 +95,8 @@ class Config(DatasetConfig):
             if label is not None and task.task.kind == "regression":
                 require_number(label, task.task, where)
 
-        rules = f"task 1 {task.fingerprint}{' without labels' if split == 'test' else ''}"
-        rows: Sequence[Row] = jsonl.read_rows(path, dict.fromkeys(task.task.columns, str), OPTIONAL, check_row, rules=rules)
+        fields, rules = dict.fromkeys(task.task.columns, str), f"task 1 {task.fingerprint}"
+        rows: Sequence[Row] = jsonl.read_rows(path, fields, OPTIONAL, check_row, rules=rules)
         if split == "val" and self.val_samples is not None:
             rows = [rows[i] for i in jsonl.select_validation_rows(len(rows), self.val_samples, path)]
         digest = hashlib.sha256(f"{jsonl.fingerprint(folder)} {task.fingerprint}".encode()).hexdigest()
