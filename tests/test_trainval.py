@@ -400,6 +400,20 @@ class TestBadInput:
                 (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert "data: no longer what this run began with" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
 
+    def test_a_tokenizer_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        """Packed rows are cut by its tokens."""
+        packed = {"name": "packed", "documents": {"name": "documents", "corpus": "toy_text"}, "sequence_tokens": 16}
+        exp = changed(SHORT, data=packed)
+        assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
+        (folder / "runs" / exp_id(exp) / "status.json").unlink()
+        path = folder / "data" / "toy_tokenizer" / "tokenizer.json"
+        vocabulary = json.loads(path.read_text())["model"]["vocab"]
+        ids = {word: f'"{word}": {vocabulary[word]}' for word in ("blue", "pink")}
+        text = path.read_text()
+        assert all(entry in text for entry in ids.values())
+        path.write_text(text.replace(ids["blue"], f'"blue": {vocabulary["pink"]}').replace(ids["pink"], f'"pink": {vocabulary["blue"]}'))
+        assert "tokenizer: no longer what this run began with" in fails(["-e", "g"], {"g": [exp]}, folder, capsys)
+
     def test_a_parent_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         child = changed(SHORT, model=ref(SHORT))
         groups = {"base": [SHORT], "child": [child]}

@@ -30,7 +30,7 @@ from src.training.loss import causal_lm_loss
 from src.training.spec import TrainSpec
 from tests.training import small, test_packed_training
 
-CONFIG = test_packed_training.CONFIG.model_copy(update={"steps": 10, "sequences_per_step": 8, "eval_every": 5})
+CONFIG = test_packed_training.CONFIG.model_copy(update={"steps": 10, "sequences_per_step": 8, "eval_every": 10})
 
 
 class Told(PackedDataset):

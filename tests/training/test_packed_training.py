@@ -15,6 +15,7 @@ import torch
 from src import distributed
 from src.config import Places
 from src.data.text import tokenizers
+from src.errors import RunError
 from src.files import new_directory, write_json
 from src.interfaces import load_experiment
 from src.orders import Key
@@ -116,6 +117,30 @@ def test_stops_change_no_bit(whole: tuple[Path, Any], tmp_path: Path, steps: tup
     assert end[2] == whole[1][2][-len(end[2]) :]
     assert [start["documents"] for start in starts] == sorted({start["documents"] for start in starts})
     assert starts[-1]["left_out"] > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**DATA, "open_rows": 3}, "the cursor of step 4 is of other documents, or of the same packed in another way"),
+        ({**DATA, "documents": {"name": "documents", "corpus": "toy_text"}}, "the cursor of step 4 is of other documents"),
+    ],
+)
+def test_a_start_on_other_data_is_refused_and_loses_nothing(whole: tuple[Path, Any], tmp_path: Path, config: Any, message: str):
+    with small.opened(write_data(tmp_path)) as run:
+        with pytest.raises(distributed.TrainingStopped):
+            train(run, stop_after=3)
+        with pytest.raises(RunError, match=message):
+            train(run, config=config)
+        assert equal(train(run), whole[1])
+
+
+def test_a_run_on_data_without_a_cursor_is_not_continued_on_packed_rows(tmp_path: Path):
+    with small.opened(write_data(tmp_path)) as run:
+        with pytest.raises(distributed.TrainingStopped):
+            train(run, stop_after=3, config={"name": "text", "corpus": "words", "sequence_tokens": 16})
+        with pytest.raises(RunError, match="the checkpoint of step 4 has no cursor of packed rows: it is of a training on other data"):
+            train(run)
 
 
 @pytest.mark.parametrize("data", ["same", "skip:7", "reshuffle"])
