@@ -126,7 +126,7 @@ def describe(sample: Sample) -> str:
 
 def page(found: Iterable[Sample]) -> str:
     """The samples as HTML, each in a box of the class "right" or "wrong"."""
-    return "".join(map(_box, found))
+    return f'<div class="samples">{"".join(map(_box, found))}</div>'
 
 
 def _box(sample: Sample) -> str:

@@ -8,7 +8,7 @@ from bokeh.models import ColumnDataSource, HoverTool, Legend, LegendItem
 from bokeh.plotting import figure
 
 from results.legend import NEUTRAL, clip
-from results.overview import Line
+from results.overview import LINES, Curves, Line
 
 HEIGHT = 350
 _LEGEND_CHARACTERS = 90
@@ -26,16 +26,18 @@ class Plot:
         self._made_for: tuple[Any, ...] | None = None
         self._sources: list[ColumnDataSource] = []
 
-    def show(self, lines: Sequence[Line], metric: str, x: str, logarithmic: bool) -> None:
+    def show(self, curves: Curves, metric: str, x: str, logarithmic: bool) -> None:
         """Draw again if the lines are others; else only send the changed points."""
-        wanted = (metric, x, logarithmic, *((line.label, line.colour) for line in lines))
+        lines = curves.lines
+        factors = sorted({place for line in lines for place in line.x if isinstance(place, str)})
+        wanted = (metric, x, logarithmic, curves.scattered, factors, *((line.label, line.colour) for line in lines))
         if wanted == self._made_for:
             for source, line in zip(self._sources, lines, strict=True):
                 if (data := _data(line)) != source.data:
                     source.data = data
             return
         self._sources = [ColumnDataSource(_data(line)) for line in lines]
-        self.pane.object = _draw(self._sources, [line.colour for line in lines], wanted[:3])
+        self.pane.object = _draw(self._sources, [line.colour for line in lines], wanted[:5])
         self._made_for = wanted
 
 
@@ -43,14 +45,15 @@ def _data(line: Line) -> dict[str, Any]:
     return {"x": line.x, "mean": line.mean, "low": line.low, "high": line.high, "label": [line.label] * len(line.x)}
 
 
-def _draw(sources: Sequence[ColumnDataSource], colours: Sequence[str], choices: tuple[str, str, bool]) -> Any:
-    metric, x, logarithmic = choices
+def _draw(sources: Sequence[ColumnDataSource], colours: Sequence[str], choices: tuple[Any, ...]) -> Any:
+    metric, x, logarithmic, scattered, factors = choices
     drawn = figure(
         height=HEIGHT,
         sizing_mode="stretch_width",
         x_axis_label=x,
         y_axis_label=metric,
         y_axis_type="log" if logarithmic else "linear",
+        **({"x_range": factors} if factors else {}),
         tools="pan,box_zoom,reset,save",
         toolbar_location="above",
         output_backend="canvas",
@@ -59,15 +62,17 @@ def _draw(sources: Sequence[ColumnDataSource], colours: Sequence[str], choices: 
     items: list[LegendItem] = []
     marked: list[Any] = []
     for colour, source, label in zip(colours, sources, labels, strict=True):
-        band: Any = drawn.varea("x", "low", "high", source=source, fill_color=colour, fill_alpha=0.13)
-        line: Any = drawn.line("x", "mean", source=source, line_color=colour, line_width=2)
-        points: Any = drawn.scatter("x", "mean", source=source, color=colour, size=4 if len(source.data["x"]) < 40 else 0)
-        marked.append(points)
-        items.append(LegendItem(label=label, renderers=[band, line, points]))
+        size = 9 if scattered else 4 if len(source.data["x"]) < 40 else 0
+        parts: list[Any] = [drawn.scatter("x", "mean", source=source, color=colour, size=size)]
+        marked.append(parts[0])
+        if not scattered:
+            parts.append(drawn.varea("x", "low", "high", source=source, fill_color=colour, fill_alpha=0.13))
+            parts.append(drawn.line("x", "mean", source=source, line_color=colour, line_width=2))
+        items.append(LegendItem(label=label, renderers=parts))
     drawn.add_tools(
         HoverTool(renderers=marked, tooltips=[("", "@label"), (x, "@x"), (metric, "@mean{0.0000} (@low{0.0000} to @high{0.0000})")])
     )
-    if labels:
+    if 0 < len(labels) <= LINES:
         longest = max(map(len, labels))
         drawn.add_layout(_legend(items, max(1, min(4, _LEGEND_CHARACTERS // (longest + 6))) if len(items) > _ONE_COLUMN else 1), "below")
     _quiet(drawn)

@@ -21,6 +21,11 @@ PORT = 5006
 SECONDS = (2, 5, 15, 60)
 """Choices of the refresh interval."""
 ALL = "all"
+LINKED = (
+    *("group", "states", "where", "text", "by", "scores", "sorted", "spread"),
+    *("metric", "x", "smoothing", "logarithmic", "experiment", "other", "wrong"),
+)
+"""The widgets whose choices are in the page's address."""
 LOG_LINES = 300
 MOST_ANSWERS = 50
 _FIRST = ("failed", "lost", "unknown", "stopped", "running", "queued")
@@ -31,7 +36,10 @@ _BODY_CSS = markup.CSS + "body { margin: 0; background: var(--page); }"
 def app(runs: Path = RUNS, group: str | None = None, live: bool = True) -> pn.viewable.Viewable:
     """The page. live: refresh it every few seconds, until the switch on it is turned off."""
     pn.extension("tabulator", inline=True, notifications=False)
-    return Dashboard(runs, group, live).view()
+    shown = Dashboard(runs, group, live)
+    if pn.state.location is not None:
+        shown.restore(pn.state.location)
+    return shown.view()
 
 
 class Dashboard:
@@ -55,6 +63,7 @@ class Dashboard:
         self.spread = select(label="Spread", options={"± std": "std", "95 % interval": "ci95"}, width=120)
         self.metric = select(label="Metric", sizing_mode="stretch_width")
         self.x = select(label="x axis", options=["step"], sizing_mode="stretch_width")
+        self.smoothing = pn.widgets.FloatSlider(label="Smoothing", start=0, end=0.95, step=0.05, value=0)
         self.logarithmic = pn.widgets.Checkbox(label="log y", width=70, margin=(26, 5, 0, 5))
         self.experiment, self.other = (select(label=label, sizing_mode="stretch_width") for label in ("Experiment", "Compare with"))
         self.log_file = select(label="Log file", width=200)
@@ -83,7 +92,7 @@ class Dashboard:
         """Everything on one page."""
         box, title = panes.box, lambda text: panes.page(f"<h2>{text}</h2>")
         results_bar = box(self.sorted, self.scores, self.by, self.spread, kind="bar", row=True)
-        curves_bar = box(self.metric, self.x, self.logarithmic, kind="bar", row=True)
+        curves_bar = box(self.metric, self.x, self.smoothing, self.logarithmic, kind="bar", row=True)
         return box(
             box(self.head, box(self.time, self.live, self.seconds, kind="live", row=True), kind="head", row=True),
             box(box(self.group, self.states, self.where, self.text, kind="bar", row=True), self.problem),
@@ -98,6 +107,12 @@ class Dashboard:
             box(self.experiment, self.tabs),
             kind="page",
         )
+
+    def restore(self, location: Any) -> None:
+        """Take the choices from the page's address, and keep them there: a link to the page opens the same view."""
+        for name in LINKED:
+            location.sync(getattr(self, name), {"value": name})
+        location.sync(self.tabs, {"active": "tab"})
 
     def reload(self) -> None:
         """Read the folder and show what changed."""
@@ -127,9 +142,10 @@ class Dashboard:
         panes.show_html(self.head, panes.head("Experiments" if self.group.value == ALL else self.group.value, self.found, self.shown))
         known = overview.metrics(self.shown)
         _offer(self.metric, known)
-        _offer(self.x, ["step", "seconds", *(name for name in known if name != self.metric.value)])
         groups = results.group_rows(self.shown.rows, ["group"])
-        _offer(self.by, list(dict.fromkeys(["group", *(key for group in groups for key in results.varying_keys(group))])))
+        keys = list(dict.fromkeys(key for group in groups for key in results.varying_keys(group)))
+        _offer(self.x, ["step", "seconds", *(name for name in known if name != self.metric.value), *keys])
+        _offer(self.by, ["group", *keys])
         _offer(self.sorted, list(dict.fromkeys([*overview.headline(self.shown), *known])))
         _offer(self.scores, results.score_names(self.shown.rows))
         self.show_results()
@@ -147,12 +163,13 @@ class Dashboard:
     def show_curves(self) -> None:
         """Update the learning curves if a row or an option has changed."""
         choices = (self.metric.value or "", self.x.value, self.logarithmic.value)
-        wanted = (self.shown.rows, *choices, self.spread.value, self.by.value)
+        look = overview.Look(choices[1], self.spread.value, self.smoothing.value, self.by.value)
+        wanted = (self.shown.rows, *choices, look)
         if wanted == self._drawn:
             return
         self._drawn = wanted
-        drawn = overview.curves(self.shown, choices[0], choices[1], self.spread.value, self.by.value)
-        self.plot.show(drawn.lines, *choices)
+        drawn = overview.curves(self.shown, choices[0], look)
+        self.plot.show(drawn, *choices)
         panes.show_html(self.curve_note, "".join(map(markup.note, drawn.notes)))
 
     def show_jobs(self) -> None:
@@ -254,7 +271,7 @@ class Dashboard:
         watch(self.reload, self.group)
         watch(self.filter, self.states, self.where, self.text)
         watch(self.show_results, self.by, self.scores, self.spread, self.sorted)
-        watch(self.show_curves, self.metric, self.x, self.logarithmic, self.spread, self.by)
+        watch(self.show_curves, self.metric, self.x, self.smoothing, self.logarithmic, self.spread, self.by)
         watch(self.show_detail, self.experiment, self.other, self.log_file, self.answer_file, self.wrong)
         self.tabs.param.watch(lambda _: self.show_detail(), "active")
         self.live.param.watch(lambda event: self.ticking.start() if event.new else self.ticking.stop(), "value")

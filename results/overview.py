@@ -14,6 +14,7 @@ from src.files import read_json, reading
 from src.launch import status as launched
 from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs import metadata
+from src.runs.summary import is_finite
 from src.tables import curves as banded
 from src.tables import rows as results
 from src.tables import statistics
@@ -75,7 +76,7 @@ class Line:
 
     label: str
     colour: str
-    x: list[float]
+    x: list[Any]
     mean: list[float]
     low: list[float]
     high: list[float]
@@ -83,10 +84,23 @@ class Line:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines of one picture, best first, and remarks."""
+    """Lines of one picture, best first, and remarks. scattered: each point is a run, and no line joins them."""
 
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    scattered: bool = False
+
+
+@dataclass(frozen=True)
+class Look:
+    """How curves are drawn. x: "step", "seconds" of training, a score such as "tokens", or a config key: then a point for each run."""
+
+    x: str = "step"
+    spread: str = "std"
+    smoothing: float = 0.0
+    """Of `curves.Band.smooth`."""
+    by: Sequence[str] = ()
+    """Config keys that tell configurations apart; none: those that vary, but for the seed."""
 
 
 def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
@@ -205,22 +219,24 @@ def metrics(found: Overview) -> list[str]:
     return [first, *(name for name in known if name != first)] if first else []
 
 
-def curves(found: Overview, metric: str, x: str = "step", spread: str = "std", by: Sequence[str] = ()) -> Curves:
-    """Learning curves of the best `LINES` configurations. x: "step", a score such as "tokens", or "seconds" of training."""
+def curves(found: Overview, metric: str, look: Look = Look()) -> Curves:
+    """Learning curves of the best `LINES` configurations, or the last values of all runs over a config key."""
     if metric not in results.score_names(found.rows):
         return Curves()
-    drawn = legend.Configurations(found.rows, _existing(found, by), found.loaded)
+    drawn = legend.Configurations(found.rows, _existing(found, look.by), found.loaded)
+    if any(look.x in results.config_keys(row) for row in found.rows):
+        return Curves([_points(drawn, group, look.x, metric) for group in _having(drawn.groups, metric)], scattered=True)
     best = results.sort_best_first(
         [{**statistics.aggregate(group, [], [metric])[0], "group": group} for group in _having(drawn.groups, metric)], metric
     )
     shown = [row["group"] for row in best[:LINES]]
     try:
-        (bands,), notes = banded.bands(found.runs, shown, [metric], x)
+        (bands,), notes = banded.bands(found.runs, shown, [metric], look.x)
     except UserError as error:
         return Curves(notes=[str(error)])
     left_out = [f"The best {LINES} of {len(best)} configurations; filter to see others."] if len(best) > LINES else []
     lines = [
-        _line(band, drawn.label(group) or "all", drawn.colour(group), spread)
+        _line(band.smooth(look.smoothing), drawn.label(group) or "all", drawn.colour(group), look.spread)
         for band, group in zip(bands, shown, strict=True)
         if len(band.x)
     ]
@@ -327,6 +343,14 @@ def _words(row: results.Row) -> str:
 
 def _having(groups: Iterable[list[results.Row]], metric: str) -> list[list[results.Row]]:
     return [group for group in groups if any(metric in row for row in group)]
+
+
+def _points(drawn: legend.Configurations, group: Sequence[results.Row], x: str, metric: str) -> Line:
+    """The last values of the runs of a configuration; values of the key that are no numbers are texts."""
+    numbers = all(is_finite(row.get(x, 0)) for row in drawn.rows)
+    placed = [(row[x] if numbers else format_value(row[x]), row[metric]) for row in group if x in row and metric in row]
+    values = [value for _, value in placed]
+    return Line(drawn.label(group) or "all", drawn.colour(group), [place for place, _ in placed], values, values, values)
 
 
 def _line(band: banded.Band, label: str, colour: str, spread: str) -> Line:

@@ -32,6 +32,8 @@ LABEL_CHARACTERS = 48
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the plot and print its path. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
+    if not 0 <= options.smooth < 1:
+        raise ConfigError(f"--smooth {options.smooth}: expected a number from 0, no smoothing, to less than 1.")
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.png"
     rows, warnings = results.select(options.runs, options.groups, options.where)
     among = results.load_rows(options.runs, options.groups)[0] if options.where else rows
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.y is None:
         if options.log_x:
             raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
-        figure, unread = draw_panels(options.runs, drawn, options.metric, options.x, options.interval)
+        figure, unread = draw_panels(options.runs, drawn, options.metric, options.x, options.interval, options.smooth)
     else:
         if options.metric:
             raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
@@ -73,11 +75,17 @@ def draw(runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None 
 
 
 def draw_panels(
-    runs: Path, drawn: legend.Configurations, metrics: Sequence[str] | None = None, x: str = "step", interval: str = "std"
+    runs: Path,
+    drawn: legend.Configurations,
+    metrics: Sequence[str] | None = None,
+    x: str = "step",
+    interval: str = "std",
+    smoothing: float = 0.0,
 ) -> tuple["Figure", list[str]]:
     """One panel for each metric (default: that of the table), one line for each configuration but the seed; and what was left out.
 
     x: "step", a score such as "tokens", or "seconds" of training. interval: "std" or "ci95", half the height of the bands.
+    smoothing: of `curves.Band.smooth`.
 
     Raises:
         ConfigError: a metric that no run has.
@@ -103,7 +111,8 @@ def draw_panels(
     for place, (metric, bands) in enumerate(zip(chosen, found, strict=True), start=1):
         axes = figure.add_subplot(1, len(chosen), place, xlabel=x, ylabel=metric)
         axes.grid(alpha=0.3)
-        for group, band in zip(drawn.groups, bands, strict=True):
+        for group, whole in zip(drawn.groups, bands, strict=True):
+            band = whole.smooth(smoothing)
             half = numpy.nan_to_num(band.half_width(interval))
             draw_line(axes, band.x, band.mean, (band.mean - half, band.mean + half), drawn.label(group), drawn.colour(group))
         if drawn.keys:
@@ -174,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
     parser.add_argument("--log_x", action="store_true", help="the x axis of points is logarithmic")
     parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="of the bands (default: std; ci95: Student's t)")
+    parser.add_argument("--smooth", type=float, default=0.0, metavar="W", help="weight, below 1, of a moving average (default: none)")
     parser.add_argument("--metric", nargs="+", metavar="NAME", help="scores to plot, a panel for each (default: what the table sorts by)")
     parser.add_argument("--output", type=Path, help=f"PNG, or another format that matplotlib knows (default: {PLOTS}/GROUP.png)")
     return parser

@@ -1,8 +1,9 @@
 """Histories of scores as columns of numbers, and their means and deviations over seeds."""
 
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,6 +54,20 @@ class Band:
             return self.std
         wide = {int(n): t_975(int(n) - 1) / n**0.5 for n in np.unique(self.count) if n > 1}
         return self.std * np.array([wide.get(int(n), np.nan) for n in self.count])
+
+    def smooth(self, weight: float) -> "Band":
+        """With exponential moving averages of means and deviations: `weight`, in [0, 1), of those before, without a bias at the start."""
+        return replace(self, mean=_moving_average(self.mean, weight), std=_moving_average(self.std, weight)) if weight else self
+
+
+def _moving_average(values: "np.ndarray", weight: float) -> "np.ndarray":
+    """NaN, and nothing for what follows, where a value is NaN."""
+    averages, total, norm = values.copy(), 0.0, 0.0
+    for place, value in enumerate(values):
+        if math.isfinite(value):
+            total, norm = weight * total + (1 - weight) * value, weight * norm + 1 - weight
+            averages[place] = total / norm
+    return averages
 
 
 def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[dict[str, Columns], list[str]]:

@@ -229,6 +229,23 @@ def test_the_curves_are_of_the_chosen_metric(page: Page):
     page.wait_for_function(f"['em', 'val_loss'].every(name => ({drawn})().includes(name))")
 
 
+def test_a_link_restores_the_view(browser: Browser, demo_runs: Path):
+    with served(["results.dashboard", str(demo_runs), "--port", "0"]) as address:
+        with opened(browser, address) as page:
+            page.get_by_label("Metric").select_option("train_loss")
+            page.get_by_label("Spread").select_option("95 % interval")
+            type_into(page, "Expression", "model.num_layers == 2")
+            expect(rows(page, "jobs")).to_have_count(2)
+            page.get_by_text("Answers", exact=True).click()
+            page.wait_for_function("location.search.includes('train_loss') && location.search.includes('tab=1')")
+            link = page.url
+        with opened(browser, link) as page:
+            expect(rows(page, "jobs")).to_have_count(2, timeout=SLOW)
+            expect(page.get_by_label("Metric")).to_have_value("train_loss")
+            expect(page.get_by_label("Spread")).to_have_value("95 % interval")
+            expect(page.locator(".sample").first).to_be_visible()
+
+
 def test_what_happens_while_the_page_is_open_shows_by_itself(page: Page, world: World):
     choose(page, "Experiment", world.ids["failed"])
     page.locator("select").filter(has_text="every 2 s").select_option("every 2 s")

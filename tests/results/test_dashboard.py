@@ -67,6 +67,28 @@ def test_the_curves_are_means_with_their_deviation(page: Dashboard):
     assert page.plot._sources[0].data["x"] == [1.0] * 4
 
 
+def test_smoothing_averages_with_what_came_before(page: Dashboard):
+    means = page.plot._sources[0].data["mean"]
+    page.smoothing.value = 0.5
+    first, second, *_ = page.plot._sources[0].data["mean"]
+    assert first == means[0], "no bias at the start"
+    assert second == pytest.approx((0.25 * means[0] + 0.5 * means[1]) / 0.75)
+
+
+def test_a_config_key_on_the_x_axis_gives_a_point_for_each_run(page: Dashboard):
+    page.x.value = "model.stride"
+    one, two = sorted(page.plot._sources, key=lambda source: source.data["label"][0])
+    assert (one.data["x"], two.data["x"]) == ([1, 1, 1], [2, 2, 2])
+    assert sorted(one.data["mean"]) == pytest.approx([1 / 4 + 1 / 3 + 0.1 * seed for seed in range(3)])
+    assert not [glyph for glyph in page.plot.pane.object.renderers if type(glyph.glyph).__name__ == "Line"]
+    for row in page.shown.rows:
+        row["model.kind"] = f"kind {row['model.stride']}"
+    page.by.value = ["model.stride"]
+    drawn = overview.curves(page.shown, "val_loss", overview.Look("model.kind"))
+    chart.Plot().show(drawn, "val_loss", "model.kind", False)
+    assert sorted(line.x for line in drawn.lines) == [["kind 1"] * 3, ["kind 2"] * 3]
+
+
 def test_new_points_are_sent_into_the_picture_that_is_there(page: Dashboard):
     before = page.plot.pane.object
     exp_id = page.shown.rows[0]["exp_id"]
@@ -289,7 +311,7 @@ def test_durations_are_short_words():
 
 def test_a_curve_without_lines_is_an_empty_picture():
     plot = chart.Plot()
-    plot.show([], "", "step", False)
+    plot.show(overview.Curves(), "", "step", False)
     assert plot.pane.object is not None
 
 

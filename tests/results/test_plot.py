@@ -30,6 +30,17 @@ def test_one_line_and_one_band_for_each_configuration(runs: Path):
     assert len(bands) == 2
 
 
+def test_smoothed_curves(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    drawn = legend.Configurations(results.load_rows(runs)[0])
+    (axes,) = plot.draw_panels(runs, drawn, ["val_loss"], smoothing=0.9)[0].axes
+    for line in axes.lines:
+        stride, (first, second, *_) = int(line.get_label()[8]), line.get_ydata()
+        assert first == pytest.approx(stride + 0.1 + 1 / 3)
+        assert second == pytest.approx((0.09 * first + 0.1 * (stride / 2 + 0.1 + 1 / 3)) / 0.19)
+    assert plot.main([str(runs), "--smooth", "1", "--output", str(tmp_path / "x.png")]) == 1
+    assert "--smooth 1.0: expected a number from 0, no smoothing, to less than 1." in capsys.readouterr().err
+
+
 def test_a_panel_for_each_metric(runs: Path):
     rows, _ = results.load_rows(runs)
     assert [axes.get_ylabel() for axes in plot.draw(runs, rows, ["em", "train_loss"]).axes] == ["em", "train_loss"]
