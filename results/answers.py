@@ -6,6 +6,8 @@ Those that `inference` left in <run>/inference, evenly spread over the file. Whe
 
 import argparse
 import contextlib
+import math
+import statistics
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_arguments.warn(warnings)
     run, about = best_run(options.runs, rows)
     for name, found in samples(run).items():
-        print(f"{run.name}/{INFERENCE}/{name}.jsonl: {about}\n")
+        print(f"{run.name}/{INFERENCE}/{name}.jsonl: {about}")
+        print(compare(found))
         for sample in choose(found, options.count, options.wrong):
             print(describe(sample))
     return 0
@@ -102,6 +105,24 @@ def _scores(run: Path, answers: Sequence[Prediction]) -> dict[str, list[float]]:
         if found := {name: values for scores in of_metrics for name, values in scores.items() if isinstance(values, list)}:
             return found
     return bind(METRICS, {"name": "squad"}).score(answers)
+
+
+def compare(found: Sequence[Sample]) -> str:
+    """How many questions were answered exactly, and how many with another's context: the difference and its 95 % interval. Empty without.
+
+    The interval is that of the mean of the differences by question: 1.96 standard errors to each side.
+    """
+    asked = [sample for sample in found if sample.other is not None]
+    if not asked:
+        return ""
+    right = [sample.answer.text in sample.answer.references for sample in asked]
+    wrong = [sample.other in sample.answer.references for sample in asked]
+    differences = [a - b for a, b in zip(right, wrong, strict=True)]
+    mean, error = statistics.mean(differences), 1.96 * statistics.pstdev(differences) / math.sqrt(len(asked))
+    return (
+        f"Of {len(asked)} questions {sum(right)} were answered exactly, and {sum(wrong)} with another question's context: "
+        f"a difference of {mean:.3f}, with a 95 % interval of {mean - error:.3f} to {mean + error:.3f}.\n"
+    )
 
 
 def choose(found: Sequence[Sample], count: int, wrong: bool) -> list[Sample]:

@@ -13,6 +13,7 @@ from src.config import Places, unknown_text
 from src.errors import ConfigError
 from src.interfaces import Architecture, ModelConfig, ModelField, call_once
 from src.kinds import CROSS_ATTENTION
+from src.models.cross_attention.config import Config as CrossAttention
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +52,8 @@ class Config(ModelConfig):
             raise ValueError("base: a new adapter around a new adapter is one of a higher rank. Write one, with all target_modules.")
         if self.base.trains_base():
             raise ValueError("base: it has train_all_params, which adapters would undo: all but them is frozen. Leave one of the two out.")
+        if isinstance(self.base, CrossAttention) and self.base.cache_contexts:
+            raise ValueError("base: it has cache_contexts, but adapters change what the decoder makes of a context. Leave it out there.")
         if self.dropout_rate and self.base.kind(None) == CROSS_ATTENTION:
             raise ValueError("dropout_rate: the decoder of a cross-attention model drops nothing, so it would be ignored. Remove it.")
         return self

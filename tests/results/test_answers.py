@@ -42,6 +42,12 @@ def test_questions_of_the_best_run_are_printed_evenly_spread(asked: Path, capsys
     assert text.count("(right)\nwith another question's context: no\n") == 2
 
 
+def test_the_difference_to_wrong_contexts_has_an_interval(asked: Path, capsys: pytest.CaptureFixture[str]):
+    # Differences 1, 1, 1, 0: mean 0.75, standard deviation 0.433, and 1.96 * 0.433 / 2 = 0.424.
+    assert "Of 4 questions 3 were answered exactly, and 0 with another question's context: a difference of 0.750" in printed(capsys, asked)
+    assert "of 0.326 to 1.174." in printed(capsys, asked)
+
+
 def test_the_wrong_ones_alone(asked: Path, capsys: pytest.CaptureFixture[str]):
     text = printed(capsys, asked, "--wrong")
     assert "question    q3 of 1\n" in text

@@ -80,15 +80,17 @@ class Cluster:
         command("scontrol", "update", f"jobid={job_id}", "timelimit=30")
 
     def lose(self, node: str) -> None:
-        """Let Slurm take a node for dead."""
-        command("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+        """Let Slurm take a node for dead, and for out of service until `regain`, though its daemon says that it lives."""
+        for state in ("down", "drain"):
+            command("scontrol", "update", f"nodename={node}", f"state={state}", "reason=test")
 
     def regain(self, node: str) -> None:
-        """Let a lost node serve again; it may have said by itself that it lives."""
-        subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], capture_output=True, check=False)
+        """Let a lost node serve again."""
+        command("scontrol", "update", f"nodename={node}", "state=resume")
 
         def serves() -> bool:
-            return "DOWN" not in command("scontrol", "--oneliner", "show", "node", node).partition("State=")[2].split()[0]
+            state = command("scontrol", "--oneliner", "show", "node", node).partition("State=")[2].split()[0]
+            return "DOWN" not in state and "DRAIN" not in state
 
         wait_until(serves, f"node {node}")
 

@@ -137,10 +137,11 @@ class Disturbances:
             for process in self.limited:
                 process.resume()
             self.limited = []
-        for name in self.nodes_down:
-            if not any(process.is_running() for process in self.frozen[PREEMPTED]):
-                self.cluster.regain(name)
-                self.nodes_down.remove(name)
+        if self.nodes_down:
+            job = self.cluster.job(job_id(self.folder, PREEMPTED))
+            if job["Restarts"] == "2" and job["JobState"] in {"RUNNING", "COMPLETED"}:
+                # Not sooner: what Slurm still sends there to end the second start would end the third.
+                self.cluster.regain(self.nodes_down.pop())
         return not self.cluster.alive()
 
     def freeze(self, victim: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from src.config import Places, unknown_text
+from src.config import Places, added_field, unknown_text
 from src.errors import ConfigError
 from src.interfaces import Architecture, ModelConfig, ModelField, call_once
 from src.kinds import CROSS_ATTENTION
@@ -78,6 +78,9 @@ class Config(ModelConfig):
     """Share of the context positions that each block cannot read at a training step."""
     train_all_params: bool = False
     """Train the base too, as decoder. Contexts are encoded by the current base without gradients."""
+    cache_contexts: bool = added_field(False)
+    """Encode each context once in a process, and keep its states in host memory: for data that are read many times. A token takes as
+    many values as the base is wide. Contexts are then encoded one by one, so that a restart, which encodes again, changes no bit."""
     weights: str | None = Field(default=None, min_length=1)
     """Folder of a model in the layout of XC-Cache, whose blocks are the initial weights. None: they are drawn."""
 
@@ -90,6 +93,8 @@ class Config(ModelConfig):
             )
         if self.train_all_params and self.base.is_frozen():
             raise ValueError("train_all_params: the base is quantized, and cannot learn. Leave one of the two out.")
+        if self.train_all_params and self.cache_contexts:
+            raise ValueError("cache_contexts: the base learns (train_all_params), so its states change. Leave one of the two out.")
         return self
 
     def build(self, places: Places) -> "CrossAttentionLM":

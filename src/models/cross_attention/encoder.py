@@ -24,20 +24,46 @@ def last_hidden(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def encode(model: Any, ids: Tensor, mask: Tensor, passes: Callable[[int], int] = lambda needed: needed) -> Tensor:
+def encode(
+    model: Any, ids: Tensor, mask: Tensor, passes: Callable[[int], int] = lambda needed: needed, together: int | None = None
+) -> Tensor:
     """Hidden states (N, S, D) of sequences (N, S), each on its own; zero where a sequence has no token. Those without any are skipped.
 
     passes: number of passes to make if this many are needed: more where ranks must make equally many.
+    together: sequences in a pass (ENCODED_TOGETHER).
     """
     hidden = torch.zeros(*ids.shape, model.config.hidden_size, dtype=model.dtype, device=ids.device)
     lengths = mask.sum(dim=-1)
     rows = lengths.argsort(stable=True)[(lengths == 0).sum() :]
-    groups = rows.split(ENCODED_TOGETHER) if len(rows) else ()
+    groups = rows.split(together or ENCODED_TOGETHER) if len(rows) else ()
     more = passes(len(groups)) - len(groups)  # before the first pass: it may be a collective
     for group in groups:
         columns = mask[group].any(dim=0).nonzero()[:, 0]
         some = group[:, None], columns
         hidden[some] = last_hidden(model, ids[some], mask[some]).to(hidden.dtype)
     for _ in range(more):
-        last_hidden(model, ids[:1, :1], torch.ones_like(mask[:1, :1]))
+        last_hidden(model, ids.new_zeros(1, 1), mask.new_ones(1, 1))
     return hidden
+
+
+class EncodedInMemory:
+    """What `encode` gives, each distinct sequence encoded once and alone: its states depend on nothing else, so that it does not matter
+    which process met it first, nor whether it was kept or encoded again."""
+
+    def __init__(self) -> None:
+        self._states: dict[tuple[bytes, torch.dtype | None], Tensor] = {}
+
+    def encode(self, model: Any, ids: Tensor, mask: Tensor, passes: Callable[[int], int]) -> Tensor:
+        """As `encode` does."""
+        device = ids.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        on_host, real = ids.cpu(), mask.cpu()
+        keys = [(row[there].numpy().tobytes(), autocast) for row, there in zip(on_host, real, strict=True)]
+        new = {key: n for n, key in enumerate(keys) if key not in self._states}
+        rows = list(new.values())
+        for key, states, there in zip(new, encode(model, ids[rows], mask[rows], passes, together=1).cpu(), real[rows], strict=True):
+            self._states[key] = states[there]
+        hidden = torch.zeros(*ids.shape, model.config.hidden_size, dtype=model.dtype)
+        for n, key in enumerate(keys):
+            hidden[n, real[n]] = self._states[key]
+        return hidden.to(ids.device)

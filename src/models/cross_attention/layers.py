@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from src.errors import ConfigError
 from src.models import architecture
 from src.models.cross_attention.config import FAMILIES, Config, Plan
-from src.models.cross_attention.encoder import encode, last_hidden
+from src.models.cross_attention.encoder import EncodedInMemory, encode, last_hidden
 from src.models.cross_attention.kv_cache import ActiveContext, Context
 from src.models.wrapper import Wrapper
 
@@ -164,6 +164,7 @@ class CrossAttentionLM(Wrapper):
         self._reading: ActiveContext | None = None
         self.num_passes: Callable[[int], int] = lambda needed: needed
         """Passes through the base that `encode` makes if it needs this many: more where ranks must make equally many."""
+        self._encode = EncodedInMemory().encode if config.cache_contexts else encode
         for i in sizes.layer_indices:
             block = blocks["shared" if config.shared_weights else str(i)]
             if config.final_layer:
@@ -192,7 +193,7 @@ class CrossAttentionLM(Wrapper):
         training = self.base.training
         self.base.eval()
         with self.reading(None):
-            hidden = encode(self.base, context_ids.reshape(B * C, S), mask.reshape(B * C, S), self.num_passes)
+            hidden = self._encode(self.base, context_ids.reshape(B * C, S), mask.reshape(B * C, S), self.num_passes)
         self.base.train(training)
         return Context(hidden.view(B, C * S, -1), mask.reshape(B, C * S))
 

@@ -5,9 +5,12 @@ import copy
 import pytest
 import torch
 
+from src.config import Problems
 from src.errors import ConfigError
 from src.models.cross_attention.config import FAMILIES, layer_indices
+from src.registry import MODELS, bind
 from src.weights import load_trained, trained_weights
+from tests.models.conftest import PLACEHOLDER
 
 FAMILY_NAMES = sorted(FAMILIES)
 
@@ -305,3 +308,32 @@ def test_the_base_may_learn_too_but_not_as_the_encoder(make, base_of, batch):
     assert all(parameter.grad is not None for parameter in base.parameters())
     assert base.transformer.wte.weight.grad.abs().sum() > 0
     assert {name for name, _ in model.named_parameters()} <= set(trained_weights(model)) | {"base.lm_head.weight"}
+
+
+def test_contexts_in_memory_are_encoded_once_and_depend_on_no_other(make):
+    plain, caching = make(), make(cache_contexts=True)
+    passes = []
+    caching.base.base_model.register_forward_hook(lambda *_: passes.append(1))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 20, (3, 2, 7), generator=generator)
+    mask = torch.arange(7) < torch.tensor([[7, 3], [5, 0], [7, 3]])[..., None]
+    ids[2, 0] = ids[0, 0]  # twice in one batch
+    together = caching.encode(ids, mask)
+    assert len(passes) == 4, "one for each distinct chunk"
+    torch.testing.assert_close(together.hidden[together.mask], plain.encode(ids, mask).hidden[together.mask])
+    for n in (1, 0, 2):
+        alone = make(cache_contexts=True).encode(ids[n : n + 1], mask[n : n + 1])
+        again = caching.encode(ids[n : n + 1], mask[n : n + 1])
+        assert torch.equal(alone.hidden, again.hidden), "whoever encodes it first, and with whatever"
+    assert len(passes) == 4
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(caching.encode(ids, mask).hidden, make(cache_contexts=True).encode(ids, mask).hidden)
+    assert len(passes) == 8, "under autocast the states are others"
+
+
+def test_contexts_that_change_are_not_kept_in_memory():
+    model = {"name": "cross_attention", "num_layers": 1, "stride": 1, "cache_contexts": True, "base": PLACEHOLDER}
+    with pytest.raises(Problems, match=r"cache_contexts: the base learns \(train_all_params\)"):
+        bind(MODELS, {**model, "train_all_params": True})
+    with pytest.raises(Problems, match="it has cache_contexts, but adapters change"):
+        bind(MODELS, {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["c_attn"], "base": model})
