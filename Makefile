@@ -36,7 +36,7 @@ help:  ## this list
 
 demo: run-environment  ## data, a tiny base model, cross-attention on it, the table, the plot and answered questions (some minutes on two cores)
 	$(BIN)/python -m data_prep.stdlib_qa
-	$(BIN)/torchrun --nproc-per-node 2 trainval.py -e demo --with-parents --log_every 25
+	$(BIN)/torchrun --nproc-per-node 2 trainval.py -e demo --with-parents --log_every 30
 	$(BIN)/python -m results.table -e demo --scores inference/em inference/em_wrong_context inference/em_gain
 	$(BIN)/python -m results.plot -e demo --metric val_loss val_loss_shuffled_context
 	$(BIN)/python -m results.answers -e demo --count 5

@@ -70,8 +70,9 @@ GROUPS = {
         "training/parallel/test_engine.py",
         "training/checkpointing/test_full_disk.py",
     ],
+    "deepspeed": ["test_flagship.py", "test_readme_scripts.py"],
 }
-"""Files whose tests share what is started or trained once a session, and so run in one process."""
+"""Files whose tests share what is started or trained once a session, or DeepSpeed's default port, and so run in one process."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
