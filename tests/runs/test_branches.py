@@ -101,7 +101,9 @@ def test_other_rates_are_refused(text: str):
         parse_rate(text)
 
 
-@pytest.mark.parametrize("text", ["skip", "skip:0", "skip:-1", "skip:x", "Same", "", "reshuffle:2", "skip:1 "])
+@pytest.mark.parametrize(
+    "text", ["skip", "skip:0", "skip:-1", "skip:x", "Same", "", "reshuffle:2", "skip:1 ", "skip:5+", "skip:5+0", "skip:5 + 3"]
+)
 def test_other_data_is_refused(text: str):
     with pytest.raises(ConfigError, match=r"^--data: expected 'same', 'skip:K' .* got '"):
         parse_data(text)
@@ -113,7 +115,7 @@ def write(run: Path, *written: dict[str, object]) -> None:
 
 def test_what_is_written_is_read(tmp_path: Path):
     assert branches.read(tmp_path) == ()
-    chained = [branch(1, 8, "hold0:2", data="skip:5"), branch(4, 9, "=1e-4", reset_optimizer=True, wandb="abc-branch-4")]
+    chained = [branch(1, 8, "hold0:2", data="skip:5+3"), branch(4, 9, "=1e-4", reset_optimizer=True, wandb="abc-branch-4")]
     write(tmp_path, *(item.model_dump(mode="json") for item in chained))
     assert branches.read(tmp_path) == tuple(chained)
 

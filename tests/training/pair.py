@@ -24,7 +24,7 @@ from src.runs.context import Limits, Options
 from src.training import stop_conditions
 from src.training.config import LoopConfig
 from src.training.validation import mean_loss
-from tests.training import small
+from tests.training import small, test_counts
 from tests.training.divergence.test_guard import config as diverging
 from tests.training.divergence.test_guard import spoiled
 
@@ -37,11 +37,16 @@ End = dict[str, Any]
 CONFIG = small.CONFIG.model_copy(update={"micro_batch": 1})
 
 
-def start(folder: Path, config: LoopConfig = CONFIG, learn: Learn = small.loss, options: Options | None = None, **more: Any) -> End:
-    """Train, or go on; how that ended for this process."""
+def link_data(folder: Path) -> None:
+    """Make the folder of a scenario."""
     if distributed.is_main() and not (folder / "data").exists():
         folder.mkdir(exist_ok=True)
         (folder / "data").symlink_to(folder.parent / "data")
+
+
+def start(folder: Path, config: LoopConfig = CONFIG, learn: Learn = small.loss, options: Options | None = None, **more: Any) -> End:
+    """Train, or go on; how that ended for this process."""
+    link_data(folder)
     with small.opened_together(folder, options) as run:
         try:
             state, model = small.train(run, config, learn, **more)
@@ -183,6 +188,13 @@ def names_differ(folder: Path) -> list[End]:
     return [start(folder, learn=learn)]
 
 
+def replies_are_shared(folder: Path) -> list[End]:
+    """Questions with unequal numbers of replies, and so with unequal counts on the two."""
+    link_data(folder)
+    with small.opened_together(folder) as run:
+        return [{"end": "done", "weights": test_counts.train(run, test_counts.config(micro_batch=1))[1].tolist()}]
+
+
 def rank_0_works_for_long(folder: Path) -> list[End]:
     """Twice as long as a collective waits, as it waits itself for what nobody sends."""
     import torch.distributed as dist
@@ -216,6 +228,7 @@ SCENARIOS: dict[str, Callable[[Path], list[End]]] = {
     "experience loaded": experience_is_loaded,
     "experience differs": lambda folder: [start(folder, experience=Kept(distributed.rank()))],
     "names differ": names_differ,
+    "replies": replies_are_shared,
     "slow rank 0": rank_0_works_for_long,
     "divergence stop": lambda folder: divergence(folder, on_non_finite="stop"),
     "divergence rewind": lambda folder: divergence(folder, on_loss_spike="rewind"),

@@ -84,15 +84,17 @@ def train(
     config: LoopConfig = CONFIG,
     learn: Loss = loss,
     evaluate: Callable[[], Mapping[str, float]] = lambda: {"val_loss": 0.0},
+    *,
     inputs: Mapping[str, str] = {},
     experience: Experience | None = None,
+    data: Any = None,
 ) -> tuple[State, Line]:
-    """The final state, and the model that was trained."""
+    """The final state, and the model that was trained. data: None: `Numbers`."""
     torch.manual_seed(0)
     model = Line()
     about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
     with distributed.stoppable():
-        spec = TrainSpec(model, about, Numbers(), inputs, learn, lambda _: evaluate(), experience=experience)
+        spec = TrainSpec(model, about, data or Numbers(), inputs, learn, lambda _: evaluate(), experience=experience)
         return fit(spec, run, config, seed=0), model
 
 

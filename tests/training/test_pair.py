@@ -13,7 +13,7 @@ from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
 from tests import warm
-from tests.training import small
+from tests.training import small, test_counts
 from tests.training.divergence.test_guard import STEPS
 from tests.training.pair import BATCHES, LAST_UNDISTURBED
 
@@ -119,6 +119,17 @@ def test_a_divergence_of_one_takes_both_back_and_past_it(pair: Pair):
 def test_experience_is_loaded_when_both_can_go_on(pair: Pair):
     assert "a: no longer what this run began with" in pair.ends("experience loaded", 1)["why"]
     assert pair.ends("experience loaded", 2)["end"] == "done"
+
+
+def test_two_share_questions_of_unequal_counts_as_one_reads_them(pair: Pair, tmp_path: Path):
+    with small.opened(small.write_data(tmp_path)) as run:
+        _, weights = test_counts.train(run, test_counts.config())
+        wanted = test_counts.rows(run)
+    found = [json.loads(line) for line in (pair.run("replies") / "scores.jsonl").read_text().splitlines()]
+    assert pair.ends("replies", 0)["weights"] == pytest.approx(weights.tolist(), rel=1e-6)
+    assert [row["accuracy"] for row in found] == [row["accuracy"] for row in wanted]
+    for name in ("train_loss", "grad_norm"):
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in wanted], rel=1e-6)
 
 
 def test_one_that_works_for_longer_than_a_collective_waits_is_waited_for(pair: Pair):

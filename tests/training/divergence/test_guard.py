@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from src import distributed
+from src.config import load
+from src.data import phases
 from src.errors import TrainingError
 from src.files import write_json
 from src.launch import status as launch_status
@@ -182,6 +184,28 @@ def test_a_second_time_it_passes_over_both_places_and_keeps_what_a_person_change
             small.train(run, given, spoiled(100.0, 23, first=21))
         (branch,) = branches.read(run.path)
     assert (branch.number, branch.from_step, branch.data, branch.learning_rate) == (2, 20, "skip:5+3", changed.learning_rate)
+
+
+def test_behind_a_boundary_of_phases_it_passes_over_what_each_phase_has_read(folder: Path):
+    """Two times: phase 0 is left to read from its step 28 on, phase 1 from its step 6 on."""
+    given, some = config(on_loss_spike="rewind"), {"name": "documents", "corpus": "any"}
+    own = load(phases.Config, {"phases": [{"until": 0.55, "data": some}, {"data": some}]}, "data")
+    data = phases.PhasedDataset(own, [small.Numbers(), small.Numbers()])  # type: ignore[list-item]
+    seen: list[int] = []
+
+    def learn(model: Any, batch: Mapping[str, Any]) -> Any:
+        seen.extend(batch["input_ids"][:, 1].tolist())
+        return small.loss(model, batch)
+
+    with small.opened(folder) as run:
+        for step, first in ((25, 1), (24, 21)):
+            with pytest.raises(distributed.TrainingStopped, match=f"taken back to step 20, as step {step}: the loss is"):
+                small.train(run, given, spoiled(100.0, step, first), data=data)
+        assert [(branch.from_step, branch.data) for branch in branches.read(run.path)] == [(20, "skip:5+4")]
+        small.train(run, given, learn, data=data)
+    for number, read, begin in ((0, seen[:8], 20 + 5 + 2), (1, seen[8:], 3 + 2)):
+        keys = IndexedOrder(phases.phase_seed(0, number), 32, 4).keys(begin * 4)
+        assert read == [next(keys)[1] for _ in read]
 
 
 def test_nothing_is_passed_over_where_a_person_has_changed_the_order(folder: Path, caplog: pytest.LogCaptureFixture):
