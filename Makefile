@@ -1,8 +1,9 @@
-# `make demo` and `make test` set up what they need: .venv in this folder, from requirements*.txt, with plain pip.
+# `make demo` and `make test` set up what they need: .venv in this folder, from requirements*.lock,
+# with plain pip.
 # It is set up once, and again when those files change; an installation that was interrupted is done again.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo study test test-all lint format clean
+.PHONY: help demo study test test-all lint format lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,26 +11,26 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export OMP_NUM_THREADS := 1
 
-# $(call install,NAME,FILE): the stamp .venv/.installed-NAME holds the checksum of the file that was installed last, whole.
-# torch goes first and alone: nothing else may choose its build.
+# $(call install,NAME,LOCK,FILES): installs LOCK, which was made from FILES; the stamp .venv/.installed-NAME holds the checksums of what was
+# installed last, whole. torch goes first and alone: nothing else may choose its build, of which no lock knows the hash.
 define install
-	@sha256sum $(2) | cmp -s - .venv/.installed-$(1) || { set -e; \
+	@sha256sum $(2) $(3) | cmp -s - .venv/.installed-$(1) || { set -e; \
 	  echo "Installing $(2) into .venv ..."; rm -f .venv/.installed-$(1); \
 	  $(BIN)/python -m pip --version > /dev/null 2>&1 || { rm -rf .venv; $(PYTHON) -m venv .venv; }; \
 	  $(PIP) "$$(grep -o '^torch==[^ ]*' requirements.txt)"; \
-	  $(PIP) -r $(2); \
+	  $(PIP) --no-deps --require-hashes -r $(2); \
 	  $(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null 2>&1 || true; \
-	  sha256sum $(2) > .venv/.installing; mv .venv/.installing .venv/.installed-$(1); }
+	  sha256sum $(2) $(3) > .venv/.installing; mv .venv/.installing .venv/.installed-$(1); }
 endef
 # Bytecode is written by compileall, on all cores: by pip it would take half of the installation.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 
 .PHONY: run-environment dev-environment
 run-environment:
-	$(call install,run,requirements.txt)
+	$(call install,run,requirements.lock,requirements.txt)
 
 dev-environment: run-environment
-	$(call install,dev,requirements-dev.txt)
+	$(call install,dev,requirements-dev.lock,requirements-dev.txt)
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -72,6 +73,18 @@ lint: dev-environment  ## ruff, its format check and types
 format: dev-environment  ## rewrite imports and layout
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+UV ?= $(BIN)/uv
+# Without torch and what its build for CUDA brings: which build is right depends on the machine.
+UNLOCKED := torch triton cuda-bindings cuda-pathfinder cuda-toolkit \
+  $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 \
+    nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
+LOCK := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate $(addprefix --no-emit-package ,$(UNLOCKED))
+
+lock: export UV_CUSTOM_COMPILE_COMMAND := make lock
+lock:  ## requirements*.lock anew, after a change of requirements; versions that still fit stay. Needs uv and a package index
+	$(LOCK) requirements-dev.txt -o requirements-dev.lock
+	$(LOCK) requirements.txt -c requirements-dev.lock -o requirements.lock
 
 clean:  ## caches and the environment; keeps runs and data
 	rm -rf .venv .pytest_cache .ruff_cache

@@ -16,6 +16,7 @@ from src.launch import arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 # stands for python3 and, copied by `-m venv`, for .venv/bin/python: it writes down what it was asked to do
+LOCKS = ("requirements.lock", "requirements-dev.lock")
 RECORDER = """#!/bin/bash
 echo "$*" >> "$RECORD"
 case "$*" in
@@ -28,7 +29,7 @@ esac
 @pytest.fixture
 def make(tmp_path: Path):
     """Run a target in a copy of the Makefile and the requirements; gives what was asked of Python and pip."""
-    for name in ("Makefile", "requirements.txt", "requirements-dev.txt"):
+    for name in ("Makefile", "requirements.txt", *LOCKS, "requirements-dev.txt"):
         shutil.copy(ROOT / name, tmp_path)
     recorder = tmp_path / "python"
     recorder.write_text(RECORDER)
@@ -52,23 +53,27 @@ def make(tmp_path: Path):
     return run
 
 
+HASHED = "--no-deps --require-hashes -r "
+
+
 def torch_pin() -> str:
     return next(line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
 
 
 def installed(lines: list[str]) -> list[str]:
-    return [line.removeprefix("-m pip install ") for line in lines if "pip install" in line]
+    return [line.removeprefix("-m pip install ").removeprefix(HASHED) for line in lines if "pip install" in line]
 
 
 def test_torch_comes_first_and_the_second_time_nothing_is_done(make):
     lines = make("run-environment")
     assert "-m venv .venv" in lines
-    assert installed(lines) == [torch_pin(), "-r requirements.txt"]
+    assert installed(lines) == [torch_pin(), "requirements.lock"]
+    assert f"-m pip install {HASHED}requirements.lock" in lines
     assert make("run-environment") == []
 
 
 def test_the_tests_need_the_second_file_too(make):
-    assert "-r requirements-dev.txt" in installed(make("test"))
+    assert "requirements-dev.lock" in installed(make("test"))
     assert make("test") == [FAST]
 
 
@@ -81,23 +86,31 @@ def test_all_tests_run_once(make):
     assert make("test-slow", WORKERS="8") == [SLOW.replace("-n 2", "-n 8")]
 
 
-def test_a_changed_file_is_installed_again(make, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [
+        ("requirements.txt", ["requirements.lock"]),
+        ("requirements.lock", ["requirements.lock"]),
+        ("requirements-dev.lock", ["requirements-dev.lock"]),
+    ],
+)
+def test_a_changed_file_is_installed_again(make, tmp_path: Path, changed: str, again: list[str]):
     make("dev-environment")
-    with open(tmp_path / "requirements.txt", "a") as file:
+    with open(tmp_path / changed, "a") as file:
         file.write("another==1.0\n")
     lines = make("dev-environment")
     assert "-m venv .venv" not in lines
-    assert installed(lines) == [torch_pin(), "-r requirements.txt"]
+    assert installed(lines) == [word for name in again for word in (torch_pin(), name)]
     assert make("dev-environment") == []
 
 
-@pytest.mark.parametrize("broken", ["torch==", "-r requirements.txt"])
+@pytest.mark.parametrize("broken", ["torch==", "-r requirements.lock"])
 def test_half_an_installation_is_done_again(make, tmp_path: Path, broken: str):
     make("run-environment")
     with open(tmp_path / "requirements.txt", "a") as file:
         file.write("another==1.0\n")
     make("run-environment", fail_on=broken)
-    assert installed(make("run-environment"))[-1] == "-r requirements.txt"
+    assert installed(make("run-environment"))[-1] == "requirements.lock"
     assert make("run-environment") == []
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Weight files that transformers looks for, in its order; each may instead be an index of shards."""
-BITSANDBYTES = "bitsandbytes==0.50.2"
+BITSANDBYTES = "requirements/bitsandbytes.txt"
 WITHOUT_FLEX = ("gpt2", "gpt_bigcode")
 """Families that have no flex_attention in transformers 5.23."""
 
@@ -121,7 +121,7 @@ class Config(ModelConfig):
         self.architecture(places)
         folder = self._folder(places)
         if self.quantization is not None and find_spec("bitsandbytes") is None:
-            raise ConfigError(f"quantization {self.quantization!r} needs a package that is not installed: pip install {BITSANDBYTES}")
+            raise ConfigError(f"quantization {self.quantization!r} needs a package that is not installed: pip install -r {BITSANDBYTES}")
         self._check_attention(places)
         if self._local_folder(places) is not None and self.revision is not None:
             raise ConfigError(f"{self.path!r} is a folder, so revision {self.revision!r} would be ignored. Remove it, or name a hub id.")

@@ -61,5 +61,5 @@ def test_what_could_not_learn_is_refused(folder: str, places, monkeypatch: pytes
     with pytest.raises(ConfigError, match=r"it is quantized, and cannot learn\. Put 'lora' around it"):
         load_experiment(exp, "quantized")
     monkeypatch.setattr(src.models.hf, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install bitsandbytes==0\.50\.2"):
+    with pytest.raises(ConfigError, match=r"pip install -r requirements/bitsandbytes\.txt"):
         bind(MODELS, around(folder, "8bit")["base"]).check(places)
