@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 LEVELS: list[set[str]] = [
     {"src.errors", "src.batches"},
     {"src.files", "src.command_line"},
-    {"src.config", "src.distributed", "src.kinds", "src.weights"},
+    {"src.config", "src.distributed", "src.flops", "src.kinds", "src.weights"},
     {"src.registry"},
     {"src.interfaces"},
     {"src.experiments", "src.metrics"},

@@ -4,7 +4,7 @@ Shapes: B samples, T decoder tokens, C context chunks, S tokens of a chunk, P = 
 base, H heads, K key/value heads, d width of a head. R rows of the decoder per context (beams), so the decoder has B * R rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 
 from src.errors import ConfigError
 from src.models import architecture
+from src.models.cross_attention import flops
 from src.models.cross_attention.config import FAMILIES, Config, Plan
 from src.models.cross_attention.encoder import EncodedInMemory, encode, last_hidden
 from src.models.cross_attention.kv_cache import ActiveContext, Context
@@ -182,6 +183,10 @@ class CrossAttentionLM(Wrapper):
         super().train(mode)
         self.base.train(mode and self.settings.train_all_params)
         return self
+
+    def training_flops(self) -> Callable[[Mapping[str, Tensor]], int]:
+        """A function from a batch to the operations of one training pass over it."""
+        return flops.training_flops(self)
 
     def encode(self, context_ids: Tensor, context_mask: Tensor) -> Context:
         """Encode (B, C, S) chunks, each on its own, and join those of a sample along the positions.

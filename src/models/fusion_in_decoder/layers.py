@@ -3,12 +3,14 @@
 Shapes: B samples, T tokens of the longest decoder input, C passages of the sample with most, S tokens of the longest passage, P = C * S.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from src.flops import FROZEN, TRAINED, Adapters, adapter_weights, t5_flops
 from src.models.wrapper import Wrapper
 
 
@@ -18,6 +20,18 @@ class FusionInDecoder(Wrapper):
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.base = base
+
+    def training_flops(self) -> Callable[[Mapping[str, Tensor]], int]:
+        """A function from a batch to the operations of one training pass over it, padding included except for absent passages."""
+        adapters = adapter_weights(self.base) or Adapters()
+        passes = FROZEN if any(adapters) else TRAINED
+
+        def flops(batch: Mapping[str, Tensor]) -> int:
+            B, C, S = batch["context_mask"].shape
+            T, there = batch["input_ids"].shape[1], int(batch["context_mask"].any(dim=-1).sum())
+            return t5_flops(self.config, (there, S), (B, T), C * S, passes) + adapters.flops(there * S, B * T)
+
+        return flops
 
     def encode(self, context_ids: Tensor, context_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states (B, P, D) of passages (B, C, S) and their mask (B, P), True on real tokens; zeros where it is False.

@@ -1,0 +1,155 @@
+"""Floating-point operations of models, computed from their configs.
+
+An addition and a multiplication are two operations. Matrix products count, which are more than 99 % of a language model's work; norms,
+activation functions, softmax and look-ups do not. Attention counts whole, causal or not, as the products are computed. Backward takes twice
+the forward: once for the inputs, once for the weights (Kaplan et al. 2020, section 2.1; PaLM, Chowdhery et al. 2022, appendix B). A frozen
+matrix takes the first of the two alone, and none below the lowest weight that is trained.
+
+Shapes: B samples, T tokens, D tokens of a decoder, P positions that its cross-attention reads.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Passes(NamedTuple):
+    """How often the products of the forward pass are computed in all."""
+
+    matrices: int
+    """Inputs times weights."""
+    attention: int
+    """Queries times keys, and weights times values."""
+
+
+FORWARD, TRAINED, FROZEN = Passes(1, 1), Passes(3, 3), Passes(2, 3)
+"""FORWARD: no gradients. FROZEN: gradients pass through to what is trained below."""
+
+
+class Stack(NamedTuple):
+    """Layers of one kind."""
+
+    layers: int
+    weights: int
+    """Of the matrices of one layer."""
+    width: int
+    """Of all heads together."""
+
+    def flops(self, B: int, T: int, passes: Passes) -> int:
+        """Operations on B sequences of T tokens, each of which attends to all."""
+        return B * self.layers * (passes.matrices * 2 * T * self.weights + passes.attention * attention_flops(T, T, self.width))
+
+
+def attention_flops(queries: int, keys: int, width: int) -> int:
+    """Queries times keys, and weights times values, in a forward pass. width: of all heads together."""
+    return 2 * 2 * queries * keys * width
+
+
+def decoder_stack(config: Any) -> Stack:
+    """The layers of a decoder of a transformers `config`. Raises KeyError for a family that is not in the table."""
+    return _DECODERS[config.model_type](config)
+
+
+def head_weights(config: Any) -> int:
+    """Of the matrix that gives the logits."""
+    return config.hidden_size * config.vocab_size
+
+
+def _gpt2(config: Any) -> Stack:
+    width, inner = config.n_embd, config.n_inner or 4 * config.n_embd
+    return Stack(config.n_layer, width * (4 * width + 2 * inner), width)
+
+
+def _gpt_bigcode(config: Any) -> Stack:
+    width, inner = config.n_embd, config.n_inner or 4 * config.n_embd
+    shared = config.n_embd // config.n_head if config.multi_query else config.n_embd
+    return Stack(config.n_layer, width * (2 * width + 2 * shared + 2 * inner), width)
+
+
+def _gpt_neox(config: Any) -> Stack:
+    width = config.hidden_size
+    return Stack(config.num_hidden_layers, width * (4 * width + 2 * config.intermediate_size), width)
+
+
+def _llama(config: Any) -> Stack:
+    """Grouped keys and values, gated MLP. Also Mistral and Qwen2; a sliding window is counted as full attention."""
+    width = config.hidden_size
+    head = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    return Stack(config.num_hidden_layers, width * (2 * queries + 2 * keys + 3 * config.intermediate_size), queries)
+
+
+_DECODERS: dict[str, Callable[[Any], Stack]] = {
+    "gpt_bigcode": _gpt_bigcode,
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _llama,
+    "gpt_neox": _gpt_neox,
+}
+KNOWN = {*_DECODERS, "t5"}
+"""The model_type of the families whose operations are known."""
+
+
+def t5_flops(config: Any, passages: tuple[int, int], answers: tuple[int, int], P: int, passes: Passes) -> int:
+    """Operations of a T5. passages: number and tokens of what the encoder reads; answers: of what the decoder does, each with P positions."""
+    inner, width = config.num_heads * config.d_kv, config.d_model
+    weights = 4 * width * inner + (3 if config.is_gated_act else 2) * width * config.d_ff
+    B, D = answers
+    crossed = passes.matrices * 2 * (D + P) * 2 * width * inner + passes.attention * attention_flops(D, P, inner)
+    return (
+        Stack(config.num_layers, weights, inner).flops(*passages, passes)
+        + Stack(config.num_decoder_layers, weights, inner).flops(B, D, passes)
+        + B * (config.num_decoder_layers * crossed + passes.matrices * 2 * D * head_weights(config))
+    )
+
+
+def forward_flops(config: Any, B: int, T: int, decoder_tokens: int = 0, passes: Passes = FORWARD) -> int:
+    """Operations of the forward pass over B sequences of T tokens by a model of a transformers `config`; of more `passes` if given.
+
+    decoder_tokens: of an encoder-decoder, whose encoder reads the T.
+
+    Raises:
+        KeyError: a family that is not in `KNOWN`.
+    """
+    if config.model_type == "t5":
+        return t5_flops(config, (B, T), (B, decoder_tokens), T, passes)
+    return decoder_stack(config).flops(B, T, passes) + passes.matrices * 2 * B * T * head_weights(config)
+
+
+class Adapters(NamedTuple):
+    """Weights of trained low-rank adapters, by the tokens that they read."""
+
+    inputs: int = 0
+    decoder: int = 0
+    """On the decoder's tokens of an encoder-decoder."""
+
+    def flops(self, input_tokens: int, decoder_tokens: int, passes: Passes = TRAINED) -> int:
+        """Operations of the adapters alone."""
+        return passes.matrices * 2 * (input_tokens * self.inputs + decoder_tokens * self.decoder)
+
+
+def adapter_weights(model: "nn.Module") -> Adapters | None:
+    """The adapters of a model of which they alone are trained; none where all of it is. None where another part is frozen."""
+    trained = [(name, parameter.numel()) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if len(trained) == sum(1 for _ in model.parameters()):
+        return Adapters()
+    if not trained or not all(".lora_" in name for name, _ in trained):
+        return None
+    later = [count for name, count in trained if name.startswith("decoder.") and not _reads_encoder(name)]
+    return Adapters(sum(count for _, count in trained) - sum(later), sum(later))
+
+
+def _reads_encoder(name: str) -> bool:
+    return ".EncDecAttention.k." in name or ".EncDecAttention.v." in name
+
+
+def training_flops(config: Any, B: int, T: int, decoder_tokens: int = 0, adapters: Adapters = Adapters()) -> int:  # noqa: B008  no list
+    """Operations of a forward and a backward pass: of all weights, or through frozen ones to those of `adapters`.
+
+    The lowest layer of a frozen model counts whole, though what is below its lowest adapter needs no gradients.
+    """
+    passes = FROZEN if any(adapters) else TRAINED
+    return forward_flops(config, B, T, decoder_tokens, passes) + adapters.flops(B * T, B * decoder_tokens)
