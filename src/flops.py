@@ -94,7 +94,10 @@ KNOWN = {*_DECODERS, "t5"}
 
 
 def t5_flops(config: Any, passages: tuple[int, int], answers: tuple[int, int], P: int, passes: Passes) -> int:
-    """Operations of a T5. passages: number and tokens of what the encoder reads; answers: of what the decoder does, each with P positions."""
+    """Operations of a T5. passages: number and tokens of what the encoder reads; answers: of what the decoder does, each with P positions.
+
+    The logits count for all tokens of the answers.
+    """
     inner, width = config.num_heads * config.d_kv, config.d_model
     weights = 4 * width * inner + (3 if config.is_gated_act else 2) * width * config.d_ff
     B, D = answers

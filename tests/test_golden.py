@@ -39,7 +39,7 @@ def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
     test_seq2seq.write_data(folder)
     test_t5_pretrain.write_tokenizer(folder / "data")
     train(folder)
-    rows = {name: toy.rows(folder, exp_id(group[0])) for name, group in GROUPS.items()}
+    rows = {name: [row for row in toy.rows(folder, exp_id(group[0])) if "val_loss" in row] for name, group in GROUPS.items()}
     return {name: [{"step": row["step"], **{k: row[k] for k in NAMES if k in row}} for row in found] for name, found in rows.items()}
 
 

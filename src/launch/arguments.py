@@ -3,10 +3,11 @@
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from src.command_line import parse_arguments
 from src.errors import ConfigError
 
 if TYPE_CHECKING:  # --help must not wait for what checks experiments
@@ -14,7 +15,7 @@ if TYPE_CHECKING:  # --help must not wait for what checks experiments
 
 JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry")
 PASSED_ON = (
-    *("log_every", "stop_after", "max_host_memory", "num_workers", "micro_batch", "statistics_every"),
+    *("log_every", "save_every", "stop_after", "max_host_memory", "num_workers", "micro_batch", "statistics_every"),
     *("keep_last", "keep_every", "keep_best"),
 )
 """Arguments that launched experiments get too, besides those for Weights & Biases and for sharded models."""
@@ -24,7 +25,7 @@ SWITCHES = ("fsdp", "gradient_checkpointing", "offload_activations", "wandb_log_
 
 def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namespace:
     """The arguments. about: the text of --help. root: of the project."""
-    return make_parser(about, root).parse_args(argv)
+    return parse_arguments(make_parser(about, root), argv)
 
 
 def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
@@ -33,13 +34,20 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
         prog="trainval.py", description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     what = parser.add_argument_group("what to run")
-    what.add_argument(
+    groups = what.add_argument(
         "-e", "--exp_group", "--exp_group_list", nargs="+", default=[], metavar="GROUP", help="groups of exp_configs.py, or GROUP[3]"
     )
+    groups.completer = _complete_names("exp_configs", "EXP_GROUPS")  # type: ignore[attr-defined]  argcomplete's
     what.add_argument("--exp_id", metavar="ID", help="one experiment, by the name of its save directory or the beginning of it")
     what.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="a.b=value", help="change values in each experiment (another id)"
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="a.b=value",
+        help="change values in each experiment (another id); a.b=1,2,3 makes one of each",
     )
+    what.add_argument("--where", metavar="EXPR", help="only experiments for which it holds, such as \"seed == 0 and state == 'failed'\"")
     what.add_argument("--steps", type=int, metavar="N", help="short for --set loop.steps=N")
     what.add_argument("--with-parents", "--with_parents", action="store_true", help="first run the experiments that these start from")
     what.add_argument("--list", action="store_true", help="print the groups, or the experiments of -e, and exit")
@@ -50,10 +58,14 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     )
     where.add_argument("--data_path", type=Path, default=root / "results" / "data", metavar="DIR", help="prepared data sets (results/data)")
     where.add_argument("-r", "--reset", type=int, choices=(0, 1), default=0, help="1: back up the run and start over")
-    where.add_argument("--log_every", type=int, metavar="N", help="steps between score rows and checkpoints (default: each evaluation)")
+    where.add_argument("--log_every", type=int, metavar="N", help="steps between score rows (default: 10; each evaluation has one)")
     where.add_argument(
+        "--save_every", type=int, metavar="N", help="steps between checkpoints (default: each evaluation, and --log_every if that is given)"
+    )
+    places = where.add_argument(
         "-j", "--j", "--job_scheduler", dest="job_scheduler", metavar="NAME", help="a launcher of job_configs.py; none: run here"
     )
+    places.completer = _complete_names("job_configs", "JOB_CONFIGS")  # type: ignore[attr-defined]
     where.add_argument("--job_option", choices=JOB_OPTIONS, default="run", help="what to do with the jobs (default: run, with -j)")
     where.add_argument("--python_binary", metavar="COMMAND", help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there')
     where.add_argument("--stop_after", type=float, metavar="SECONDS", help="stop gracefully, resumable, this long after the start")
@@ -85,6 +97,17 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     return parser
 
 
+def _complete_names(module: str, name: str) -> Callable[..., list[str]]:
+    """A completer of argcomplete: the keys of the dict `name` of a top-level file."""
+
+    def names(**_: object) -> list[str]:
+        from src.config import top_level
+
+        return list(top_level(module, name))
+
+    return names
+
+
 def _flag(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
@@ -111,8 +134,9 @@ def check(args: argparse.Namespace, processes: int) -> None:
         raise ConfigError(f"--job_option {args.job_option}: each process that torchrun started would do it. Start trainval.py with python.")
     if args.wandb_entity_name and not args.wandb_project_name:
         raise ConfigError("--wandb_entity_name: without --wandb_project_name nothing would be sent. Give both, or neither to log to files.")
-    if args.log_every is not None and args.log_every < 1:
-        raise ConfigError(f"--log_every: expected a number of steps >= 1, got {args.log_every}.")
+    for name in ("log_every", "save_every"):
+        if (every := getattr(args, name)) is not None and every < 1:
+            raise ConfigError(f"--{name}: expected a number of steps >= 1, got {every}.")
     if args.statistics_every < 0:
         raise ConfigError(f"--statistics_every: expected a number of steps, or 0 for none, got {args.statistics_every}.")
     if args.stop_after is not None and not args.stop_after > 0:
@@ -144,6 +168,7 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
     wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
     return Options(
         log_every=args.log_every,
+        save_every=args.save_every,
         wandb=wandb,
         deepspeed=choices.deepspeed,
         fsdp=choices.fsdp,

@@ -4,6 +4,7 @@ A matrix W of the base becomes W + alpha / rank * B A, where only A and B are tr
 begins at the base's own output.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from src.models.cross_attention.config import Config as CrossAttention
 if TYPE_CHECKING:
     from torch import nn
 
+logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
+"""peft loads it where it is installed, and it warns of what a CPU would lack for 4 bits, whether any are used or not."""
 _GPT = ("c_attn", "c_fc", "c_proj")
 _LLAMA = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 MATRICES = {

@@ -11,6 +11,9 @@ from src.files import writing
 from src.runs.checkpoints.retention import RotationRule
 from src.runs.run_dir import RunDir
 
+BRIEF_ROW_EVERY = 10
+"""Steps between rows of the training alone, where the command line has no --log_every. They change no other row."""
+
 
 @dataclass(frozen=True)
 class Wandb:
@@ -37,7 +40,9 @@ class Options:
     """Options of the command line that do not change the results of a training."""
 
     log_every: int | None = None
-    """Optimizer steps between score rows and between checkpoints; None: at each evaluation."""
+    """Optimizer steps between score rows; None: BRIEF_ROW_EVERY. Each evaluation has one in any case."""
+    save_every: int | None = None
+    """Optimizer steps between checkpoints; None: at each evaluation, and at each multiple of `log_every` if that is given."""
     wandb: Wandb | None = None
     deepspeed: Path | None = None
     """Settings of DeepSpeed ZeRO; None: every rank has the whole model."""
@@ -56,6 +61,10 @@ class Options:
     """Which checkpoints are kept."""
     launcher_settings: Mapping[str, str | float] = field(default_factory=dict)
     """Settings of accelerate's launcher, by name: `LoopConfig.check_accelerate` refuses those that contradict the experiment."""
+
+    def save_intervals(self, eval_every: int) -> tuple[int, ...]:
+        """Steps between checkpoints, which are written at the multiples of each."""
+        return (self.save_every,) if self.save_every else (self.log_every or eval_every, eval_every)
 
 
 @dataclass(frozen=True)

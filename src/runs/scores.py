@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import DataError, RunError
-from src.files import reading, write_atomic, writing
+from src.files import reading, sync_directory, write_atomic, writing
 from src.runs import jsonl_records
 
 SCORES = "scores.jsonl"
@@ -34,9 +34,10 @@ class Scores:
         self._read_only = read_only
         self._last_step: int | None = None
         self._mended = False
+        self._unsynced = False
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row of numbers with an int "step" greater than that of the last row; it is on the disk when this returns.
+    def append(self, row: Mapping[str, Any], durable: bool = True) -> None:
+        """Append a row of numbers with an int "step" greater than that of the last row. durable: it is on the disk when this returns.
 
         NaN and infinity become null, as JSON has neither: one undefined metric must not end a training.
 
@@ -50,8 +51,21 @@ class Scores:
         step = row["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"{self.path}: step {step} cannot follow step {self._last_step}: truncate first.")
-        jsonl_records.append(self.path, [values])
+        jsonl_records.append(self.path, [values], durable)
+        self._unsynced = not durable
         self._last_step = step
+
+    def sync(self) -> None:
+        """Have the rows so far on the disk when this returns.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        if self._unsynced:
+            self._unsynced = False
+            with writing(self.path), open(self.path, "rb") as file:
+                os.fsync(file.fileno())
+            sync_directory(self.path.parent)
 
     def add_to_last_row(self, scores: Mapping[str, Any]) -> None:
         """Add scores to the last row, replacing those of the same names: for measurements after the training.

@@ -20,7 +20,7 @@ from src.errors import CheckpointError, ConfigError, RunError, TrainingError
 from src.orders import Cursor, order_of
 from src.runs import environment, ledger
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.context import Run
+from src.runs.context import BRIEF_ROW_EVERY, Run
 from src.runs.history import branches
 from src.runs.metadata import CODE_VERSIONS
 from src.training import loader, seeds
@@ -83,8 +83,12 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
         loop.meter.restart()
         distributed.stop_together()
         while True:
-            if loop.row_due():
-                loop.report(reporter, loop.evaluate() if loop.due(config.eval_every) else {})
+            if new := loop.row_due():
+                loop.report(reporter, loop.state.since_row, loop.evaluate() if loop.due(config.eval_every) else {})
+                loop.state.since_row = IntervalTotals()
+            elif new := loop.brief_row_due():
+                loop.report(reporter, loop.state.since_brief_row, {})
+            if loop.save_due() and (new or loop.saver.step != loop.state.step):
                 loop.save()
             if loop.state.step >= config.steps or loop.selection.stop():
                 break
@@ -113,6 +117,8 @@ class Loop:
         content = distributed.broadcast_from_rank0(lambda: content_samples(run))
         self.state = State(inputs={**spec.inputs, **content})
         self.row_every = run.options.log_every or config.eval_every
+        self.brief_every = 0 if run.options.log_every else BRIEF_ROW_EVERY
+        self.save_every = run.options.save_intervals(config.eval_every)
         self.meter = ThroughputMeter(spec.model, config.precision)
         self.monitor = Monitor(run.path, spec.model, run.options.statistics_every, compiled=config.compile)
         self.sources = loader.sources(spec.train)
@@ -129,6 +135,14 @@ class Loop:
     def row_due(self) -> bool:
         """Whether a score row is due: also after a restart, if the run was stopped between the step and its row."""
         return self.state.since_row.steps > 0 and (self.due(self.config.eval_every) or self.due(self.row_every))
+
+    def brief_row_due(self) -> bool:
+        """Whether a row of the training alone is due, of the steps since the last row of any kind."""
+        return bool(self.brief_every and self.state.step % self.brief_every == 0 and self.state.since_brief_row.steps)
+
+    def save_due(self) -> bool:
+        """Whether a checkpoint is due: also of the best evaluation so far, and where early stopping ends the training."""
+        return any(map(self.due, self.save_every)) or self.selection.best_step == self.state.step or self.selection.stop()
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
         """Records this attempt in the ledger. The "cursor" of its start says where its data begin, as the order describes it.
@@ -202,9 +216,8 @@ class Loop:
         self.guard.remember_keys(state.step + 1, step.keys)
         self.optimizer_step(total, count, norm)
         state.tokens += int(tokens)
-        for name, pair in totals.items():
-            if all(map(math.isfinite, pair)):
-                state.since_row.sums[name] = [a + b for a, b in zip(state.since_row.sums.get(name, (0.0, 0.0)), pair, strict=True)]
+        state.since_row.add_sums(totals)
+        state.since_brief_row.add_sums(totals)
         self.cursor, self.generated = step.cursor, 0
         self.meter.count(step)
         return total / count
@@ -264,7 +277,7 @@ class Loop:
 
     def optimizer_step(self, loss_sum: float, count: float, norm: float) -> None:
         """Pass the step to the guard, clip and step. All ranks see the same values, so all decide alike."""
-        state, since = self.state, self.state.since_row
+        state = self.state
         # Where float16 overflows, the scaler skips the step and lowers its scale.
         overflowed = self.config.precision == "float16" and not math.isfinite(norm)
         self.monitor.after_backward()
@@ -277,15 +290,8 @@ class Loop:
             moved = not overflowed
         self.monitor.after_step(self.engine.optimizer)
         state.step += 1
-        since.steps += 1
-        if math.isfinite(loss_sum):
-            since.tokens += count
-            since.loss += loss_sum
-        if moved:
-            since.grad_norm += norm
-            since.clipped += clipped
-        else:
-            since.skipped += 1
+        for since in (state.since_row, state.since_brief_row):
+            since.add_step(loss_sum, count, norm if moved else None, clipped)
 
     def evaluate(self) -> dict[str, float]:
         """Score the current model and update the selection of the best step."""
@@ -305,13 +311,13 @@ class Loop:
                 scores = self.spec.finish(self.accelerator)
             distributed.broadcast_from_rank0(lambda: reporter.complete(scores))
 
-    def report(self, reporter: Reporter, scores: Mapping[str, float]) -> None:
-        """Write one score row and one row of timings, and reset the sums."""
-        step, since = self.state.step, self.state.since_row
+    def report(self, reporter: Reporter, since: IntervalTotals, scores: Mapping[str, float]) -> None:
+        """Write one score row and one row of timings."""
+        step = self.state.step
         row = {"step": step, **since.scores(), "learning_rate": self.learning_rate(step - 1), "tokens": self.state.tokens, **scores}
-        perf = self.meter.row()
-        distributed.broadcast_from_rank0(lambda: reporter.report(row, perf))
-        self.state.since_row = IntervalTotals()
+        perf, settled = self.meter.row(), bool(scores) or self.save_due()
+        distributed.broadcast_from_rank0(lambda: reporter.report(row, perf, settled))
+        self.state.since_brief_row = IntervalTotals()
         self.meter.restart()
 
     def save(self) -> None:
@@ -384,7 +390,7 @@ class Loop:
         facts = {CODE_VERSIONS: versions} if versions > 1 else {}
         self.run.dir.set_status("running", step=self.state.step, steps=self.config.steps, **facts)
         # If the run was stopped during an evaluation, the checkpoint exists but its row is still to be written.
-        self.run.dir.scores.truncate(self.state.step - self.row_due())
+        self.run.dir.scores.truncate(self.state.step - (self.row_due() or self.brief_row_due()))
         self.monitor.truncate(self.state.step)
         checkpoints.set_aside_newer(self.run.path, self.state.step)
         best = self.selection.best_step

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,13 +17,15 @@ from src.runs.context import Run
 
 CONTENT = "content of "
 """Begins the names of inputs that `content_samples` gives."""
-ADDED, ADDED_TOTALS = {"cursor"}, {"sums"}
+ADDED, ADDED_TOTALS = {"cursor", "since_brief_row"}, {"sums"}
 """Fields of `State` and `IntervalTotals` that checkpoints of earlier versions lack. They are empty there."""
+TOTALS = ("since_row", "since_brief_row")
+"""Fields of `State` that are `IntervalTotals`."""
 
 
 @dataclass
 class IntervalTotals:
-    """Sums since the last score row."""
+    """Sums over some steps, for a score row."""
 
     steps: int = 0
     tokens: float = 0
@@ -34,6 +37,24 @@ class IntervalTotals:
     """Steps that moved nothing: a gradient overflowed float16, or the batch was left out. They have no gradient norm."""
     sums: dict[str, list[float]] = field(default_factory=dict)
     """[sum, count] of what is reported as a mean beside the loss, by name."""
+
+    def add_step(self, loss: float, tokens: float, grad_norm: float | None, clipped: bool) -> None:
+        """Add an optimizer step, but for its `sums`. loss: summed over the `tokens`. grad_norm: None where it moved nothing."""
+        self.steps += 1
+        if math.isfinite(loss):
+            self.tokens += tokens
+            self.loss += loss
+        if grad_norm is None:
+            self.skipped += 1
+        else:
+            self.grad_norm += grad_norm
+            self.clipped += clipped
+
+    def add_sums(self, totals: Mapping[str, Sequence[float]]) -> None:
+        """Add (sum, count) of a step by name, where both are finite."""
+        for name, pair in totals.items():
+            if all(map(math.isfinite, pair)):
+                self.sums[name] = [a + b for a, b in zip(self.sums.get(name, (0.0, 0.0)), pair, strict=True)]
 
     def scores(self) -> dict[str, float]:
         """Means over the interval; of the loss none where no step had a finite one."""
@@ -53,6 +74,9 @@ class State:
     tokens: int = 0
     """Loss tokens seen, over all ranks."""
     since_row: IntervalTotals = field(default_factory=IntervalTotals)
+    """Since the last evaluation, or the last multiple of --log_every."""
+    since_brief_row: IntervalTotals = field(default_factory=IntervalTotals)
+    """Since the last row of any kind."""
     selection: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
     """Of the fp16 loss scaler."""
@@ -65,7 +89,11 @@ class State:
 
     def to_json(self) -> dict[str, Any]:
         """A copy as JSON values, without the fields in `ADDED` that have their default: checkpoints without them stay as they were."""
-        return _without_empty(asdict(self), ADDED) | {"since_row": _without_empty(asdict(self.since_row), ADDED_TOTALS)}
+        fields = asdict(self)
+        for name in TOTALS:
+            totals = getattr(self, name)
+            fields[name] = _without_empty(asdict(totals), ADDED_TOTALS) if totals.steps or name not in ADDED else {}
+        return _without_empty(fields, ADDED)
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "State":
@@ -75,9 +103,10 @@ class State:
             CheckpointError: another version of this code wrote it.
         """
         fields, totals = cls.__dataclass_fields__.keys(), IntervalTotals.__dataclass_fields__.keys()
-        if saved.keys() | ADDED != fields or not saved["since_row"].keys() <= totals:
+        sums = {name: saved[name] for name in TOTALS if name in saved}
+        if saved.keys() | ADDED != fields or not all(each.keys() <= totals for each in sums.values()):
             raise CheckpointError("its checkpoints were written by another version of this code. Start over with -r 1.")
-        return cls(**{**saved, "since_row": IntervalTotals(**saved["since_row"])})
+        return cls(**{**saved, **{name: IntervalTotals(**each) for name, each in sums.items()}})
 
 
 def _without_empty(fields: dict[str, Any], names: set[str]) -> dict[str, Any]:

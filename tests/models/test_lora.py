@@ -1,6 +1,8 @@
 """Adapters alone are trained and saved, the base keeps its bits, and merged they give the same model."""
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from src.models import lora
 from src.registry import MODELS, bind, resolved_dict
 from src.runs.checkpoints import folder as checkpoints
 from src.weights import load_trained, trained_weights
+from tests.conftest import ROOT
 from tests.models.conftest import make_base
 
 GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 2, "num_heads": 4, "max_positions": 32}
@@ -24,6 +27,13 @@ PARENT = "0123456789abcdef0123456789abcdef"
 IDS = torch.arange(3, 13).view(2, 5)
 
 DECODERS = [family for family in lora.MATRICES if family != "t5"]  # of that: test_t5.py
+
+
+def test_no_other_package_speaks_where_adapters_are_loaded():
+    pytest.importorskip("bitsandbytes")
+    command = [sys.executable, "-c", "import src.models.lora, peft; peft.inject_adapter_in_model"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def part(**changes: Any) -> ModelConfig:

@@ -121,7 +121,7 @@ def test_an_interval_at_which_no_checkpoint_is_written_is_refused():
     RotationRule().check([7])
     RotationRule(every=20).check([7, 10])
     RotationRule(every=21).check([7, 10])
-    message = r"--keep_every: .* every 7 and every 10 steps, so .* multiple of 25\. Take a multiple of 7 or of 10, or change --log_every"
+    message = r"--keep_every: .* every 7 and every 10 steps, so .* multiple of 25\. Take a multiple of 7 or of 10, or change --save_every"
     with pytest.raises(ConfigError, match=message) as caught:
         RotationRule(every=25).check([10, 7])
     assert caught.value.everywhere

@@ -34,7 +34,7 @@ def training_flops(model: "CrossAttentionLM") -> Callable[[Mapping[str, Tensor]]
         total += through.matrices * 2 * scored * head_weights(config) + adapters.flops(B * T, 0)
         P = batch["context_mask"][0].numel()
         if "context_hidden" not in batch:
-            for n, S in _encoded(batch["context_mask"]):
+            for n, S in _encoding_passes(batch["context_mask"]):
                 total += stack.flops(n, S, FORWARD) + adapters.flops(n * S, 0, FORWARD)
         total += places * B * (TRAINED.matrices * 2 * T * reading + TRAINED.attention * attention_flops(T, P, width))
         return total + len(blocks) * PROJECTED * 2 * B * P * projecting
@@ -50,7 +50,7 @@ def _weights(block: "Block") -> tuple[int, int]:
     return sum(matrices) - context, context + (attention.q.weight.numel() if attention.k is None else 0)
 
 
-def _encoded(mask_BCS: Tensor) -> list[tuple[int, int]]:
+def _encoding_passes(mask_BCS: Tensor) -> list[tuple[int, int]]:
     """(sequences, tokens) of each pass in which `encode` reads the chunks."""
     lengths = sorted(length for length in mask_BCS.flatten(0, 1).sum(dim=-1).tolist() if length)
     groups = [lengths[i : i + ENCODED_TOGETHER] for i in range(0, len(lengths), ENCODED_TOGETHER)]

@@ -188,7 +188,7 @@ class RotationRule:
         if self.every is not None and all(self.every % interval for interval in steps):
             error = ConfigError(
                 f"--keep_every: checkpoints are written every {' and every '.join(map(str, steps))} steps, so there is not one at each "
-                f"multiple of {self.every}. Take a multiple of {' or of '.join(map(str, steps))}, or change --log_every."
+                f"multiple of {self.every}. Take a multiple of {' or of '.join(map(str, steps))}, or change --save_every."
             )
             error.everywhere = True
             raise error

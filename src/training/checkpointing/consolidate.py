@@ -31,6 +31,7 @@ from src import files
 from src.command_line import make_parser, run_command
 from src.errors import CheckpointError, ConfigError
 from src.runs.checkpoints import folder as checkpoints
+from src.runs.metadata import expand_run
 from src.training.checkpointing import safetensors_stream, zero_layout
 from src.training.checkpointing.folder import SEPARATOR
 from src.training.checkpointing.safetensors_stream import StoredTensor
@@ -291,7 +292,7 @@ def run_action(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--shard-size, --dtype, --all: only with --output. A checkpoint keeps its trained weights as float32 in one file."
         )
-    checkpoint = locate(args.source, args.step)
+    checkpoint = locate(expand_run(args.source), args.step)
     if export is None and not (checkpoint / files.MANIFEST).exists():
         raise ConfigError(f"{checkpoint}: is not a checkpoint of a run (it has no {files.MANIFEST}). Say with --output where to write.")
     if args.verify:

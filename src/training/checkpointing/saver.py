@@ -127,6 +127,7 @@ class Saver:
         distributed.broadcast_from_rank0(lambda: self._publish(kept))
 
     def _write_folder(self, folder: Path, kept: LoopSnapshot, weights: dict[str, Tensor], moments: dict[str, Tensor] | None) -> None:
+        self.run.dir.scores.sync()  # the rows before a checkpoint are never fewer than after a restart from it
         checkpoint.write(folder, weights, moments, kept.state, self.about)
         if kept.experience:
             checkpoint.write_experience(folder, kept.experience)

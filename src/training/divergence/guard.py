@@ -106,7 +106,7 @@ class DivergenceGuard:
             return None, f"there are {number - 1} branches already, and loop.divergence.max_rewinds is {most}."
         before = [at for at in map(checkpoints.step_of, checkpoints.list_all(path)) if at < first]
         if not before:
-            return None, f"no checkpoint of a step before {first} is left. Save more often (--log_every), or keep more."
+            return None, f"no checkpoint of a step before {first} is left. Save more often (--save_every), or keep more."
         to = before[-1]
         # Of two branches from one step only the later holds, so it takes over what the earlier says.
         old = next((branch for branch in self.source.branches if branch.from_step == to), None)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from src.flops import KNOWN, adapter_weights, forward_flops, training_flops
+from src.flops import KNOWN, adapter_weights, training_flops
 
 log = logging.getLogger(__name__)
 PEAKS = {

@@ -1,40 +1,51 @@
-"""A progress bar in a terminal, and a line of log per score row."""
+"""A progress bar in a terminal, and a line of log for each evaluation and checkpoint, and now and then between."""
 
 import logging
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 from tqdm import tqdm
 
 log = logging.getLogger(__name__)
+QUIET_SECONDS = 30.0
+"""A row without an evaluation or a checkpoint is logged if none was for so long."""
+NO_SCORES = ("step", "grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens")
 
 
 class Progress:
-    """Shows step, loss, tokens/s and the remaining time."""
+    """Shows step, losses, tokens/s, the remaining time, and the scores of the last evaluation. clock: in seconds."""
 
-    def __init__(self, steps: int, finished: int) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, finished: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.steps, self.clock = steps, clock
+        self.logged, self.scores = clock(), ""
         self.bar = tqdm(total=steps, initial=finished, unit="step", leave=False) if sys.stderr.isatty() else None
 
     def on_step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Advance the bar."""
         if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s", refresh=False)
+            self.bar.set_postfix_str(f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{self.scores}", refresh=False)
             self.bar.update(step - self.bar.n)
 
-    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
-        """Log the losses, the speed and the remaining time."""
+    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], settled: bool) -> None:
+        """Log the losses and other scores, the speed and the remaining time: if `settled`, or now and then."""
+        scores = {name: value for name, value in row.items() if name not in NO_SCORES}
+        evaluated = "".join(f"  {_spell(name, value)}" for name, value in scores.items() if name != "train_loss")
+        self.scores = evaluated or self.scores
+        if not settled and self.clock() - self.logged < QUIET_SECONDS:
+            return
+        self.logged = self.clock()
         if self.bar is not None:
             self.bar.clear()
-        losses = "  ".join(f"{name} {value:.4f}" for name, value in row.items() if "loss" in name)
+        line = "  ".join(_spell(name, value) for name, value in scores.items())
         if not self.steps:
-            log.info("nothing is trained  %s", losses)
+            log.info("nothing is trained  %s", line)
             return
         step, rate = row["step"], perf["tokens_per_second"]
         left = timedelta(seconds=round((self.steps - step) / max(perf["steps_per_second"], 1e-9)))
-        log.info("step %d/%d  %s  %s tokens/s  %s left", step, self.steps, losses, f"{rate:,.0f}", left)
+        log.info("step %d/%d  %s  %s tokens/s  %s left", step, self.steps, line, f"{rate:,.0f}", left)
 
     def on_end(self, scores: Mapping[str, float]) -> None:
         """Log them, without parts such as "inference/em/nq"."""
@@ -44,3 +55,7 @@ class Progress:
         """Remove the bar."""
         if self.bar is not None:
             self.bar.close()
+
+
+def _spell(name: str, value: float) -> str:
+    return f"{name} {value:.4f}" if "loss" in name else f"{name} {value:.4g}"

@@ -16,8 +16,8 @@ from src.training.monitoring.progress import Progress
 class Callback(Protocol):
     """Sees every row; changes nothing."""
 
-    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
-        """`row`: scores by name, with "step". `perf`: rates by name."""
+    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], settled: bool) -> None:
+        """`row`: scores by name, with "step". `perf`: rates by name. settled: see `Reporter.report`."""
 
     def on_end(self, scores: Mapping[str, float]) -> None:
         """`scores` of the trained model, measured once: they are added to the last row."""
@@ -40,19 +40,23 @@ class Reporter:
 
                 self.callbacks.append(Wandb(run, run.options.wandb, model))
 
-    def report(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
+    def report(self, row: Mapping[str, Any], perf: Mapping[str, float], settled: bool = True) -> None:
         """Append a score row and its timings. Call it on rank 0.
+
+        settled: the step has an evaluation or a checkpoint. Then the row is on the disk when this returns, and status.json and haven's file
+        follow. Between such steps rows come often, and must not take long.
 
         Raises:
             RunError: the disk refuses, or another process has taken over the save directory.
         """
         self.run.dir.confirm()
-        self.run.dir.scores.append(row)
-        self.run.dir.scores.export_haven()
+        self.run.dir.scores.append(row, durable=settled)
         jsonl_records.append(self.run.path / "perf.jsonl", [{"step": row["step"], **perf}], durable=False, allow_nan=True)
-        self.run.dir.set_status("running", step=row["step"], steps=self.config.steps, loss=row.get("train_loss"))
+        if settled:
+            self.run.dir.scores.export_haven()
+            self.run.dir.set_status("running", step=row["step"], steps=self.config.steps, loss=row.get("train_loss"))
         for callback in self.callbacks:
-            callback.on_row(row, perf)
+            callback.on_row(row, perf, settled)
 
     def complete(self, scores: Mapping[str, float]) -> None:
         """Add scores of the trained model to the last row. Call it on rank 0.

@@ -59,7 +59,7 @@ class Wandb:
         if options.gradients:
             self.wandb.watch(model, log="gradients", log_freq=run.options.log_every or 100)
 
-    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float]) -> None:
+    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], settled: bool) -> None:
         """Log the row at its step."""
         self._log({**row, **{f"perf/{name}": value for name, value in perf.items()}})
 

@@ -1,9 +1,7 @@
 """Chooses the engine from the command line, and checks its requirements."""
 
-import warnings
-
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
@@ -24,7 +22,7 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
         ConfigError: float16 without a GPU, or with a shared model; an optimizer that needs whole tensors, with cut ones; the DeepSpeed json
             or the launcher says otherwise than the experiment; checkpoints are to be kept at steps at which none is written.
     """
-    options.keep.check((options.log_every or config.eval_every, config.eval_every))
+    options.keep.check(options.save_intervals(config.eval_every))
     config.check_accelerate(options.launcher_settings)
     if config.precision == "float16" and (options.deepspeed or options.fsdp):
         raise ConfigError("loop.precision: 'float16' trains whole models only. Use 'bfloat16', or leave out --deepspeed and --fsdp.")
@@ -59,14 +57,7 @@ def plain_accelerator(precision: str, field: str) -> Accelerator:
     if not gpu:
         memory.reuse_freed_memory()
     AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
-    # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a restarted
-    # run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.
-    warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified")
-    return Accelerator(
-        cpu=not gpu,
-        mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[precision],
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
-    )
+    return Accelerator(cpu=not gpu, mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[precision])
 
 
 def build_engine(accelerator: Accelerator, model: nn.Module, config: LoopConfig, options: Options) -> Engine:

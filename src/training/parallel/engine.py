@@ -139,6 +139,20 @@ class Engine(ABC):
         """
 
 
+class _WithUnusedParameter(nn.Module):
+    """`model` and an empty parameter that it never uses: DDP warns where it looks for such and there are none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        like = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        # Below the model, as the last: the place of each of the others in the buckets stays.
+        self.unused = nn.ParameterList([nn.Parameter(like.new_empty(0))])
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.model(*args, **named)
+
+
 class DDPEngine(Engine):
     """Every process holds the whole model; DistributedDataParallel averages the gradients."""
 
@@ -146,8 +160,13 @@ class DDPEngine(Engine):
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
         super().__init__(accelerator, module, config)
-        self.model, self.optimizer = accelerator.prepare(module, optimizers.build_optimizer(module, config, accelerator.device))
-        if isinstance(self.model, DistributedDataParallel):
+        optimizer = optimizers.build_optimizer(module, config, accelerator.device)
+        self.model, self.optimizer = accelerator.prepare_model(module, evaluation_mode=True), accelerator.prepare_optimizer(optimizer)
+        if distributed.world_size() > 1:
+            device = [accelerator.device.index] if accelerator.device.type == "cuda" else None
+            # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a
+            # restarted run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.
+            self.model = DistributedDataParallel(_WithUnusedParameter(self.model), device_ids=device, find_unused_parameters=True)
             self.model.forward_sync_buffers = False  # they are constants: masks and frequencies
         self.trained = [p for p in module.parameters() if p.requires_grad]
 

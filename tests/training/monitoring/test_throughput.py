@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from src.training.loader import Step
 from src.flops import training_flops
+from src.training.loader import Step
 from src.training.monitoring.energy import Energy
 from src.training.monitoring.throughput import ThroughputMeter
 
