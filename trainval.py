@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line: check experiments, run them here, or hand them to a launcher.
 
 python trainval.py --list                                        what there is
@@ -60,13 +61,13 @@ def act(args: argparse.Namespace) -> int:
     """List, check, submit or train."""
     from src import distributed
     from src.command_line import aligned_lines
-    from src.config import Places, top_level
+    from src.config import Places
     from src.errors import ConfigError
     from src.launch import actions, resources
     from src.runs import parents, plan
 
     arguments.check(args, distributed.world_size())
-    groups = top_level("exp_configs", "EXP_GROUPS")
+    groups = plan.read_groups()
     if args.list and not args.exp_group:
         for line in aligned_lines([[name, str(len(group)), plan.describe_group(group)] for name, group in groups.items()]):
             print(line)
@@ -84,7 +85,7 @@ def act(args: argparse.Namespace) -> int:
     planned = plan.add_parents(selected, known, args.with_parents)
     chosen = {item.exp_id for item in selected}
     if args.job_option in ("status", "logs", "kill"):
-        return look(args.job_option, [item.exp_id for item in planned], places)
+        return look(args.job_option, planned, places)
     given = resources.load_named(args.job_scheduler, places.runs, [item.exp for item in planned]) if args.job_scheduler else None
     queued = actions.pending_parents(places.runs, planned) if given else ()
     reset = chosen if args.reset or args.job_option == "reset" else ()
@@ -98,30 +99,54 @@ def act(args: argparse.Namespace) -> int:
 
 def select(args: argparse.Namespace, groups: Any) -> list[Any]:
     """The experiments that the command line names, with --set and --steps made in them."""
-    from src.experiments.grid import parse_assignment
+    from src.experiments.grid import parse_assignments
     from src.runs import plan
 
-    assignments = [parse_assignment(text) for text in args.set]
+    combinations = parse_assignments(args.set)
     if args.steps is not None:
-        assignments.append(("loop.steps", args.steps))
+        combinations = [[*assignments, ("loop.steps", args.steps)] for assignments in combinations]
     if args.exp_group:
-        return plan.load_groups(groups, args.exp_group, assignments)
-    item = plan.find(args.exp_id, plan.load_all(groups), args.savedir_base)
-    return plan.load_groups({item.group: [item.exp]}, [item.group], assignments) if assignments else [item]
+        found = plan.load_combinations(groups, args.exp_group, combinations)
+    else:
+        item = plan.find(args.exp_id, plan.load_all(groups), args.savedir_base)
+        found = plan.load_combinations({item.group: [item.exp]}, [item.group], combinations) if combinations != [[]] else [item]
+    return found if args.where is None else choose(found, args)
+
+
+def choose(found: Sequence[Any], args: argparse.Namespace) -> list[Any]:
+    """The experiments for which --where holds: of their dicts, and `exp_id`, `group` and `state`."""
+    from src.errors import ConfigError
+    from src.runs.metadata import flatten
+    from src.tables import rows
+
+    def row(item: Any) -> rows.Row:
+        facts = {"exp_id": item.exp_id, "group": item.group, "state": state_or_damage(args.savedir_base / item.exp_id)}
+        return rows.Row({**flatten(item.exp), **facts})
+
+    chosen = {each["exp_id"] for each in rows.filter_rows([row(item) for item in found], args.where)}
+    if not chosen:
+        raise ConfigError(f"--where: none of {len(found)} experiments answers {args.where!r}.")
+    return [item for item in found if item.exp_id in chosen]
+
+
+def state_or_damage(run: Path) -> str:
+    """`metadata.state_of` the save directory, or "damaged"."""
+    from src.errors import RunError
+    from src.runs.metadata import state_of
+
+    try:
+        return state_of(run)
+    except RunError:
+        return "damaged"
 
 
 def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> int:
     """Print the plan and every problem; returns exit code 1 if there is one."""
-    from src.errors import RunError
-    from src.runs.metadata import state_of
     from src.runs.plan import merge_problems
 
     done = 0
     for item in planned:
-        try:
-            state = state_of(places.runs / item.exp_id)
-        except RunError:
-            state = "damaged"
+        state = state_or_damage(places.runs / item.exp_id)
         done += state == "done" and item.exp_id not in lacks
         print(f"{item.exp_id}  {item.where:<30}  {state}")
     for message in merge_problems(lacks):
@@ -143,19 +168,23 @@ def submit(given: Any, args: argparse.Namespace, planned: Sequence[Any], chosen:
     return 0
 
 
-def look(option: str, exp_ids: Sequence[str], places: Any) -> int:
+def look(option: str, planned: Sequence[Any], places: Any) -> int:
     """Show the state or the logs of the experiments, or end their jobs."""
     from src.launch import actions, logs
     from src.launch import status as jobs
+    from src.tables.rows import describe_differences
 
+    exp_ids = [item.exp_id for item in planned]
     if option == "kill":
         actions.kill(places.runs, exp_ids)
     elif option == "logs":
         for line in logs.follow(places.runs, exp_ids):
             print(line, flush=True)
     else:
-        for line in jobs.format_table(jobs.table(places.runs, exp_ids)):
+        rows = jobs.table(places.runs, exp_ids)
+        for line in jobs.format_table(rows, describe_differences({item.exp_id: (item.group, item.exp) for item in planned})):
             print(line)
+        print(jobs.summarize(rows))
     return 0
 
 

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Answered questions of a run, with their contexts: `python -m results.answers [RUNS] [-e GROUP ..] [--count 5] [--wrong]`.
 
 Those that `inference` left in <run>/inference, evenly spread over the file. Where the same questions were asked with wrong contexts, too
@@ -16,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from results import markup, run_arguments
+from results.diff import resolve
 from results.rescore import read
 from src.config import Problems
 from src.errors import DataError, UserError, print_errors
@@ -33,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the questions. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
     rows, warnings = results.select(options.runs, options.groups, options.where)
+    if options.exp_id:
+        wanted = resolve(options.runs, options.exp_id)
+        rows = [row for row in rows if row["exp_id"] == wanted]
     run_arguments.warn(warnings)
     run, about = best_run(options.runs, rows)
     for name, found in samples(run).items():
@@ -166,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.answers", description=__doc__, formatter_class=layout)
     run_arguments.add(parser, "the best run of these groups")
     parser.add_argument("--where", metavar="EXPR", help="only among the runs for which this holds, as in results.table")
+    parser.add_argument("--exp_id", metavar="ID", help="of this run, by its id or the beginning of it")
     parser.add_argument("--count", type=int, default=5, metavar="N", help="questions of each file (default: %(default)s)")
     parser.add_argument("--wrong", action="store_true", help="only those that were answered wrongly")
     return parser

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Which experiment started from which, as a table, a tree or a graph: `python -m results.lineage [RUNS] [-e GROUP] [--exp_id ID]`."""
 
 import argparse

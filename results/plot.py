@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Learning curves, one line for each configuration with a band over its seeds: `python -m results.plot [RUNS] [-e GROUP ..]`.
 
 With --y one point for each experiment instead: `--x cache_bytes_per_context_token --y inference/f1`.

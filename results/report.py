@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Groups of runs as one HTML file that opens offline and needs no scripts: `python -m results.report [RUNS] [-e GROUP ..] [-o FILE]`."""
 
 import argparse

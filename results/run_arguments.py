@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from src.command_line import parse_arguments
 from src.files import write_atomic, writing
 
 RUNS = Path("results/runs")
@@ -39,7 +40,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
     The last word after -e is the folder of the runs, if none stands before it, there are several words and it is a folder.
     """
-    options = parser.parse_args(arguments)
+    options = parse_arguments(parser, arguments)
     groups = list(dict.fromkeys(options.groups or ()))
     if options.runs is None and len(groups) > 1 and Path(groups[-1]).is_dir():
         options.runs = Path(groups.pop())

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The scores of a folder of runs as a table, mean ± deviation over seeds: `python -m results.table [RUNS] [-e GROUP ..] [--where EXPR]`."""
 
 import argparse

@@ -27,19 +27,30 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     return argparse.ArgumentParser(prog=f"python -m {module}", description=description, formatter_class=layout, allow_abbrev=False)
 
 
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """What `parser` makes of `argv`. Where a shell asks to complete a command line, it is answered, and the process ends."""
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    return parser.parse_args(argv)
+
+
 def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
     """Run `action`; the exit code. A UserError is printed as lines `error: ...` and gives 1, Ctrl-C gives 130. level: of logging."""
     logging.basicConfig(format="%(message)s")
-    ours = logging.getLogger("src")
-    before = ours.level
-    ours.setLevel(level)
+    ours = [logging.getLogger(name) for name in ("src", "__main__")]  # __main__: a module of ours that `python -m` runs
+    before = [logger.level for logger in ours]
+    for logger in ours:
+        logger.setLevel(level)
     try:
         with signals_raise():
             return print_errors(action)()
     except KeyboardInterrupt:
         return 130
     finally:
-        ours.setLevel(before)
+        for logger, old in zip(ours, before, strict=True):
+            logger.setLevel(old)
 
 
 def aligned_lines(rows: Sequence[Sequence[str]]) -> list[str]:

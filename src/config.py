@@ -225,7 +225,8 @@ def top_level(module: str, name: str) -> dict[str, Any]:
     try:
         found = getattr(import_module(module), name, None)
     except ConfigError as error:
-        raise ConfigError(f"{module}.py: {error}") from None
+        at = [place for place in traceback.extract_tb(error.__traceback__) if Path(place.filename).parent.name != "experiments"][-1]
+        raise ConfigError(f"{at.filename}:{at.lineno}: {error}") from None
     except SyntaxError as error:
         raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from None
     except Exception as error:  # noqa: BLE001  the file is the user's: whatever it raises is reported with its line

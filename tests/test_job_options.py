@@ -49,7 +49,10 @@ class World:
     def states(self, group: str) -> list[str]:
         lines = self.run("-e", group, "--job_option", "status").stdout.splitlines()
         assert lines[0].startswith("id ")
-        return [line.split()[2] for line in lines[1:]]
+        states = [line.split()[2] for line in lines[1:-1]]
+        assert lines[-1].startswith(f"{len(states)} experiment")
+        assert all(f"{states.count(state)} {state}" in lines[-1] for state in states)
+        return states
 
 
 def wait_until(happened: Callable[[], object], seconds: float = 300) -> None:

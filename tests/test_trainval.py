@@ -72,7 +72,7 @@ class TestTraining:
     def test_cross_attention_learns_to_read_its_context(self, folder: Path):
         exp = changed(toy.CROSSATTN, model__num_layers=2, loop__steps=200, loop__eval_every=100, loop__schedule="constant")
         assert toy.main(["-e", "g", "--with-parents"], {"base": [toy.BASE], "g": [exp]}, folder) == 0
-        first, last = toy.rows(folder, exp_id(exp))
+        first, last = (row for row in toy.rows(folder, exp_id(exp)) if "val_loss" in row)
         assert last["val_loss"] < last["val_loss_shuffled_context"] - 0.1
         assert last["val_loss"] < first["val_loss"]
         assert {"em", "f1", "precision", "recall"} <= last.keys()
@@ -107,6 +107,7 @@ class TestTraining:
         done = toy.run(root, ["-e", "g"], folder, processes=2)
         assert done.returncode != 0
         assert "The training stops before the optimizer moves" in done.stderr
+        assert "Warning" not in done.stderr, "PyTorch's own, which Python's filters do not reach"
         states = [json.loads((folder / "runs" / exp_id(e) / "status.json").read_text())["state"] for e in (wild, SHORT)]
         assert states == ["failed", "done"]
 
@@ -230,6 +231,39 @@ class TestPlans:
         given = ["--set", "loop.steps=2", "loop.weight_decay=0.5", "--set", "seed=1", "--dry-run"]
         assert toy.main(["-e", "g", *given], {"g": [SHORT]}, folder) == 0
         assert exp_id(changed(SHORT, loop__steps=2, loop__weight_decay=0.5) | {"seed": 1}) in capsys.readouterr().out
+
+    def test_several_values_make_a_grid_and_where_chooses_of_it(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        words = ["-e", "g", "--set", "seed=3,4,5", "--where", "seed > 3 and state == 'new'"]
+        assert toy.main([*words, "--dry-run"], {"g": [SHORT]}, folder) == 0
+        out = capsys.readouterr().out
+        assert [line.split()[:3] for line in out.splitlines()[:-1]] == [
+            [exp_id(SHORT | {"seed": seed}), "g[0]", f"seed={seed}"] for seed in (4, 5)
+        ]
+        assert toy.main([*words, "--job_option", "status"], {"g": [SHORT]}, folder) == 0
+        head, *lines, last = capsys.readouterr().out.splitlines()
+        assert "differs by" in head
+        assert [re.split(" {2,}", line)[-1] for line in lines] == ["seed=4", "seed=5"]
+        assert last == "2 experiments: 2 never"
+        assert "--where: none of 1 experiments answers 'seed > 9'" in fails(
+            ["-e", "g", "--where", "seed > 9"], {"g": [SHORT]}, folder, capsys
+        )
+        assert "unknown name 'sed'" in fails(["-e", "g", "--where", "sed > 9"], {"g": [SHORT]}, folder, capsys)
+
+    @pytest.mark.parametrize(
+        ("line", "found"),
+        [("-e cross", ["crossattn"]), ("-j lo", ["local"]), ("--save_", ["--save_every"]), ("--job_option st", ["status"])],
+    )
+    def test_a_shell_is_told_how_a_word_may_end(self, tmp_path: Path, line: str, found: list[str]):
+        root, line = toy.project(tmp_path, f"EXP_GROUPS = {toy.GROUPS!r}\n"), f"trainval.py {line}"
+        asked = {
+            "_ARGCOMPLETE": "1",
+            "COMP_LINE": line,
+            "COMP_POINT": str(len(line)),
+            "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "told"),
+        }
+        subprocess.run([sys.executable, str(root / "trainval.py")], env=toy.environment() | asked, check=False)
+        told = (tmp_path / "told").read_text().replace("\x0b", "\n").split()
+        assert [word for word in told if word != "--savedir_base"] == found
 
     def test_exp_id_runs_what_a_save_directory_holds(self, folder: Path):
         assert toy.main(["-e", "g", "--steps", "2"], {"g": [SHORT]}, folder) == 0
@@ -374,7 +408,10 @@ class TestBadInput:
             ("EXP_GROUPS = {\n  'a': [}\n", r"exp_configs\.py:2: "),
             ("EXP_GROUPS = {'a': [UNDEFINED]}\n", r"exp_configs\.py:1: NameError: name 'UNDEFINED' is not defined"),
             ("EXP_GROUPS = [{'recipe': 'lm'}]\n", r"exp_configs\.py: expected a dict called EXP_GROUPS, got list"),
-            ("from src.experiments.grid import grid\nEXP_GROUPS = {'a': grid({'x': 1}, {'y': [1]})}\n", r"exp_configs\.py: .*'y'"),
+            (
+                "from src.experiments.grid import override\nEXP_GROUPS = {'a': [override({'x': 1}, {'y.z': 1})]}\n",
+                r"exp_configs\.py:2: .*'y'",
+            ),
         ],
     )
     def test_exp_configs_that_does_not_run(self, tmp_path: Path, text: str, message: str):
@@ -456,6 +493,7 @@ class TestBadInput:
             ([], "nothing to run"),
             (["-e", "g", "--python_binary", "x"], "--python_binary: only launched jobs use it"),
             (["-e", "g", "--log_every", "0"], "--log_every: expected a number of steps >= 1"),
+            (["-e", "g", "--save_every", "0"], "--save_every: expected a number of steps >= 1"),
             (["-e", "g", "--stop_after", "0"], "--stop_after: expected seconds above 0, got 0"),
             (["-e", "g", "--max_host_memory", "90"], "--max_host_memory: expected a share between 0 and 1, got 90"),
             (["-e", "g", "--num_workers", "-1"], "--num_workers: expected a number of processes, or 0 for none, got -1"),

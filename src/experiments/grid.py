@@ -1,10 +1,13 @@
 """Many experiments from one dict. Files of experiments import this and each other, and nothing else of the project."""
 
+import contextlib
+import functools
 import itertools
 import json
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from src.config import unknown
 from src.errors import ConfigError
@@ -14,35 +17,82 @@ from src.registry import canonical_dict
 
 Experiment = dict[str, Any]
 Axes = Mapping[str, list[Any]]
+P = ParamSpec("P")
+T = TypeVar("T")
+_deferring = False
 
 
+class BrokenGroup(list[Experiment]):
+    """What a refused call gave inside `deferred_errors`. Whoever reads it gets the refusal, `error`."""
+
+    def __init__(self, error: str) -> None:
+        super().__init__()
+        self.error = error
+
+    def __iter__(self) -> Iterator[Experiment]:
+        raise ConfigError(self.error)
+
+    def __add__(self, other: Any) -> "BrokenGroup":  # type: ignore[override]
+        return self
+
+    __radd__ = __add__
+
+
+@contextlib.contextmanager
+def deferred_errors() -> Iterator[None]:
+    """Within the block, what `grid`, `zip_axes` and `seeds` refuse breaks the group that it was for, and no other."""
+    global _deferring  # noqa: PLW0603
+    before, _deferring = _deferring, True
+    try:
+        yield
+    finally:
+        _deferring = before
+
+
+def _deferrable(make: Callable[P, list[T]]) -> Callable[P, list[T]]:
+    @functools.wraps(make)
+    def call(*args: P.args, **kwargs: P.kwargs) -> list[T]:
+        try:
+            return make(*args, **kwargs)
+        except ConfigError as error:
+            if not _deferring:
+                raise
+            place = sys._getframe(1)
+            at = f"{place.f_code.co_filename}:{place.f_lineno}: "
+            return BrokenGroup(str(error) if ".py:" in str(error) else f"{at}{error}")  # type: ignore[return-value]
+
+    return call
+
+
+@_deferrable
 def grid(base: Experiment, axes: Axes, where: Callable[[Experiment], bool] | None = None) -> list[Experiment]:
     """Every combination of the values of `axes` (dotted path -> values), the last axis changing fastest.
 
     `where` keeps the experiments for which it is true. A value that is a list stays a list. The dicts share nothing.
 
     Raises:
-        ConfigError: a `base` that is no dict, a path that is not in it, or an axis without values.
+        ConfigError: a `base` that is no dict, a path that is neither in it nor a field of its config, or an axis without values.
     """
     _check_axes(axes, "grid")
-    combinations = itertools.product(*axes.values())
-    experiments = [_combine(base, zip(axes, values, strict=True)) for values in combinations]
+    experiments = _fill(base, axes, itertools.product(*axes.values()))
     return [exp for exp in experiments if where is None or where(exp)]
 
 
+@_deferrable
 def zip_axes(base: Experiment, axes: Axes) -> list[Experiment]:
     """One experiment for each position in the axes: the first values together, the second values together, and so on.
 
     Raises:
-        ConfigError: axes of different lengths, a path that is not in `base`, or an axis without values.
+        ConfigError: axes of different lengths, a path that is neither in `base` nor a field of its config, or an axis without values.
     """
     _check_axes(axes, "zip_axes")
     lengths = {path: len(values) for path, values in axes.items()}
     if len(set(lengths.values())) > 1:
         raise ConfigError(f"zip_axes: axes of equal length are needed, got {', '.join(f'{p}: {n}' for p, n in lengths.items())}.")
-    return [_combine(base, zip(axes, values, strict=True)) for values in zip(*axes.values(), strict=True)]
+    return _fill(base, axes, zip(*axes.values(), strict=True))
 
 
+@_deferrable
 def seeds(experiments: Iterable[Experiment], seeds: int | Sequence[int]) -> list[Experiment]:
     """Each experiment once for each seed: 0 … `seeds` - 1, or the seeds listed.
 
@@ -103,8 +153,41 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set: {path.strip()}: nested too deeply, or a number of too many digits: {shown}.") from None
 
 
-def _combine(base: Any, values: Iterable[tuple[str, Any]], must_exist: bool = True) -> Experiment:
-    """A deep copy of `base` with `values` at their dotted paths."""
+def parse_assignments(texts: Iterable[str]) -> list[list[tuple[str, Any]]]:
+    """Every combination of the assignments of --set: `seed=0,1,2` gives three values, as all between its commas is JSON.
+
+    Raises:
+        ConfigError: as `parse_assignment`.
+    """
+    axes = [(path, _values(value)) for path, value in map(parse_assignment, texts)]
+    return [list(zip((path for path, _ in axes), values, strict=True)) for values in itertools.product(*(each for _, each in axes))]
+
+
+def _values(value: Any) -> list[Any]:
+    if isinstance(value, str) and "," in value:
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(f"[{value}]")
+    return [value]
+
+
+def _fill(base: Any, axes: Axes, combinations: Iterable[Sequence[Any]]) -> list[Experiment]:
+    """An experiment for each combination of values. A path that is not in `base` must be a field of its config."""
+    made = [list(zip(axes, values, strict=True)) for values in combinations]
+    try:
+        return [_combine(base, values) for values in made]
+    except ConfigError as error:
+        if not made:
+            raise
+        experiments = [_combine(base, values, must_exist=False, create=True) for values in made]
+        try:
+            load_experiment(experiments[0], "grid")
+        except ConfigError as other:
+            raise error if "unknown" in str(other) else other from None
+        return experiments
+
+
+def _combine(base: Any, values: Iterable[tuple[str, Any]], must_exist: bool = True, create: bool = False) -> Experiment:
+    """A deep copy of `base` with `values` at their dotted paths; see `_assign`."""
     if not isinstance(base, dict):
         raise ConfigError(f"expected a dict of an experiment, got {reprlib.repr(base)} ({type(base).__name__}).")
     try:
@@ -112,7 +195,7 @@ def _combine(base: Any, values: Iterable[tuple[str, Any]], must_exist: bool = Tr
     except RecursionError:
         raise ConfigError("an experiment holds itself, or is nested too deeply.") from None
     for path, value in values:
-        _assign(exp, path, value, must_exist)
+        _assign(exp, path, value, must_exist, create)
     return exp
 
 
@@ -123,13 +206,15 @@ def _copy(value: Any) -> Any:
     return [_copy(item) for item in value] if type(value) is list else value
 
 
-def _assign(exp: Experiment, path: str, value: Any, must_exist: bool) -> None:
-    """`set_path` in place. `value` is copied, so that no two experiments share a dict."""
+def _assign(exp: Experiment, path: str, value: Any, must_exist: bool, create: bool = False) -> None:
+    """`set_path` in place. `value` is copied, so that no two experiments share a dict. create: make dicts that are missing on the way."""
     place, keys = exp, path.split(".")
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
         if not key:
             raise ConfigError(f"{path!r}: expected keys joined by single dots, such as 'loop.steps'.")
+        if create and not last:
+            place.setdefault(key, {})
         if key not in place and (must_exist or not last):
             raise unknown("key", key, map(str, place), ".".join(keys[:depth]) or path)
         if last:

@@ -61,13 +61,13 @@ class TrackedJob:
 
 
 def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
-    """The folder of save directories, and the selected ids: all in `path`, or `path` itself if it is a save directory.
+    """The folder of save directories, and the selected ids: all in `path`, or `path` itself if it is a save directory or begins one's id.
 
     Raises:
         ConfigError: no such folder, no run in it, or none of `group`.
-        RunError: the folder cannot be read.
+        RunError: the folder cannot be read, or several ids begin so.
     """
-    path = path.resolve()
+    path = metadata.expand_run(path).resolve()
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder. Expected one of save directories, or one save directory.")
     if _ID.fullmatch(path.name):
@@ -276,19 +276,27 @@ def tail(log: Path, lines: int, end: int | None = None) -> str:
     return "\n".join(data.decode("utf-8", errors="replace").splitlines()[-lines:]) if lines > 0 else ""
 
 
-def format_table(rows: Iterable[Row]) -> list[str]:
-    """The rows as lines of a table, with a header."""
-    head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "reason")
-    return aligned_lines([head, *(_cells(row) for row in rows)])
+def format_table(rows: Iterable[Row], differences: Mapping[str, str] | None = None) -> list[str]:
+    """The rows as lines of a table, with a header. differences: by id, what sets an experiment apart; a column if there is any."""
+    told = differences or {}
+    head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "differs by", "reason")
+    lines = [head, *(_cells(row, told.get(row.exp_id, "")) for row in rows)]
+    return aligned_lines(lines if any(told.values()) else [(*line[:-2], line[-1]) for line in lines])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def summarize(rows: Sequence[Row]) -> str:
+    """ "12 experiments: 3 running, 9 done", in the order of `STATES`."""
+    counts = {state: sum(row.state == state for row in rows) for state in STATES}
+    return f"{len(rows)} experiment{'s' * (len(rows) != 1)}: {', '.join(f'{count} {state}' for state, count in counts.items() if count)}"
+
+
+def _cells(row: Row, difference: str) -> tuple[str, ...]:
     step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else str(row.step)
     loss = "" if row.loss is None else f"{row.loss:.4g}"
     reason = row.reason.replace("\n", " ")
     starts = str(row.attempts) if row.attempts else ""
     spent, beat = _format_duration(row.seconds), _format_duration(row.heartbeat_seconds)
-    return row.exp_id, row.group or "-", row.state, row.job_id or "", row.node, spent, starts, step, loss, beat, reason
+    return row.exp_id, row.group or "-", row.state, row.job_id or "", row.node, spent, starts, step, loss, beat, difference, reason
 
 
 def _format_duration(seconds: float | None) -> str:

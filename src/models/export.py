@@ -22,6 +22,7 @@ from src.models import lora
 from src.models.cross_attention import xc_cache_weights
 from src.models.load import PLACES, checkpoint_folder
 from src.models.trained_model import from_checkpoint
+from src.runs.metadata import expand_run
 
 log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -39,7 +40,7 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None)
 
     if target.exists():
         raise ConfigError(f"{target}: is there already. Name a folder that is not.")
-    folder = checkpoint_folder(source)
+    folder = checkpoint_folder(expand_run(source, places.runs))
     model: Any = from_checkpoint(folder, str(folder), places)
     merged = lora.merge(model)
     if dtype:
@@ -74,7 +75,7 @@ def _write(model: Any, moved: bool, made: Path, folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser("src.models.export", __doc__)
-    parser.add_argument("source", type=Path, help="a run or one of its checkpoints")
+    parser.add_argument("source", type=Path, help="a run, the beginning of its id, or one of its checkpoints")
     parser.add_argument("target", type=Path, help="the new folder")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as trained)")
     parser.add_argument("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")

@@ -12,6 +12,7 @@ from src.errors import CheckpointError
 from src.files import defect
 from src.models.trained_model import from_checkpoint
 from src.runs.checkpoints import folder as checkpoints
+from src.runs.metadata import expand_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
@@ -21,13 +22,15 @@ PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
 def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
     """The model of a checkpoint, or of the newest whole checkpoint of a run, in eval mode; and its tokenizer.
 
+    source: a folder, or the beginning of an id.
+
     Raises:
         CheckpointError: there is no whole checkpoint.
         UserError: a part of the model is missing.
     """
     from transformers import AutoTokenizer
 
-    folder = checkpoint_folder(Path(source))
+    folder = checkpoint_folder(expand_run(Path(source), places.runs))
     model: Any = from_checkpoint(folder, str(folder), places)
     return model.eval(), AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
 

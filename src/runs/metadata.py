@@ -29,6 +29,21 @@ CODE_VERSIONS = "code_versions"
 State = Literal["running", "done", "failed", "stopped"]
 
 
+def expand_run(path: Path, runs: Path = Path("results/runs")) -> Path:
+    """`path` or, where there is no such thing, the one save directory there whose id it begins. A name alone is looked for in `runs`.
+
+    Raises:
+        RunError: several begin so.
+    """
+    if path.exists() or not path.name.isalnum():
+        return path
+    folder = runs if path.parent == Path() else path.parent
+    found = [each for each in sorted(folder.glob(f"{path.name}*")) if (each / EXP_DICT).is_file()]
+    if len(found) > 1:
+        raise RunError(f"{path}: {len(found)} experiments begin so: {', '.join(each.name for each in found)}. Write more of the id.")
+    return found[0] if found else path
+
+
 def read_exp_dict(path: Path) -> dict[str, Any]:
     """The dict of the experiment in the save directory `path`.
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from src.config import Places, unknown
+from src.config import Places, top_level, unknown
 from src.errors import ConfigError, RunError, UserError
-from src.experiments.grid import set_path
+from src.experiments.grid import BrokenGroup, deferred_errors, set_path
 from src.experiments.identity import check_values, exp_id
 from src.interfaces import RecipeConfig, load_experiment, remember_calls
 from src.registry import canonical_dict
@@ -39,6 +39,16 @@ class Planned:
         return self.groups[0] if self.groups else ""
 
 
+def read_groups() -> Any:
+    """EXP_GROUPS of exp_configs.py. A group whose grid is refused is a `BrokenGroup`; the others are as they should be.
+
+    Raises:
+        ConfigError: the file does not run otherwise.
+    """
+    with deferred_errors():
+        return top_level("exp_configs", "EXP_GROUPS")
+
+
 def load(exp: Experiment, group: str, where: str) -> Planned:
     """Validate one dict. group: "" if not known.
 
@@ -53,6 +63,8 @@ def load(exp: Experiment, group: str, where: str) -> Planned:
 
 def describe_group(experiments: Any) -> str:
     """What a group is and needs, in a few words, from the dict of its first experiment: "crossattn: bigcode/starcoder on nq"."""
+    if isinstance(experiments, BrokenGroup):
+        return f"broken: {experiments.error}"
     first = experiments[0] if isinstance(experiments, list) and experiments and isinstance(experiments[0], dict) else {}
     model, data = (part if isinstance(part := first.get(name), dict) else {} for name in ("model", "data"))
     base = model["base"] if isinstance(model.get("base"), dict) else model
@@ -97,6 +109,20 @@ def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tupl
     return _join_groups(planned)
 
 
+def load_combinations(groups: Groups, names: Sequence[str], combinations: Sequence[Sequence[tuple[str, Any]]]) -> list[Planned]:
+    """`load_groups` for each combination of assignments, which the places of the experiments name if there are several.
+
+    Raises:
+        ConfigError: as `load_groups`.
+    """
+    found: dict[str, Planned] = {}
+    for assignments in combinations:
+        differs = [f" {path}={value}" for i, (path, value) in enumerate(assignments) if len({str(each[i][1]) for each in combinations}) > 1]
+        for item in load_groups(groups, names, assignments):
+            found.setdefault(item.exp_id, replace(item, where=item.where + "".join(differs)))
+    return list(found.values())
+
+
 def _select(groups: Groups, asked: str) -> tuple[str, Sequence[int]]:
     """The group that `asked` names, and the indices in it: "lm" all, "lm[3]" one."""
     one = None if asked in groups else _ONE.fullmatch(asked)
@@ -104,6 +130,8 @@ def _select(groups: Groups, asked: str) -> tuple[str, Sequence[int]]:
     if name not in groups:
         raise unknown("group", name, groups, "-e")
     group = groups[name]
+    if isinstance(group, BrokenGroup):
+        raise ConfigError(f"{name}: {group.error}")
     if not isinstance(group, list):
         raise ConfigError(f"{name}: expected a list of experiments, got {type(group).__name__}.")
     if not group:
@@ -131,7 +159,7 @@ def load_all(groups: Groups) -> dict[str, Planned]:
     """Every valid experiment of `groups` by its id."""
     found: dict[str, Planned] = {}
     for name, experiments in groups.items():
-        for i, exp in enumerate(experiments if isinstance(experiments, list) else []):
+        for i, exp in enumerate(experiments if isinstance(experiments, list) and not isinstance(experiments, BrokenGroup) else []):
             with contextlib.suppress(ConfigError):
                 item = load(exp, name, f"{name}[{i}]")
                 found.setdefault(item.exp_id, item)

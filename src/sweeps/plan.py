@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from src import config as configs
-from src.config import Places, top_level
+from src.config import Places
 from src.errors import ConfigError
 from src.files import read_yaml
 from src.runs import plan
@@ -157,7 +157,7 @@ def load(path: Path, places: Places) -> Sweep:
     if file.method == "grid":
         dimensions = sweep_space.grid_dimensions(dimensions, f"{where}: parameters")
     command = sweep_command.parse(file.command, file.program, f"{where}: command")
-    source = sweep_command.find_source(command, top_level("exp_configs", "EXP_GROUPS"), places.runs)
+    source = sweep_command.find_source(command, plan.read_groups(), places.runs)
     places = Places(places.data, places.runs, {exp_id: item.exp for exp_id, item in source.known.items()})
     sweep = Sweep(file.name or path.stem, file, dimensions, command, source, places)
     item = check_values(sweep, f"{where}: parameters")

@@ -11,7 +11,7 @@ from src.errors import ConfigError, DataError, UserError
 from src.experiments import expressions
 from src.files import reading
 from src.runs.lease import holder_is_dead
-from src.runs.metadata import CODE_VERSIONS, state_of
+from src.runs.metadata import CODE_VERSIONS, flatten, state_of
 from src.runs.summary import is_finite
 from src.tables.scan import RunIndex, RunRecord
 
@@ -97,6 +97,16 @@ def distinguishing_keys(rows: Sequence[Row]) -> list[str]:
         return all(len(set(count)) == 1 for count in counts) and any(count[0] > 1 for count in counts)
 
     return [key for key in keys if key not in parents or not follows_seed(key)]
+
+
+def describe_differences(experiments: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
+    """What sets each experiment, a dict with its group, apart from the others of its group: {id: "seed=1 learning_rate=0.001"}."""
+    found: dict[str, str] = {}
+    for group in {group for group, _ in experiments.values()}:
+        rows = {name: Row(flatten(exp)) for name, (of, exp) in experiments.items() if of == group}
+        short = short_names(varying_keys(list(rows.values())))
+        found |= {name: " ".join(f"{short[key]}={row[key]}" for key in short if key in row) for name, row in rows.items()}
+    return found
 
 
 def config_keys(row: Row) -> list[str]:

@@ -1,12 +1,15 @@
 """Grids: which experiments come out, in which order, sharing nothing."""
 
+import re
+
 import pytest
 
 from src.errors import ConfigError
-from src.experiments.grid import grid, parse_assignment, ref, seeds, set_path, zip_axes
+from src.experiments.grid import BrokenGroup, deferred_errors, grid, parse_assignment, parse_assignments, ref, seeds, set_path, zip_axes
 from src.experiments.identity import exp_id
 from src.interfaces import load_experiment
 from src.registry import canonical_dict
+from tests import toy
 
 BASE = {"recipe": "r", "seed": 0, "model": {"stride": 1, "sizes": [1, 2]}}
 
@@ -126,3 +129,57 @@ def test_ref_of_an_invalid_parent_names_the_mistake(toy_recipe: None):
         ref({"recipe": "toy", "seed": 0, "rte": 1})
     with pytest.raises(ConfigError, match=r"^ref\.rate: expected a JSON value"):
         ref({"recipe": "toy", "seed": 0, "rate": (1,)})
+
+
+def test_an_axis_may_be_a_field_that_the_base_leaves_to_its_default():
+    experiments = grid(toy.BASE, {"loop.weight_decay": [0.0, 0.5], "loop.early_stopping.patience": [3]})
+    assert [exp["loop"]["weight_decay"] for exp in experiments] == [0.0, 0.5]
+    assert [exp["loop"]["early_stopping"] for exp in experiments] == [{"patience": 3}] * 2
+    assert "weight_decay" not in toy.BASE["loop"]
+    assert zip_axes(toy.BASE, {"loop.weight_decay": [0.5]}) == [experiments[1] | {"loop": {**toy.BASE["loop"], "weight_decay": 0.5}}]
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"loop.weight_decai": [0.5]}, r"^loop: unknown key 'weight_decai'"),
+        ({"lop.weight_decay": [0.5]}, r"^lop\.weight_decay: unknown key 'lop'\. Did you mean 'loop'\?"),
+        ({"loop.weight_decay": [-1.0]}, r"^grid\.loop\.weight_decay:  expected a number >= 0\.0, got -1\.0"),
+    ],
+)
+def test_such_an_axis_is_checked_by_the_config(axes: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        grid(toy.BASE, axes)
+
+
+def test_a_refused_grid_breaks_its_own_group_alone():
+    with deferred_errors():
+        broken = grid(BASE, {"sed": [1]})
+        whole = grid(BASE, {"seed": [1, 2]})
+        around = [seeds(broken, 2), whole + broken, broken + whole]
+    assert len(whole) == 2
+    line = re.match(rf"^{re.escape(__file__)}:(\d+): unknown key 'sed'|^{re.escape(__file__)}:(\d+): sed: unknown key 'sed'", broken.error)
+    assert line, broken.error
+    assert [type(each) for each in around] == [BrokenGroup] * 3
+    assert {each.error for each in around} == {broken.error}, "the place where it began"
+    with pytest.raises(ConfigError, match="unknown key 'sed'"):
+        list(broken)
+    with pytest.raises(ConfigError, match=r"^sed: unknown key 'sed'"):
+        grid(BASE, {"sed": [1]})
+
+
+@pytest.mark.parametrize(
+    ("texts", "combinations"),
+    [
+        ([], [[]]),
+        (["a=1"], [[("a", 1)]]),
+        (["a=0,1,2"], [[("a", 0)], [("a", 1)], [("a", 2)]]),
+        (["a=1e-3,true", "b=x"], [[("a", 0.001), ("b", "x")], [("a", True), ("b", "x")]]),
+        (['a="x","y"'], [[("a", "x")], [("a", "y")]]),
+        (["a=[1,2]"], [[("a", [1, 2])]]),
+        (["a=x,y"], [[("a", "x,y")]]),
+        (["a=1,"], [[("a", "1,")]]),
+    ],
+)
+def test_numbers_between_commas_make_a_grid(texts: list[str], combinations: list):
+    assert parse_assignments(texts) == combinations

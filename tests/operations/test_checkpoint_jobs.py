@@ -130,6 +130,16 @@ def test_every_stage_of_every_checkpoint_once(world: World):
     assert (world.run / first["log"]).exists()
 
 
+def test_as_a_command_it_says_what_it_does(world: World):
+    world.raw["evaluate"]["tasks"]["size"]["command"] = "false"
+    world.write()
+    command = [sys.executable, "-m", "src.operations.checkpoint_jobs", str(world.runs), "--plan", str(world.file), "--once"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == checkpoint_jobs.FAILED
+    assert f"{ID} step 10: convert\n" in done.stderr
+    assert f"{ID} step 10: evaluate:size failed: " in done.stderr
+
+
 def test_a_dry_run_shows_the_commands_and_does_nothing(world: World, capsys: pytest.CaptureFixture[str]):
     assert world.once("--dry-run") == 0
     out = capsys.readouterr().out

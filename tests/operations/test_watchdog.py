@@ -210,6 +210,10 @@ def test_finished_and_failed_runs(world: World):
     world.kill()
     assert [world.look(), world.look()] == [watchdog.NEW, watchdog.KNOWN]
     assert [event["line"] for event in jsonl_records.rows(world.run / events.EVENTS)] == ["out of luck"]
+    (world.run / events.EVENTS).unlink()
+    command = [sys.executable, "-m", "src.operations.watchdog", str(world.runs), "--once"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.startswith(f"{ID} error "), "out of luck" in done.stderr) == (watchdog.NEW, True, True)
     world.start()
     world.tell("done 100")
     world.kill()

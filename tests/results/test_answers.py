@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from results import answers
+from src.experiments.identity import exp_id
 from src.runs.run_dir import RunDir
 
 
@@ -71,6 +72,11 @@ def test_an_answer_is_right_as_the_metrics_of_its_experiment_say(tmp_path: Path)
         (found,) = answers.samples(run).values()
         assert found[3].answer.text == "A3.", "a file that changed is read again"
         assert found[3].is_right
+
+
+def test_the_questions_of_one_run(asked: Path, capsys: pytest.CaptureFixture[str]):
+    first = exp_id({"recipe": "toy", "seed": 0})
+    assert "q0 of 0" in printed(capsys, asked, "--exp_id", first[:6])
 
 
 def test_runs_without_answers_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]):

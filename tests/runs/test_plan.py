@@ -1,6 +1,8 @@
 """Plans: which experiments a command line names, and the groups that asked for each."""
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,9 @@ import pytest
 from src.config import Places
 from src.errors import ConfigError, RunError
 from src.experiments.identity import exp_id
+from src.launch.status import select_runs
 from src.runs import plan
-from src.runs.metadata import join_groups
+from src.runs.metadata import expand_run, join_groups
 
 pytestmark = pytest.mark.usefixtures("toy_recipe")
 
@@ -149,3 +152,38 @@ def test_a_parent_that_is_done_is_not_trained_again_so_its_checkpoint_must_be_th
     (message,) = plan.find_problems([item(ONE), item(heir)], places)[exp_id(heir)]
     assert "step-00000004: the last checkpoint is gone" in message
     assert plan.find_problems([item(ONE), item(heir)], places, {exp_id(ONE)}) == {}
+
+
+def test_several_values_of_an_assignment_make_several_experiments():
+    planned = plan.load_combinations({"a": [ONE]}, ["a"], [[("seed", 1)], [("seed", 2)]])
+    assert [(item.exp, item.where) for item in planned] == [(ONE, "a[0] seed=1"), (TWO, "a[0] seed=2")]
+    assert [item.where for item in plan.load_combinations({"a": [ONE]}, ["a"], [[("seed", 2)]])] == ["a[0]"]
+
+
+def test_a_group_whose_grid_is_refused_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = f"""from src.experiments.grid import grid
+EXP_GROUPS = {{}}
+EXP_GROUPS["broken"] = grid({ONE!r}, {{"sed": [1]}})
+EXP_GROUPS["whole"] = grid({ONE!r}, {{"seed": [1, 2]}})
+"""
+    (tmp_path / "exp_configs.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "exp_configs", raising=False)
+    try:
+        groups = plan.read_groups()
+    finally:
+        sys.modules.pop("exp_configs", None)
+    assert len(plan.load_groups(groups, ["whole"], [])) == len(plan.load_all(groups)) == 2
+    place = re.escape(f"{tmp_path / 'exp_configs.py'}:3: sed: unknown key 'sed'")
+    with pytest.raises(ConfigError, match=f"^broken: {place}"):
+        plan.load_groups(groups, ["broken"], [])
+    assert re.match(f"broken: {place}", plan.describe_group(groups["broken"]))
+
+
+def test_a_run_is_found_by_the_beginning_of_its_id(tmp_path: Path):
+    first, second = saved(tmp_path, ONE, "abc1" + "0" * 28), saved(tmp_path, TWO, "abd2" + "0" * 28)
+    assert expand_run(tmp_path / "abc") == expand_run(Path("abc"), tmp_path) == expand_run(first) == first
+    assert expand_run(tmp_path / "xyz") == tmp_path / "xyz"
+    with pytest.raises(RunError, match=f"2 experiments begin so: {first.name}, {second.name}"):
+        expand_run(tmp_path / "ab")
+    assert select_runs(tmp_path / "abd") == (tmp_path, [second.name])

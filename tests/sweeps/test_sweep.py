@@ -165,6 +165,15 @@ def test_trials_is_the_total_of_all_calls(world: World):
     assert f"{best['val_loss']:.6g}, {best['exp_id']}" in world.last.splitlines()[-1]
 
 
+def test_as_a_command_it_says_what_it_does(world: World):
+    process = world.start("--trials", "1")
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    (row,) = world.rows()
+    said = [line for line in errors.splitlines() if line.startswith("trial 0: ")]
+    assert said == [f"trial 0: {row['exp_id']} loop.learning_rate={row['loop.learning_rate']}", f"trial 0: done {row['val_loss']:g} "]
+
+
 def test_a_grid_goes_in_order_and_needs_no_metric(world: World):
     world.write(method="grid", metric=None, parameters={"seed": {"values": [3, 1, 2]}, "loop.learning_rate": {"values": [0.1, 0.01]}})
     assert world.sweep("--trials", "4") == ["complete"] * 4

@@ -277,3 +277,8 @@ def test_intervals_stand_beside_deviations(tmp_path: Path):
     assert row["loss_ci95"] == pytest.approx(4.302652729911275 * row["loss_std"] / 3**0.5, rel=1e-9)
     (alone,) = statistics.aggregate(grid(tmp_path / "other", (1,), (0,)), [], ["loss"])
     assert alone["loss_ci95"] is None
+
+
+def test_what_sets_experiments_of_a_group_apart_is_told_in_short():
+    experiments = {"a": ("g", experiment(1, 0)), "b": ("g", experiment(1, 1)), "c": ("h", experiment(2, 0))}
+    assert results.describe_differences(experiments) == {"a": "seed=0", "b": "seed=1", "c": ""}
