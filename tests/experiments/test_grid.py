@@ -144,7 +144,7 @@ def test_an_axis_may_be_a_field_that_the_base_leaves_to_its_default():
     [
         ({"loop.weight_decai": [0.5]}, r"^loop: unknown key 'weight_decai'"),
         ({"lop.weight_decay": [0.5]}, r"^lop\.weight_decay: unknown key 'lop'\. Did you mean 'loop'\?"),
-        ({"loop.weight_decay": [-1.0]}, r"^grid\.loop\.weight_decay:  expected a number >= 0\.0, got -1\.0"),
+        ({"loop.weight_decay": [-1.0]}, r"^grid\.loop\.weight_decay: expected a number >= 0\.0, got -1\.0"),
     ],
 )
 def test_such_an_axis_is_checked_by_the_config(axes: dict, message: str):
@@ -158,10 +158,10 @@ def test_a_refused_grid_breaks_its_own_group_alone():
         whole = grid(BASE, {"seed": [1, 2]})
         around = [seeds(broken, 2), whole + broken, broken + whole]
     assert len(whole) == 2
+    assert isinstance(broken, BrokenGroup)
     line = re.match(rf"^{re.escape(__file__)}:(\d+): unknown key 'sed'|^{re.escape(__file__)}:(\d+): sed: unknown key 'sed'", broken.error)
     assert line, broken.error
-    assert [type(each) for each in around] == [BrokenGroup] * 3
-    assert {each.error for each in around} == {broken.error}, "the place where it began"
+    assert [each.error for each in around if isinstance(each, BrokenGroup)] == [broken.error] * 3, "the place where it began"
     with pytest.raises(ConfigError, match="unknown key 'sed'"):
         list(broken)
     with pytest.raises(ConfigError, match=r"^sed: unknown key 'sed'"):
