@@ -30,8 +30,8 @@ def llama() -> Any:
 
 
 def t5() -> Any:
-    sizes = {"d_model": 48, "d_kv": 8, "d_ff": 80, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(num_layers=LAYERS, vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
+    sizes = {"d_model": 48, "d_kv": 8, "d_ff": 80, "num_heads": 4, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(num_layers=LAYERS, vocab_size=VOCABULARY, **sizes))
 
 
 def eager(model: Any) -> Any:
