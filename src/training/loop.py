@@ -216,8 +216,7 @@ class Loop:
         self.guard.remember_keys(state.step + 1, step.keys)
         self.optimizer_step(total, count, norm)
         state.tokens += int(tokens)
-        state.since_row.add_sums(totals)
-        state.since_brief_row.add_sums(totals)
+        state.add_sums(totals)
         self.cursor, self.generated = step.cursor, 0
         self.meter.count(step)
         return total / count
@@ -289,9 +288,7 @@ class Loop:
             self.engine.step()
             moved = not overflowed
         self.monitor.after_step(self.engine.optimizer)
-        state.step += 1
-        for since in (state.since_row, state.since_brief_row):
-            since.add_step(loss_sum, count, norm if moved else None, clipped)
+        state.add_step(loss_sum, count, norm if moved else None, clipped)
 
     def evaluate(self) -> dict[str, float]:
         """Score the current model and update the selection of the best step."""

@@ -87,6 +87,17 @@ class State:
     cursor: Cursor = field(default_factory=dict)
     """Of the order of the data, behind `step`."""
 
+    def add_step(self, loss: float, tokens: float, grad_norm: float | None, clipped: bool) -> None:
+        """Count an optimizer step, in the totals too: see `IntervalTotals.add_step`."""
+        self.step += 1
+        self.since_row.add_step(loss, tokens, grad_norm, clipped)
+        self.since_brief_row.add_step(loss, tokens, grad_norm, clipped)
+
+    def add_sums(self, totals: Mapping[str, Sequence[float]]) -> None:
+        """Add to both totals: see `IntervalTotals.add_sums`."""
+        self.since_row.add_sums(totals)
+        self.since_brief_row.add_sums(totals)
+
     def to_json(self) -> dict[str, Any]:
         """A copy as JSON values, without the fields in `ADDED` that have their default: checkpoints without them stay as they were."""
         fields = asdict(self)
