@@ -120,8 +120,7 @@ def test_a_stop_between_rows_keeps_the_sums(tmp_path: Path, stop_after: int):
 def test_further_steps_are_evaluated_and_saved(tmp_path: Path):
     with small.opened(small.write_data(tmp_path)) as run:
         train(run, config(also_at=[2, 5]))
-        assert [row["step"] for row in rows(run)] == [2, 4, 5, 8, 12]
-        assert all("val_loss" in row for row in rows(run))
+        assert [row["step"] for row in rows(run) if "val_loss" in row] == [2, 4, 5, 8, 12]
         events = [event["step"] for event in ledger.read(run.path) if event["event"] == "save"]
         assert events == [2, 4, 5, 8, 12]
 
