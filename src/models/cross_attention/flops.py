@@ -16,7 +16,10 @@ PROJECTED = 2
 
 
 def training_flops(model: "CrossAttentionLM") -> Callable[[Mapping[str, Tensor]], int]:
-    """A function from a batch to the operations of one training pass over it: padding of the questions included, of the contexts not."""
+    """A function from a batch to the operations of one training pass over it: padding of the questions included, of the contexts not.
+
+    With `cache_contexts` contexts are encoded once and read many times: encoding them does not count.
+    """
     config, stack = model.base.config, decoder_stack(model.base.config)
     trained = model.settings.train_all_params
     adapters = (None if trained else adapter_weights(model.base)) or Adapters()
@@ -33,7 +36,7 @@ def training_flops(model: "CrossAttentionLM") -> Callable[[Mapping[str, Tensor]]
         total = stack._replace(layers=below).flops(B, T, FORWARD) + stack._replace(layers=stack.layers - below).flops(B, T, through)
         total += through.matrices * 2 * scored * head_weights(config) + adapters.flops(B * T, 0)
         P = batch["context_mask"][0].numel()
-        if "context_hidden" not in batch:
+        if "context_hidden" not in batch and not model.settings.cache_contexts:
             for n, S in _encoding_passes(batch["context_mask"]):
                 total += stack.flops(n, S, FORWARD) + adapters.flops(n * S, 0, FORWARD)
         total += places * B * (TRAINED.matrices * 2 * T * reading + TRAINED.attention * attention_flops(T, P, width))
