@@ -23,6 +23,7 @@ ENV = "env.json"
 DIFF = "diff.patch"
 STATUS = "status.json"
 GROUPS = "groups.json"
+REMARKS = "remarks.json"
 JOB = "job_dict.json"
 CODE_VERSIONS = "code_versions"
 """The key of status.json that says how many versions of the code have trained a run, where it is more than one."""
@@ -125,6 +126,39 @@ def read_groups(path: Path) -> list[str]:
     except RunError:
         return []
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def read_remarks(path: Path) -> tuple[list[str], str]:
+    """Tags and note that a person gave the experiment in `path`; neither belongs to its dict or id.
+
+    Raises:
+        RunError: remarks.json is damaged, or cannot be read.
+    """
+    with reading(path):
+        if not (path / REMARKS).exists():
+            return [], ""
+    hint = "Repair it or delete it; nothing else reads it."
+    try:
+        found = read_json(path / REMARKS, RunError)
+    except RunError as error:
+        raise RunError(f"{error} {hint}") from None
+    tags, note = (found.get("tags"), found.get("note")) if isinstance(found, dict) else (None, None)
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags) or not isinstance(note, str):
+        raise RunError(f'{path / REMARKS}: expected a dict with a list "tags" and a text "note". {hint}')
+    return tags, note
+
+
+def write_remarks(path: Path, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None) -> None:
+    """Add tags to those of the experiment in `path`, remove others, and replace its note unless that is None. Needs no lease.
+
+    Raises:
+        RunError: its remarks are damaged, or the disk refuses.
+    """
+    with directory_lock(path):
+        tags, old = read_remarks(path)
+        gone = set(remove)
+        tags = [tag for tag in dict.fromkeys([*tags, *add]) if tag not in gone]
+        write_json(path / REMARKS, {"tags": tags, "note": old if note is None else note})
 
 
 def prepare(path: Path, exp: Mapping[str, Any], groups: Iterable[str]) -> None:

@@ -26,6 +26,7 @@ from src.runs.metadata import (
     EXP_DICT,
     GROUPS,
     JOB,
+    REMARKS,
     STATUS,
     State,
     attempts,
@@ -39,7 +40,7 @@ from src.runs.scores import SCORES, Scores
 from src.runs.summary import SUMMARY, parse_summary, summarize
 
 DELETED = "deleted"
-_BEFORE_A_START = (leases.LEASE, leases.GUARD, EXP_DICT, GROUPS, JOB)
+_BEFORE_A_START = (leases.LEASE, leases.GUARD, EXP_DICT, GROUPS, JOB, REMARKS)
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from src.runs.metadata import CODE_VERSIONS, flatten, state_of
 from src.runs.summary import is_finite
 from src.tables.scan import RunIndex, RunRecord
 
-FACTS = ("exp_id", "state", "group", "step")
+FACTS = ("exp_id", "state", "group", "step", "tags", "note")
 _LOWER_IS_BETTER = {"loss", "ppl", "perplexity", "error", "errors", "err", "nll", "wer", "cer", "bpb", "bpc", "mse", "mae", "rmse", "kl"}
 
 _SIZES = ("projected_bytes_per_context_token", "decoder_cache_bytes_per_context_token")
@@ -35,8 +35,9 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[lis
 
     group: only the runs of one or several groups; the row of a run in several names the first.
 
-    "state" is `metadata.state_of`, or "haven" for a directory that haven wrote. "step" is that of the last row of scores,
-    or None. A config key with the name of a fact is called "config.<name>", a score with the name of either "score.<name>".
+    "tags" (a list) and "note" are what a person said of it. "state" is `metadata.state_of`, or "haven" for a directory that haven wrote.
+    "step" is that of the last row of scores, or None. A config key with the name of a fact is called "config.<name>", a score with the
+    name of either "score.<name>".
 
     Raises:
         DataError: there is no such folder, or it holds no run.
@@ -190,7 +191,7 @@ def _row(path: Path, record: RunRecord, group: str) -> Row:
     state = record.state
     if state == "running" and holder_is_dead(path):
         state = state_of(path)  # read again: it may have ended since
-    row = Row({"exp_id": path.name, "state": state, "group": group, "step": record.summary.step})
+    row = Row({"exp_id": path.name, "state": state, "group": group, "step": record.summary.step, "tags": record.tags, "note": record.note})
     row.update({f"config.{key}" if key in FACTS else key: value for key, value in record.config.items()})
     named = {f"score.{name}" if name in row else name: value for name, value in record.summary.last.items()}
     row.scores = tuple(named)

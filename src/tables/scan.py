@@ -11,14 +11,26 @@ from typing import Any
 
 from src.errors import RunError
 from src.files import read_json, reading
-from src.runs.metadata import CODE_VERSIONS, ENV, EXP_DICT, GROUPS, STATUS, flatten, read_exp_dict, read_groups, read_status
+from src.runs.metadata import (
+    CODE_VERSIONS,
+    ENV,
+    EXP_DICT,
+    GROUPS,
+    REMARKS,
+    STATUS,
+    flatten,
+    read_exp_dict,
+    read_groups,
+    read_remarks,
+    read_status,
+)
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
 from src.runs.summary import SUMMARY, Summary, parse_summary, summarize
 from src.tables import cache
 
 SETTLED_SECONDS = 2.0
 """A more recent file may change again without a new timestamp: clocks of file systems tick in milliseconds, some in seconds."""
-_READ = (EXP_DICT, GROUPS, ENV, STATUS, SCORES, SCORE_LIST)
+_READ = (EXP_DICT, GROUPS, ENV, STATUS, SCORES, SCORE_LIST, REMARKS)
 _RECORD = "record"
 """The name of a record in the cache."""
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -34,6 +46,9 @@ class RunRecord:
     config: dict[str, Any]
     """The experiment dict by dotted key."""
     summary: Summary
+    tags: list[str]
+    note: str
+    """Both from a person: `metadata.read_remarks`."""
 
 
 class RunIndex:
@@ -59,7 +74,7 @@ class RunIndex:
         with reading(path):
             key, settled = _file_key(path)
             cached = self._cached.get(name)
-            known = RunRecord(cached[1], cached[2], cached[3], Summary(*cached[4])) if cached and cached[0] == key else None
+            known = RunRecord(cached[1], cached[2], cached[3], Summary(*cached[4]), *cached[5]) if cached and cached[0] == key else None
             groups = known.groups if known else _groups(path)
             if among is not None and not any(group in among for group in groups):
                 return groups, None
@@ -67,7 +82,9 @@ class RunIndex:
                 known = _read_record(path, groups)
                 if settled and (known.state != "haven" or _is_plain(known.summary)):
                     summary = [known.summary.size, known.summary.tail, known.summary.step, known.summary.last]
-                    self._changed[name] = {_RECORD: json.dumps([key, groups, known.state, known.config, summary]).encode()}
+                    self._changed[name] = {
+                        _RECORD: json.dumps([key, groups, known.state, known.config, summary, [known.tags, known.note]]).encode()
+                    }
         return groups, known
 
 
@@ -98,7 +115,7 @@ def _read_record(path: Path, groups: list[str]) -> RunRecord:
         summary.add(read_score_list(path / SCORE_LIST))
     if isinstance(versions := status.get(CODE_VERSIONS), int):
         summary.last[CODE_VERSIONS] = versions
-    return RunRecord(groups, status["state"], config, summary)
+    return RunRecord(groups, status["state"], config, summary, *read_remarks(path))
 
 
 def _groups(path: Path) -> list[str]:

@@ -25,9 +25,10 @@ def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None) -> list[str]:
 def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str]) -> list[dict[str, Any]]:
     """One row for each combination of `by`.
 
-    Its keys: those of `by`; "exp_ids" of its runs; "runs", their number; "state", such as "done" or "2 done, 1 failed"; "step", the
-    lowest last step; and for each score its mean (None if no run has it), "<score>_std" (sample, n - 1; None for n < 2), "<score>_ci95"
-    (half the width of the 95 % confidence interval of the mean, Student's t; None for n < 2) and "<score>_n" (runs that have it).
+    Its keys: those of `by`; "exp_ids", "tags" and "note" of its runs; "runs", their number; "state", such as "done" or "2 done, 1 failed";
+    "step", the lowest last step; and for each score its mean (None if no run has it), "<score>_std" (sample, n - 1; None for n < 2),
+    "<score>_ci95" (half the width of the 95 % confidence interval of the mean, Student's t; None for n < 2) and "<score>_n" (runs that
+    have it).
 
     Raises:
         ConfigError: a key of `by` or a score that no row has.
@@ -85,6 +86,8 @@ def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[st
     found["runs"] = len(rows)
     found["state"] = states[0] if len(counts) == 1 else ", ".join(f"{n} {state}" for state, n in counts.items())
     found["step"] = min(steps) if steps else None
+    found["tags"] = sorted({tag for row in rows for tag in row["tags"]})
+    found["note"] = "; ".join(dict.fromkeys(row["note"] for row in rows if row["note"]))
     for name in scores:
         values = [row[name] for row in rows if row.get(name) is not None]
         found[name] = statistics.fmean(values) if values else None

@@ -39,6 +39,8 @@ def test_a_row_holds_config_facts_and_the_last_value_of_each_score(tmp_path: Pat
         "state": "done",
         "group": "g",
         "step": 3,
+        "tags": [],
+        "note": "",
         "recipe": "toy",
         "seed": 0,
         "model.name": "m",

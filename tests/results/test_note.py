@@ -1,0 +1,82 @@
+"""Tags and notes: beside a run, not in its id, shown and filtered by."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from results import note, overview, report, run_page, table
+from results.dashboard import Dashboard
+from src.runs.metadata import REMARKS, read_exp_dict, write_remarks
+from src.runs.run_dir import RunDir
+from src.tables import rows as results
+
+# panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of
+pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.errors.Pandas4Warning")
+
+
+def ids(runs: Path) -> list[str]:
+    return sorted(row["exp_id"] for row in results.load_rows(runs)[0])
+
+
+def test_tags_and_notes_are_set_from_the_command_line(runs: Path, capsys: pytest.CaptureFixture[str]):
+    one, other, *_ = ids(runs)
+    before = read_exp_dict(runs / one)
+    assert note.main([one[:9], other, "--runs", str(runs), "--tag", "good", "to keep", "--note", "best of the first week"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{name[:8]}  #good #to keep  best of the first week" for name in (one, other)]
+    assert note.main([other, "--runs", str(runs), "--untag", "good", "--tag", "odd", "--note", ""]) == 0
+    assert note.main([other, "--runs", str(runs)]) == 0
+    assert capsys.readouterr().out == f"{other[:8]}  #to keep #odd\n" * 2
+    assert read_exp_dict(runs / one) == before
+    assert ids(runs)[0] == one
+
+
+def test_they_are_shown_and_filtered_by(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    one, other, *_ = ids(runs)
+    results.load_rows(runs)  # what is remembered of a run must not hide a later remark
+    write_remarks(runs / one, ["good"], note="looks <fine>")
+    write_remarks(runs / other, ["goodish"])
+    assert [row["exp_id"] for row in results.filter_rows(results.load_rows(runs)[0], "'good' in tags")] == [one]
+    assert table.main([str(runs), "--where", "'good' in tags"]) == 0
+    assert "tags good, note looks <fine>." in " ".join(capsys.readouterr().out.split())
+    page = Dashboard(runs, "tiny")
+    assert sorted(page.jobs.value["notes"])[-2:] == ["#good looks <fine>", "#goodish"]
+    page.text.value = "LOOKS"
+    assert page.jobs.value["experiment"].tolist() == [one[:8]]
+    assert report.main([str(runs), "-o", str(tmp_path / "report.html")]) == 0
+    assert run_page.main([str(runs / one), "-o", str(tmp_path / "run.html")]) == 0
+    for name in ("report", "run"):
+        assert "#good looks &lt;fine&gt;" in (tmp_path / f"{name}.html").read_text()
+
+
+def test_a_run_that_has_only_a_dict_can_be_tagged_and_started(tmp_path: Path):
+    from src.runs.metadata import prepare
+
+    exp = {"recipe": "toy", "seed": 0, "tags": "its own"}
+    with RunDir.open(tmp_path / "elsewhere", exp, exp) as made:
+        name = made.exp_id
+    prepare(tmp_path / "runs" / name, exp, ["later"])
+    write_remarks(tmp_path / "runs" / name, ["queued"])
+    with RunDir.open(tmp_path / "runs", exp, exp) as run:
+        assert run.attempt == 1
+    (row,) = results.load_rows(tmp_path / "runs")[0]
+    assert (row["tags"], row["config.tags"]) == (["queued"], "its own")
+    assert overview.remarks(overview.load(tmp_path / "runs")) == {name: "#queued"}
+
+
+@pytest.mark.parametrize("content", ["[1", '["good"]', '{"tags": "good", "note": ""}', '{"tags": []}'])
+def test_a_damaged_file_is_told(runs: Path, content: str, capsys: pytest.CaptureFixture[str]):
+    one = ids(runs)[0]
+    (runs / one / REMARKS).write_text(content)
+    rows, warnings = results.load_rows(runs)
+    assert len(rows) == 5
+    assert REMARKS in warnings[0]
+    assert note.main([one, "--runs", str(runs), "--tag", "good"]) == 1
+    assert "Repair it or delete it" in capsys.readouterr().err
+    assert (runs / one / REMARKS).read_text() == content, "a file that a person may repair"
+
+
+def test_a_tag_is_a_word(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert note.main([ids(runs)[0], "--runs", str(runs), "--tag", "a,b"]) == 1
+    assert "--tag 'a,b': expected a word or a few, without a comma." in capsys.readouterr().err
+    assert json.dumps([]) == json.dumps(results.load_rows(runs)[0][0]["tags"])
