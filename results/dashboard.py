@@ -5,6 +5,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,12 @@ class Dashboard:
         self.runs = runs
         self.found = self.shown = overview.Overview(runs)
         group = group or overview.newest_group(overview.load(runs)) or ALL
-        select, many, text = pn.widgets.Select, pn.widgets.MultiChoice, pn.widgets.TextInput
+        kinds = (pn.widgets.Select, pn.widgets.MultiChoice, pn.widgets.TextInput, pn.widgets.FloatSlider)
+        select, many, text, slider = (partial(kind, stylesheets=[panes.CSS]) for kind in kinds)
         self.group = select(label="Group", options=list(dict.fromkeys([ALL, group])), value=group, width=190)
         self.states = many(label="States", css_classes=["states"], width=240, placeholder="all", solid=False)
         self.where = text(label="Expression", placeholder="model.stride > 2 and state == 'done'", css_classes=["grow"])
-        self.text = text(label="Search", placeholder="in ids, configs and reasons", width=230)
+        self.text = text(label="Search", placeholder="in ids, configs, reasons, notes", width=230)
         self.live = pn.widgets.Switch(value=live, css_classes=["live-switch"], width=34, margin=(7, 4, 0, 0))
         self.seconds = select(options={f"every {n} s": n for n in SECONDS}, value=5, width=105, margin=(0, 5))
         self.by = many(label="Rows by", css_classes=["by"], placeholder="what varies, but the seed", solid=False)
@@ -63,7 +65,7 @@ class Dashboard:
         self.spread = select(label="Spread", options={"± std": "std", "95 % interval": "ci95"}, width=120)
         self.metric = select(label="Metric", sizing_mode="stretch_width")
         self.x = select(label="x axis", options=["step"], sizing_mode="stretch_width")
-        self.smoothing = pn.widgets.FloatSlider(label="Smoothing", start=0, end=0.95, step=0.05, value=0)
+        self.smoothing = slider(label="Smoothing", start=0, end=0.95, step=0.05, value=0)
         self.logarithmic = pn.widgets.Checkbox(label="log y", width=70, margin=(26, 5, 0, 5))
         self.experiment, self.other = (select(label=label, sizing_mode="stretch_width") for label in ("Experiment", "Compare with"))
         self.log_file = select(label="Log file", width=200)
@@ -71,7 +73,8 @@ class Dashboard:
         self.wrong = pn.widgets.Checkbox(label="only wrong answers", margin=(26, 5, 0, 5))
         self.head, self.time, self.problem, self.warnings, self.result_note, self.curve_note = (panes.page() for _ in range(6))
         self.details = [panes.page() for _ in range(5)]
-        self.results = panes.Table("results", 10, formatters={panes.COLOUR: {"type": "html"}}, widths={panes.COLOUR: 34})
+        dot = panes.COLOUR
+        self.results = panes.Table("results", 10, formatters={dot: {"type": "html"}}, widths={dot: 34}, sortable={dot: False})
         self.jobs = panes.Table("jobs", 8, self._select, selectable=1, formatters={"state": {"type": "html"}})
         self.plot = chart.Plot()
         self.tabs = self._tabs()
@@ -178,7 +181,8 @@ class Dashboard:
         ordered = sorted(self.shown.jobs, key=lambda job: places.get(job.state, len(places)))
         told = overview.differing(self.shown)
         self._ids = [job.exp_id for job in ordered]
-        cells = [overview.job_cells(job, told.get(job.exp_id, "")) for job in ordered]
+        remarks = overview.remarks(self.shown)
+        cells = [overview.job_cells(job, told.get(job.exp_id, ""), remarks.get(job.exp_id, "")) for job in ordered]
         state = overview.JOB_HEADINGS.index("state")
         self.jobs.fill(overview.JOB_HEADINGS, [[*c[:state], markup.chip(c[state], c[state]), *c[state + 1 :]] for c in cells])
         names = {f"{name[:8]}  {told.get(name, '')}".strip(): name for name in self._ids}
@@ -261,7 +265,7 @@ class Dashboard:
             ("Differences", pn.Column(self.other, differences)),
             ("Lineage", ancestry),
         ]
-        return pn.Tabs(*pages, sizing_mode="stretch_width", margin=0)
+        return pn.Tabs(*pages, stylesheets=[panes.CSS], sizing_mode="stretch_width", margin=0)
 
     def _watch(self) -> None:
         def watch(do: Callable[[], None], *widgets: Any) -> None:

@@ -23,7 +23,20 @@ SCORES = 5
 """Most scores in the table of results, unless they are chosen."""
 LINES = 12
 """Most curves in one picture: the first of the table."""
-JOB_HEADINGS = ("experiment", "configuration", "group", "state", "step", "loss", "run time", "heartbeat", "starts", "node", "reason")
+JOB_HEADINGS = (
+    "experiment",
+    "configuration",
+    "group",
+    "state",
+    "step",
+    "loss",
+    "run time",
+    "heartbeat",
+    "starts",
+    "node",
+    "reason",
+    "notes",
+)
 MOST_CHARACTERS = 4000
 """Most characters of a differing value, such as uncommitted code."""
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -155,7 +168,8 @@ def select(found: Overview, states: Sequence[str] = (), where: str = "", text: s
         holds = {row["exp_id"] for row in results.filter_rows(rows, where, "expression")}
         listed = [job for job in listed if job.exp_id in holds]
     if text.strip():
-        said = {row["exp_id"]: _words(row) for row in rows}
+        said = {name: f"{remark} " for name, remark in remarks(found).items()}
+        said |= {row["exp_id"]: said[row["exp_id"]] + _words(row) for row in rows}
         listed = [
             job for job in listed if text.strip().lower() in f"{said.get(job.exp_id, '')} {job.exp_id} {job.group} {job.reason}".lower()
         ]
@@ -252,8 +266,13 @@ def differing(found: Overview) -> dict[str, str]:
     return told
 
 
-def job_cells(job: launched.Row, told: str) -> list[str]:
-    """The cells below `JOB_HEADINGS`. told: the distinguishing config values of the experiment."""
+def remarks(found: Overview) -> dict[str, str]:
+    """Exp id -> its tags and note: "#good looks fine"."""
+    return {row["exp_id"]: " ".join([*(f"#{tag}" for tag in row["tags"]), row["note"]]).strip() for row in found.rows}
+
+
+def job_cells(job: launched.Row, told: str, remark: str = "") -> list[str]:
+    """The cells below `JOB_HEADINGS`. told: the distinguishing config values of the experiment. remark: of a person."""
     step = "–" if job.step is None else str(job.step)
     return [
         job.exp_id[:8],
@@ -267,6 +286,7 @@ def job_cells(job: launched.Row, told: str) -> list[str]:
         str(job.attempts),
         job.node or "–",
         job.reason,
+        remark,
     ]
 
 

@@ -13,7 +13,7 @@ from results.diff import resolve
 from results.plot import PLOTS
 from results.run_arguments import RUNS
 from src.errors import UserError, print_errors
-from src.metrics.answers import INFERENCE
+from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs import jsonl_records, ledger
 from src.runs.metadata import flatten, read_exp_dict, read_status, state_of
 from src.runs.scores import SCORES, Scores
@@ -99,6 +99,7 @@ def _introduce(run: Path, exp: Mapping[str, Any]) -> tuple[str, list[tuple[str, 
     members = [other for other in found.rows if other["group"] == row["group"]]
     keys = results.varying_keys(members)
     facts = [("group", row["group"]), *((key, overview.format_value(row[key])) for key in keys if key in row)]
+    facts += [("notes", remark)] if (remark := overview.remarks(found)[run.name]) else []
     told = legend.label([row], keys)
     return f"{row['group']}: {told or run.name[:8]}", facts
 
@@ -107,7 +108,10 @@ def _last_scores(rows: Sequence[Mapping[str, Any]]) -> str:
     """The last value of each score that is a result."""
     last = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}
     shown = sorted(results.headline_scores([name for name in last if name != "step"]), key=lambda name: not name.startswith(INFERENCE))
-    return markup.plain_table((), [(name, f"{last[name]:.4g}") for name in shown]) if shown else ""
+    ends = [end for end in ("", WRONG, GAIN) if any(name.endswith(end) for name in shown)]
+    firsts = [name for name in shown if not name.endswith((WRONG, GAIN))]
+    lines = [[name, *(f"{last[name + end]:.4g}" if name + end in last else "" for end in ends)] for name in firsts]
+    return markup.plain_table(("", *("last" if not end else end.strip("_").replace("_", " ") for end in ends)), lines) if lines else ""
 
 
 def _answers(run: Path) -> tuple[str, list[str]]:

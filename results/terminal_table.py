@@ -60,6 +60,8 @@ def arrange(
     short = results.short_names(keys)
     found += [Column(key, short[key], [plain(row[key]) for row in table], 1) for key in keys]
     found += [Column(fact, fact, [plain(row[fact]) for row in table], 3) for fact in FACTS]
+    said = {"tags": [", ".join(row["tags"]) for row in table], "note": [row["note"] for row in table]}
+    found += [Column(name, name, cells, 3) for name, cells in said.items() if any(cells)]
     same = [column for column in found if column.rank > 1 and len(set(column.cells)) == 1 and (len(table) > 1 or column.rank == 3)]
     return [column for column in found if column not in same], [f"{column.name} {column.cells[0]}" for column in same]
 
