@@ -70,7 +70,7 @@ class LauncherConfig(Component):
 
     @abstractmethod
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """The state of each job that the scheduler knows, others are absent; with at most two calls for any number of jobs.
+        """The state of each job that the scheduler knows, others are absent; with a few calls for any number of jobs.
 
         Raises:
             LaunchError: it does not answer.

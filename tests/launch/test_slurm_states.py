@@ -9,6 +9,7 @@ import pytest
 from src import config as configs
 from src.errors import ConfigError, LaunchError
 from src.launch.slurm import launcher as slurm
+from src.launch.slurm import states
 from src.launch.slurm.commands import collapse, expand
 from src.launch.slurm.states import STATES
 from tests.launch.fake_slurm.cluster import IMPATIENT, SOON, Cluster, job, submit
@@ -61,6 +62,65 @@ def test_states(cluster: Cluster, folder: Path, task: dict[str, Any], seen: tupl
         assert f"accounting says {seen[1]}, but the controller does not know" in found.reason
         return
     assert (found.state, found.word, found.reason, found.node, found.seconds, found.restarts) == seen
+
+
+@pytest.fixture
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "_MEMORY_SECONDS", 300.0)
+
+
+@pytest.mark.usefixtures("_patience")
+@pytest.mark.parametrize("forgotten", ["", "controller"])
+@pytest.mark.parametrize(
+    ("task", "memory", "reason"),
+    [
+        ({"state": "FAILED", "exit": "0:9"}, ("531620K", "500M"), "out of memory: MaxRSS 531620K of 500M"),
+        ({"state": "FAILED", "exit": "0:9"}, ("531620K", "500Mn"), "out of memory: MaxRSS 531620K of 500M"),
+        ({"state": "OUT_OF_MEMORY", "exit": "0:125"}, ("1.5G", "2G"), "out of memory: MaxRSS 1.5G of 2G"),
+        ({"state": "FAILED", "exit": "0:9"}, ("1.5G", "2G"), "killed by SIGKILL"),
+        ({"state": "FAILED", "exit": "0:9"}, ("1.5G", "0"), "killed by SIGKILL"),
+        ({"state": "OUT_OF_MEMORY", "exit": "0:125"}, ("1.5G", "500Mc"), "out of memory: MaxRSS 1.5G"),
+        ({"state": "FAILED", "exit": "0:9"}, None, "killed by SIGKILL"),
+        ({"state": "FAILED", "exit": "1:0"}, ("3G", "2G"), "exit code 1"),
+    ],
+)
+def test_a_job_that_needed_more_memory_than_it_asked_for_says_so(
+    cluster: Cluster, folder: Path, task: dict[str, Any], memory: Any, reason: str, forgotten: str
+):
+    submit([job(folder, "a")], folder)
+    cluster.set("1_0", **task, memory=memory, forgotten=forgotten)
+    assert SOON.states(["1_0"])["1_0"].reason == reason
+
+
+@pytest.mark.parametrize("wrong", ["disabled", "absent", "slow", "garbage"])
+def test_without_an_answer_of_accounting_a_killed_job_is_killed(
+    cluster: Cluster, folder: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+):
+    ids, _ = submit([job(folder, "a"), job(folder, "b")], folder)
+    cluster.set("1_0", state="FAILED", exit="0:9", memory=("3G", "2G"))
+    if wrong == "disabled":
+        cluster.configure(accounting=False)
+    elif wrong == "absent":
+        (cluster.bin / "sacct").unlink()
+        monkeypatch.setenv("PATH", str(cluster.bin))
+    elif wrong == "slow":
+        monkeypatch.setattr(states, "_MEMORY_SECONDS", 0.5)
+        cluster.fail("sacct", "hang")
+    else:
+        cluster.fail("sacct", "garbage", text="1_0.batch|\nwhat is this\n||\n9_9.batch|3G|2G\n")
+    found = SOON.states(ids)
+    assert [found[i].reason for i in ids] == ["killed by SIGKILL", "Priority"]
+
+
+def test_accounting_is_asked_for_the_memory_of_killed_jobs_alone(cluster: Cluster, folder: Path):
+    ids, _ = submit([job(folder, f"e{i}") for i in range(3)], folder)
+    cluster.set("1_0", state="FAILED", exit="1:0")
+    cluster.forget_calls()
+    SOON.states(ids)
+    assert [call[0] for call in cluster.calls()] == ["squeue"]
+    cluster.set("1_1", state="OUT_OF_MEMORY")
+    SOON.states(ids)
+    assert "--jobs=1_1" in cluster.calls()[-1]
 
 
 def test_the_last_record_of_a_requeued_job_counts(cluster: Cluster, folder: Path):

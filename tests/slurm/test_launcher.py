@@ -1,5 +1,6 @@
 """The launcher alone on a real Slurm: what the stand-in of the fast tests assumes is so."""
 
+import re
 import time
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def ends(config: slurm.Config, ids: list[str], seconds: float = 300.0) -> dict[s
 def log(folder: Path, exp_id: str, stream: str = "out") -> str:
     path = folder / "logs" / f"{exp_id}.{stream}.log"
     return path.read_text() if path.exists() else ""
+
+
+def test_a_job_that_needs_more_memory_than_it_may_have_says_so(cluster: Cluster, folder: Path):
+    config = slurm.Config(patience_seconds=300.0, mem="200M", requeue=False)
+    ids = submit([job(folder, "a", "import time; kept = bytearray(400 << 20); time.sleep(600)")], folder, config)
+    ends(config, ids)
+    wait_until(lambda: "MaxRSS" in config.states(ids)[ids[0]].reason, "accounting of the memory", 300.0)
+    assert re.fullmatch(r"out of memory: MaxRSS \d+K of 200M", config.states(ids)[ids[0]].reason)
 
 
 def test_jobs_run_in_arrays_after_their_parents(cluster: Cluster, folder: Path):

@@ -3,11 +3,12 @@
 import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 from src.errors import LaunchError
 from src.launch.job import SchedulerState
-from src.launch.slurm.commands import Refused, ask, expand
+from src.launch.slurm.commands import Refused, ask, ask_once, expand
 
 State = Literal["queued", "running", "completed", "failed", "cancelled", "unknown"]
 _WORDS: dict[State, str] = {
@@ -27,6 +28,8 @@ _REASONS = {
     "DEADLINE": "deadline passed",
     "PREEMPTED": "preempted, and not to be queued again",
 }
+_KILLED, _OUT_OF_MEMORY = "killed by SIGKILL", _REASONS["OUT_OF_MEMORY"]
+_MEMORY_SECONDS, _MEMORY_JOBS = 5.0, 1000  # one short question: the answer is welcome, but nobody should wait for it
 _QUEUE_FIELDS = {"JobArrayID": 64, "State": 32, "Reason": 256, "NodeList": 256, "TimeUsed": 32, "RestartCnt": 16, "exit_code": 16}
 _NO_ACCOUNTING = re.compile("accounting storage is disabled|accounting.*not (enabled|configured|supported)", re.IGNORECASE)
 _LONGEST_ARGUMENT = 100_000  # bytes; Linux takes 128 KiB
@@ -34,7 +37,7 @@ _OLD = "1970-01-01"
 
 
 def scheduler_states(job_ids: Sequence[str], patience_seconds: float) -> dict[str, SchedulerState]:
-    """The states of `job_ids`, with at most two calls.
+    """The states of `job_ids`, with at most two calls, and one short one where jobs were killed, of the memory that they used.
 
     - The controller knows an id until some minutes after its end; after that accounting has the final state.
     - If accounting says that a job waits or runs but the controller does not know it, or accounting does not answer: "unknown".
@@ -44,7 +47,16 @@ def scheduler_states(job_ids: Sequence[str], patience_seconds: float) -> dict[st
     Raises:
         LaunchError: the controller does not answer.
     """
-    wanted = set(job_ids)
+    found = _find_states(set(job_ids), patience_seconds)
+    killed = [job_id for job_id, what in found.items() if what.state == "failed" and what.reason in (_KILLED, _OUT_OF_MEMORY)]
+    for job_id, (used, limit) in _ask_memory(killed[:_MEMORY_JOBS]).items():
+        if found[job_id].reason == _OUT_OF_MEMORY or _bytes(used) >= _bytes(limit) > 0:
+            told = f"{used} of {limit}" if _bytes(limit) else used
+            found[job_id] = replace(found[job_id], reason=f"{_OUT_OF_MEMORY}: MaxRSS {told}")
+    return found
+
+
+def _find_states(wanted: set[str], patience_seconds: float) -> dict[str, SchedulerState]:
     queue = dict(_ask_controller(_arrays(wanted), patience_seconds))
     known = {job_id: queue[job_id] for job_id in wanted & queue.keys()}
     if not (rest := wanted - known.keys()):
@@ -128,6 +140,29 @@ def _ask_accounting(arrays: str, patience_seconds: float) -> dict[str, Scheduler
             what = SchedulerState("unknown", what.word, reason, what.node, what.seconds, what.restarts)
         found[job_id] = what
     return found
+
+
+def _ask_memory(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """{job id: (memory of the step that used most, memory asked for)} as Slurm writes them: "531620K", "500M"; {} without an answer."""
+    try:
+        argv = ["sacct", "-n", "--parsable2", f"--jobs={','.join(job_ids)}", "--format=JobID,MaxRSS,ReqMem"]
+        lines = ask_once(argv, _MEMORY_SECONDS).splitlines() if job_ids else []
+    except LaunchError:
+        return {}
+    found: dict[str, tuple[str, str]] = {}
+    for line in lines:
+        step, used, limit = [*line.split("|"), "", ""][:3]
+        job_id = step.partition(".")[0]
+        before = found.get(job_id, ("", ""))
+        # The row of the job has the limit, those of its steps what they used; "500Mn" is of each node, before 21.08.
+        found[job_id] = max(used, before[0], key=_bytes), before[1] or limit.removesuffix("n")
+    return {job_id: memory for job_id, memory in found.items() if _bytes(memory[0]) and job_id in job_ids}
+
+
+def _bytes(text: str) -> float:
+    """Of "531620K" or "4G"; 0 where it is no such number, as in "500Mc", of each processor."""
+    match = re.fullmatch(r"([\d.]+)([KMGT]?)", text)
+    return float(match[1]) * 1024 ** " KMGT".index(match[2] or " ") if match else 0.0
 
 
 def _scheduler_state(word: str, reason: str, node: str, exit_code: str, seconds: float | None, restarts: int) -> SchedulerState:

@@ -125,11 +125,10 @@ def chosen(state: dict[str, Any], arguments: list[str]) -> list[tuple[str, str, 
     asked = dict(word.removeprefix("--").partition("=")[::2] for word in arguments if word.startswith("--"))
     found = []
     for array_id, array in state["arrays"].items():
-        if "jobs" in asked and array_id not in asked["jobs"].split(","):
-            continue
+        jobs = asked.get("jobs", array_id).split(",")
         if "name" in asked and array["name"] not in asked["name"].split(","):
             continue
-        found += [(array_id, i, task) for i, task in array["tasks"].items()]
+        found += [(array_id, i, task) for i, task in array["tasks"].items() if {array_id, f"{array_id}_{i}"} & set(jobs)]
     return found
 
 
@@ -167,6 +166,9 @@ def sacct(state: dict[str, Any], arguments: list[str]) -> str:
     if any(word.endswith("JobID,JobName") for word in arguments):
         listed = [*(f"{array}_{i}" for array, i, _ in rows), *vanished]
         return "".join(f"{job}|{state['arrays'][job.partition('_')[0]]['name']}\n" for job in listed)
+    if any(word.endswith("MaxRSS,ReqMem") for word in arguments):
+        steps = [(f"{array}_{i}", *task["memory"]) for array, i, task in rows if task.get("memory")]
+        return "".join(f"{job}||{asked}\n{job}.batch|{used}|\n{job}.extern|4K|\n" for job, used, asked in steps)
     lines = []
     for array, i, task in rows:
         node = task["node"] or "None assigned"
