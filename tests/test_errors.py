@@ -22,6 +22,7 @@ BAD_INPUT = {
     "results.clean": ["none"],
     "results.diff": ["aaaa", "bbbb", "--runs", "none"],
     "results.lineage": ["none"],
+    "results.note": ["none"],
     "results.plot": ["none"],
     "results.report": ["none"],
     "results.rescore": ["none.jsonl", "--metric", "squad"],

@@ -47,7 +47,7 @@ def expected(folder: Path) -> dict[str, Any]:
 def end(folder: Path, name: str, expected: dict[str, Any]) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Hashes of the last checkpoint of an experiment, and its score rows."""
     last = folder / "runs" / expected[name]["exp_id"] / "checkpoints" / expected[name]["last"]
-    return {file: hashlib.sha256((last / file).read_bytes()).hexdigest() for file in expected[name]["sha256"]}, toy.rows(
+    return {file: hashlib.sha256((last / file).read_bytes()).hexdigest() for file in expected[name]["sha256"]}, toy.evaluations(
         folder, expected[name]["exp_id"]
     )
 

@@ -75,7 +75,7 @@ def test_the_commands_of_the_page_of_results(carry_out: Carry, tmp_path: Path):
     for line in asked:
         for there, here in RESULTS.items():
             line = line.replace(there, here)
-        carry_out(line.replace("ID1", ids[0]).replace("ID2", ids[1]))
+        carry_out(line.replace("ID1", ids[0]).replace("ID2", ids[1]).replace("ID", ids[0]))
     assert {"report.html", "mine.zip"} <= {path.name for path in tmp_path.iterdir()}
 
 

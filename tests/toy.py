@@ -166,3 +166,8 @@ def environment() -> dict[str, str]:
 def rows(folder: Path, exp_id: str) -> list[dict[str, Any]]:
     """The score rows of a run."""
     return [json.loads(line) for line in (folder / "runs" / exp_id / "scores.jsonl").read_text().splitlines()]
+
+
+def evaluations(folder: Path, exp_id: str) -> list[dict[str, Any]]:
+    """The score rows of a run in which it was evaluated."""
+    return [row for row in rows(folder, exp_id) if "val_loss" in row]

@@ -131,7 +131,7 @@ def test_every_stage_of_every_checkpoint_once(world: World):
 
 
 def test_as_a_command_it_says_what_it_does(world: World):
-    world.raw["evaluate"]["tasks"]["size"]["command"] = "false"
+    world.raw["evaluate"]["tasks"]["size"]["command"] = "false {scores}"
     world.write()
     command = [sys.executable, "-m", "src.operations.checkpoint_jobs", str(world.runs), "--plan", str(world.file), "--once"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

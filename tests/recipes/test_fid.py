@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_learns_to_read_its_passages(folder: Path):
-    _, last = toy.rows(folder, exp_id(FID))
+    _, last = toy.evaluations(folder, exp_id(FID))
     assert last["val_loss"] < 0.5
     assert last["val_loss_shuffled_context"] > 2.0
     assert last["em"] > 0.75

@@ -86,7 +86,7 @@ def write_model(folder: Path, tokenizer: Path, seed: int) -> None:
 
 class TestTraining:
     def test_it_learns_to_read_its_prompt(self, folder: Path):
-        first, last = toy.rows(folder, exp_id(PROMPTED))
+        first, last = toy.evaluations(folder, exp_id(PROMPTED))
         assert last["val_loss"] < first["train_loss"]
         assert last["val_loss"] < last["val_loss_shuffled_context"] - 0.5
         # A colour is one of eight; with the end token known that is log(8) / 2 = 1.04 nats a token for who does not read.

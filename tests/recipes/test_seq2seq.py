@@ -99,7 +99,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_it_learns_the_task(folder: Path):
-    first, last = toy.rows(folder, exp_id(EXP))
+    first, last = toy.evaluations(folder, exp_id(EXP))
     assert last["accuracy"] > 0.9
     assert last["val_loss"] < 0.3
     assert last["task_score"] == 100 * last["macro_f1"]
@@ -212,7 +212,7 @@ def test_phases_are_scored_on_the_tasks_of_the_last(folder: Path):
     data = {"name": "phases", "phases": [{"until": 0.5, "data": MIXED["data"]}, {"data": PAINT}]}
     exp = {**EXP, "data": data, "loop": FEW, "predictions": {}}
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
-    first, last = toy.rows(folder, exp_id(exp))
+    first, last = toy.evaluations(folder, exp_id(exp))
     assert {name for name in first if name.startswith("loss/")} <= {"loss/one", "loss/two"}
     assert {name for name in last if name.startswith("loss/")} == {"loss/paint"}
     assert "macro_f1" in last

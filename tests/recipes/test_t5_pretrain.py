@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_learns_what_is_missing(folder: Path):
-    first, last = toy.rows(folder, exp_id(T5))
+    first, last = toy.evaluations(folder, exp_id(T5))
     places = Places(folder / "data", folder / "runs")
     assert last["val_loss"] < 0.6 * unigram_loss(load_experiment(T5, "t5"), places)
     assert last["val_loss"] < first["val_loss"]
@@ -75,7 +75,7 @@ def test_depth_is_trained_under_its_masks_and_its_sentences_are_scored(folder: P
     data = {"name": "mixture", "parts": {"one": depth}} if mixed else depth
     exp = {**T5, "data": data, "loop": {**T5["loop"], "steps": 2, "eval_every": 1}}
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
-    first, last = toy.rows(folder, exp_id(exp))
+    first, last = toy.evaluations(folder, exp_id(exp))
     assert last["val_loss"] < first["val_loss"]
     assert mixed or last["val_sentence_loss"] < first["val_sentence_loss"]
     if mixed:  # the same as alone: the masks are those of the batch

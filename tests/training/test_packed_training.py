@@ -87,7 +87,7 @@ def train(
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder with a finished run that has all checkpoints, and what `train` gave."""
     folder = write_data(tmp_path_factory.mktemp("whole"))
-    with small.opened(folder, Options(log_every=3)) as run:
+    with small.opened(folder) as run:
         return folder, train(run)
 
 

@@ -33,7 +33,7 @@ EXP: dict[str, Any] = {"recipe": "lm", "seed": 0, "model": MODEL, "data": DATA, 
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder with a finished run that has all checkpoints, and what `train` gave."""
     folder = write_data(tmp_path_factory.mktemp("whole"))
-    with small.opened(folder, Options(log_every=3, keep=RotationRule(last=4))) as run:
+    with small.opened(folder, Options(keep=RotationRule(last=4))) as run:
         return folder, train(run, config=DATA)
 
 
@@ -57,7 +57,7 @@ def test_stops_in_each_phase_and_between_them_change_no_bit(whole: tuple[Path, A
     assert equal(end, whole[1])
     assert rows == rows_in(whole[0])
     of_data = [{name for name in row if name.startswith(("loss/", "data/"))} for row in rows]
-    assert of_data == [{"loss/toy_text", "loss/words"}] * 2 + [{"loss/phases[1]", "data/padding", "data/left_out"}] * 2
+    assert of_data == [{"loss/toy_text", "loss/words"}] * 2 + [{"loss/phases[1]", "data/padding", "data/left_out"}] * 3
     assert end[2] == whole[1][2][stops[-1] * PASSES :]
     assert starts == [int(step >= BOUNDARY) for step in (0, *stops)]
 
@@ -88,7 +88,7 @@ def test_an_experiment_in_phases_is_measured_on_what_it_ends_with(tmp_path: Path
     assert toy.main(["-e", "phased", "packed"], {"phased": [EXP], "packed": [last]}, tmp_path) == 0
     rows = toy.rows(tmp_path, exp_id(EXP))
     by_source = [{name for name in row if name.startswith("loss/")} for row in rows]
-    assert by_source == [{"loss/toy_text", "loss/words"}] * 2 + [{"loss/phases[1]"}] * 2
+    assert by_source == [{"loss/toy_text", "loss/words"}] * 2 + [{"loss/phases[1]"}] * 3
     assert rows[-1]["loss/phases[1]"] == pytest.approx(rows[-1]["train_loss"], rel=1e-5)
     (row,) = toy.rows(tmp_path, exp_id(last))
     assert rows[0].keys() >= {"val_loss"}

@@ -21,7 +21,7 @@ def model() -> transformers.GPT2LMHeadModel:
 
 def step() -> Step:
     batches = [{"input_ids": torch.zeros(2, 5, dtype=torch.int64)}] * 3
-    return Step(batches, [None] * 3, count=20, loss_tokens=20, read_tokens=25, sequences=6, keys=[], cursor={}, passes=3)
+    return Step(batches, [None] * 3, count=20, loss_tokens=20, read_tokens=25, sequences=6, keys=[], cursor={}, passes=3, counters={})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is absent without a GPU")
