@@ -137,7 +137,7 @@ def test_as_a_command_it_says_what_it_does(world: World):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == checkpoint_jobs.FAILED
     assert f"{ID} step 10: convert\n" in done.stderr
-    assert f"{ID} step 10: evaluate:size failed: " in done.stderr
+    assert f"{ID} step 10: evaluate.size failed: " in done.stderr
 
 
 def test_a_dry_run_shows_the_commands_and_does_nothing(world: World, capsys: pytest.CaptureFixture[str]):
