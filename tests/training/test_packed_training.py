@@ -21,7 +21,7 @@ from src.interfaces import load_experiment
 from src.orders import Key
 from src.registry import DATASETS, MODELS, bind
 from src.runs import ledger
-from src.runs.context import Options, Run
+from src.runs.context import Run
 from src.runs.history import branches, rewind
 from src.runs.history.branches import Branch
 from src.training.checkpointing.folder import CheckpointMetadata
