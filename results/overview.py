@@ -12,7 +12,6 @@ from results import diff, legend, table, terminal_table
 from src.errors import RunError, UserError
 from src.files import read_json, reading
 from src.launch import status as launched
-from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs import metadata
 from src.runs.summary import is_finite
 from src.tables import curves as banded
@@ -196,29 +195,20 @@ def tabulate(
     best = ""
     if metric is not None and rows[0][metric] is not None:
         where = legend.label([rows[0]], keys)
-        best = f"Best {_plainly(metric, known)}: {columns[0].cells[0]}{f' with {where}' if where else ''}, of {len(rows)} configurations."
+        name = terminal_table.plain_score(metric, names)
+        best = f"Best {name}: {columns[0].cells[0]}{f' with {where}' if where else ''}, of {len(rows)} configurations."
     return Ranking(
-        [_plainly(column.heading, known) for column in columns],
+        [column.heading for column in columns],
         [list(cells) for cells in zip(*(column.cells for column in columns), strict=True)],
         [drawn.colours[row["exp_ids"][0]] for row in rows],
-        same,
+        [column.constant for column in same],
         best,
     )
 
 
 def headline(found: Overview) -> list[str]:
-    """The first scores to look at: of answers with their control and gain, then validation losses; the `SCORES` first."""
-    known = results.headline_scores(results.score_names(found.rows))
-    answers = [name for name in known if name.startswith(f"{INFERENCE}/")]
-    first = [name for name in answers if name in (answers[0], answers[0] + WRONG, answers[0] + GAIN)]
-    others = sorted((name for name in known if name not in answers), key=lambda name: not name.startswith("val_"))
-    return [*first, *others][:SCORES]
-
-
-def _plainly(name: str, known: Sequence[str]) -> str:
-    """A score without "inference/", unless another has that name."""
-    short = name.removeprefix(f"{INFERENCE}/")
-    return name if short.split(" ")[0] in known else short
+    """The first scores to look at."""
+    return table.headline(results.headline_scores(results.score_names(found.rows)))[:SCORES]
 
 
 def _existing(found: Overview, by: Sequence[str]) -> list[str] | None:

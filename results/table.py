@@ -13,6 +13,7 @@ from typing import Any
 from results import run_arguments
 from results.terminal_table import arrange, choose, draw, draw_rich, plain
 from src.errors import ConfigError, print_errors
+from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs.metadata import CODE_VERSIONS
 from src.tables import rows as results
 from src.tables import statistics
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; warnings about runs that cannot be read or are not done go to stderr. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
     rows, warnings = results.select(options.runs, options.groups, options.where)
+    known = results.score_names(rows)
+    metric = _score_name(options.metric, known) if options.metric else None
     output: Callable[[], None]
     if options.pivot:
         if options.by or options.scores or options.best or options.columns:
@@ -42,19 +45,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores, --best and --columns."
             )
         keys = options.pivot
-        cross, metric = pivot_score(rows, keys[0], keys[1], options.metric)
-        output = partial(print_pivot, cross, keys, metric, options.format, options.interval)
+        cross, score = pivot_score(rows, keys[0], keys[1], metric)
+        output = partial(print_pivot, cross, keys, score, options.format, options.interval)
     else:
         if options.columns and options.format != "rich":
             raise ConfigError(f"--columns is for the terminal: with --format {options.format} take --by and --scores.")
-        chosen = [name for name in options.columns or () if name in results.score_names(rows)]
-        wanted = options.scores or (["all"] if options.format in ("csv", "json") else chosen or None)
-        table, keys, scores = tabulate(rows, options.by, wanted, options.metric, options.best)
+        chosen = [name for name in (_score_name(name, known) for name in options.columns or ()) if name in known]
+        asked = [_score_name(name, known) for name in options.scores or ()]
+        wanted = asked or (["all"] if options.format in ("csv", "json") else chosen or None)
+        table, keys, scores = tabulate(rows, options.by, wanted, metric, options.best)
         if options.format == "rich":
             lowest = None if options.best is None else options.best == "min"
-            columns, same = arrange(table, keys, scores, options.metric or default_metric(scores), lowest, options.interval)
-            about = [f"Mean ± {INTERVALS[options.interval]}, best first.", *([f"In all rows: {', '.join(same)}."] if same else [])]
-            output = partial(draw, choose(columns, options.columns) if options.columns else columns, [" ".join(about)])
+            columns, same = arrange(table, keys, scores, metric or next(iter(headline(scores)), None), lowest, options.interval)
+            if options.columns:
+                columns = choose([*columns, *same], options.columns)
+            told = ", ".join(column.constant for column in same if column not in columns)
+            about = f"Mean ± {INTERVALS[options.interval]}, best first.{f' In all rows: {told}.' if told else ''}"
+            output = partial(draw, columns, [about])
         else:
             output = partial(print_table, table, keys, scores, options.format, options.interval)
     run_arguments.warn([*warnings, *remarks(rows, keys)])
@@ -87,7 +94,7 @@ def tabulate(
 
     by: dotted config keys; None takes those that vary, without the seed and what follows it. scores: None takes the headline
     ones, without the loop's diagnostics and without parts such as "em/nq"; ["all"] takes all.
-    metric: what to sort by; None takes the first of val_loss, any val_ score, any score. best: "min" or "max"; None decides by its name.
+    metric: what to sort by; None takes the first of `headline`. best: "min" or "max"; None decides by its name.
 
     Raises:
         ConfigError: a key or a score that no run has.
@@ -95,11 +102,11 @@ def tabulate(
     known = results.score_names(rows)
     keys = statistics.grouping_keys(rows, by)
     if scores is None:
-        shown = [*results.headline_scores(known), *(name for name in [CODE_VERSIONS] if name in known)]
+        shown = [*headline(results.headline_scores(known)), *(name for name in [CODE_VERSIONS] if name in known)]
     else:
         shown = known if list(scores) == ["all"] else list(scores)
     if metric is None:
-        metric = default_metric(shown)
+        metric = next(iter(headline(shown)), None)
     elif metric not in shown:
         shown = [metric, *shown]
     table = statistics.aggregate(rows, keys, shown)
@@ -108,8 +115,21 @@ def tabulate(
     return table, keys, shown
 
 
+def headline(scores: Sequence[str]) -> list[str]:
+    """`scores` in the order to look at them: of answers the first, with its control and gain; validation losses; what else there is."""
+    answers = [name for name in scores if name.startswith(f"{INFERENCE}/")]
+    first = [answers[0], answers[0] + WRONG, answers[0] + GAIN] if answers else []
+    ranks = {"val_loss": 1} | dict.fromkeys(answers, 4) | dict.fromkeys(first, 0)
+    return sorted(scores, key=lambda name: ranks.get(name, 2 if name.startswith("val_") else 3))
+
+
+def _score_name(name: str, known: Sequence[str]) -> str:
+    """The score that `name` means: "em" is inference/em, where nothing else is called so."""
+    return f"{INFERENCE}/{name}" if name not in known and f"{INFERENCE}/{name}" in known else name
+
+
 def default_metric(scores: Sequence[str]) -> str | None:
-    """The default score for sorting tables and for plots."""
+    """The default score of curves."""
     preferred = [name for name in scores if name == "val_loss"] or [name for name in scores if name.startswith("val_")] or scores
     return preferred[0] if preferred else None
 
@@ -120,7 +140,7 @@ def pivot_score(rows: Sequence[results.Row], index: str, columns: str, metric: s
     Raises:
         ConfigError: a key or a score that no run has, or no score at all.
     """
-    score = metric or default_metric(results.headline_scores(results.score_names(rows)))
+    score = metric or next(iter(headline(results.headline_scores(results.score_names(rows)))), None)
     if score is None:
         raise ConfigError("--pivot: no run has any score yet.")
     return statistics.pivot(rows, index, columns, score), score
@@ -222,7 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     run_arguments.add(parser, "only the runs of these groups")
     parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
     parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
-    parser.add_argument("--metric", help="score to sort by, best first (default: val_loss, else the first val_ score)")
+    parser.add_argument("--metric", help="score to sort by, best first (default: of answers, else val_loss)")
     parser.add_argument("--best", choices=("min", "max"), help="which end of the metric is best (default: min for losses and errors)")
     parser.add_argument("--scores", nargs="+", metavar="NAME", help="scores to show, or all (default: all for csv and json)")
     parser.add_argument("--columns", nargs="+", metavar="NAME", help="on a terminal: scores, keys and facts to show, in this order")

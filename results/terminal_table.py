@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from src.config import unknown
+from src.metrics.answers import INFERENCE
 from src.tables import rows as results
 
 FACTS = ("runs", "state", "step")
@@ -29,6 +30,11 @@ class Column:
     rank: int
 
     @property
+    def constant(self) -> str:
+        """What all its rows say, where they say the same: "step 200"."""
+        return f"{self.name} {self.cells[0]}"
+
+    @property
     def width(self) -> int:
         """Characters."""
         return max(map(len, [*self.folded.split("\n"), *self.cells]))
@@ -46,8 +52,8 @@ class Column:
 
 def arrange(
     table: Sequence[dict[str, Any]], keys: Sequence[str], scores: Sequence[str], metric: str | None, lowest: bool | None, interval: str
-) -> tuple[list[Column], list[str]]:
-    """The columns of rows of `statistics.aggregate`, the `metric` first; and what is the same in all rows, as "step 200".
+) -> tuple[list[Column], list[Column]]:
+    """The columns of rows of `statistics.aggregate`, the `metric` first; and those that are the same in all rows.
 
     lowest: whether the lowest value of the metric is the best; None decides by its name. interval: "std" or "ci95".
     """
@@ -55,7 +61,8 @@ def arrange(
     lowest = results.lower_is_better(metric or "") if lowest is None else lowest
     marks = {metric: " ↓" if lowest else " ↑"}
     found = [
-        Column(name, name + marks.get(name, ""), score_cells(table, name, interval), 0 if name == ordered[0] else 2) for name in ordered
+        Column(name, plain_score(name, scores) + marks.get(name, ""), score_cells(table, name, interval), 0 if name == ordered[0] else 2)
+        for name in ordered
     ]
     short = results.short_names(keys)
     found += [Column(key, short[key], [plain(row[key]) for row in table], 1) for key in keys]
@@ -63,7 +70,13 @@ def arrange(
     said = {"tags": [", ".join(row["tags"]) for row in table], "note": [row["note"] for row in table]}
     found += [Column(name, name, cells, 3) for name, cells in said.items() if any(cells)]
     same = [column for column in found if column.rank > 1 and len(set(column.cells)) == 1 and (len(table) > 1 or column.rank == 3)]
-    return [column for column in found if column not in same], [f"{column.name} {column.cells[0]}" for column in same]
+    return [column for column in found if column not in same], same
+
+
+def plain_score(name: str, known: Sequence[str]) -> str:
+    """A score without "inference/", unless another of the `known` has that name."""
+    short = name.removeprefix(f"{INFERENCE}/")
+    return name if short in known else short
 
 
 def score_cells(table: Sequence[dict[str, Any]], name: str, interval: str) -> list[str]:
@@ -88,7 +101,7 @@ def choose(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
     Raises:
         ConfigError: there is no such column.
     """
-    known = {column.heading: column for column in columns} | {column.name: column for column in columns}
+    known = {column.heading.split(" ")[0]: column for column in columns} | {column.name: column for column in columns}
     for name in names:
         if name not in known:
             raise unknown("column", name, known, "--columns")

@@ -42,13 +42,14 @@ def missing_seeds(rows: Sequence[Row], by: Sequence[str]) -> list[str]:
     """A sentence for each combination of `by` that lacks seeds which others have: its mean is over different runs."""
     if "seed" in by:
         return []
-    seeds = sorted({spell(row, "seed"): row["seed"] for row in rows if "seed" in row}.items(), key=lambda pair: sort_key(pair[1]))
     found = []
-    for group in group_rows(rows, by):
-        has = {spell(row, "seed") for row in group}
-        if absent := [value for spelled, value in seeds if spelled not in has]:
-            named = ", ".join(f"{key}={group[0].get(key)}" for key in by) or "all"
-            found.append(f"{named}: no run with seed {', '.join(map(str, absent))}, which others have.")
+    for alike in group_rows(rows, ["group"] if "group" in by else []):  # groups that are rows of their own are not compared
+        seeds = sorted({spell(row, "seed"): row["seed"] for row in alike if "seed" in row}.items(), key=lambda pair: sort_key(pair[1]))
+        for group in group_rows(alike, by):
+            has = {spell(row, "seed") for row in group}
+            if absent := [value for spelled, value in seeds if spelled not in has]:
+                named = ", ".join(f"{key}={group[0].get(key)}" for key in by) or "all"
+                found.append(f"{named}: no run with seed {', '.join(map(str, absent))}, which others have.")
     return found
 
 

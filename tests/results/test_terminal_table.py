@@ -74,6 +74,23 @@ def test_columns_are_chosen_by_name_in_any_order(runs: Path, capsys: pytest.Capt
     assert "--columns is for the terminal: with --format csv take --by and --scores." in capsys.readouterr().err
 
 
+def test_the_table_after_the_demo_begins_with_the_answers(demo_runs: Path, capsys: pytest.CaptureFixture[str]):
+    """As the dashboard does; "em" is inference/em, and what is the same in all rows can be chosen, too."""
+    above = [line for line in drawn(demo_runs, capsys, "-e", "demo") if line.startswith("┃")]
+    assert above[-1].split("┃")[1].strip() == "em ↑"
+    lines = drawn(demo_runs, capsys, "-e", "demo", "--columns", "val_loss", "em", "runs")
+    assert [text.strip() for text in lines[1].split("┃")[1:-1]] == ["val_loss", "em ↑", "runs"]
+    assert "runs 2" not in lines[-1]
+    assert "em ↑" in "".join(drawn(demo_runs, capsys, "-e", "demo", "--scores", "em", "--metric", "em"))
+
+
+def test_scores_to_look_at_first():
+    names = ["train_loss", "val_loss_x", "val_loss", "inference/em", "inference/f1", "inference/em_wrong_context", "inference/em_gain"]
+    assert table.headline(names)[:4] == ["inference/em", "inference/em_wrong_context", "inference/em_gain", "val_loss"]
+    assert table.headline(names)[4:] == ["val_loss_x", "train_loss", "inference/f1"]
+    assert table.headline(names[:3]) == ["val_loss", "val_loss_x", "train_loss"]
+
+
 def test_long_headings_are_folded_behind_their_words():
     assert Column("n", "inference/em_wrong_context", ["0.49 ± 0.04"], 2).folded == "inference/\nem_wrong_\ncontext"
     assert Column("n", "inference/em", ["0.49 ± 0.04 (2)"], 2).folded == "inference/em"

@@ -261,6 +261,9 @@ def test_missing_seeds_are_named(tmp_path: Path):
     ]
     assert statistics.missing_seeds(rows, ["model.stride", "seed"]) == []
     assert statistics.missing_seeds(rows[:1], []) == []
+    for row in rows:
+        row["group"] = str(row["model.stride"])
+    assert statistics.missing_seeds(rows, ["group", "model.stride"]) == []
 
 
 def test_a_pivot_holds_what_aggregate_holds(tmp_path: Path):
