@@ -65,11 +65,14 @@ def act(args: argparse.Namespace) -> int:
     from src.errors import ConfigError
     from src.launch import actions, resources
     from src.runs import parents, plan
+    from src.tables.rows import describe_differences
 
     arguments.check(args, distributed.world_size())
     groups = plan.read_groups()
-    if args.list and not args.exp_group:
-        for line in aligned_lines([[name, str(len(group)), plan.describe_group(group)] for name, group in groups.items()]):
+    if args.list and not args.exp_group and not args.exp_id:
+        known = plan.load_all(groups)
+        lines = [[name, str(len(group)), plan.describe_group(group, known)] for name, group in groups.items()]
+        for line in aligned_lines([["group", "experiments", "recipe: model on data"], *lines]):
             print(line)
         return 0
     selected = select(args, groups)
@@ -79,8 +82,11 @@ def act(args: argparse.Namespace) -> int:
     known |= {item.exp_id: item for item in selected}
     places = Places(args.data_path, args.savedir_base, {exp_id: item.exp for exp_id, item in known.items()})
     if args.list:
-        for item in selected:
-            print(f"{item.exp_id}  {item.where}  {json.dumps(item.exp)}")
+        differs = describe_differences({item.exp_id: (item.group, item.exp) for item in selected})
+        if len(selected) == 1:
+            differs = {item.exp_id: json.dumps(item.exp) for item in selected}
+        for line in aligned_lines([[item.exp_id, item.where, differs[item.exp_id]] for item in selected]):
+            print(line)
         return 0
     planned = plan.add_parents(selected, known, args.with_parents)
     chosen = {item.exp_id for item in selected}
@@ -91,9 +97,9 @@ def act(args: argparse.Namespace) -> int:
     reset = chosen if args.reset or args.job_option == "reset" else ()
     lacks = plan.find_problems(planned, places, reset, queued, args.micro_batch)
     if args.dry_run:
-        return show(planned, lacks, places)
+        return show(planned, lacks, places, known)
     if lacks:
-        raise ConfigError("\n".join(plan.merge_problems(lacks)))
+        raise ConfigError("\n".join(plan.merge_problems(lacks, known)))
     return submit(given, args, planned, chosen, places) if given else train(args, planned, chosen, places)
 
 
@@ -140,7 +146,7 @@ def state_or_damage(run: Path) -> str:
         return "damaged"
 
 
-def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> int:
+def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any, known: dict[str, Any]) -> int:
     """Print the plan and every problem; returns exit code 1 if there is one."""
     from src.runs.plan import merge_problems
 
@@ -149,10 +155,10 @@ def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any) -> in
         state = state_or_damage(places.runs / item.exp_id)
         done += state == "done" and item.exp_id not in lacks
         print(f"{item.exp_id}  {item.where:<30}  {state}")
-    for message in merge_problems(lacks):
+    for message in merge_problems(lacks, known):
         complain(message)
     not_ready = f", {len(lacks)} that cannot run as they are" if lacks else ""
-    print(f"{len(planned)} experiments: {done} done, {len(planned) - len(lacks) - done} to run{not_ready}.")
+    print(f"{len(planned)} experiment{'s' * (len(planned) != 1)}: {done} done, {len(planned) - len(lacks) - done} to run{not_ready}.")
     return 1 if lacks else 0
 
 

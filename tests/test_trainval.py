@@ -197,7 +197,7 @@ class TestLineage:
 
     def test_a_missing_parent_is_named(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         errors = fails(["-e", "crossattn"], toy.GROUPS, folder, capsys)
-        assert f"crossattn[0]: it starts from experiment {exp_id(toy.BASE)}, which has not been run" in errors
+        assert f"crossattn[0]: it starts from base[0] ({exp_id(toy.BASE)}), which has not been run" in errors
         assert "--with-parents" in errors
 
     def test_a_parent_that_nobody_knows_is_named(self, folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -209,10 +209,21 @@ class TestPlans:
         assert toy.main(["--list"], toy.GROUPS, folder) == 0
         assert toy.main(["-e", "crossattn", "--dry-run", "--with-parents"], toy.GROUPS, folder) == 0
         out = capsys.readouterr().out
-        assert re.search(r"^base +1  lm: gpt_bigcode on toy_text$", out, re.MULTILINE)
-        assert re.search(rf"^crossattn +1  crossattn: experiment {exp_id(toy.BASE)[:8]} on toy_qa$", out, re.MULTILINE)
+        assert re.search(r"^base +1 +lm: gpt_bigcode on toy_text$", out, re.MULTILINE)
+        assert re.search(r"^crossattn +1 +crossattn: base\[0\] on toy_qa$", out, re.MULTILINE)
         assert "2 experiments: 0 done, 2 to run." in out
         assert not (folder / "runs").exists()
+
+    def test_the_list_of_a_group_says_what_differs_and_that_of_one_experiment_has_its_dict(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ):
+        groups = {"g": [SHORT, SHORT | {"seed": 5}]}
+        assert toy.main(["-e", "g", "--list"], groups, folder) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split() for line in lines] == [[exp_id(exp), f"g[{i}]", f"seed={exp['seed']}"] for i, exp in enumerate(groups["g"])]
+        assert toy.main(["--exp_id", exp_id(SHORT)[:10], "--list"], groups, folder) == 0
+        name, _, exp = capsys.readouterr().out.split(maxsplit=2)
+        assert (name, json.loads(exp)["loop"]) == (exp_id(SHORT), SHORT["loop"])
 
     def test_a_damaged_status_is_shown_and_told(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0

@@ -1,6 +1,7 @@
 """The state of each experiment, from its scheduler and its save directory."""
 
 import contextlib
+import itertools
 import os
 import re
 import time
@@ -277,11 +278,12 @@ def tail(log: Path, lines: int, end: int | None = None) -> str:
 
 
 def format_table(rows: Iterable[Row], differences: Mapping[str, str] | None = None) -> list[str]:
-    """The rows as lines of a table, with a header. differences: by id, what sets an experiment apart; a column if there is any."""
+    """The rows as lines of a table, with a header and without empty columns. differences: by id, what sets an experiment apart."""
     told = differences or {}
     head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "differs by", "reason")
-    lines = [head, *(_cells(row, told.get(row.exp_id, "")) for row in rows)]
-    return aligned_lines(lines if any(told.values()) else [(*line[:-2], line[-1]) for line in lines])
+    lines = [_cells(row, told.get(row.exp_id, "")) for row in rows]
+    filled = [any(column) for column in zip(*lines, strict=True)]
+    return aligned_lines([list(itertools.compress(line, filled)) for line in (head, *lines)])
 
 
 def summarize(rows: Sequence[Row]) -> str:
@@ -292,7 +294,7 @@ def summarize(rows: Sequence[Row]) -> str:
 
 def _cells(row: Row, difference: str) -> tuple[str, ...]:
     step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else str(row.step)
-    loss = "" if row.loss is None else f"{row.loss:.4g}"
+    loss = "" if row.loss is None else f"{row.loss:#.4g}"
     reason = row.reason.replace("\n", " ")
     starts = str(row.attempts) if row.attempts else ""
     spent, beat = _format_duration(row.seconds), _format_duration(row.heartbeat_seconds)

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from src.runs import metadata, parents
 Experiment = dict[str, Any]
 Groups = Mapping[str, Sequence[Experiment]]
 _ONE = re.compile(r"(.+)\[(\d{1,9})\]", re.ASCII)
+_MISTAKE = re.compile(r"(?P<place>[^\s:]+\[\d+\](?P<path>[.\w\[\]]*))(?P<set>[^:]*): (?P<text>.*)", re.DOTALL)
+_PARENT = re.compile(r"experiment ([0-9a-f]{32})")
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,18 @@ def load(exp: Experiment, group: str, where: str) -> Planned:
     return Planned(exp_id(spelled), spelled, recipe, (group,) if group else (), where)
 
 
-def describe_group(experiments: Any) -> str:
-    """What a group is and needs, in a few words, from the dict of its first experiment: "crossattn: bigcode/starcoder on nq"."""
+def describe_group(experiments: Any, known: Mapping[str, Planned]) -> str:
+    """What a group is and needs, in a few words, from the dict of its first experiment: "crossattn: bigcode/starcoder on nq".
+
+    known: for the name of the experiment that it starts from.
+    """
     if isinstance(experiments, BrokenGroup):
         return f"broken: {experiments.error}"
     first = experiments[0] if isinstance(experiments, list) and experiments and isinstance(experiments[0], dict) else {}
     model, data = (part if isinstance(part := first.get(name), dict) else {} for name in ("model", "data"))
     base = model["base"] if isinstance(model.get("base"), dict) else model
-    trained = f"experiment {str(base.get('exp_id'))[:8]}" if base.get("name") == "experiment" else None
+    parent = str(base.get("exp_id")) if base.get("name") == "experiment" else ""
+    trained = known[parent].where if parent in known else f"experiment {parent[:8]}" if parent else None
     return f"{first.get('recipe')}: {trained or base.get('path') or base.get('name')} on {data.get('corpus') or data.get('name')}"
 
 
@@ -91,6 +97,8 @@ def replace_micro_batch(item: Planned, micro_batch: int | None) -> Planned:
 def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]) -> list[Planned]:
     """Every experiment of the groups `names`, with the assignments of --set applied. "lm[3]" names one experiment of the group "lm".
 
+    What assignments make equal is planned once.
+
     Raises:
         ConfigError: an unknown or empty group, every mistake of every experiment, or two experiments with one id.
     """
@@ -103,10 +111,10 @@ def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tupl
             try:
                 planned.append(load(_assign(groups[name][i], assignments, name, where), name, where))
             except ConfigError as error:
-                mistakes.append(str(error))
+                mistakes += str(error).splitlines()
     if mistakes:
-        raise ConfigError("\n".join(dict.fromkeys(mistakes)))
-    return _join_groups(planned)
+        raise ConfigError("\n".join(merge_mistakes(mistakes)))
+    return _join_groups(planned, bool(assignments))
 
 
 def load_combinations(groups: Groups, names: Sequence[str], combinations: Sequence[Sequence[tuple[str, Any]]]) -> list[Planned]:
@@ -166,18 +174,18 @@ def load_all(groups: Groups) -> dict[str, Planned]:
     return found
 
 
-def _join_groups(planned: list[Planned]) -> list[Planned]:
-    """Each id once, with all groups that hold it."""
+def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
+    """Each id once, with all groups that hold it. made_equal: it may stand twice in a group."""
     places: dict[str, list[Planned]] = {}
     for item in planned:
         others = places.setdefault(item.exp_id, [])
         for other in others:
             if other.exp != item.exp:
                 raise ConfigError(f"{item.where} and {other.where} differ but share the id {item.exp_id}. Change a string in one of them.")
-            if other.groups == item.groups:
+            if other.groups == item.groups and not made_equal:
                 raise ConfigError(f"{item.where} is the same experiment as {other.where}. Remove one of them.")
         others.append(item)
-    return [replace(items[0], groups=tuple(item.group for item in items)) for items in places.values()]
+    return [replace(items[0], groups=tuple(dict.fromkeys(item.group for item in items))) for items in places.values()]
 
 
 def find(wanted: str, known: Mapping[str, Planned], runs: Path) -> Planned:
@@ -243,16 +251,27 @@ def find_problems(
         except UserError as error:
             lacks.append(str(error))
         if lacks:
-            found[item.exp_id] = [f"{item.where}: {lack}" for lack in lacks]
+            found[item.exp_id] = [f"{item.where}: {line}" for lack in lacks for line in lack.splitlines()]
         before.add(item.exp_id)
     return found
 
 
-def merge_problems(lacks: Mapping[str, Sequence[str]]) -> list[str]:
-    """What `find_problems` found, each cause once: with its first place, and how many more there are."""
-    places: dict[str, list[str]] = {}
-    for messages in lacks.values():
-        for message in messages:
-            where, _, text = message.partition(": ")
-            places.setdefault(text, []).append(where)
-    return [f"{found[0]}{f' and {len(found) - 1} more' * (len(found) > 1)}: {text}" for text, found in places.items()]
+def merge_problems(lacks: Mapping[str, Sequence[str]], known: Mapping[str, Planned]) -> list[str]:
+    """What `find_problems` found, each cause once, with the places of `known` parents."""
+
+    def name(found: re.Match[str]) -> str:
+        return f"{known[found[1]].where} ({found[1]})" if found[1] in known else found[0]
+
+    return [_PARENT.sub(name, line) for line in merge_mistakes(message for messages in lacks.values() for message in messages)]
+
+
+def merge_mistakes(lines: Iterable[str]) -> list[str]:
+    """Each cause once, with its first place and how many more there are: "lm[0].model and 7 more: unknown key 'stride'"."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for line in dict.fromkeys(lines):
+        found = _MISTAKE.fullmatch(line)
+        key, place = ((found["path"], found["text"]), found["place"] + found["set"]) if found else (("", line), "")
+        places.setdefault(key, []).append(place)
+    return [
+        f"{found[0]}{f' and {len(found) - 1} more' * (len(found) > 1)}: {text}" if found[0] else text for (_, text), found in places.items()
+    ]

@@ -5,6 +5,7 @@ python -m src.sweeps resources/sweeps/base_tiny_bayes.yaml --dry-run
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import subprocess
@@ -59,12 +60,12 @@ def act(args: argparse.Namespace) -> int:
         return 0
     from src.sweeps.study import Study
 
-    study = Study(sweep.places.runs, sweep.name, sweep.file, sweep.dimensions, sweep.identity())
-    if args.workers > 1:
-        _run_workers(args, total)
-    work(sweep, study, total)
-    trials = study.trials()
-    sys.stdout.write("\n".join(table(sweep, study)) + "\n")
+    with contextlib.closing(Study(sweep.places.runs, sweep.name, sweep.file, sweep.dimensions, sweep.identity())) as study:
+        if args.workers > 1:
+            _run_workers(args, total)
+        work(sweep, study, total)
+        trials = study.trials()
+        sys.stdout.write("\n".join(table(sweep, study)) + "\n")
     return 1 if any(trial.state.name == "FAIL" for trial in trials) else 0
 
 

@@ -83,6 +83,11 @@ class Study:
                 )
             self.study.set_user_attr(ASKED, text)
 
+    def close(self) -> None:
+        """Close the connections to the database."""
+        self.storage.remove_session()
+        self.storage.engine.dispose()
+
     def trials(self) -> list["optuna.trial.FrozenTrial"]:
         """All trials in their order, without those that were repeated under another number."""
         trials = self.study.get_trials(deepcopy=False)

@@ -401,6 +401,7 @@ def test_damaged_files_are_named_and_hurt_nobody_else(world: World):
     lines = jobs.format_table(rows)
     assert len(lines) == 7
     assert lines[0].split()[:3] == ["id", "group", "state"]
+    assert "beat" not in lines[0], "no process is alive, and a column without a word is left out"
     (world.submissions()[0] / "submission.json").write_text("{}")
     (runs[5] / "status.json").unlink()
     assert "submission.json" in world.rows(items)[5].reason

@@ -82,7 +82,29 @@ def test_the_beginning_of_an_id_is_enough_where_it_is_of_one_experiment(tmp_path
 
 def test_equal_causes_are_one_line():
     lacks = {"a": ["g[0]: data: gone.", "g[0]: model: gone."], "b": ["g[1]: data: gone."], "c": ["h[0]: data: gone."]}
-    assert plan.merge_problems(lacks) == ["g[0] and 2 more: data: gone.", "g[0]: model: gone."]
+    assert plan.merge_problems(lacks, {}) == ["g[0] and 2 more: data: gone.", "g[0]: model: gone."]
+    groups = {"a": [{**ONE, "sed": 1}, {**TWO, "sed": 1}, {**TWO, "seed": "x"}]}
+    with pytest.raises(ConfigError) as caught:
+        plan.load_groups(groups, ["a"], [])
+    first, second = str(caught.value).splitlines()
+    assert re.match(r"a\[0\] and 1 more: unknown key 'sed'\. Did you mean 'seed'", first)
+    assert second.startswith("a[2].seed: expected int")
+
+
+def test_a_missing_parent_is_named_by_its_place():
+    parent = plan.load(ONE, "base", "base[0]")
+    lacks = {"a": [f"g[0]: it starts from experiment {parent.exp_id}, which is lost."], "b": [f"g[1]: experiment {'0' * 32} is gone."]}
+    assert plan.merge_problems(lacks, {parent.exp_id: parent}) == [
+        f"g[0]: it starts from base[0] ({parent.exp_id}), which is lost.",
+        f"g[1]: experiment {'0' * 32} is gone.",
+    ]
+
+
+def test_experiments_that_assignments_make_equal_are_planned_once():
+    (item,) = plan.load_groups({"a": [ONE, TWO]}, ["a"], [("seed", 7)])
+    assert (item.where, item.groups, item.exp["seed"]) == ("a[0]", ("a",), 7)
+    found = plan.load_combinations({"a": [ONE, TWO]}, ["a"], [[("seed", 7)], [("seed", 8)]])
+    assert [each.where for each in found] == ["a[0] seed=7", "a[0] seed=8"]
 
 
 def test_a_dict_that_was_edited_is_not_trained_under_its_old_id(tmp_path: Path):
@@ -177,7 +199,7 @@ EXP_GROUPS["whole"] = grid({ONE!r}, {{"seed": [1, 2]}})
     place = re.escape(f"{tmp_path / 'exp_configs.py'}:3: sed: unknown key 'sed'")
     with pytest.raises(ConfigError, match=f"^broken: {place}"):
         plan.load_groups(groups, ["broken"], [])
-    assert re.match(f"broken: {place}", plan.describe_group(groups["broken"]))
+    assert re.match(f"broken: {place}", plan.describe_group(groups["broken"], {}))
 
 
 def test_a_run_is_found_by_the_beginning_of_its_id(tmp_path: Path):

@@ -30,13 +30,22 @@ FILE: dict[str, Any] = {
     "parameters": {"lr": {"distribution": "log_uniform_values", "min": 0.0001, "max": 1.0}},
 }
 STEPS = 8
+OPEN: list[Study] = []
 
 
 def study(runs: Path, **changes: Any) -> Study:
     """As one worker opens it."""
     file = config.load(SweepFile, {**FILE, **changes}, "lr.yaml")
     dimensions = sweep_space.parse_dimensions(file.parameters, "")
-    return Study(runs, "lr", file, sweep_space.grid_dimensions(dimensions, "") if file.method == "grid" else dimensions, {})
+    OPEN.append(Study(runs, "lr", file, sweep_space.grid_dimensions(dimensions, "") if file.method == "grid" else dimensions, {}))
+    return OPEN[-1]
+
+
+@pytest.fixture(autouse=True)
+def _no_connection_stays_open() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
 
 
 def claimed(worker: Study, total: int = 100) -> ClaimedTrial:
