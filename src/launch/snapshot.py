@@ -10,7 +10,7 @@ import stat
 import subprocess
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from src.errors import LaunchError
 from src.files import MANIFEST, defect, new_directory, reading
@@ -18,6 +18,8 @@ from src.runs.environment import SECRET_FILES, SNAPSHOT, code_version
 
 MAX_FILE_BYTES = 20_000_000
 MAX_BYTES = 200_000_000
+MOST_NAMES = 20
+"""Most files that are named in the log."""
 SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
 """A file whose name has one of these words is left out (wandb_token.txt, my-secrets.yaml), but for modules (tokenizers.py, token.py)."""
 SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
@@ -35,7 +37,7 @@ _Found = dict[str, tuple[Path, bool, str]]
 def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
     """Copy the code in `root` to <snapshots>/<digest>, unless that is there, and give that folder.
 
-    The code is what git tracks or would track; without git, every file but those of `LEFT_OUT`.
+    The code is what git tracks or would track, but no environment; without git, every file but those of `LEFT_OUT`.
     Links are followed. Likely secrets are excluded, by `SECRET_FILES` and `SECRET_WORDS`, and named in the log.
     The digest is that of the paths, the modes and the contents.
 
@@ -72,7 +74,8 @@ def _collect_files(root: Path, leave_out: Sequence[Path]) -> _Found:
     paths = dict(_git_files(root, apart) or _walk(root, "", apart, ()))
     secret = sorted(name for name in paths if looks_secret(Path(name).name))
     if secret:
-        log.info("not copied for the jobs, as they look like keys: %s", ", ".join(secret))
+        more = f" and {len(secret) - MOST_NAMES} more" if len(secret) > MOST_NAMES else ""
+        log.info("not copied for the jobs, as they look like keys: %s%s", ", ".join(secret[:MOST_NAMES]), more)
     found: _Found = {}
     total = 0
     for name in sorted(paths.keys() - set(secret)):
@@ -127,11 +130,15 @@ def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
     names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
     if done.returncode != 0 or "trainval.py" not in names:
         return None
+    folders = {folder for name in names for folder in PurePath(name).parents} - {PurePath()}
+    environments = {folder for folder in folders if _is_environment(root / folder)}
     found: dict[str, Path] = {}
     for name in dict.fromkeys(names):
         path = root / name
+        if not environments.isdisjoint(PurePath(name).parents):
+            continue
         if path.is_dir():  # a link to a folder, or a repository within this one
-            if not _is_below(path.resolve(), apart):
+            if not _is_environment(path) and not _is_below(path.resolve(), apart):
                 found.update(_walk(path, name, apart, (root.resolve(),)))
         elif not apart or not _is_below(path.resolve(), apart):
             found[name] = path
@@ -150,11 +157,15 @@ def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            environment = any(Path(entry.path, sign).exists() for sign in ("pyvenv.cfg", "conda-meta"))
-            if inner != "results" and entry.name not in LEFT_OUT and not environment:
+            if inner != "results" and entry.name not in LEFT_OUT and not _is_environment(Path(entry.path)):
                 yield from _walk(Path(entry.path), inner, apart, (*above, real))
         elif not entry.name.endswith((".pyc", ".pyo")):
             yield inner, Path(entry.path)
+
+
+def _is_environment(folder: Path) -> bool:
+    """Whether it holds an installation of Python, whatever it is called."""
+    return any((folder / sign).exists() for sign in ("pyvenv.cfg", "conda-meta"))
 
 
 def _is_below(path: Path, folders: Sequence[Path]) -> bool:

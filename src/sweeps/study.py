@@ -77,6 +77,7 @@ class Study:
                 raise RunError(f"{file}: cannot be used: {error.orig}. Move it away to begin the sweep anew.") from None
             text = json.dumps(identity, sort_keys=True)
             if self.study.user_attrs.setdefault(ASKED, text) != text:
+                self.close()
                 raise ConfigError(
                     f"{file}: this study was begun with another method, metric, experiment or parameters. "
                     "Give the sweep another name, or move that file away."

@@ -83,6 +83,22 @@ def test_without_git_results_environments_and_hidden_files_stay(root: Path, tmp_
     assert names(snapshot.take(root, tmp_path / "snapshots")) == CODE | {"src/results/kept.py"}
 
 
+def test_environments_are_no_code_whatever_they_are_called(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    under_git(root)
+    for name in ("env/pyvenv.cfg", "env/lib/x.py", "env/lib/secrets.json", "deep/conda/conda-meta/x", "deep/conda/lib/x.py", "deep/y.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x")
+    (root / "env").rename(tmp_path / "env")
+    (root / ".venv").symlink_to(tmp_path / "env")
+    (root / "env").symlink_to(tmp_path / "env")
+    with caplog.at_level("INFO"):
+        assert names(snapshot.take(root, tmp_path / "snapshots")) == CODE | {".gitignore", "deep/y.py"}
+    assert not caplog.text
+    (root / "env").unlink()
+    (tmp_path / "env").rename(root / "env")
+    assert names(snapshot.take(root, tmp_path / "snapshots")) == CODE | {".gitignore", "deep/y.py"}
+
+
 @pytest.mark.parametrize("with_git", [True, False])
 def test_linked_folders_are_copied_and_a_link_to_itself_ends(root: Path, tmp_path: Path, with_git: bool):
     (root / "src").rename(tmp_path / "elsewhere")
