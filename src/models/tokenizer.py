@@ -27,4 +27,5 @@ def require(folder: Path) -> None:
     """Raises DataError where a file of the tokenizer is missing."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not os.path.isfile(folder / name):  # unlike Path.is_file, False for a name that is too long
-            raise DataError(f"{folder}: no tokenizer here ({name} is missing). Prepare it with data_prep, or name another --data_path.")
+            made = "python -m data_prep.stdlib_qa makes stdlib_tokenizer, data_prep.t5_tokenizer one for T5"
+            raise DataError(f"{folder}: no tokenizer here ({name} is missing). Prepare it ({made}), or name another --data_path.")
