@@ -18,9 +18,10 @@ RAISES = override(
         "data.train_datasets": ["stdlib_raises"],
         "data.val_datasets": ["stdlib_raises"],
         "data.val_samples": None,
-        "loop.steps": 300,
-        "loop.learning_rate": 8e-3,
-        "loop.eval_every": 30,
+        "loop.steps": 500,
+        "loop.sequences_per_step": 8,
+        "loop.learning_rate": 5e-3,
+        "loop.eval_every": 50,
         "answers": None,
         "inference": {"max_new_tokens": 8, "metrics": [{"name": "squad"}], "wrong_contexts": True},
     },
@@ -28,7 +29,7 @@ RAISES = override(
 GROUPS = {
     "demo": grid(
         RAISES,
-        {"model.num_layers": [1, 2, 3], "data.context_tokens": [16, 160], "seed": [0, 1]},
+        {"model.num_layers": [1, 2], "data.context_tokens": [16, 96, 160], "seed": [0, 1]},
         where=lambda e: e["data"]["context_tokens"] == 160 or e["model"]["num_layers"] == 1,
     ),
 }
