@@ -37,7 +37,7 @@ help:  ## this list
 
 demo: run-environment  ## data, a tiny base model, cross-attention on it, the table, the plot and answered questions (some minutes on two cores)
 	$(BIN)/python -m data_prep.stdlib_qa
-	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e base_tiny --log_every 20
+	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e base_tiny --log_every 50
 	printf '%s\n' 0 1 | xargs -P 2 -I SEED bash -o pipefail -c \
 	  "$(BIN)/python trainval.py -e demo --where 'seed == SEED' --log_every 50 2>&1 | sed -u 's/^/seed SEED  /'"
 	$(BIN)/python -m results.table -e demo --scores inference/em inference/em_wrong_context inference/em_gain
