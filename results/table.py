@@ -74,7 +74,8 @@ def remarks(rows: Sequence[results.Row], keys: Sequence[str]) -> list[str]:
     found = []
     waiting = sum(row["state"] not in ("done", "haven") for row in rows)
     if waiting:
-        found.append(f"{waiting} of {len(rows)} runs are not done; the table holds their latest scores.")
+        latest = "the table holds their latest scores" if results.score_names(rows) else "none has a score yet"
+        found.append(f"{waiting} of {len(rows)} runs are not done; {latest}.")
     if others := [key for key in results.distinguishing_keys(rows) if key not in [*keys, "group"] and "exp_id" not in keys]:
         found.append(f"the means are over different {', '.join(others)}.")
     missing = statistics.missing_seeds(rows, keys)

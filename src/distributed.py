@@ -162,9 +162,13 @@ def stoppable() -> Iterator[None]:
     _requested, _deferred = None, False
     numbers = [n for n in STOP_SIGNALS if n != signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _on_signal) for number in numbers}
+    hook = sys.unraisablehook
+    # Where Python can raise nothing, as in a callback of an import, it would print a traceback. The stop is recorded, and holds.
+    sys.unraisablehook = lambda found: None if isinstance(found.exc_value, TrainingStopped) else hook(found)
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         _requested, _deferred = None, False
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,21 @@ def test_a_second_signal_interrupts_nothing_that_the_first_has_begun():
             tell(signal.SIGUSR1)
             tidied = True
     assert tidied
+
+
+def test_a_signal_where_python_can_raise_nothing_is_recorded_without_a_traceback(capsys: pytest.CaptureFixture[str]):
+    class Signals:
+        def __del__(self):
+            tell()
+
+    before = sys.unraisablehook
+    with distributed.stoppable():
+        Signals()
+        asked = distributed.stop_requested()
+    assert asked
+    assert asked.by == "SIGTERM"
+    assert not capsys.readouterr().err
+    assert sys.unraisablehook is before
 
 
 def test_who_presses_ctrl_c_twice_does_not_wait():

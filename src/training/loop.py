@@ -356,6 +356,8 @@ class Loop:
             if self.accelerator.scaler and self.state.scaler:
                 self.accelerator.scaler.load_state_dict(self.state.scaler)
             log.info("%s: continues from step %d.", self.run.path, self.state.step)
+        else:
+            log.info("%s: trains %d steps.", self.run.path, self.config.steps)
         distributed.broadcast_from_rank0(self._truncate_records)
         if self.spec.experience:
             self.spec.experience.begin(self.engine)

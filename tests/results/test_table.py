@@ -117,6 +117,14 @@ def test_what_is_not_done_or_not_readable_is_said_beside_the_table(runs: Path, c
     assert "1 of 7 runs are not done; the table holds their latest scores." in captured.err
 
 
+def test_runs_that_were_stopped_before_their_first_score_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    exp = {"recipe": "toy", "seed": 9}
+    with RunDir.open(tmp_path, exp, exp, facts={"groups": ["tiny"]}) as run:
+        run.set_status("stopped")
+    assert table.main([str(tmp_path)]) == 0
+    assert "1 of 1 runs are not done; none has a score yet." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
