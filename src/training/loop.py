@@ -294,7 +294,7 @@ class Loop:
         """Score the current model and update the selection of the best step."""
         self.spec.model.eval()
         with self.meter.pause(), self.accelerator.autocast():
-            scores = dict(self.spec.evaluate(self.accelerator))
+            scores, self.generated = dict(self.spec.evaluate(self.accelerator)), 0  # as after a restart, saved or not
         self.spec.model.train()
         self.selection.update(self.state.step, scores)
         return scores

@@ -3,6 +3,8 @@
 import os
 import signal
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from src import distributed
 from src.data.text import tokenizers
 from src.orders import Cursor, MicroBatch, RankShare
-from src.runs.context import Run
+from src.runs.context import Options, Run
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.divergence.detector import Config as Divergence
@@ -141,6 +143,25 @@ def test_two_blocks_of_one_step_draw_other_numbers(tmp_path: Path):
             CONFIG,
             0,
         )
+
+
+def test_what_an_evaluation_draws_changes_no_rollout_however_often_the_run_is_saved(tmp_path: Path):
+    """Evaluated after every third step, saved after each, or after the first (the best) and the last; steps 4, 7, 10 roll out."""
+    found = []
+    for save_every in (3, 12):
+        data, losses = Rollouts(), count()
+
+        def evaluate(_: Any, data: Rollouts = data, losses: Iterator[int] = losses) -> dict[str, float]:
+            with data.engine.generating():
+                return {"val_loss": float(next(losses))}
+
+        with small.opened(small.write_data(tmp_path / str(save_every)), Options(save_every=save_every)) as run:
+            torch.manual_seed(0)
+            about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
+            spec = TrainSpec(Guess(), about, data, {}, lambda model, batch: ((model(batch) - batch["guesses"]) ** 2).sum(), evaluate)
+            fit(replace(spec, experience=data), run, CONFIG.model_copy(update={"eval_every": 3}), seed=0)
+        found.append(data.buffer.tolist())
+    assert found[0] == found[1]
 
 
 def test_a_step_of_an_earlier_rollout_is_not_saved_as_what_stands_there_now(tmp_path: Path):
