@@ -95,7 +95,7 @@ def act(args: argparse.Namespace) -> int:
     given = resources.load_named(args.job_scheduler, places.runs, [item.exp for item in planned]) if args.job_scheduler else None
     queued = actions.pending_parents(places.runs, planned) if given else ()
     reset = chosen if args.reset or args.job_option == "reset" else ()
-    lacks = plan.find_problems(planned, places, reset, queued, args.micro_batch)
+    lacks = plan.find_problems(planned, places, reset, queued, args.micro_batch, here=given is None)
     if args.dry_run:
         return show(planned, lacks, places, known)
     if lacks:

@@ -23,6 +23,8 @@ def rows(source: Source, skipped: list[str] | None) -> Iterator[Row]:
         try:
             if "" in record:
                 raise DataError(f"{where}: {record['']}")
+            if any(str(record.get(name)) != value for name, value in source.task.task.only.items()):
+                continue
             for part in form(record, source.split, where) if form else (record,):
                 yield _row(part, source, where)
         except DataError as error:

@@ -96,6 +96,11 @@ class ModelConfig(Component):
         """Where its tokenizer is, if that is a folder and known before the model is built."""
         return None
 
+    def weight_type(self, places: Places) -> str | None:
+        """ "float32", "bfloat16" or "float16", of its weights or its base's in memory; None where its config does not say."""
+        base = getattr(self, "base", None)
+        return base.weight_type(places) if isinstance(base, ModelConfig) else getattr(self, "dtype", None)
+
     def is_frozen(self) -> bool:
         """Whether its weights cannot be trained, only those of a wrapper around it."""
         return False
@@ -340,6 +345,9 @@ class RecipeConfig(Component):
     def check(self, places: Places) -> None:
         """Raises one ConfigError with a line for everything that is known to fail."""
         check_all(*self.checks(places))
+
+    def check_device(self) -> None:
+        """Raises a ConfigError where this machine, on which the experiment is to run, lacks the device that it needs."""
 
     @abstractmethod
     def run(self, run: Any) -> None:

@@ -1,6 +1,6 @@
 """The trained weights of a model: those that a checkpoint stores, and loading them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,10 @@ def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
     return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name in names}
 
 
-def load_trained(model: "nn.Module", file: Path) -> None:
+def load_trained(model: "nn.Module", file: Path, shard: "Callable[[Tensor, Tensor], Tensor]" = lambda _parameter, value: value) -> None:
     """Copy what `trained_weights` gave, saved as safetensors in `file`, into `model`, which is changed in place.
+
+    shard: (parameter, value) -> the part of `value` that this process has of `parameter`.
 
     Raises:
         CheckpointError: the file is missing or damaged, or its names or shapes are not those of the trained weights
@@ -51,7 +53,7 @@ def load_trained(model: "nn.Module", file: Path) -> None:
     state = model.state_dict()
     with torch.no_grad():
         for name, tensor in saved.items():
-            state[name].copy_(tensor)
+            state[name].copy_(shard(state[name], tensor))
 
 
 def summarize_names(names: Iterable[str]) -> str:

@@ -70,7 +70,7 @@ def test_the_published_values(group: str):
     assert found == GROUPS[group]
     assert (loop.warmup_rate, loop.adam_beta1, loop.adam_beta2, loop.adam_epsilon, loop.max_grad_norm) == (0.05, 0.9, 0.95, 1e-6, 1.0)
     assert model.shared_projections == (group in {"crossattn_starcoderbase-7b", "crossattn_starchat-alpha"})
-    assert loop.precision == model.base.dtype == ("float16" if "coder" in group else "bfloat16")
+    assert loop.precision == model.base.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -529,10 +530,15 @@ class TestBadInput:
         message = f"--job_option {option}: each process that torchrun started would do it. Start trainval.py with python."
         assert message in fails(["-e", "g", "--job_option", option], {"g": [SHORT]}, folder, capsys)
 
-    def test_fp16_without_a_gpu(self, folder: Path, capsys: pytest.CaptureFixture[str]):
-        if torch.cuda.is_available():
-            pytest.skip("there is a GPU")
-        assert "'float16' needs a GPU" in fails(["-e", "g"], {"g": [changed(SHORT, loop__precision="float16")]}, folder, capsys)
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_fp16_without_a_gpu(self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+        exp = changed(SHORT, loop__precision="float16")
+        for words in ([], ["--dry-run"]):
+            assert "'float16' needs a GPU" in fails(["-e", "g", *words], {"g": [exp]}, folder, capsys)
+            assert not (folder / "runs" / exp_id(exp)).exists(), "said before anything is there"
+        configs = types.SimpleNamespace(JOB_CONFIGS={"cluster": {"launcher": "slurm", "time": "1:00:00"}})
+        monkeypatch.setitem(sys.modules, "job_configs", configs)
+        assert toy.main(["-e", "g", "-j", "cluster", "--dry-run"], {"g": [exp]}, folder) == 0, "a job's machine may have one"
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
     def test_a_full_disk_loses_nothing(self, folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -23,8 +23,27 @@ def _require_distinct_scores(metrics: Sequence[MetricConfig]) -> None:
         raise ValueError(f"metrics: {', '.join(twice)} would be measured twice, and one of the values lost. Name each metric once.")
 
 
-class Answers(Config):
-    """Questions answered by greedy generation at each evaluation, and the metrics of the answers."""
+class Decoding(Config):
+    """How an answer is searched for: token by token the likeliest, or by beams."""
+
+    num_beams: int = added_field(1, ge=1)
+    """Beginnings of an answer that are kept at each token; of the finished ones the best is taken. 1: greedy."""
+    length_penalty: float = added_field(1.0)
+    """Of beams: log-probabilities are divided by length ** length_penalty, so above 0 long answers are preferred. T5 has 0.6."""
+
+    @model_validator(mode="after")
+    def _penalises_beams(self) -> Self:
+        if self.num_beams == 1 and self.length_penalty != 1.0:
+            raise ValueError("length_penalty: it is of beams, and without them it would be ignored. Set num_beams.")
+        return self
+
+    def decoding(self) -> dict[str, int | float]:
+        """The choice, for transformers' `generate`; {} where nothing differs from greedy generation."""
+        return {"num_beams": self.num_beams, "length_penalty": self.length_penalty} if self.num_beams > 1 else {}
+
+
+class Answers(Decoding):
+    """Questions answered at each evaluation, and the metrics of the answers."""
 
     questions: int = Field(gt=0)
     """The first ones of the validation set."""
@@ -44,7 +63,7 @@ class Answers(Config):
             raise DataError(f"answers.questions: {self.questions} of a validation set of {dataset.num_questions}. Ask for fewer.")
 
 
-class Inference(Config):
+class Inference(Decoding):
     """All or some questions of a split, answered by the trained model (<run>/inference/<split>.jsonl), and their metrics.
 
     Which questions: first those of the `index_file`, of these the ones of `datasets`, of these the first `rows`.
@@ -92,11 +111,11 @@ class Inference(Config):
         return rows[: self.rows]
 
 
-class Answering(Config):
+class Answering(Decoding):
     """How an encoder-decoder answers the rows of a task, in evaluations and predictions."""
 
     by: Literal["generate", "rank", "teacher_forced"] = "generate"
-    """generate: written greedily. rank: the likeliest of the task's answers. teacher_forced: the likeliest token at each place, given the
+    """generate: written token by token. rank: the likeliest of the task's answers. teacher_forced: the likeliest token at each place, given the
     right ones before; predictions are then generated, as the right ones are not known there."""
     length_normalised: bool = False
     """Whether answers are ranked by their mean log-probability per token, not by that of the whole."""
@@ -105,16 +124,16 @@ class Answering(Config):
     def _normalises_a_ranking(self) -> "Answering":
         if self.length_normalised and self.by != "rank":
             raise ValueError(f"length_normalised: only ranked answers are, and by is {self.by!r}.")
+        if self.num_beams > 1 and self.by == "rank":
+            raise ValueError("num_beams: ranked answers are not searched for. Leave it out.")
         return self
 
 
 class Predictions(Config):
-    """Rows of tasks that the trained model answers: <run>/predictions/<task>.<split>.jsonl, and of GLUE's tests the files for its server.
+    """Rows of tasks that the trained model answers: <run>/predictions/<task>.<split>.jsonl, and of GLUE's tests the files for its server."""
 
-    The weights are those of the last step. For the best, an experiment of its own has `evaluation`, and as its model
-    {"name": "experiment", "exp_id": …, "checkpoint": "best"}.
-    """
-
+    checkpoint: Literal["best", "last"] = added_field("best")
+    """Whose weights answer: best, of the evaluation with the best `loop.best_metric`; last, of the end of the training."""
     splits: list[Literal["train", "val", "test"]] = Field(default=["val"], min_length=1)
     """Of every task that has them."""
     also: list[DatasetField] = []

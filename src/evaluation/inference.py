@@ -84,6 +84,7 @@ def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mappin
         "data": job.dataset.fingerprint,
         "questions": hashlib.sha256(json.dumps([config.split, *job.indices]).encode()).hexdigest(),
         "max_new_tokens": most,
+        **config.decoding(),
     }
     if job.control:
         settings["wrong_contexts"] = True

@@ -49,11 +49,13 @@ class ResumableOutputs:
     """Inputs that are answered together: an interrupted run repeats the batch that was not finished."""
     write_more: Callable[[Path, Sequence[Sequence[str]]], None] = lambda _folder, _texts: None
     """(folder that is being written, outputs by file): writes further files into it."""
+    best: bool = False
+    """Whether the weights are those of the best checkpoint, where there is one; else of the last."""
 
     def make(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> list[list[str]]:
         """The outputs of each file, generated if missing. Collective.
 
-        To be called when the last checkpoint is written: its weights are part of the key. inputs: `training.state.fingerprints` of the run.
+        To be called when the last checkpoint is written: the weights are part of the key. inputs: `training.state.fingerprints` of the run.
         settings: what else the outputs depend on.
 
         Raises:
@@ -73,10 +75,11 @@ class ResumableOutputs:
         return self.run.path / f"{self.folder}.part.jsonl"
 
     def _key(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
-        last = checkpoints.newest_whole(self.run.path)  # None where nothing is trained
+        best = checkpoints.best(self.run.path) if self.best else None
+        used = best or checkpoints.newest_whole(self.run.path)  # None where nothing is trained
         return {
-            "step": checkpoints.step_of(last) if last else 0,
-            "weights": read_manifest(last, RunError)["files"]["model.safetensors"]["sha256"] if last else None,
+            "step": checkpoints.step_of(used) if used else 0,
+            "weights": read_manifest(used, RunError)["files"]["model.safetensors"]["sha256"] if used else None,
             "inputs": dict(inputs),
             "batch_size": self.batch_size,
             **settings,
@@ -98,7 +101,7 @@ class ResumableOutputs:
             log.info("%s: goes on after %d of %d inputs.", self.part, len(texts), sum(file.count for file in self.files))
         for file, own in list(zip(self.files, self._split_by_file(texts), strict=True)):
             for batch in file.generate(len(own)) if len(own) < file.count else ():
-                distributed.broadcast_from_rank0(lambda batch=batch: self._append(batch, key["step"]))
+                distributed.broadcast_from_rank0(lambda batch=batch: self._append(batch))
                 texts += batch
         return texts
 
@@ -126,10 +129,11 @@ class ResumableOutputs:
             total += file.count
         return total
 
-    def _append(self, batch: Sequence[str], step: int) -> None:
+    def _append(self, batch: Sequence[str]) -> None:
         with writing(self.part), open(self.part, "ab") as file:
             file.write("".join(json.dumps(text) + "\n" for text in batch).encode())
-        heartbeat.refresh(self.run.path, self.run.dir.attempt, step)
+        written = checkpoints.list_all(self.run.path)
+        heartbeat.refresh(self.run.path, self.run.dir.attempt, checkpoints.step_of(written[-1]) if written else 0)
 
     def _write(self, texts: Sequence[str], key: dict[str, Any]) -> None:
         self.run.dir.confirm()

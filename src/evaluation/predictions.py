@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from src.config import drop_absences
 from src.evaluation.outputs import OutputFile, ResumableOutputs
 from src.evaluation.ranking import TaskPredictor
 from src.interfaces import Prediction, TaskDataset
@@ -62,10 +63,12 @@ def task_scores(task: Any, predictions: Sequence[Prediction]) -> dict[str, float
     return {name: scores[name] for name in task.task.metrics} | {"task_score": task.percent(scores)}
 
 
-def make(run: Run, splits: Sequence[TaskSplit], predictor: TaskPredictor, inputs: Mapping[str, str]) -> dict[str, dict[str, float]]:
+def make(
+    run: Run, splits: Sequence[TaskSplit], predictor: TaskPredictor, inputs: Mapping[str, str], best: bool = False
+) -> dict[str, dict[str, float]]:
     """Answer the rows that have no answer yet; returns scores by "<task>.<split>". Collective.
 
-    inputs, Raises: see `ResumableOutputs.make`.
+    inputs, best, Raises: see `ResumableOutputs`.
     """
     if not splits:
         return {}
@@ -80,11 +83,11 @@ def make(run: Run, splits: Sequence[TaskSplit], predictor: TaskPredictor, inputs
     ]
     settings = {
         "data": {some.name: some.dataset.fingerprint for some in splits},
-        "answers": predictor.config.model_dump(mode="json"),
+        "answers": drop_absences(predictor.config.model_dump(mode="json"), predictor.config),
         "max_new_tokens": {some.name: some.dataset.target_tokens for some in splits},
     }
     write_more = partial(_write_submissions, splits)
-    outputs = ResumableOutputs(run, FOLDER, "prediction", files, predictor.batch_size, write_more)
+    outputs = ResumableOutputs(run, FOLDER, "prediction", files, predictor.batch_size, write_more, best)
     texts = outputs.make(inputs, settings)
     return {some.name: scores for some, own in zip(splits, texts, strict=True) if (scores := some.scores(own))}
 

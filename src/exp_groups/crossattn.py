@@ -46,7 +46,8 @@ CROSSATTN_TINY = {
 }
 
 # XC-Cache on Natural Questions (arXiv 2404.15420): the sizes, placements and rates of its released configurations. Needs the
-# base model, the prepared data and GPUs. A step reads what one GPU read between two updates there.
+# base model, the prepared data and GPUs. A step reads what one GPU read between two updates there. All are in bfloat16, which needs no
+# loss scale and can be shared by processes; the smaller ones were published in float16.
 CROSSATTN = {
     "recipe": "crossattn",
     "seed": 0,
@@ -57,7 +58,7 @@ CROSSATTN = {
         "shared_weights": True,
         "final_layer": False,
         "context_dropout_rate": 0.3,
-        "base": {"name": "hf", "path": "TabbyML/SantaCoder-1B", "dtype": "float16"},
+        "base": {"name": "hf", "path": "TabbyML/SantaCoder-1B", "dtype": "bfloat16"},
     },
     "data": {"name": "qa", "corpus": "nq", "context_tokens": 2048, "sequence_tokens": 512, "loss_on": "all", "include_contexts": True},
     "loop": {
@@ -68,7 +69,7 @@ CROSSATTN = {
         "schedule": "linear",
         "warmup_rate": 0.05,
         "weight_decay": 5e-2,
-        "precision": "float16",
+        "precision": "bfloat16",
         "eval_every": 1_000,
     },
 }
@@ -83,7 +84,7 @@ CROSSATTN_STARCODERBASE_3B = override(
             "hidden_size": 1024,
             "num_heads": 16,
             "context_dropout_rate": 0.4,
-            "base": {"name": "hf", "path": "bigcode/starcoderbase-3b", "dtype": "float16"},
+            "base": {"name": "hf", "path": "bigcode/starcoderbase-3b", "dtype": "bfloat16"},
         },
         "data.context_tokens": 4096,
         "loop.sequences_per_step": 128,
@@ -93,7 +94,7 @@ CROSSATTN_STARCODERBASE_3B = override(
         "loop.weight_decay": 1e-3,
     },
 )
-# In bfloat16; run these with --gradient_checkpointing.
+# Run these with --gradient_checkpointing.
 CROSSATTN_STARCHAT = override(
     CROSSATTN,
     {
@@ -113,7 +114,6 @@ CROSSATTN_STARCHAT = override(
         "loop.learning_rate": 2e-4,
         "loop.schedule": "cosine",
         "loop.weight_decay": 1e-2,
-        "loop.precision": "bfloat16",
     },
 )
 CROSSATTN_TULU = override(
@@ -134,7 +134,6 @@ CROSSATTN_TULU = override(
         "loop.sequences_per_step": 32,
         "loop.learning_rate": 2e-4,
         "loop.weight_decay": 0.0,
-        "loop.precision": "bfloat16",
     },
 )
 CROSSATTN_TULU_ABLATION = override(

@@ -75,6 +75,9 @@ class Config(ModelConfig):
     def architecture(self, places: Places) -> Architecture | None:
         return self.parent(places).architecture(places)
 
+    def weight_type(self, places: Places) -> str | None:
+        return self.parent(places).weight_type(places)
+
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
         return self.parent(places).cache_bytes(places, value_bytes)
 

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
+from src.config import Places
 from src.errors import ConfigError
 from src.interfaces import DatasetField, ModelField, RecipeConfig
 from src.runs.context import Run
-from src.training.config import Evaluation, LoopConfig
+from src.training.config import Evaluation, LoopConfig, check_weight_type, require_device
 
 if TYPE_CHECKING:
     from src.training.spec import TrainSpec
@@ -37,6 +38,20 @@ class Finetuning(RecipeConfig):
         stage = self.loop or self.evaluation
         assert stage is not None, "the validator has checked it"
         return stage.micro_batch
+
+    @property
+    def _precision(self) -> tuple[str, str]:
+        """What is computed with, and the field that says so."""
+        name, stage = ("loop", self.loop) if self.loop else ("evaluation", self.evaluation)
+        assert stage is not None, "the validator has checked it"
+        return stage.precision, f"{name}.precision"
+
+    def check_precision(self, places: Places) -> None:
+        """Raises ConfigError where the model's weights are of another short type."""
+        check_weight_type(*self._precision, self.model, places)
+
+    def check_device(self) -> None:
+        require_device(*self._precision)
 
     def check_trainable(self) -> None:
         """Raises ConfigError if the loop has no weights to train."""

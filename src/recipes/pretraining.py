@@ -12,7 +12,7 @@ from src.interfaces import Dataset, DatasetField, ModelField, RecipeConfig, call
 from src.kinds import KINDS
 from src.registry import resolved_dict
 from src.runs.context import Run
-from src.training.config import LoopConfig
+from src.training.config import LoopConfig, check_weight_type, require_device
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +56,14 @@ class Pretraining(RecipeConfig):
             lambda: self.data.check_tokenizer(self.model.tokenizer_folder(places)),
             lambda: self.data.check_length(self.model.longest_sequence(places)),
             lambda: self.data.check_model(call_once(self.model.architecture, places)),
+            lambda: check_weight_type(self.loop.precision, "loop.precision", self.model, places),
             lambda: self.data.check_steps(self.loop.steps),
             lambda: self.loop.compile and self.data.check_compiled(),
             lambda: self.loop.check(self.score_names()),
         ]
+
+    def check_device(self) -> None:
+        require_device(self.loop.precision, "loop.precision")
 
     def run(self, run: Run) -> None:
         """Train to the last step. Collective.

@@ -54,6 +54,7 @@ class QuestionAnswering(Finetuning):
             lambda: call_once(self.model.check, places),
             lambda: self.model.check_kind(self.model_kind, places),
             self.check_trainable,
+            lambda: self.check_precision(places),
             lambda: call_once(data.check, places),
             lambda: data.check_length(self.model.longest_sequence(places), new_tokens),
             lambda: inference and row_index.check(places, data, inference.split, inference.index_file),
@@ -105,7 +106,7 @@ class QuestionAnswering(Finetuning):
                 if data is not None
             }
             if self.answers:
-                generator = generation.AnswerGenerator(model, val, tokenizer, batch_size, accelerator.device)
+                generator = generation.AnswerGenerator(model, val, tokenizer, batch_size, accelerator.device, self.answers.decoding())
                 scores |= generation.evaluate(self.answers, generator)
             return scores
 
@@ -116,7 +117,9 @@ class QuestionAnswering(Finetuning):
             if val.stored_bytes_per_token is not None:
                 scores["cache_bytes_per_context_token"] = val.stored_bytes_per_token
             if job:
-                generator = generation.AnswerGenerator(model, job.dataset, tokenizer, batch_size, accelerator.device)
+                generator = generation.AnswerGenerator(
+                    model, job.dataset, tokenizer, batch_size, accelerator.device, job.config.decoding()
+                )
                 scores |= inference.make(run, job, generator, inputs)
             return scores
 

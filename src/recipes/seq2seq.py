@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TASK = "task"
 """Name of the data set whose rows are answered."""
-LOSS, TASK_SCORE = "val_loss", "task_score"
+LOSS, PERPLEXITY, TASK_SCORE = "val_loss", "val_perplexity", "task_score"
 
 
 class Config(Finetuning):
@@ -73,7 +73,7 @@ class Config(Finetuning):
             known = score_names([task.find_task(places) for task in self.tasks])
             if loop.best_metric not in known:
                 raise ConfigError(f"loop.best_metric: {unknown_text('score', loop.best_metric, known)}")
-            lower = loop.best_metric == LOSS
+            lower = loop.best_metric.partition("/")[0] in (LOSS, PERPLEXITY)
             if (loop.best_mode == "min") != lower:
                 right, better = ("min", "lower") if lower else ("max", "higher")
                 raise ConfigError(f"loop.best_mode: the better {loop.best_metric} is the {better} one. Write {right!r}.")
@@ -83,6 +83,7 @@ class Config(Finetuning):
             lambda: call_once(self.model.check, places),
             lambda: self.model.check_kind(ENCODER_DECODER, places),
             self.check_trainable,
+            lambda: self.check_precision(places),
             lambda: call_once(self.data.check, places),
             lambda: self.data.check_length(self.model.longest_sequence(places)),
             check_tasks_not_trained,
@@ -130,7 +131,7 @@ class Config(Finetuning):
         from src.training.state import fingerprints
         from src.training.validation import mean_loss
 
-        batch_size = self.micro_batch
+        batch_size, best = self.micro_batch, self.predictions is not None and self.predictions.checkpoint == "best"
         torch.manual_seed(self.seed)
         with distributed.raise_together():
             model = self.model.build(run.places)
@@ -150,13 +151,15 @@ class Config(Finetuning):
                 texts = [text for batch in predictor.batches(data, range(len(data))) for text in batch]
                 scores = predicting.task_scores(data.task, [data.prediction(i, text) for i, text in enumerate(texts)])
                 scores[LOSS] = mean_loss(model, data, seq2seq_loss, batch_size, accelerator.device)
+                if data.task.task.kind == "text":
+                    scores[PERPLEXITY] = float(torch.tensor(scores[LOSS]).exp())
                 found[data.task.name] = scores
             return _name_scores(found)
 
         def finish(accelerator: Any) -> dict[str, float]:
             answering = self.answers if self.answers.by != "teacher_forced" else Answering()
             predictor = TaskPredictor(model, tokenizer, answering, batch_size, accelerator.device)
-            of_files = predicting.make(run, splits, predictor, inputs)
+            of_files = predicting.make(run, splits, predictor, inputs, best)
             scores: dict[str, float] = {}
             for split in dict.fromkeys(some.split for some in splits):
                 own = {some.dataset.task.name: of_files[some.name] for some in splits if some.split == split and some.name in of_files}
@@ -165,7 +168,8 @@ class Config(Finetuning):
             return scores
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
-        self.fit_or_evaluate(TrainSpec(model, about, train, inputs, self.training_loss(seq2seq_loss), evaluate, finish), run)
+        spec = TrainSpec(model, about, train, inputs, self.training_loss(seq2seq_loss), evaluate, finish, finish_with_best=best)
+        self.fit_or_evaluate(spec, run)
 
 
 def _tasks(data: DatasetConfig) -> "Iterator[TaskConfig]":
@@ -177,10 +181,17 @@ def _tasks(data: DatasetConfig) -> "Iterator[TaskConfig]":
 
 
 def score_names(tasks: "Sequence[NamedTask]") -> list[str]:
-    """Names of the scores of an evaluation: `val_loss`, `task_score` and metrics; of several tasks also under "accuracy/<task>"."""
+    """Names of the scores of an evaluation: `val_loss`, `task_score`, metrics and of texts `val_perplexity`.
+
+    Those of several tasks are called "accuracy/<task>".
+    """
+
+    def own(task: "NamedTask") -> list[str]:
+        return [TASK_SCORE, *task.task.metrics, *([PERPLEXITY] if task.task.kind == "text" else [])]
+
     if len(tasks) == 1:
-        return [LOSS, TASK_SCORE, *tasks[0].task.metrics]
-    return [LOSS, TASK_SCORE, *(f"{name}/{task.name}" for task in tasks for name in (TASK_SCORE, *task.task.metrics))]
+        return [LOSS, *own(tasks[0])]
+    return [LOSS, TASK_SCORE, *(f"{name}/{task.name}" for task in tasks for name in own(task))]
 
 
 def _name_scores(found: dict[str, dict[str, float]], several: bool = False) -> dict[str, float]:

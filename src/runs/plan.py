@@ -228,12 +228,14 @@ def find_problems(
     reset: Container[str] = (),
     ahead: Collection[str] = (),
     micro_batch: int | None = None,
+    here: bool = False,
 ) -> dict[str, list[str]]:
-    """What this machine lacks for each experiment, by id. Loads no model.
+    """What is missing for each experiment, by id. Loads no model.
 
     reset: ids that start over. Other experiments that are done are not checked.
     ahead: ids whose jobs will have ended before: as parents they are not missing. So are those that come earlier in `planned`.
     micro_batch: see `replace_micro_batch`.
+    here: whether they are to run on this machine, so that its devices are looked at too.
     """
     found: dict[str, list[str]] = {}
     before = set(ahead)
@@ -248,6 +250,8 @@ def find_problems(
         lacks += parents.missing_parents(item.exp, places, before, seen)
         try:
             replace_micro_batch(item, micro_batch).recipe.check(places)
+            if here:
+                item.recipe.check_device()
         except UserError as error:
             lacks.append(str(error))
         if lacks:

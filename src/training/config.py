@@ -6,8 +6,9 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from src import distributed
-from src.config import Config, added_field, unknown_text
+from src.config import Config, Places, added_field, unknown_text
 from src.errors import ConfigError
+from src.interfaces import ModelConfig
 from src.training.divergence.detector import Config as Divergence
 
 POLYNOMIAL_END = 1e-7
@@ -134,6 +135,7 @@ class LoopConfig(Config):
             raise ConfigError("\n".join(wrong))
 
 
+
 class Evaluation(Config):
     """The model is evaluated once, without training."""
 
@@ -155,3 +157,20 @@ class Evaluation(Config):
                 f"evaluation.precision is {self.precision}, but accelerate launch --mixed_precision says {other}. "
                 "Leave it out there: the experiment decides."
             )
+
+
+def check_weight_type(precision: str, field: str, model: ModelConfig, places: Places) -> None:
+    """Raises ConfigError where weights in one of the short types would be computed with in the other: each layer rounds twice."""
+    of_weights = model.weight_type(places)
+    if {precision, of_weights} == {"bfloat16", "float16"}:
+        raise ConfigError(f"{field}: {precision!r}, and the model's weights are in {of_weights!r} (dtype). Write the same for both.")
+
+
+def require_device(precision: str, field: str) -> None:
+    """Raises ConfigError where there is no device that computes in `precision`."""
+    if precision != "float16":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"{field}: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")

@@ -50,8 +50,7 @@ ROW = {"", "step", "train_loss", "grad_norm", "clip_rate", "skipped_steps", "lea
 def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
     """Train from the newest whole checkpoint of `run`, or from the start, to the last step. Collective.
 
-    Returns the final state; the model of `task` is mutated. Scores go to scores.jsonl, timings to perf.jsonl, what happened to
-    ledger.jsonl.
+    Returns the final state; `spec.model` is changed. Scores go to scores.jsonl, timings to perf.jsonl, events to ledger.jsonl.
 
     Raises:
         distributed.TrainingStopped: a process was asked to stop, or a limit is reached. All stop after the same step, or in the evaluation
@@ -145,10 +144,7 @@ class Loop:
         return any(map(self.due, self.save_every)) or self.selection.best_step == self.state.step or self.selection.stop()
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
-        """Records this attempt in the ledger. The "cursor" of its start says where its data begin, as the order describes it.
-
-        "micro_batch" is that of this start, which may be another than the experiment's.
-        """
+        """Records this attempt in the ledger: where its data begin, as the order describes its "cursor", and the micro-batch of this start."""
         cursor = dict(self.order.describe(self.state.step, self.state.cursor))
         facts = {"engine": self.engine.name, "cursor": cursor, "micro_batch": self.config.micro_batch}
         return ledger.attempt(self.run.path, lambda: self.state.step, **facts)
@@ -303,6 +299,8 @@ class Loop:
         """Final scores of the trained model, if the recipe has any; they are added to the last row."""
         if self.spec.finish is not None:
             self.saver.wait()
+            if self.spec.finish_with_best:
+                self.saver.load_best(self.engine)
             self.spec.model.eval()
             with self.accelerator.autocast():
                 scores = self.spec.finish(self.accelerator)

@@ -240,6 +240,14 @@ def test_csv_has_quotation_marks_and_a_header(prepared: Callable[..., Rows], ref
     assert "train.csv:2: more or fewer columns than the header." in refused("cola", kind="csv", train="label,sentence\n1\n")
 
 
+def test_only_the_rows_that_the_task_is_about(prepared: Callable[..., Rows]):
+    kinds = ("does", "name", "calls", "does")
+    lines = [json.dumps({"context": f"def f{i}(): …", "answer": f"answer {i}", "kind": kind}) for i, kind in enumerate(kinds)]
+    found = prepared("codedoc", kind="jsonl", train="\n".join(lines))["train"]
+    assert [(row["code"], row["label"]) for row in found] == [("def f0(): …", "answer 0"), ("def f3(): …", "answer 3")]
+    assert [row["label"] for row in prepared("codename", kind="jsonl", train="\n".join(lines))["train"]] == ["answer 1"]
+
+
 def test_a_folder_of_datasets(prepared: Callable[..., Rows], refused: Callable[..., str], tmp_path: Path):
     """The names of its classes count, whatever their numbers."""
     import datasets

@@ -14,6 +14,7 @@ from src.interfaces import ModelConfig
 from src.models import hf
 from src.models.architecture import Architecture
 from src.registry import MODELS, bind, resolved_dict
+from src.training.config import check_weight_type
 
 GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 4, "num_heads": 4, "max_positions": 32}
 
@@ -36,6 +37,15 @@ def test_hf_loads_a_folder(pretrained, places, base_of):
     ids = torch.arange(5)[None]
     assert torch.equal(model.eval()(ids).logits, base_of("llama")(ids).logits)
     assert part({"name": "hf", "path": str(pretrained), "dtype": "bfloat16"}).build(places).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("around", [lambda base: base, lambda base: {"name": "lora", "rank": 2, "target_modules": ["q_proj"], "base": base}])
+def test_weights_of_one_short_type_are_not_computed_with_in_the_other(pretrained, places, around):
+    model = part(around({"name": "hf", "path": str(pretrained), "dtype": "float16"}))
+    for precision in ("float16", "float32"):
+        check_weight_type(precision, "loop.precision", model, places)
+    with pytest.raises(ConfigError, match=r"loop.precision: 'bfloat16', and the model's weights are in 'float16' \(dtype\)"):
+        check_weight_type("bfloat16", "loop.precision", model, places)
 
 
 @pytest.mark.parametrize(("model_type", "groups", "head_size"), [("llama", 2, 4), ("gpt_bigcode", 1, None), ("gpt_neox", 4, None)])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from src.errors import RunError
 from src.experiments.grid import ref, set_path
 from src.experiments.identity import exp_id
 from src.files import read_json
+from src.models.load import load
 from tests import toy
 
 OWN = f"""
@@ -183,6 +185,48 @@ def test_all_ways_of_answering_agree_on_words_of_one_token(folder: Path, answers
     )
 
 
+RUINED: dict[str, Any] = {**EXP, "model": ref(EXP), "loop": {**EXP["loop"], "steps": 4, "eval_every": 1, "learning_rate": 0.3}}
+"""The trained model, which a rate much too high makes worse after the first steps."""
+ENGINES: dict[str, list[str]] = {
+    "copies": [],
+    "fsdp": ["--fsdp"],
+    "zero3": ["--deepspeed", str(toy.ROOT / "resources" / "ds_config_zero3.json")],
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["best", "last"])
+@pytest.mark.parametrize("engine", ["here", *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES)])
+def test_whose_weights_answer(folder: Path, tmp_path: Path, engine: str, checkpoint: str):
+    exp = {**RUINED, "predictions": {"checkpoint": checkpoint}, "seed": ["here", *ENGINES].index(engine)}
+    groups = {"g": [exp], "paint": [EXP]}
+    if engine == "here":
+        assert toy.main(["-e", "g"], groups, folder) == 0
+    else:
+        done = toy.run(toy.project(tmp_path, f"EXP_GROUPS = {groups!r}\n"), ["-e", "g", *ENGINES[engine]], folder, processes=2)
+        assert done.returncode == 0, done.stderr
+    rows = toy.evaluations(folder, exp_id(exp))
+    best = max(rows, key=lambda row: row["macro_f1"])
+    assert best["macro_f1"] > rows[-1]["macro_f1"], "the setting of the test"
+    assert rows[-1]["predictions/val/macro_f1"] == (best if checkpoint == "best" else rows[-1])["macro_f1"]
+
+
+def test_beams_are_those_of_transformers(folder: Path):
+    exp = {**EXP, "data": {**SAID, "target_tokens": 8}, "loop": {**FEW, "best_metric": "em"}, "answers": {"num_beams": 3, "length_penalty": 0.6}}
+    exp["predictions"] = {}
+    assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
+    found = lines(run_of(folder, exp) / "predictions" / "said.val.jsonl")
+    model, tokenizer = load(run_of(folder, exp))
+    inputs = tokenizer([row["input"] + tokenizer.eos_token for row in found], return_tensors="pt", padding=True, padding_side="right")
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+
+    def answers(**beams: Any) -> list[str]:
+        ids = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **options, **beams)
+        return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+
+    assert [row["prediction"] for row in found] == answers(num_beams=3, length_penalty=0.6)
+    assert [row["prediction"] for row in found] != answers()
+
+
 @pytest.mark.slow
 def test_two_processes_answer_as_one(folder: Path, tmp_path: Path):
     """16 and 18 rows in batches of 5: the last round of each has a batch for one of them alone."""
@@ -224,6 +268,8 @@ def test_several_tasks_at_once(folder: Path):
     names = {f"{name}/paint" for name in ("accuracy", "macro_f1")} | {"em/said"}
     assert names | {f"{name}/{task}" for name in ("val_loss", "task_score") for task in ("paint", "said")} <= last.keys()
     assert last["val_loss"] == pytest.approx((last["val_loss/paint"] + last["val_loss/said"]) / 2)
+    assert last["val_perplexity/said"] == pytest.approx(math.exp(last["val_loss/said"]))
+    assert "val_perplexity/paint" not in last, "labels are no text"
     assert last["task_score"] == pytest.approx((100 * last["macro_f1/paint"] + 100 * last["em/said"]) / 2)
     assert last["predictions/val/em/said"] == last["em/said"]
     run = run_of(folder, MIXED)
@@ -263,6 +309,9 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         ("evaluation", {"micro_batch": 2}, "expected either loop, which trains the model, or evaluation"),
         ("answers", {"by": "beam"}, "answers.by: unknown value 'beam'"),
         ("answers", {"by": "generate", "length_normalised": True}, "length_normalised: only ranked answers are, and by is 'generate'."),
+        ("answers", {"length_penalty": 0.6}, "length_penalty: it is of beams, and without them it would be ignored. Set num_beams."),
+        ("answers", {"by": "rank", "num_beams": 2}, "num_beams: ranked answers are not searched for. Leave it out."),
+        ("loop.precision", "float16", "loop.precision: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'."),
         ("predictions.splits", [], "predictions.splits: expected a list that is not empty"),
         ("predictions.splits", ["tst"], "predictions.splits[0]: unknown value 'tst'"),
         ("predictions.also", [PAINT], "data: the task 'paint' stands there twice"),

@@ -95,6 +95,16 @@ class Saver:
         """Wait for the checkpoint being written; its error is raised on every rank."""
         distributed.broadcast_from_rank0(self.writer.wait)
 
+    def load_best(self, engine: Engine) -> None:
+        """Put the weights of the best checkpoint, if there is one, into the model of a training that has ended.
+
+        Raises:
+            CheckpointError: it is gone or damaged.
+        """
+        best = distributed.broadcast_from_rank0(lambda: checkpoints.best(self.run.path))
+        if best is not None and checkpoints.step_of(best) != self.step:
+            engine.load_weights(best / "model.safetensors")
+
     @contextlib.contextmanager
     def close_on_exit(self) -> Iterator[None]:
         """Wait for the checkpoint being written at the end of the block, also after an exception."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from src.errors import ConfigError
 from src.runs.context import Options
-from src.training.config import LoopConfig
+from src.training.config import LoopConfig, require_device
 from src.training.parallel import memory
 from src.training.parallel.engine import DDPEngine, Engine
 
@@ -51,9 +51,8 @@ def plain_accelerator(precision: str, field: str) -> Accelerator:
     Raises:
         ConfigError: float16 without a GPU.
     """
+    require_device(precision, field)
     gpu = torch.cuda.is_available()
-    if precision == "float16" and not gpu:
-        raise ConfigError(f"{field}: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
     if not gpu:
         memory.reuse_freed_memory()
     AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision

@@ -20,7 +20,7 @@ from src import distributed
 from src.training.checkpointing import folder as checkpoint
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
-from src.weights import trained_weights
+from src.weights import load_trained, trained_weights
 
 
 class BufferPool:
@@ -129,6 +129,15 @@ class Engine(ABC):
 
     def save_shards(self, folder: Path) -> None:  # noqa: B027  most modes have none
         """Write the optimizer's shards into a folder on a shared disk. Collective."""
+
+    def load_weights(self, file: Path) -> None:
+        """Put the trained weights of a checkpoint's `file` into the model, after the last step: the optimizer is not told. Collective.
+
+        Raises:
+            CheckpointError: it was written for another model, or is damaged.
+        """
+        with distributed.raise_together():
+            load_trained(self.module, file)
 
     @abstractmethod
     def load_optimizer(self, folder: Path) -> None:

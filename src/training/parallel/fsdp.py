@@ -17,7 +17,7 @@ from src.training.checkpointing import folder as checkpoint
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
 from src.training.parallel.engine import BufferPool, Engine
-from src.weights import trained_weights
+from src.weights import load_trained, trained_weights
 
 
 class FSDPEngine(Engine):
@@ -65,6 +65,10 @@ class FSDPEngine(Engine):
     def model_state(self) -> dict[str, Tensor]:
         """Gathered one by one."""
         return _gather_tensors(trained_weights(self.module), self._weights)
+
+    def load_weights(self, file: Path) -> None:
+        """Each process keeps its shards."""
+        load_trained(self.module, file, _shard_like)
 
     def optimizer_state(self) -> dict[str, Tensor] | None:
         """Gathered one by one."""

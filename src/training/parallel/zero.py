@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from src import distributed, files
@@ -188,6 +189,21 @@ class ZeroEngine(Engine):
                 if distributed.is_main():
                     found[name] = (tensor if parameter is None else parameter.detach()).to("cpu", copy=True)
         return found
+
+    def load_weights(self, file: Path) -> None:
+        """In stage 3 one parameter at a time is whole."""
+        if self.stage < 3:
+            return super().load_weights(file)
+        import deepspeed
+
+        with distributed.raise_together():
+            saved = load_file(file) if distributed.is_main() else {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                    if name in saved:  # tied ones are there once
+                        parameter.data.copy_(saved[name])
+        return None
 
     def optimizer_state(self) -> None:
         """None: they are in the shards."""
