@@ -115,7 +115,7 @@ class Answering(Decoding):
     """How an encoder-decoder answers the rows of a task, in evaluations and predictions."""
 
     by: Literal["generate", "rank", "teacher_forced"] = "generate"
-    """generate: written token by token. rank: the likeliest of the task's answers. teacher_forced: the likeliest token at each place, given the
+    """generate: token by token. rank: the likeliest of the task's answers. teacher_forced: the likeliest token at each place, given the
     right ones before; predictions are then generated, as the right ones are not known there."""
     length_normalised: bool = False
     """Whether answers are ranked by their mean log-probability per token, not by that of the whole."""
@@ -130,7 +130,7 @@ class Answering(Decoding):
 
 
 class Predictions(Config):
-    """Rows of tasks that the trained model answers: <run>/predictions/<task>.<split>.jsonl, and of GLUE's tests the files for its server."""
+    """Rows of tasks that the trained model answers: <run>/predictions/<task>.<split>.jsonl, and of tests the files for GLUE's server."""
 
     checkpoint: Literal["best", "last"] = added_field("best")
     """Whose weights answer: best, of the evaluation with the best `loop.best_metric`; last, of the end of the training."""

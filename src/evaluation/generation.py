@@ -48,9 +48,9 @@ class AnswerGenerator:
 
     @torch.no_grad()
     def generate(self, batch: dict[str, Any], max_new_tokens: int, **options: Any) -> torch.Tensor:
-        """Tokens (B, T) generated, greedily unless `options` say otherwise, after the prompts, T <= max_new_tokens, padded with the end-of-text token. Collective.
+        """Tokens (B, T) generated greedily after the prompts, T <= max_new_tokens, padded with the end-of-text token. Collective.
 
-        options: for transformers' `generate`.
+        options: for transformers' `generate`, which may say otherwise.
         """
         ids = self.model.generate(
             **batch,

@@ -38,6 +38,8 @@ T5_TINY: dict[str, Any] = {
     },
 }
 
+T5_TINY_SHORT = override(T5_TINY, {"loop.steps": 1_000, "loop.eval_every": 250})
+
 # nanoT5's recipe (Nawrot 2023, arXiv 2309.02373): T5 v1.1-base on C4, 2^16 steps of 128 sequences, in bfloat16. The corpus is made by
 # data_prep.tokenize, the tokenizer by data_prep.t5_tokenizer from T5's SentencePiece model.
 T5_V1_1_BASE: dict[str, Any] = {
@@ -218,13 +220,13 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     "t5_tiny_codedoc": beside_random_weights(T5_TINY_CODE),
     "t5_tiny_codename": beside_random_weights(override(T5_TINY_CODE, {"data.task": "codename", "data.corpus": "codename"})),
     "t5_tiny_objectives": [
-        override(T5_TINY, {"data": {"name": "prefix_lm", "corpus": "stdlib_text", "sequence_tokens": 157, "val_sequences": 128}}),
-        override(T5_TINY, {"data": {"name": "ul2", "denoisers": TINY_DENOISERS, **TINY_TEXT}}),
-        override(T5_TINY, {"data": {"name": "depth", **TINY_TEXT, "target_tokens": 128}}),
+        override(T5_TINY_SHORT, {"data": {"name": "prefix_lm", "corpus": "stdlib_text", "sequence_tokens": 157, "val_sequences": 128}}),
+        override(T5_TINY_SHORT, {"data": {"name": "ul2", "denoisers": TINY_DENOISERS, **TINY_TEXT}}),
+        override(T5_TINY_SHORT, {"data": {"name": "depth", **TINY_TEXT, "target_tokens": 128}}),
     ],
     "t5_tiny_optimizers": [
-        override(T5_TINY, {"loop.optimizer": "adamw_scale", "loop.learning_rate": 2e-2, "loop.schedule": schedule})
-        for schedule in ("cosine", "inverse_sqrt")
+        override(T5_TINY_SHORT, {"loop.optimizer": "adamw", "loop.learning_rate": 4e-3}),
+        *(override(T5_TINY_SHORT, {"loop.schedule": schedule}) for schedule in ("cosine", "inverse_sqrt")),
     ],
     "t5_v1_1_base_ul2": [
         override(T5_V1_1_BASE, {"data": {"name": "ul2", "corpus": "c4_en_t5", "input_tokens": 400}, "loop.compile": False})

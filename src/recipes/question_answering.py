@@ -117,9 +117,7 @@ class QuestionAnswering(Finetuning):
             if val.stored_bytes_per_token is not None:
                 scores["cache_bytes_per_context_token"] = val.stored_bytes_per_token
             if job:
-                generator = generation.AnswerGenerator(
-                    model, job.dataset, tokenizer, batch_size, accelerator.device, job.config.decoding()
-                )
+                generator = generation.AnswerGenerator(model, job.dataset, tokenizer, batch_size, accelerator.device, job.config.decoding())
                 scores |= inference.make(run, job, generator, inputs)
             return scores
 

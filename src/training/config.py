@@ -135,7 +135,6 @@ class LoopConfig(Config):
             raise ConfigError("\n".join(wrong))
 
 
-
 class Evaluation(Config):
     """The model is evaluated once, without training."""
 

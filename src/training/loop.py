@@ -144,7 +144,7 @@ class Loop:
         return any(map(self.due, self.save_every)) or self.selection.best_step == self.state.step or self.selection.stop()
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
-        """Records this attempt in the ledger: where its data begin, as the order describes its "cursor", and the micro-batch of this start."""
+        """Records this attempt in the ledger: where its data begin, as the order describes its cursor, and its micro-batch."""
         cursor = dict(self.order.describe(self.state.step, self.state.cursor))
         facts = {"engine": self.engine.name, "cursor": cursor, "micro_batch": self.config.micro_batch}
         return ledger.attempt(self.run.path, lambda: self.state.step, **facts)

@@ -39,7 +39,9 @@ def test_hf_loads_a_folder(pretrained, places, base_of):
     assert part({"name": "hf", "path": str(pretrained), "dtype": "bfloat16"}).build(places).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("around", [lambda base: base, lambda base: {"name": "lora", "rank": 2, "target_modules": ["q_proj"], "base": base}])
+@pytest.mark.parametrize(
+    "around", [lambda base: base, lambda base: {"name": "lora", "rank": 2, "alpha": 2.0, "target_modules": ["q_proj"], "base": base}]
+)
 def test_weights_of_one_short_type_are_not_computed_with_in_the_other(pretrained, places, around):
     model = part(around({"name": "hf", "path": str(pretrained), "dtype": "float16"}))
     for precision in ("float16", "float32"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from data_prep import prepare_task
+from src.config import Places
 from src.errors import RunError
 from src.experiments.grid import ref, set_path
 from src.experiments.identity import exp_id
@@ -185,8 +186,8 @@ def test_all_ways_of_answering_agree_on_words_of_one_token(folder: Path, answers
     )
 
 
-RUINED: dict[str, Any] = {**EXP, "model": ref(EXP), "loop": {**EXP["loop"], "steps": 4, "eval_every": 1, "learning_rate": 0.3}}
-"""The trained model, which a rate much too high makes worse after the first steps."""
+RUINED: dict[str, Any] = {**EXP, "model": ref(EXP), "loop": {**FEW, "learning_rate": 0.3, "warmup_rate": 0.99}}
+"""The trained model: its first step is small, the second one ruins it."""
 ENGINES: dict[str, list[str]] = {
     "copies": [],
     "fsdp": ["--fsdp"],
@@ -211,11 +212,16 @@ def test_whose_weights_answer(folder: Path, tmp_path: Path, engine: str, checkpo
 
 
 def test_beams_are_those_of_transformers(folder: Path):
-    exp = {**EXP, "data": {**SAID, "target_tokens": 8}, "loop": {**FEW, "best_metric": "em"}, "answers": {"num_beams": 3, "length_penalty": 0.6}}
+    exp = {
+        **EXP,
+        "data": {**SAID, "target_tokens": 8},
+        "loop": {**FEW, "best_metric": "em"},
+        "answers": {"num_beams": 3, "length_penalty": 0.6},
+    }
     exp["predictions"] = {}
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
     found = lines(run_of(folder, exp) / "predictions" / "said.val.jsonl")
-    model, tokenizer = load(run_of(folder, exp))
+    model, tokenizer = load(run_of(folder, exp), Places(folder / "data", folder / "runs"))
     inputs = tokenizer([row["input"] + tokenizer.eos_token for row in found], return_tensors="pt", padding=True, padding_side="right")
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
 
