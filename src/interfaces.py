@@ -61,9 +61,7 @@ class ModelConfig(Component):
 
     @abstractmethod
     def build(self, places: Places) -> Any:
-        """The torch module with its weights; `name_or_path` is where its tokenizer is loaded from.
-
-        Random weights are drawn from torch's global generator.
+        """The torch module with its weights, new ones from torch's global generator; `name_or_path` is where its tokenizer is.
 
         Raises:
             UserError: a file it is built from is missing or damaged.
@@ -359,10 +357,7 @@ _results: dict[Any, Any] | None = None
 
 @contextlib.contextmanager
 def remember_calls() -> Iterator[None]:
-    """Within the block, `call_once` calls each method of equal components once: a thousand experiments on one data set check it once.
-
-    The files that the methods read must not change meanwhile.
-    """
+    """Within the block, `call_once` calls each method of equal components once. The files that they read must not change meanwhile."""
     global _results  # noqa: PLW0603  a cache of one block, not of the process
     _results = {}
     try:
