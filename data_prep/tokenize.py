@@ -153,7 +153,7 @@ def _print_summary(folder: Path, splits: dict[str, list[dict[str, Any]]], kept: 
     print(f"{folder}: made in {seconds:.1f} s, {(tokens - kept) / seconds:,.0f} tokens/s" + (f"; {kept:,} were there" if kept else ""))
     for split, made in splits.items():
         documents, tokens = sum(shard["documents"] for shard in made), sum(shard["tokens"] for shard in made)
-        print(f"{split:6} {documents:,} documents, {tokens:,} tokens with their end tokens, {len(made)} shards")
+        print(f"{split:6} {documents:,} documents, {tokens:,} tokens with their end tokens, {len(made)} shard{'s' * (len(made) > 1)}")
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **given: tokenise(data_path, Options(**given)))

@@ -321,5 +321,5 @@ def test_the_command_prints_what_it_made(data, capsys):
     lines = write_lines(data / "a.jsonl", TEXTS)
     arguments = ["--data_path", str(data), "--name", "made", "--tokenizer", "bytes", "--train", lines, "--processes", "1"]
     main([*arguments, "--val_rate", "0.1"])
-    assert re.search(r"train +\d+ documents, [\d,]+ tokens with their end tokens, 1 shards\nval ", capsys.readouterr().out)
+    assert re.search(r"train +\d+ documents, [\d,]+ tokens with their end tokens, 1 shard\nval ", capsys.readouterr().out)
     assert jsonl.SPLITS == ("train", "val")
