@@ -199,6 +199,8 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
 
     -r resets the `chosen` ids, not the parents that were added.
     """
+    import torch  # noqa: F401  where it is missing, before anything is written
+
     from src import distributed
     from src.errors import UserError
 

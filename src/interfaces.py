@@ -218,7 +218,7 @@ class TaskDataset(QuestionDataset, Protocol):
 
     task: Any
     """The `data.tasks.task_table.Named` that the rows are of."""
-    target_tokens: int
+    answer_tokens: int
     """Most tokens of an answer."""
 
     @property

@@ -1,5 +1,8 @@
 """Every command of data_prep and results prints the errors of the user as lines `error: ...`, without a traceback, and exits with 1."""
 
+import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -48,6 +51,13 @@ def test_a_command_names_the_error_and_exits_with_1(
     assert not out
     assert err
     assert all(line.startswith("error: ") for line in err.splitlines())
+
+
+@pytest.mark.parametrize("command", ["-m results.plot", "-m data_prep.tokenize", "-m src.sweeps", "trainval.py --list"])
+def test_a_forgotten_environment_is_a_line(command: str):
+    done = subprocess.run([sys.executable, "-S", *command.split()], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: the package '\w+' is not installed for .*source \.venv/bin/activate\. .*\n", done.stderr)
 
 
 def test_each_line_of_an_error_is_marked(capsys: pytest.CaptureFixture[str]):

@@ -16,7 +16,8 @@ from tests.conftest import ROOT
 
 # Each layer may import itself and those of the levels above it in this list, never a neighbour of its own level.
 LEVELS: list[set[str]] = [
-    {"src.errors", "src.batches"},
+    {"src.missing_package"},
+    {"src.errors", "src.batches", "src.__init__"},
     {"src.files", "src.command_line"},
     {"src.config", "src.distributed", "src.flops", "src.kinds", "src.weights"},
     {"src.registry"},
@@ -49,6 +50,8 @@ NEIGHBOURS = {"trainval": {"exp_configs", "job_configs"}}
 OUTSIDE = {"tests", "benchmarks"}  # these may import anything
 SHORT = {
     "src.exp_groups.demo": "found by its name",
+    "src.__init__": "the first import of every command",
+    "src.missing_package": "the hook of that import",
     "src.kinds": "names alone, which interfaces and models both need",
     "src.training.seeds": "found by its name",
     "src.models.wrapper": "what two rooms of models share",

@@ -84,7 +84,7 @@ def make(
     settings = {
         "data": {some.name: some.dataset.fingerprint for some in splits},
         "answers": drop_absences(predictor.config.model_dump(mode="json"), predictor.config),
-        "max_new_tokens": {some.name: some.dataset.target_tokens for some in splits},
+        "max_new_tokens": {some.name: some.dataset.answer_tokens for some in splits},
     }
     write_more = partial(_write_submissions, splits)
     outputs = ResumableOutputs(run, FOLDER, "prediction", files, predictor.batch_size, write_more, best)

@@ -29,7 +29,7 @@ class TaskPredictor:
         """Answers to the rows `indices` of a data set: see `gather_batches`. Collective."""
         if self.config.by == "generate":
             generator = AnswerGenerator(self.model, dataset, self.tokenizer, self.batch_size, self.device, self.config.decoding())
-            return ([text for text, _ in batch] for batch in generator.batches(indices, dataset.target_tokens))
+            return ([text for text, _ in batch] for batch in generator.batches(indices, dataset.answer_tokens))
         answer = self._rank if self.config.by == "rank" else self._predict_with_targets
         return gather_batches(partial(answer, dataset), indices, self.batch_size)
 

@@ -168,7 +168,15 @@ T5_TINY_CODE: dict[str, Any] = {
     "recipe": "seq2seq",
     "seed": 0,
     "model": ref(T5_TINY),
-    "data": {"name": "task", "task": "codedoc", "corpus": "codedoc", "input_tokens": 96, "target_tokens": 48, "val_samples": 128},
+    "data": {
+        "name": "task",
+        "task": "codedoc",
+        "corpus": "codedoc",
+        "input_tokens": 96,
+        "target_tokens": 48,
+        "long_targets": "drop",
+        "val_samples": 256,
+    },
     "loop": {
         "steps": 300,
         "sequences_per_step": 16,

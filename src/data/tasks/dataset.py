@@ -4,12 +4,12 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pydantic import Field
 
 from src.batches import Seq2SeqBatch
-from src.config import Places
+from src.config import Places, added_field
 from src.data import jsonl
 from src.data.tasks import task_table as tasks
 from src.data.text.tokenizers import SafeTokenizer
@@ -37,7 +37,11 @@ class Config(DatasetConfig):
     input_tokens: int = Field(default=512, gt=1)
     """Most tokens of an input and its end token; a longer one loses its end."""
     target_tokens: int = Field(default=64, gt=1)
-    """Most tokens of a target and its end token, and of a generated answer. A longer target is refused."""
+    """Most tokens of a target and its end token."""
+    long_targets: Literal["refuse", "cut", "drop"] = added_field("refuse")
+    """What becomes of a longer text: refuse: the data are refused. cut: it loses its end. drop: its row is left out, in every split."""
+    max_new_tokens: int | None = added_field(None, gt=0)
+    """Most tokens of a generated answer; None: target_tokens."""
     val_samples: int | None = Field(default=None, gt=0)
     """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
 
@@ -72,14 +76,14 @@ class Config(DatasetConfig):
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)
-        require_fit("data.target_tokens", max(self.target_tokens, new_tokens), max_positions)
+        require_fit("data.target_tokens", max(self.target_tokens, self.max_new_tokens or 0, new_tokens), max_positions)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TaskDataset":
         """The rows of one split, tokenised on access. They do not depend on `seed`, which every data set is given.
 
         Raises:
             DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`; a row of another split than
-                "test" has no label; the tokenizer cannot write a label, or a target is too long.
+                "test" has no label; the tokenizer cannot write a label, or a target is too long and to be refused.
             ConfigError: the task is unknown.
         """
         task = self.check_splits(places, [split])
@@ -137,30 +141,58 @@ class TaskDataset:
         self, config: Config, task: tasks.NamedTask, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerFast", fingerprint: str
     ) -> None:
         self.task, self.fingerprint = task, fingerprint
-        self.target_tokens = config.target_tokens
-        self._config, self._rows, self._encoder = config, rows, SafeTokenizer(tokenizer)
+        self.answer_tokens = config.max_new_tokens or config.target_tokens
+        self._config, self._encoder = config, SafeTokenizer(tokenizer)
         self.collation = "task", self._encoder.pad_id
-        self._seen, self._read, self._cut, self._next = bytearray(len(rows)), 0, 0, 1
         self.answer_ids = [self._encode_target(text) for text in task.answers]
         """Ids of every text that may be written, each with its end token; empty where they cannot be listed."""
-        self._require_writable_targets(tokenizer)
+        self._require_writable_answers(tokenizer)
+        self._rows = rows if self.answer_ids else self._rows_that_fit(rows)
+        self._seen, self._read, self._cut, self._next = bytearray(len(self._rows)), 0, 0, 1
 
-    def _require_writable_targets(self, tokenizer: "PreTrainedTokenizerFast") -> None:
-        """Raises DataError where a target is too long, or the tokenizer decodes it to another text."""
-        texts, place = self.task.answers, f"task {self.task.name!r}"
-        for text, ids in zip(texts, self.answer_ids, strict=True):
+    def _require_writable_answers(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        """Raises DataError where an answer is too long, or the tokenizer decodes it to another text."""
+        place = f"task {self.task.name!r}"
+        for text, ids in zip(self.task.answers, self.answer_ids, strict=True):
             back = str(tokenizer.decode(ids[:-1], skip_special_tokens=True)).strip()
             if back != text:
                 raise DataError(f"{place}: this tokenizer writes label {text!r} as {back!r}, so no answer could be right. Take another.")
-        if not texts:
-            texts = [self.task.target(row.get("label")) for row in self._rows]
-        for text, ids in zip(texts, self.answer_ids or self._encoder.encode_all(texts), strict=True):
-            length = len(ids) + (not self.answer_ids)
-            if length > self.target_tokens:
-                raise DataError(
-                    f"{place}: the target {text[:60]!r} has {length} tokens with its end token, and data.target_tokens is "
-                    f"{self.target_tokens}. Targets are never cut: allow more."
-                )
+            if len(ids) > min(self._config.target_tokens, self.answer_tokens):
+                field = "target_tokens" if len(ids) > self._config.target_tokens else "max_new_tokens"
+                raise DataError(self._too_long(text, len(ids), field) + " Labels are never cut: allow more.")
+
+    def _rows_that_fit(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """`rows`, without those whose target is too long if these are to be dropped.
+
+        Raises:
+            DataError: a target is too long, and is to be refused; or all are dropped.
+        """
+        config = self._config
+        if config.long_targets == "cut":
+            return rows
+        texts = [self.task.target(row.get("label")) for row in rows]
+        lengths = [len(ids) + 1 for ids in self._encoder.encode_all(texts)]
+        long = [i for i, length in enumerate(lengths) if length > config.target_tokens]
+        if long and config.long_targets == "refuse":
+            told = self._too_long(texts[long[0]], lengths[long[0]], "target_tokens")
+            others = f" So have {len(long) - 1} more." if len(long) > 1 else ""
+            raise DataError(f"{told}{others} Allow more, or set data.long_targets: 'drop' leaves such rows out, 'cut' cuts their targets.")
+        if len(long) == len(rows):
+            raise DataError(f"task {self.task.name!r}: every target is longer than data.target_tokens, {config.target_tokens}. Allow more.")
+        if long:
+            log.warning(
+                "%s: %d of %d rows are left out: their targets are longer than %d.",
+                config.corpus,
+                len(long),
+                len(rows),
+                config.target_tokens,
+            )
+        dropped = set(long)
+        return [row for i, row in enumerate(rows) if i not in dropped] if long else rows
+
+    def _too_long(self, text: str, length: int, field: str) -> str:
+        limit = getattr(self._config, field)
+        return f"task {self.task.name!r}: the target {text[:60]!r} has {length} tokens with its end token, and data.{field} is {limit}."
 
     def __len__(self) -> int:
         """Samples in one epoch."""
@@ -245,4 +277,5 @@ class TaskDataset:
         self._next = 10 ** len(str(self._cut))
 
     def _encode_target(self, text: str) -> list[int]:
-        return [*self._encoder.encode(text), self._encoder.eos_id]
+        ids, cuts = self._encoder.encode(text), self._config.long_targets == "cut" and not self.task.answers
+        return [*(ids[: self._config.target_tokens - 1] if cuts else ids), self._encoder.eos_id]

@@ -73,7 +73,9 @@ def test_inputs_are_cut_and_counted_once_each(made: Callable[..., task.TaskDatas
 def test_a_target_is_never_cut(made: Callable[..., task.TaskDataset]):
     message = r"task 'rte': the target 'not_entailment' has 15 tokens with its end token, and data\.target_tokens is 14\."
     with pytest.raises(DataError, match=message):
-        made([RTE], target_tokens=14)
+        made([RTE], target_tokens=14, long_targets="cut")
+    with pytest.raises(DataError, match=r"data\.max_new_tokens is 14\. Labels are never cut"):
+        made([RTE], max_new_tokens=14)
     assert len(made([RTE], target_tokens=15)) == 1
 
 
@@ -88,10 +90,29 @@ class TestOfText:
         assert data.prediction(0, "x") == Prediction("x", ["B", "Be"], "7", source="record")
         assert data.answer_ids == []
 
-    def test_its_targets_are_never_cut_either(self, made: Callable[..., task.TaskDataset]):
-        with pytest.raises(DataError, match=r"the target 'Wonderful' has 10 tokens with its end token"):
-            made([{**self.ROW, "label": "Wonderful"}], name="record", target_tokens=9)
-        assert len(made([{**self.ROW, "label": "Wonderful"}], name="record", target_tokens=10)) == 1
+    LONG = {**ROW, "label": "Wonderful"}
+
+    def test_a_long_target_is_refused(self, made: Callable[..., task.TaskDataset]):
+        message = r"the target 'Wonderful' has 10 tokens with its end token, .* is 9\. So have 1 more\. .*'drop' leaves such rows out"
+        with pytest.raises(DataError, match=message):
+            made([self.ROW, self.LONG, self.LONG], name="record", target_tokens=9)
+        assert len(made([self.LONG], name="record", target_tokens=10)) == 1
+
+    def test_a_long_target_is_cut(self, made: Callable[..., task.TaskDataset]):
+        data = made([self.LONG], name="record", target_tokens=9, long_targets="cut")
+        assert data.sample(0, 0)["targets"] == [*ids("Wonderfu"), EOS]
+        assert data.prediction(0, "x").references == ["B", "Be"], "answers are compared with the whole text"
+
+    def test_rows_with_long_targets_are_left_out(self, made: Callable[..., task.TaskDataset], caplog: pytest.LogCaptureFixture):
+        data = made([self.LONG, self.ROW, self.LONG], name="record", target_tokens=9, long_targets="drop")
+        assert (len(data), data.num_questions, data.target(0)) == (1, 1, "B")
+        assert caplog.messages == ["c: 2 of 3 rows are left out: their targets are longer than 9."]
+        with pytest.raises(DataError, match=r"every target is longer than data\.target_tokens, 9\. Allow more\."):
+            made([self.LONG], name="record", target_tokens=9, long_targets="drop")
+
+    def test_answers_have_a_length_of_their_own(self, made: Callable[..., task.TaskDataset]):
+        assert made([self.ROW], name="record").answer_tokens == 64
+        assert made([self.ROW], name="record", max_new_tokens=5).answer_tokens == 5
 
 
 def test_a_number_is_written_in_steps(made: Callable[..., task.TaskDataset]):

@@ -21,6 +21,7 @@ VALUES = {
     "query": "QU",
     "entities": "E1, E2",
     "text": "T",
+    "code": "def f(): …",
     **{f"{name}_sentence": str(i) for i, name in enumerate(["first", "second", "third", "fourth", "fifth", "sixth"], 1)},
 }
 
@@ -55,6 +56,7 @@ SIX = "first_sentence: 1\tsecond_sentence: 2\tthird_sentence: 3\tfourth_sentence
         *((name, f"{name}: first_sentence: 1\tsecond_sentence: 2") for name in (*(f"BSO{of}" for of in OF), "RST", "PDTB-E", "PDTB-I")),
         *((name, f"{name}: {SIX}") for name in ("DCchat", "DCwiki")),
         ("SSPabs", "SSPabs: first_sentence: 1"),
+        *((name, f"{name} code: def f(): …") for name in ("codedoc", "codename")),
     ],
 )
 def test_what_the_model_reads(task: str, expected: str):
