@@ -175,17 +175,17 @@ T5_TINY_CODE: dict[str, Any] = {
         "input_tokens": 96,
         "target_tokens": 48,
         "long_targets": "drop",
-        "val_samples": 256,
+        "val_samples": 128,
     },
     "loop": {
-        "steps": 300,
-        "sequences_per_step": 16,
-        "micro_batch": 16,
+        "steps": 200,
+        "sequences_per_step": 8,
+        "micro_batch": 8,
         "optimizer": "adamw_scale",
         "learning_rate": 5e-3,
         "schedule": "linear",
         "warmup_rate": 0.1,
-        "eval_every": 100,
+        "eval_every": 200,
     },
 }
 
