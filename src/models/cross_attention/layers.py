@@ -6,6 +6,7 @@ base, H heads, K key/value heads, d width of a head. R rows of the decoder per c
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
 from typing import Any, cast
@@ -23,6 +24,10 @@ from src.models.cross_attention.config import FAMILIES, Config, Plan
 from src.models.cross_attention.encoder import EncodedInMemory, encode, last_hidden
 from src.models.cross_attention.kv_cache import ActiveContext, Context
 from src.models.wrapper import Wrapper
+
+
+_READING: ContextVar[Mapping[int, ActiveContext | None]] = ContextVar("reading", default={})  # noqa: B039  never changed in place
+"""What each model reads, by its id: of each thread its own, so that requests that are answered at once keep their contexts apart."""
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
@@ -162,7 +167,6 @@ class CrossAttentionLM(Wrapper):
         blocks = {key: Block(config, base.config, sizes) for key in keys}
         self.blocks = nn.ModuleDict(blocks)
         """By the index of the decoder layer, or one for all of them."""
-        self._reading: ActiveContext | None = None
         self.num_passes: Callable[[int], int] = lambda needed: needed
         """Passes through the base that `encode` makes if it needs this many: more where ranks must make equally many."""
         self._encode = EncodedInMemory().encode if config.cache_contexts else encode
@@ -265,15 +269,20 @@ class CrossAttentionLM(Wrapper):
 
     @contextmanager
     def reading(self, context: Context | None) -> Iterator[None]:
-        """Let every forward of the base inside this `with` read `context`. Row b of the context is read by R consecutive rows.
+        """Let every forward of the base inside this `with`, and in this thread, read `context`. Row b of it is read by R consecutive rows.
 
         Keys and values are computed at first use and cached, so weights must not change inside. None: the base reads no context.
         """
-        outer, self._reading = self._reading, None if context is None else ActiveContext(context)
+        active = None if context is None else ActiveContext(context)
+        token = _READING.set({**_READING.get(), id(self): active})
         try:
             yield
         finally:
-            self._reading = outer
+            _READING.reset(token)
+
+    @property
+    def _reading(self) -> ActiveContext | None:
+        return _READING.get().get(id(self))
 
     def _apply_block(self, block: Block, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
         assert self._reading is not None

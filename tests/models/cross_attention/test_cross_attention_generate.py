@@ -1,5 +1,7 @@
 """Generation with caches equals computing every token anew."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -46,6 +48,18 @@ def test_the_context_is_encoded_and_projected_once_and_past_tokens_never_again(m
     assert sum(encoded) == 1
     assert len(projected) == 2
     assert decoded == [4, 4, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_threads_keep_their_contexts_apart(make, batch, threads):
+    model = make()
+    inputs = prompts_and_contexts(batch)
+    requests = [{name: tensor[[i % 3]] for name, tensor in inputs.items()} for i in range(24)]
+    alone = [model.generate(**request, **GREEDY).tolist() for request in requests]
+    assert len({str(ids) for ids in alone}) == 3, "the setting of the test"
+    with ThreadPoolExecutor(threads) as pool:
+        together = list(pool.map(lambda request: model.generate(**request, **GREEDY).tolist(), requests))
+    assert together == alone
 
 
 def test_further_questions_on_one_context(make, batch):
