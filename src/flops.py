@@ -74,20 +74,33 @@ def _gpt_neox(config: Any) -> Stack:
 
 
 def _llama(config: Any) -> Stack:
-    """Grouped keys and values, gated MLP. Also Mistral and Qwen2; a sliding window is counted as full attention."""
+    """Grouped keys and values, gated MLP. A sliding window is counted as full attention."""
+    return _grouped(config, 3)
+
+
+def _starcoder2(config: Any) -> Stack:
+    """Grouped keys and values, plain MLP."""
+    return _grouped(config, 2)
+
+
+def _grouped(config: Any, matrices_of_mlp: int) -> Stack:
     width = config.hidden_size
     head = getattr(config, "head_dim", None) or width // config.num_attention_heads
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-    return Stack(config.num_hidden_layers, width * (2 * queries + 2 * keys + 3 * config.intermediate_size), queries)
+    return Stack(config.num_hidden_layers, width * (2 * queries + 2 * keys + matrices_of_mlp * config.intermediate_size), queries)
 
 
+_LLAMA_LIKE = (
+    *("cohere", "gemma", "gemma2", "gemma3_text", "granite", "llama"),
+    *("mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
+)
 _DECODERS: dict[str, Callable[[Any], Stack]] = {
     "gpt_bigcode": _gpt_bigcode,
     "gpt2": _gpt2,
-    "llama": _llama,
-    "mistral": _llama,
-    "qwen2": _llama,
     "gpt_neox": _gpt_neox,
+    "phi": _starcoder2,
+    "starcoder2": _starcoder2,
+    **dict.fromkeys(_LLAMA_LIKE, _llama),
 }
 KNOWN = {*_DECODERS, "t5"}
 """The model_type of the families whose operations are known."""

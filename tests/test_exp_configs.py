@@ -1,5 +1,6 @@
 """Every group loads, no experiment has the id of another, and those on large bases are built on small ones of the same family."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,13 @@ BASES = {
     "HuggingFaceH4/starchat-alpha": ("gpt_bigcode", 40, 8192),
     "allenai/tulu-2-dpo-7b": ("llama", 32, 8192),
     "mistralai/Mistral-7B-Instruct-v0.2": ("mistral", 32, 32768),
-    "meta-llama/Llama-2-7b-chat-hf": ("llama", 32, 4096),
-    "meta-llama/Llama-2-13b-chat-hf": ("llama", 40, 4096),
+    "allenai/tulu-2-dpo-13b": ("llama", 40, 8192),
+    "meta-llama/Llama-2-7b-hf": ("llama", 32, 4096),
+    "meta-llama/Llama-2-13b-hf": ("llama", 40, 4096),
+    "meta-llama/Llama-3.1-8B-Instruct": ("llama", 32, 131072),
+    "Qwen/Qwen3-8B": ("qwen3", 36, 40960),
+    "google/gemma-3-4b-it": ("gemma3_text", 34, 131072),
+    "bigcode/starcoder2-7b": ("starcoder2", 32, 16384),
 }
 """Family, layers and positions of the published models."""
 
@@ -37,9 +43,14 @@ GROUPS: dict[str, tuple[Any, ...]] = {
     "crossattn_starcoderbase-7b": (8, 4, True, True, 1024, 8, 0.4, 2048, 32, 1e-4, "cosine", 1e-2),
     "crossattn_starchat-alpha": (4, 8, False, True, 2048, 32, 0.25, 4096, 32, 2e-4, "cosine", 1e-2),
     "crossattn_tulu-7b": (4, 6, False, True, 1024, 32, 0.1, 6144, 32, 2e-4, "linear", 0.0),
-    "crossattn_mistral-7b": (4, 6, False, True, 1024, 32, 0.1, 6144, 32, 2e-4, "linear", 0.0),
+    "crossattn_tulu-13b": (4, 6, False, True, 1024, 32, 0.1, 6144, 32, 2e-4, "linear", 0.0),
+    "crossattn_mistral-7b": (4, 6, False, True, None, None, 0.1, 6144, 32, 2e-4, "linear", 0.0),
     "crossattn_llama-7b": (4, 6, False, True, 1024, 32, 0.1, 4096, 32, 2e-4, "linear", 0.0),
     "crossattn_llama-13b": (4, 6, False, True, 1024, 32, 0.1, 4096, 32, 2e-4, "linear", 0.0),
+    "crossattn_llama-3.1-8b": (4, 6, False, True, 1024, 32, 0.1, 6144, 32, 2e-4, "linear", 0.0),
+    "crossattn_qwen3-8b": (4, 6, False, True, 1024, 32, 0.1, 6144, 32, 2e-4, "linear", 0.0),
+    "crossattn_gemma-3-4b": (4, 6, False, True, 1024, 32, 0.1, 6144, 32, 2e-4, "linear", 0.0),
+    "crossattn_starcoder2-7b": (8, 4, False, True, 1024, 16, 0.4, 4096, 128, 5e-4, "cosine", 1e-3),
     "crossattn_tulu-7b_2x8": (2, 8, False, True, 1024, 32, 0.2, 6144, 32, 2e-4, "cosine", 1e-3),
     "crossattn_tulu-7b_8x2": (8, 2, False, True, 1024, 32, 0.2, 6144, 32, 2e-4, "cosine", 1e-3),
     "crossattn_tulu-7b_8x3": (8, 3, False, True, 1024, 32, 0.2, 6144, 32, 2e-4, "cosine", 1e-3),
@@ -71,13 +82,14 @@ def test_the_published_values(group: str):
     assert (loop.warmup_rate, loop.adam_beta1, loop.adam_beta2, loop.adam_epsilon, loop.max_grad_norm) == (0.05, 0.9, 0.95, 1e-6, 1.0)
     assert model.shared_projections == (group in {"crossattn_starcoderbase-7b", "crossattn_starchat-alpha"})
     assert loop.precision == model.base.dtype == "bfloat16"
+    assert model.norm == ("layer" if re.search(r"tulu|mistral|llama-\d+b", group) else None), "as the code of XC-Cache has it"
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_it_is_built_on_a_small_base_of_its_family(group: str, tmp_path: Path):
     (exp,) = exp_configs.EXP_GROUPS[group]
     family, depth, positions = BASES[exp["model"]["base"]["path"]]
-    heads = {} if family == "gpt_bigcode" else {"num_key_value_heads": 4 if family == "llama" else 2}
+    heads = {} if family == "gpt_bigcode" else {"num_key_value_heads": 4 if family == "llama" else 2, "head_dim": 4}
     make_base(family, num_hidden_layers=depth, max_position_embeddings=positions, **heads).save_pretrained(tmp_path / "base")
     config: Any = load_experiment(override(exp, {"model.base.path": str(tmp_path / "base"), "model.base.dtype": "float32"}), group)
     places = Places(tmp_path / "data", tmp_path / "runs")

@@ -116,6 +116,7 @@ CROSSATTN_STARCHAT = override(
         "loop.weight_decay": 1e-2,
     },
 )
+# XC-Cache's blocks of the Llama style have LayerNorm.
 CROSSATTN_TULU = override(
     CROSSATTN,
     {
@@ -124,6 +125,7 @@ CROSSATTN_TULU = override(
             "num_layers": 4,
             "stride": 6,
             "final_layer": True,
+            "norm": "layer",
             "hidden_size": 1024,
             "num_heads": 32,
             "num_key_value_heads": 32,
@@ -195,16 +197,40 @@ GROUPS = {
     ],
     "crossattn_starchat-alpha": [CROSSATTN_STARCHAT],
     "crossattn_tulu-7b": [CROSSATTN_TULU],
+    "crossattn_tulu-13b": [override(CROSSATTN_TULU, {"model.base.path": "allenai/tulu-2-dpo-13b"})],
+    # XC-Cache's code gives Mistral blocks the heads of the base, whatever its configuration says, and the MLP of the smaller ones.
     "crossattn_mistral-7b": [
-        override(CROSSATTN_TULU, {"model.base.path": "mistralai/Mistral-7B-Instruct-v0.2", "data.template": "instruct"})
+        override(
+            CROSSATTN_TULU,
+            {
+                "model.hidden_size": None,
+                "model.num_heads": None,
+                "model.num_key_value_heads": None,
+                "model.feed_forward_size": 4096,
+                "model.base.path": "mistralai/Mistral-7B-Instruct-v0.2",
+                "data.template": "instruct",
+            },
+        )
     ],
     # Llama 2 reads 4,096 tokens at most; the published configuration asks for 6,144.
     **{
         f"crossattn_llama-{size}": [
-            override(CROSSATTN_TULU, {"model.base.path": f"meta-llama/Llama-2-{size}-chat-hf", "data.context_tokens": 4096})
+            override(CROSSATTN_TULU, {"model.base.path": f"meta-llama/Llama-2-{size}-hf", "data.context_tokens": 4096})
         ]
         for size in ("7b", "13b")
     },
+    # Not published: the same blocks, with RMSNorm, on later bases.
+    **{
+        f"crossattn_{name}": [override(CROSSATTN_TULU, {"model.norm": None, "model.base.path": path})]
+        for name, path in {
+            "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+            "qwen3-8b": "Qwen/Qwen3-8B",
+            "gemma-3-4b": "google/gemma-3-4b-it",
+        }.items()
+    },
+    "crossattn_starcoder2-7b": [
+        override(CROSSATTN_STARCODERBASE_3B, {"model.num_layers": 8, "model.stride": 4, "model.base.path": "bigcode/starcoder2-7b"})
+    ],
     **{
         f"crossattn_tulu-7b_{n}x{s}": [override(CROSSATTN_TULU_ABLATION, {"model.num_layers": n, "model.stride": s})]
         for n, s in [(2, 8), (8, 2), (8, 3)]

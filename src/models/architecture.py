@@ -18,9 +18,12 @@ _SPELLINGS = {
 def from_dict(raw: Mapping[str, Any]) -> Architecture | None:
     """Read the content of a Hugging Face config.json, in the spelling of any family; None where a size is missing.
 
+    Of a model that reads images too, it is the part that reads text.
+
     Raises:
         ValueError: a size is no positive int, or the family no str; says which key.
     """
+    raw = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
     for key in (*chain.from_iterable(_SPELLINGS.values()), "num_key_value_heads", "head_dim", *_MAX_POSITIONS):
         _check(key, raw.get(key))
     found: dict[str, Any] = {size: _first_given(raw, keys) for size, keys in _SPELLINGS.items()}

@@ -1,7 +1,7 @@
 """Exports a trained model for other programs: adapters are merged into the weights, and the tokenizer is copied.
 
-A plain model is saved as a transformers model. Of a cross-attention model the new blocks are saved in the layout of XC-Cache, and the
-base in base/ if it has adapters or was trained.
+A plain model is saved as a transformers model. Of a cross-attention model the new blocks are saved in the layout of XC-Cache, whose own
+loader needs --with_base; and the base in base/ if it has adapters, was trained, or is nowhere else.
 
 python -m src.models.export results/runs/EXP_ID exported                        its last checkpoint
 python -m src.models.export results/runs/EXP_ID/checkpoints/step-00002000 exported --dtype bfloat16
@@ -16,9 +16,10 @@ from typing import Any
 
 from src.command_line import make_parser, run_command
 from src.config import Places
-from src.errors import ConfigError
-from src.files import new_directory
-from src.models import lora
+from src.errors import CheckpointError, ConfigError
+from src.files import new_directory, read_json, write_json
+from src.interfaces import ModelConfig
+from src.models import hf, lora
 from src.models.cross_attention import xc_cache_weights
 from src.models.load import PLACES, checkpoint_folder
 from src.models.trained_model import from_checkpoint
@@ -28,8 +29,10 @@ log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def export(source: Path, target: Path, places: Places, dtype: str | None = None) -> None:
+def export(source: Path, target: Path, places: Places, dtype: str | None = None, with_base: bool = False) -> None:
     """Write the model of the run or checkpoint `source` to the new folder `target`. dtype: of the weights; None: as trained.
+
+    with_base: write the weights of a cross-attention model's base beside those of its blocks.
 
     Raises:
         ConfigError: `target` exists, or no other program can load the model.
@@ -37,6 +40,8 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None)
         UserError: a part of the model is missing.
     """
     import torch
+
+    from src.models.cross_attention.layers import CrossAttentionLM
 
     if target.exists():
         raise ConfigError(f"{target}: is there already. Name a folder that is not.")
@@ -46,30 +51,61 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None)
     if dtype:
         model = model.to(getattr(torch, dtype))
     with new_directory(target) as made:
-        _write(model, merged > 0, made, folder)
-        for path in (folder / "tokenizer").iterdir():
-            shutil.copy(path, made)
+        if isinstance(model, CrossAttentionLM):
+            as_it_was = not merged and not model.settings.train_all_params
+            _write_blocks(model, made, target, _find_base(model.settings.base, places) if as_it_was else None, with_base)
+        elif with_base:
+            raise ConfigError("--with_base: is for cross-attention models, whose base is another model. Leave it out.")
+        else:
+            _write(model, made, folder)
+        for own in (made, made / "base") if (made / "base").is_dir() else (made,):
+            _copy_tokenizer(folder / "tokenizer", own)
     log.info("%s: %d adapters merged.", target, merged)
 
 
-def _write(model: Any, moved: bool, made: Path, folder: Path) -> None:
-    """The weights of `model`, trained in the checkpoint `folder`. moved: whether its base has changed."""
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files, and call the class and the tokens of transformers 5 as transformers 4 does; 5 reads both."""
+    for path in source.iterdir():
+        shutil.copy(path, folder)
+    path = folder / "tokenizer_config.json"
+    config = read_json(path, CheckpointError)
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    write_json(path, config)
+
+
+def _write(model: Any, made: Path, folder: Path) -> None:
+    """The weights of a model without blocks, trained in the checkpoint `folder`."""
     from transformers import PreTrainedModel
 
-    from src.models.cross_attention.layers import CrossAttentionLM
     from src.models.fusion_in_decoder.layers import FusionInDecoder
 
     if isinstance(model, FusionInDecoder):
         model.base.save_pretrained(made)  # a plain encoder-decoder
-    elif isinstance(model, CrossAttentionLM):
-        if moved or model.settings.train_all_params:
-            model.base.save_pretrained(made / "base")
-            model.name_or_path = "base"
-        xc_cache_weights.save(model, made)
     elif isinstance(model, PreTrainedModel):
         model.save_pretrained(made)
     else:
         raise ConfigError(f"{folder}: its model is a {type(model).__name__}, which no other program knows. Load it with this project.")
+
+
+def _write_blocks(model: Any, made: Path, target: Path, base: str | None, with_base: bool) -> None:
+    """The blocks of a cross-attention model, for `target`. base: where its base is; None: it is written to base/."""
+    if base is None:
+        base = str((target / "base").resolve())
+        model.base.save_pretrained(made / "base")
+    if lacks := xc_cache_weights.unlike_reference(model):
+        log.warning("%s: XC-Cache's own code cannot load it: it has no %s. This project can.", target, ", no ".join(lacks))
+    xc_cache_weights.save(model, made, base, with_base)
+
+
+def _find_base(base: ModelConfig, places: Places) -> str | None:
+    """Hub id or folder of a base that is pretrained and as it was; None for others."""
+    if not isinstance(base, hf.Config) or base.quantization:
+        return None
+    local = places.data / base.path
+    return str(local.resolve()) if local.is_dir() else str(Path(base.path).resolve()) if Path(base.path).is_dir() else base.path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="a run, the beginning of its id, or one of its checkpoints")
     parser.add_argument("target", type=Path, help="the new folder")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as trained)")
+    parser.add_argument("--with_base", action="store_true", help="of a cross-attention model: write the base's weights too")
     parser.add_argument("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
     parser.add_argument(
         "-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="save directories of the model's parents"
@@ -85,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def act() -> int:
-        export(args.source, args.target, Places(args.data_path, args.savedir_base), args.dtype)
+        export(args.source, args.target, Places(args.data_path, args.savedir_base), args.dtype, args.with_base)
         return 0
 
     return run_command(act)

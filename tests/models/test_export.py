@@ -1,12 +1,13 @@
 """What is exported is loaded by transformers alone, and says what the trained model says."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from src.errors import CheckpointError
@@ -96,6 +97,26 @@ def test_blocks_are_exported_for_xc_cache_and_are_where_another_training_begins(
     contexts = {"context_ids": IDS[:, None] - 1, "context_mask": torch.ones(2, 1, 5, dtype=torch.bool)}
     mask = torch.ones(2, 5, dtype=torch.bool)
     torch.testing.assert_close(again(IDS, mask, **contexts), model(IDS, mask, **contexts), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["hub", "folder", "random"])
+def test_the_export_names_its_base(case: str, places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also for programs with transformers 4, which do not know the class that 5 writes."""
+    made = tmp_path / "hub" / "models--owner--base" / "snapshots" / "main" if case == "hub" else tmp_path / "base"
+    bind(MODELS, GPT).build(places).save_pretrained(made)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    base = GPT if case == "random" else {"name": "hf", "path": "owner/base" if case == "hub" else str(made)}
+    trained(around(base, train_all_params=case == "random"), places, 3)
+    assert run(places, places.runs / "run", tmp_path / "out", "--with_base") == 0
+    named = {"hub": "owner/base", "folder": str(made), "random": str(tmp_path / "out" / "base")}[case]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["_name_or_path"] == named
+    assert "transformer.wte.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    for folder in (tmp_path / "out", tmp_path / "out" / "base") if case == "random" else (tmp_path / "out",):
+        written = json.loads((folder / "tokenizer_config.json").read_text())
+        assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+        own, copied = (AutoTokenizer.from_pretrained(path) for path in (places.data / "tokenizer", folder))
+        assert own.get_vocab() == copied.get_vocab()
+        assert sorted(own.all_special_tokens) == sorted(copied.all_special_tokens)
 
 
 def test_a_run_is_loaded_in_one_call(places, tmp_path: Path):

@@ -3,7 +3,7 @@
 The method is "XC-Cache: Cross-Attending to Cached Context for Efficient LLM Inference" (EMNLP Findings 2024).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -27,24 +27,48 @@ class Family:
     """Attribute path of the list of decoder layers."""
     gated: bool
     """True: blocks with RMSNorm, rotary positions, grouped keys and values, gated MLP. False: LayerNorm, biases, plain MLP."""
-    norm_eps: str
+    norm_eps: str | float
+    """Config field, or the value where the config has none."""
     activation: str
+    """Config field, or the name of the activation where the config has none."""
     residual_dropout: str | None
     """Config field of the dropout after attention and MLP; None where the family has none."""
     attention_dropout: str
 
 
 _LLAMA = Family("model.layers", True, "rms_norm_eps", "hidden_act", None, "attention_dropout")
+_GEMMA = replace(_LLAMA, activation="hidden_activation")
 _GPT = Family("transformer.h", False, "layer_norm_epsilon", "activation_function", "resid_pdrop", "attn_pdrop")
 FAMILIES = {
+    "bloom": Family("transformer.h", False, "layer_norm_epsilon", "gelu", "hidden_dropout", "attention_dropout"),
+    "cohere": replace(_LLAMA, norm_eps="layer_norm_eps"),
+    "falcon": Family("transformer.h", False, "layer_norm_epsilon", "activation", "hidden_dropout", "attention_dropout"),
+    "gemma": _LLAMA,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
     "gpt2": _GPT,
     "gpt_bigcode": _GPT,
+    "gpt_neo": replace(_GPT, residual_dropout="resid_dropout", attention_dropout="attention_dropout"),
     "gpt_neox": Family("gpt_neox.layers", False, "layer_norm_eps", "hidden_act", "hidden_dropout", "attention_dropout"),
+    "gpt_oss": _LLAMA,
+    "gptj": _GPT,
+    "granite": _LLAMA,
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "olmo2": _LLAMA,
+    "opt": Family("model.decoder.layers", False, 1e-5, "activation_function", "dropout", "attention_dropout"),
+    "phi": Family("model.layers", False, "layer_norm_eps", "hidden_act", "resid_pdrop", "attention_dropout"),
+    "phi3": replace(_LLAMA, residual_dropout="resid_pdrop"),
     "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "qwen3_moe": _LLAMA,
+    "qwen3_next": _LLAMA,
+    "smollm3": _LLAMA,
+    "stablelm": replace(_LLAMA, norm_eps="layer_norm_eps", residual_dropout="hidden_dropout"),
+    "starcoder2": Family("model.layers", False, "norm_epsilon", "hidden_act", "residual_dropout", "attention_dropout"),
 }
-"""By the `model_type` of the base. A new family is a row here and a line in the test."""
+"""By the `model_type` of the base. A new family is a row here and a line in tests/models/cross_attention/test_families.py."""
 
 
 class Config(ModelConfig):
@@ -74,6 +98,8 @@ class Config(ModelConfig):
     """The input of a block is added to its output once more."""
     norm: Literal["layer", "rms"] | None = None
     """None: that of the family, RMSNorm in Llama style. XC-Cache's Llama-style blocks, as published, have LayerNorm."""
+    feed_forward_size: int | None = added_field(None, gt=0)
+    """Width of a block's MLP. None: four times the width of the heads together."""
     context_dropout_rate: float = Field(default=0.0, ge=0, lt=1)
     """Share of the context positions that each block cannot read at a training step."""
     train_all_params: bool = False
@@ -166,7 +192,8 @@ class Config(ModelConfig):
             raise ConfigError(f"cross_attention: {given} is for Llama-style bases; on {base.model_type!r} it would be ignored. Remove it.")
         hidden, heads = self.hidden_size or base.hidden_size, self.num_heads or base.num_heads
         groups = (self.num_key_value_heads or base.num_key_value_heads) if family.gated else heads
-        made = Plan(family, layer_indices(base.num_layers, self.num_layers, self.stride), hidden, heads, groups)
+        indices = layer_indices(base.num_layers, self.num_layers, self.stride)
+        made = Plan(family, indices, hidden, heads, groups, self.feed_forward_size or 4 * hidden)
         _check_heads(made, self.shared_projections)
         return made
 
@@ -181,6 +208,7 @@ class Plan:
     hidden_size: int
     num_heads: int
     num_key_value_heads: int
+    feed_forward_size: int
 
 
 def layer_indices(num_decoder_layers: int, num_layers: int, stride: int) -> list[int]:

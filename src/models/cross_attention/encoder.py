@@ -32,7 +32,7 @@ def encode(
     passes: number of passes to make if this many are needed: more where ranks must make equally many.
     together: sequences in a pass (ENCODED_TOGETHER).
     """
-    hidden = torch.zeros(*ids.shape, model.config.hidden_size, dtype=model.dtype, device=ids.device)
+    hidden = torch.zeros(*ids.shape, model.config.get_text_config().hidden_size, dtype=model.dtype, device=ids.device)
     lengths = mask.sum(dim=-1)
     rows = lengths.argsort(stable=True)[(lengths == 0).sum() :]
     groups = rows.split(together or ENCODED_TOGETHER) if len(rows) else ()
@@ -63,7 +63,7 @@ class EncodedInMemory:
         rows = list(new.values())
         for key, states, there in zip(new, encode(model, ids[rows], mask[rows], passes, together=1).cpu(), real[rows], strict=True):
             self._states[key] = states[there]
-        hidden = torch.zeros(*ids.shape, model.config.hidden_size, dtype=model.dtype)
+        hidden = torch.zeros(*ids.shape, model.config.get_text_config().hidden_size, dtype=model.dtype)
         for n, key in enumerate(keys):
             hidden[n, real[n]] = self._states[key]
         return hidden.to(ids.device)

@@ -25,7 +25,6 @@ from src.models.cross_attention.encoder import EncodedInMemory, encode, last_hid
 from src.models.cross_attention.kv_cache import ActiveContext, Context
 from src.models.wrapper import Wrapper
 
-
 _READING: ContextVar[Mapping[int, ActiveContext | None]] = ContextVar("reading", default={})  # noqa: B039  never changed in place
 """What each model reads, by its id: of each thread its own, so that requests that are answered at once keep their contexts apart."""
 
@@ -55,7 +54,7 @@ class CrossAttention(nn.Module):
         self.k = None if config.shared_projections else nn.Linear(width, sizes.num_key_value_heads * self.head_size, bias=bias)
         self.v = nn.Linear(width, sizes.num_key_value_heads * self.head_size, bias=bias)
         self.out = nn.Linear(sizes.hidden_size, width, bias=bias)
-        self.theta: float | None = base.rope_parameters["rope_theta"] if sizes.family.gated else None
+        self.theta = _rope_theta(base.rope_parameters) if sizes.family.gated else None
         self.attention_dropout = getattr(base, sizes.family.attention_dropout)
         self.residual_dropout = nn.Dropout(getattr(base, sizes.family.residual_dropout) if sizes.family.residual_dropout else 0.0)
 
@@ -91,15 +90,15 @@ class CrossAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Base width -> 4 x cross-attention width -> base width; gated and without biases in Llama style."""
+    """Base width -> `feed_forward_size` -> base width; gated and without biases in Llama style."""
 
     def __init__(self, base: Any, sizes: Plan) -> None:
         super().__init__()
-        gated, inner = sizes.family.gated, 4 * sizes.hidden_size
+        gated, inner = sizes.family.gated, sizes.feed_forward_size
         self.gate = nn.Linear(base.hidden_size, inner, bias=False) if gated else None
         self.up = nn.Linear(base.hidden_size, inner, bias=not gated)
         self.down = nn.Linear(inner, base.hidden_size, bias=not gated)
-        self.activation = ACT2FN[getattr(base, sizes.family.activation)]
+        self.activation = ACT2FN[getattr(base, sizes.family.activation, sizes.family.activation)]
         self.dropout = nn.Dropout(getattr(base, sizes.family.residual_dropout) if sizes.family.residual_dropout else 0.0)
 
     def forward(self, h: Tensor) -> Tensor:
@@ -114,14 +113,14 @@ class Block(nn.Module):
     def __init__(self, config: Config, base: Any, sizes: Plan) -> None:
         super().__init__()
         norm = nn.RMSNorm if (config.norm or ("rms" if sizes.family.gated else "layer")) == "rms" else nn.LayerNorm
-        eps = getattr(base, sizes.family.norm_eps)
+        eps = sizes.family.norm_eps if isinstance(sizes.family.norm_eps, float) else getattr(base, sizes.family.norm_eps)
         self.norm1 = norm(base.hidden_size, eps=eps)
         self.attention = CrossAttention(config, base, sizes)
         self.norm2 = norm(base.hidden_size, eps=eps)
         self.mlp = MLP(base, sizes)
         self.skip_connections = config.skip_connections
         self.context_dropout_rate = config.context_dropout_rate
-        self.apply(partial(_initialize, std=base.initializer_range))
+        self.apply(partial(_initialize, std=base.init_std if hasattr(base, "init_std") else base.initializer_range))
 
     def project(self, context_BPD: Tensor, mask_BP: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the encoded contexts, (B, K, P, d) each. mask_BP: True on real tokens."""
@@ -135,6 +134,11 @@ class Block(nn.Module):
         y = x + self.attention(self.norm1(x), keys, values, mask, positions)
         y = y + self.mlp(self.norm2(y))
         return (x + y if self.skip_connections else y).to(h.dtype)
+
+
+def _rope_theta(parameters: Mapping[str, Any]) -> float:
+    """The base of the wavelengths; where it differs by the type of layer (Gemma 3), that of the layers which read everything."""
+    return parameters.get("full_attention", parameters)["rope_theta"]
 
 
 def _initialize(module: nn.Module, std: float) -> None:
@@ -164,7 +168,7 @@ class CrossAttentionLM(Wrapper):
         keys = ["shared"] if config.shared_weights else [str(i) for i in sizes.layer_indices]
         self.layer_indices = sizes.layer_indices
         """Indices of the decoder layers that have a block, the topmost first."""
-        blocks = {key: Block(config, base.config, sizes) for key in keys}
+        blocks = {key: Block(config, base.config.get_text_config(), sizes) for key in keys}
         self.blocks = nn.ModuleDict(blocks)
         """By the index of the decoder layer, or one for all of them."""
         self.num_passes: Callable[[int], int] = lambda needed: needed
@@ -226,9 +230,7 @@ class CrossAttentionLM(Wrapper):
             hidden = last_hidden(self.base, input_ids, attention_mask)
         if loss_mask is not None:
             hidden = hidden[:, :-1][loss_mask[:, 1:]]
-        head = self.base.get_output_embeddings()
-        assert head is not None
-        return head(hidden)
+        return output_logits(self.base, hidden)
 
     @torch.no_grad()
     def generate(
@@ -306,9 +308,19 @@ class CrossAttentionLM(Wrapper):
         return self._apply_block(block, output, kwargs)
 
 
+def output_logits(base: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Logits of states after the final norm, as the base computes them: Cohere and Granite scale them, Gemma 2 caps them."""
+    head, config = base.get_output_embeddings(), base.config.get_text_config()
+    assert head is not None
+    logits = head(hidden) * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def _plan_for(config: Config, base: PreTrainedModel) -> tuple[Plan, nn.ModuleList]:
     """The settings for this base, and its list of layers."""
-    known = architecture.from_dict(base.config.to_dict())
+    text = base.config.get_text_config()
+    known = architecture.from_dict(text.to_dict())
     if known is None or known.model_type not in FAMILIES:
         raise ConfigError(
             f"cross_attention: {type(base).__name__} has no list of decoder layers that we know. Known families: "
@@ -316,7 +328,7 @@ def _plan_for(config: Config, base: PreTrainedModel) -> tuple[Plan, nn.ModuleLis
         )
     sizes = config.plan(known)
     try:
-        return sizes, attrgetter(sizes.family.layers)(base)
+        return sizes, attrgetter(sizes.family.layers)(base) if text is base.config else base.get_decoder().layers
     except AttributeError:
         raise ConfigError(
             f"cross_attention: {type(base).__name__} has no {sizes.family.layers!r}. Take a plain causal language model as base."

@@ -44,12 +44,15 @@ def names(model: "CrossAttentionLM") -> dict[str, list[str]]:
     block = model.unique_blocks()[0]
     gated, together = block.mlp.gate is not None, block.attention.k is None
     table = _LLAMA if gated else _GPT_TOGETHER if together else _GPT_APART
+    # There blocks of the Llama style have two matrices all the same, which are then equal.
+    twin = {table["attention.q"]: table["attention.k"]} if gated and together else {}
     found = {}
     for key in model.blocks.state_dict():
         place, _, rest = key.partition(".")
         part, _, kind = rest.rpartition(".")
         indices = model.layer_indices if place == "shared" else [int(place)]
-        found[f"blocks.{key}"] = [f"{_PREFIX}.{i}.{table[part]}.{kind}" for i in indices]
+        parts = [table[part], *([twin[table[part]]] if table[part] in twin else [])]
+        found[f"blocks.{key}"] = [f"{_PREFIX}.{i}.{name}.{kind}" for i in indices for name in parts]
     return found
 
 
@@ -96,7 +99,7 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
                     f"{folder}: of other blocks. {theirs} is {list(saved[theirs].shape)}, expected {list(weights[ours].shape)}."
                 )
             if not torch.equal(saved[theirs], saved[several[0]]):
-                raise CheckpointError(f"{folder}: {several[0]} and {theirs} differ, but shared_weights says that they are one block.")
+                raise CheckpointError(f"{folder}: {several[0]} and {theirs} differ, but are one by shared_weights or shared_projections.")
     with torch.no_grad():
         for ours, several in wanted.items():
             weights[ours].copy_(saved[several[0]])
@@ -107,40 +110,67 @@ def _check_config(model: "CrossAttentionLM", folder: Path) -> None:
     path = folder / "config.json"
     told = read_json(path, CheckpointError) if path.is_file() else {}
     ours = _settings(model)
-    # Dropout belongs to the training.
+    ignored = {"cross_attn_dropout_prob"}  # dropout belongs to the training
+    if model.unique_blocks()[0].mlp.gate is not None:
+        ignored |= {"cross_attn_shared_projections"}
+    if model.config.model_type == "mistral":
+        ignored |= {f"cross_attn_{name}" for name in ("num_attention_heads", "num_key_value_heads", "attention_bias")}
     wrong = [
         f"{name} is {told[name]!r}, the experiment's is {value!r}"
         for name, value in ours.items()
-        if name.startswith(("n_cross_attn", "cross_attn")) and name != "cross_attn_dropout_prob" and told.get(name) not in (None, value)
+        if name not in ignored and told.get(name) not in (None, value)
     ]
     if wrong:
         raise CheckpointError(f"{path}: of other blocks: {'; '.join(wrong)}. Change the experiment's model.")
 
 
-def save(model: "CrossAttentionLM", folder: Path) -> None:
-    """Write the blocks of `model`, and a config.json that names the base, into the existing `folder`."""
+def save(model: "CrossAttentionLM", folder: Path, base: str, with_base: bool = False) -> None:
+    """Write the blocks of `model`, and a config.json, into the existing `folder`.
+
+    base: hub id or folder of the base, which XC-Cache makes its model from. with_base: write the base's weights too, which its loader of
+    checkpoints needs: its model has them under the base's own names, but "transformer." instead of "model.".
+    """
     from safetensors.torch import save_file
 
     weights = model.state_dict()
-    save_file(
-        {theirs: weights[ours].detach().cpu().clone() for ours, several in names(model).items() for theirs in several},
-        folder / "model.safetensors",
-    )
-    write_json(folder / "config.json", {**model.config.to_dict(), **_settings(model)})
+    found = {theirs: weights[ours] for ours, several in names(model).items() for theirs in several}
+    if with_base:
+        own = model.base.state_dict()
+        found |= {f"transformer.{name.removeprefix('model.')}" if name.startswith("model.") else name: own[name] for name in own}
+    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}, folder / "model.safetensors")
+    write_json(folder / "config.json", {**model.config.to_dict(), **_settings(model), "_name_or_path": base})
+
+
+def unlike_reference(model: "CrossAttentionLM") -> list[str]:
+    """What XC-Cache's code cannot have of these blocks, so that it would not load them."""
+    block, base = model.unique_blocks()[0], model.config
+    attention, width = block.attention, block.attention.heads * block.attention.head_size
+    given = {
+        f"bases of type {base.model_type!r}": base.model_type not in ("gpt_bigcode", "llama", "mistral"),
+        "RMSNorm in blocks": not hasattr(block.norm1, "bias"),
+        "Mistral blocks with other heads than the base's": base.model_type == "mistral"
+        and (width, attention.heads, attention.v.out_features // attention.head_size)
+        != (base.hidden_size, base.num_attention_heads, base.num_key_value_heads),
+        "feed_forward_size": base.model_type != "mistral" and block.mlp.up.out_features != 4 * width,
+    }
+    return [what for what, true in given.items() if true]
 
 
 def _settings(model: "CrossAttentionLM") -> dict[str, Any]:
-    """The blocks' sizes, as XC-Cache writes them into config.json."""
-    config, attention = model.settings, model.unique_blocks()[0].attention
+    """The blocks' sizes, as XC-Cache writes them into config.json.
+
+    Its Mistral blocks have the base's heads, and of this configuration the width of the MLP alone.
+    """
+    config, block = model.settings, model.unique_blocks()[0]
+    attention, of_base = block.attention, model.config.model_type == "mistral"
     return {
-        "_name_or_path": model.name_or_path,
         "n_cross_attn_layers": config.num_layers,
         "cross_attn_layers_stride": config.stride,
         "cross_attn_shared_weights": config.shared_weights,
         "cross_attn_dropout_prob": config.context_dropout_rate,
         "cross_attn_final_layer": config.final_layer,
         "cross_attn_shared_projections": config.shared_projections,
-        "cross_attn_hidden_size": attention.heads * attention.head_size,
+        "cross_attn_hidden_size": block.mlp.up.out_features // 4 if of_base else attention.heads * attention.head_size,
         "cross_attn_num_attention_heads": attention.heads,
         "cross_attn_num_key_value_heads": attention.v.out_features // attention.head_size,
         "cross_attn_attention_bias": config.attention_bias,

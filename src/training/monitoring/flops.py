@@ -59,11 +59,11 @@ def batch_flops(model: nn.Module) -> Callable[[Mapping[str, Tensor]], int] | Non
     A model that is none of transformers' known families as it comes may offer it as `training_flops`. None, said in the log, for others,
     and for a model of which a part is frozen that is not merely adapted.
     """
-    if hasattr(model, "training_flops"):
-        return model.training_flops()  # type: ignore[operator]  a method, not a module
     config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
-    if not type(model).__module__.startswith("transformers.") or kind not in KNOWN:
+    known = getattr(config, "model_type", None) in KNOWN
+    if known and hasattr(model, "training_flops"):
+        return model.training_flops()  # type: ignore[operator]  a method, not a module
+    if not known or not type(model).__module__.startswith("transformers."):
         log.info("%s: its operations are not known, so no MFU is reported.", type(model).__name__)
         return None
     adapters = adapter_weights(model)

@@ -114,7 +114,7 @@ def test_what_is_saved_is_loaded(make, tmp_path: Path, model_type: str, settings
     given = {**settings, **({"num_key_value_heads": 4} if model_type == "llama" else {})}
     model, other = make(model_type, **given), make(model_type, noise=0.3, **given)
     (tmp_path / "out").mkdir()
-    xc_cache_weights.save(model, tmp_path / "out")
+    xc_cache_weights.save(model, tmp_path / "out", "base")
     xc_cache_weights.load(other, tmp_path / "out")
     for one, two in zip(model.blocks.parameters(), other.blocks.parameters(), strict=True):
         assert torch.equal(one, two)
@@ -133,7 +133,7 @@ def test_what_is_saved_is_loaded(make, tmp_path: Path, model_type: str, settings
     ],
 )
 def test_blocks_that_compute_otherwise_are_refused(make, tmp_path: Path, settings: dict, message: str):
-    xc_cache_weights.save(make(context_dropout_rate=0.5), tmp_path)
+    xc_cache_weights.save(make(context_dropout_rate=0.5), tmp_path, "base")
     xc_cache_weights.load(make(), tmp_path)
     with pytest.raises(CheckpointError, match=message):
         xc_cache_weights.load(make(**settings), tmp_path)
@@ -168,7 +168,7 @@ def test_other_blocks_are_refused_and_nothing_changes(make, tmp_path: Path):
         xc_cache_weights.load(model, tmp_path)
     shared = make(hidden_size=WIDTH, num_heads=HEADS, shared_weights=True)
     save_file(saved, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="differ, but shared_weights"):
+    with pytest.raises(CheckpointError, match="differ, but are one by shared_weights"):
         xc_cache_weights.load(shared, tmp_path)
     assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
 
@@ -181,10 +181,62 @@ def test_weights_are_checked_and_belong_to_the_fingerprint(places, tmp_path: Pat
     with pytest.raises(CheckpointError, match="published: no weights here"):
         given.check(places)
     model = plain.build(places)
-    xc_cache_weights.save(model, tmp_path / "published")
+    xc_cache_weights.save(model, tmp_path / "published", "base")
     given.check(places)
     assert torch.equal(given.build(places).blocks["0"].mlp.up.weight, model.blocks["0"].mlp.up.weight)
     assert plain.fingerprint(places) == bind(MODELS, raw["base"]).fingerprint(places)
     first = given.fingerprint(places)
-    xc_cache_weights.save(plain.build(places), tmp_path / "published")
+    xc_cache_weights.save(plain.build(places), tmp_path / "published", "base")
     assert len({first, given.fingerprint(places), plain.fingerprint(places)}) == 3
+
+
+MISTRAL_SHAPES = {
+    # heads and width of the base, 16 in 4 of which 2 have keys; an MLP of four times cross_attn_hidden_size
+    **{name: shape for name, shape in LLAMA_SHAPES.items() if name.startswith(("ln_", "mlp."))},
+    **{f"crossattention.{name}_proj.weight": (16 if name in "qo" else 8, 16) for name in "qkvo"},
+}
+REFERENCE: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any]]] = {
+    # case: model_type, shapes of a block, our settings of the same
+    "gpt_bigcode": ("gpt_bigcode", GPT_SHAPES, {"hidden_size": WIDTH, "num_heads": HEADS}),
+    "gpt_bigcode shared": ("gpt_bigcode", GPT_SHAPES, {"hidden_size": WIDTH, "num_heads": HEADS, "shared_weights": True}),
+    "llama": ("llama", LLAMA_SHAPES, {"hidden_size": WIDTH, "num_heads": HEADS, "num_key_value_heads": HEADS, "norm": "layer"}),
+    "mistral": ("mistral", MISTRAL_SHAPES, {"feed_forward_size": INNER, "norm": "layer"}),
+}
+
+
+@pytest.mark.parametrize("case", REFERENCE)
+def test_with_the_base_it_is_what_the_reference_loads_strictly(make, tmp_path: Path, case: str):
+    """Its loader makes a model from `_name_or_path` and loads all weight files into it with `strict`: the base's weights under their own
+    names, but "transformer." instead of "model.", and a block for each of its layers."""
+    model_type, shapes, settings = REFERENCE[case]
+    model = make(model_type, **settings)
+    assert xc_cache_weights.unlike_reference(model) == []
+    xc_cache_weights.save(model, tmp_path, "owner/base", with_base=True)
+    saved = load_file(tmp_path / "model.safetensors")
+    base = {re.sub(r"^model\.", "transformer.", name): tensor.shape for name, tensor in model.base.state_dict().items()}
+    blocks = {f"cross_attn_layers.{i}.{name}": torch.Size(shape) for i in (3, 1) for name, shape in shapes.items()}
+    assert {name: tensor.shape for name, tensor in saved.items()} == {**base, **blocks}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["_name_or_path"], config["model_type"]) == ("owner/base", model_type)
+    assert config["cross_attn_hidden_size"] * 4 == INNER, "its MLP is four times as wide"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "what"),
+    [
+        ("llama", {}, "RMSNorm in blocks"),
+        ("mistral", {"norm": "layer", "hidden_size": WIDTH}, "Mistral blocks with other heads than the base's"),
+        ("gpt_bigcode", {"feed_forward_size": 24}, "feed_forward_size"),
+        ("gpt_neox", {}, "bases of type 'gpt_neox'"),
+    ],
+)
+def test_what_the_reference_does_not_have_is_told(make, model_type: str, settings: dict[str, Any], what: str):
+    assert xc_cache_weights.unlike_reference(make(model_type, **settings)) == [what]
+
+
+def test_published_llama_blocks_have_two_projections_whatever_their_configuration_says(make, tmp_path: Path):
+    """XC-Cache's Llama and Mistral blocks know no shared projections."""
+    saved = drawn(LLAMA_SHAPES, [3, 1])
+    save_file(saved, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"cross_attn_shared_projections": True}))
+    xc_cache_weights.load(make("llama", hidden_size=WIDTH, num_heads=HEADS, num_key_value_heads=HEADS, norm="layer"), tmp_path)
