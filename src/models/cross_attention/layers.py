@@ -113,7 +113,7 @@ class Block(nn.Module):
     def __init__(self, config: Config, base: Any, sizes: Plan) -> None:
         super().__init__()
         norm = nn.RMSNorm if (config.norm or ("rms" if sizes.family.gated else "layer")) == "rms" else nn.LayerNorm
-        eps = sizes.family.norm_eps if isinstance(sizes.family.norm_eps, float) else getattr(base, sizes.family.norm_eps)
+        eps = getattr(base, sizes.family.norm_eps) if isinstance(sizes.family.norm_eps, str) else sizes.family.norm_eps
         self.norm1 = norm(base.hidden_size, eps=eps)
         self.attention = CrossAttention(config, base, sizes)
         self.norm2 = norm(base.hidden_size, eps=eps)
@@ -328,7 +328,7 @@ def _plan_for(config: Config, base: PreTrainedModel) -> tuple[Plan, nn.ModuleLis
         )
     sizes = config.plan(known)
     try:
-        return sizes, attrgetter(sizes.family.layers)(base) if text is base.config else base.get_decoder().layers
+        return sizes, attrgetter(sizes.family.layers)(base) if text is base.config else cast(Any, base.get_decoder()).layers
     except AttributeError:
         raise ConfigError(
             f"cross_attention: {type(base).__name__} has no {sizes.family.layers!r}. Take a plain causal language model as base."
