@@ -75,15 +75,15 @@ def _gpt_neox(config: Any) -> Stack:
 
 def _llama(config: Any) -> Stack:
     """Grouped keys and values, gated MLP. A sliding window is counted as full attention."""
-    return _grouped(config, 3)
+    return _grouped_query_stack(config, 3)
 
 
 def _starcoder2(config: Any) -> Stack:
     """Grouped keys and values, plain MLP."""
-    return _grouped(config, 2)
+    return _grouped_query_stack(config, 2)
 
 
-def _grouped(config: Any, matrices_of_mlp: int) -> Stack:
+def _grouped_query_stack(config: Any, matrices_of_mlp: int) -> Stack:
     width = config.hidden_size
     head = getattr(config, "head_dim", None) or width // config.num_attention_heads
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
