@@ -28,13 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = arguments.parse(argv, __doc__ or "", ROOT)
     from src import distributed
-    from src.errors import UserError
+    from src.errors import UserError, end_with_reader
 
     logging.basicConfig(format="%(message)s")
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.INFO if distributed.is_main() else logging.ERROR)
     try:
-        return act(args)
+        return end_with_reader(act)(args)
     except UserError as error:
         if distributed.is_main():
             complain(str(error))

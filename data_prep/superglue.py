@@ -1,14 +1,16 @@
-"""T5's preprocessing of the rows of MultiRC, ReCoRD and WSC (Google's t5.data.preprocessors).
+"""T5's preprocessing of the rows of MultiRC, ReCoRD, WSC and DPR (Google's t5.data.preprocessors).
 
 Each function takes a record of the original release, or a row of the hub's, and gives records that have the columns of the task.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from src.errors import DataError
 
+log = logging.getLogger(__name__)
 Record = dict[str, Any]
 _TAG = re.compile("</?b>")
 _HIGHLIGHT_AFTER_A_STOP = re.compile(r"([.?!\"'])\n@highlight\n")
@@ -68,22 +70,68 @@ def record(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def wsc(record: Record, split: str, where: str) -> Iterator[Record]:
-    """Mark the noun with asterisks and the pronoun with number signs."""
+    """Mark the noun with asterisks and the pronoun with number signs. What does not stand at its word stays unmarked, as in T5."""
     del split
     target = record.get("target") or record
     noun, noun_at = _get(target, "span1_text", str, where), _get(target, "span1_index", int, where)
     pronoun, pronoun_at = _get(target, "span2_text", str, where), _get(target, "span2_index", int, where)
-    text = _mark_span(_get(record, "text", str, where), noun, noun_at, "*", where)
+    text = _get(record, "text", str, where)
+    noun, pronoun = _fitted_span(text, noun, noun_at), _fitted_span(text, pronoun, pronoun_at)
+    text = _mark_span(text, noun, noun_at, "*", where)
     # The marks around the noun are two words more.
     text = _mark_span(text, pronoun, pronoun_at + 2 * (noun_at < pronoun_at), "#", where)
     yield {"text": text, "label": record.get("label"), "index": record.get("idx")}
 
 
+def wsc_simple(record: Record, split: str, where: str) -> Iterator[Record]:
+    """The pronoun between asterisks, and the noun that it stands for as the label. Rows of a noun that it does not stand for are no rows.
+
+    In words that are parted by blanks, the pronoun is that at its index (Raffel et al. 2020, section 2.4).
+    """
+    del split
+    target = record.get("target") or record
+    if str(record.get("label")) in ("False", "0"):
+        return
+    text, noun, noun_at = _get(record, "text", str, where), _get(target, "span1_text", str, where), _get(target, "span1_index", int, where)
+    pronoun, pronoun_at = _get(target, "span2_text", str, where), _get(target, "span2_index", int, where)
+    label = None if record.get("label") is None else _fitted_span(text, noun, noun_at)
+    words = text.split(" ")
+    # In one row of the release the number is that of the word before.
+    places = [place for place in (pronoun_at, pronoun_at + 1) if place < len(words) and words[place].startswith(pronoun)]
+    if places:
+        words[places[0]] = f"*{pronoun}*{words[places[0]].removeprefix(pronoun)}"
+    else:
+        log.warning("%s: %r does not stand at word %d of %r; it stays unmarked.", where, pronoun, pronoun_at, text[:80])
+    yield {"text": " ".join(words), "label": label, "index": record.get("idx")}
+
+
+def dpr(record: Record, split: str, where: str) -> Iterator[Record]:
+    """Definite pronoun resolution (Rahman & Ng 2012): as `wsc_simple`; of several equal pronouns the first one is meant."""
+    del split
+    sentence, pronoun = _get(record, "sentence", str, where), _get(record, "pronoun", str, where)
+    candidates, label = _get(record, "candidates", list, where), record.get("label")
+    if label is not None and not (type(label) is int and 0 <= label < len(candidates)):
+        raise DataError(f"{where}: label {label!r} is none of the {len(candidates)} candidates.")
+    text = re.sub(rf" ({re.escape(pronoun)})( |\.|,)", r" *\1*\2", sentence, count=1)
+    yield {"text": text, "label": None if label is None else candidates[label], "index": record.get("idx")}
+
+
+def _fitted_span(text: str, span: str, word: int) -> str:
+    """`span` as it is written in `text`: the release has some in another case, with a full stop or with line ends (wsc.fixed of TFDS)."""
+    words = text.split()
+    if span in text or not span or word >= len(words):
+        return span
+    first = span[0].lower() if words[word][0].islower() else span[0].upper()
+    fitted = f"{first}{span[1:]}".rstrip(".").replace("\n", " ")
+    return fitted if fitted in text else span
+
+
 def _mark_span(text: str, span: str, word: int, mark: str, where: str) -> str:
-    """`text` with marks around `span`, which begins at word number `word`."""
+    """`text` with marks around `span`, which begins at word number `word`; as it is where it does not."""
     found = re.match(rf"((?:\S+\s){{{word}}}){re.escape(span)}", text)
     if found is None:
-        raise DataError(f"{where}: {span!r} does not stand at word {word} of {text[:80]!r}.")
+        log.warning("%s: %r does not stand at word %d of %r; it stays unmarked.", where, span, word, text[:80])
+        return text
     return f"{found[1]}{mark} {span} {mark}{text[found.end() :]}"
 
 
@@ -94,4 +142,10 @@ def _get(record: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
     return value
 
 
-FORMS: dict[str, Callable[[Record, str, str], Iterator[Record]]] = {"multirc": multirc, "record": record, "wsc": wsc}
+FORMS: dict[str, Callable[[Record, str, str], Iterator[Record]]] = {
+    "multirc": multirc,
+    "record": record,
+    "wsc": wsc,
+    "wsc_simple": wsc_simple,
+    "dpr": dpr,
+}

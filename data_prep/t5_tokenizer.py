@@ -40,10 +40,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from", dest="source", metavar="TOKENIZER", help="a folder below --data_path, any other folder, or a hub id")
     source.add_argument("--spiece", type=Path, metavar="FILE", help="a SentencePiece model of unigrams, as T5's spiece.model")
+    add("--sentinels", type=int, default=NUM_SENTINELS, metavar="N", help="UL2 on 512 tokens needs 128 (default: %(default)s)")
     add("--sentences", type=int, default=0, metavar="N", help="also N names of sentences; --from may then have sentinels already")
 
 
-def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path | None = None, sentences: int = 0) -> bool:
+def prepare(
+    data_path: Path, name: str, source: str | None = None, spiece: Path | None = None, sentences: int = 0, sentinels: int = NUM_SENTINELS
+) -> bool:
     """Make the folder `data_path / name` from one of two sources; False if it is whole and has the same provenance.
 
     Raises:
@@ -52,9 +55,11 @@ def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path 
     """
     if sentences < 0:
         raise DataError(f"--sentences: expected 0 or more, got {sentences}.")
+    if sentinels < 1:
+        raise DataError(f"--sentinels: expected 1 or more, got {sentinels}.")
     folder = data_path / name
     if spiece is not None:
-        with_sentinels = from_sentencepiece(spiece)
+        with_sentinels = from_sentencepiece(spiece, sentinels)
     else:
         assert source is not None, "one of the two is given"
         place = data_path / source
@@ -62,7 +67,7 @@ def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path 
             raise DataError(f"--name: {folder} is what --from names. Choose another name.")
         with_sentinels = tokenizers.load(place if place.is_dir() else source)
         if not (sentences and _sentinels_in(with_sentinels.get_vocab())):
-            with_sentinels = add_sentinels(with_sentinels, source)
+            with_sentinels = add_sentinels(with_sentinels, source, sentinels)
     if sentences:
         add_sentences(with_sentinels, sentences, source or str(spiece))
     text = with_sentinels.backend_tokenizer.to_str()
@@ -80,12 +85,13 @@ def prepare(data_path: Path, name: str, source: str | None = None, spiece: Path 
     return command.make_folder(folder, COMMAND, made_from, fill) is not None
 
 
-def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str) -> "PreTrainedTokenizerFast":
-    """A copy with 100 sentinels and, if it has none, a padding token.
+def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str, sentinels: int = NUM_SENTINELS) -> "PreTrainedTokenizerFast":
+    """A copy with sentinels and, if it has none, a padding token. It ends texts with the end token, as the data sets of T5 do.
 
     Raises:
         DataError: it has sentinels already.
     """
+    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
     _refuse_sentinels(tokenizer.get_vocab(), where)
@@ -94,7 +100,11 @@ def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str) -> "PreTrain
     if pad is None or pad == eos:
         pad = PAD
         backend.add_special_tokens([PAD])
-    backend.add_special_tokens(_sentinels())
+    backend.add_special_tokens(_sentinels(sentinels))
+    end = processors.TemplateProcessing(single=["$A", eos], pair=["$A", eos, "$B", eos], special_tokens=[(eos, backend.token_to_id(eos))])
+    before = backend.post_processor
+    if not tokenizer("")["input_ids"]:  # else it puts tokens around texts already
+        backend.post_processor = end if before is None else processors.Sequence([before, end])
     others = [token for token in tokenizer.all_special_tokens if token not in (eos, pad, tokenizer.bos_token, tokenizer.unk_token)]
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -102,7 +112,7 @@ def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str) -> "PreTrain
         pad_token=pad,
         bos_token=tokenizer.bos_token,
         unk_token=tokenizer.unk_token,
-        additional_special_tokens=[*others, *_sentinels()],
+        additional_special_tokens=[*others, *_sentinels(sentinels)],
         clean_up_tokenization_spaces=False,
     )
 
@@ -128,9 +138,9 @@ def _copy_backend(tokenizer: "PreTrainedTokenizerFast") -> Any:
     return backend
 
 
-def _sentinels() -> list[str]:
+def _sentinels(count: int) -> list[str]:
     """In the order of their ids."""
-    return [f"<extra_id_{number}>" for number in reversed(range(NUM_SENTINELS))]
+    return [f"<extra_id_{number}>" for number in reversed(range(count))]
 
 
 def _sentinels_in(vocabulary: Any) -> list[str]:
@@ -143,8 +153,8 @@ def _refuse_sentinels(vocabulary: Any, where: str) -> None:
         raise DataError(f"{where}: has {len(found)} sentinels already, such as {min(found)!r}. Use it as it is.")
 
 
-def from_sentencepiece(path: Path) -> "PreTrainedTokenizerFast":
-    """The fast tokenizer that segments text like the unigram model in `path`, with 100 sentinels after its pieces.
+def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTrainedTokenizerFast":
+    """The fast tokenizer that segments text like the unigram model in `path`, with sentinels after its pieces.
 
     The sentinels are no pieces of the model, as they are in T5Tokenizer, where text that spells one becomes one.
 
@@ -179,13 +189,13 @@ def from_sentencepiece(path: Path) -> "PreTrainedTokenizerFast":
     backend.post_processor = processors.TemplateProcessing(
         single=["$A", "</s>"], pair=["$A", "</s>", "$B", "</s>"], special_tokens=[("</s>", end)]
     )
-    backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in [*controls, *_sentinels()]])
+    backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in [*controls, *_sentinels(sentinels)]])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="</s>",
         unk_token=unknown,
         pad_token=PAD,
-        additional_special_tokens=_sentinels(),
+        additional_special_tokens=_sentinels(sentinels),
         clean_up_tokenization_spaces=False,
     )
 

@@ -9,7 +9,6 @@ from src.data.tasks.dataset import require_number
 from src.errors import DataError
 
 Row = dict[str, Any]
-_NO_LABEL = (None, "", -1, "-1")
 
 
 def rows(source: Source, skipped: list[str] | None) -> Iterator[Row]:
@@ -66,10 +65,13 @@ def _index(value: Any) -> int | None:
 def _label(value: Any, source: Source, where: str) -> str | None:
     """The text of a class, or the number of a regression as text.
 
-    A class may be written as its text, or as its number from 0; True and False are texts, or else 1 and 0.
+    A class may be written as its text, or as its number from 0; True and False are texts, or else 1 and 0. -1 is no label of classes,
+    and of regressions whose range does not have it. The text "-1" of a text is one.
     """
     task = source.task.task
-    if value in _NO_LABEL and not (isinstance(value, str) and value in task.labels):
+    minus_one = value == "-1" or (value == -1 and not isinstance(value, str))
+    means_none = value == -1 if task.kind == "text" else task.range is None or not task.range[0] <= -1 <= task.range[1]
+    if value in (None, "") or (minus_one and means_none and str(value) not in task.labels):
         return None
     if task.kind == "classes":
         text = str(value).strip()

@@ -74,7 +74,7 @@ def tokenise_batch(job: Job, batch: Batch) -> tuple[Tokens, Tokens]:
 
 
 def _tokens(job: Job, texts: list[str]) -> Tokens:
-    pieces = [np.array([*ids, job.encoder.eos_id], dtype=job.dtype) for ids in job.encoder.encode_all(texts)]
+    pieces = [np.array([*ids, job.encoder.eos_id], dtype=job.dtype) for ids in job.encoder.encode_all(texts) if ids]
     ids = np.concatenate(pieces) if pieces else np.empty(0, job.dtype)
     return Tokens(ids, np.array([len(piece) for piece in pieces], dtype=np.int64))
 

@@ -1,6 +1,8 @@
 """Errors that the user can fix: printed as one line, no traceback, exit code 1."""
 
 import functools
+import os
+import select
 import sys
 from collections.abc import Callable
 from typing import ParamSpec
@@ -25,12 +27,38 @@ def print_errors(main: Callable[P, int]) -> Callable[P, int]:
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
-            return main(*args, **kwargs)
+            return end_with_reader(main)(*args, **kwargs)
         except UserError as error:
             sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
             return 1
 
     return run
+
+
+def end_with_reader(action: Callable[P, int]) -> Callable[P, int]:
+    """`action`, which ends without a word and gives 141 (128 + SIGPIPE) where the reader of its output goes, as `| head` does."""
+
+    @functools.wraps(action)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            code = action(*args, **kwargs)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            if not _has_lost_reader(sys.stdout.fileno()):
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)  # for what is still to be written at the end
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
+            return 141
+
+    return run
+
+
+def _has_lost_reader(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def check_all(*checks: Callable[[], object]) -> None:

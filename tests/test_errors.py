@@ -53,6 +53,18 @@ def test_a_command_names_the_error_and_exits_with_1(
     assert all(line.startswith("error: ") for line in err.splitlines())
 
 
+@pytest.mark.parametrize("command", ["trainval.py --list", "-m data_prep.prepare_task --help"])
+def test_a_reader_may_go(command: str):
+    """As `| head` does: the pipe is closed before the first line."""
+    process = subprocess.Popen([sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == (141 if "--list" in command else 0)  # argparse ends well in any case
+
+
 @pytest.mark.parametrize("command", ["-m results.plot", "-m data_prep.tokenize", "-m src.sweeps", "trainval.py --list"])
 def test_a_forgotten_environment_is_a_line(command: str):
     done = subprocess.run([sys.executable, "-S", *command.split()], cwd=ROOT, capture_output=True, text=True, check=False)

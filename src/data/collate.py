@@ -53,7 +53,7 @@ def seq2seq(
     targets: "Sequence[Sequence[int] | np.ndarray]",
     pad_id: int,
     start_id: int,
-    lengths: tuple[int, int] = (0, 0),
+    lengths: tuple[int, ...] = (0, 0),
 ) -> Seq2SeqBatch:
     """Pad B inputs to (B, S) and B targets to (B, T) on the right. The decoder reads `start_id`, then the targets but the last.
 

@@ -70,6 +70,26 @@ def test_text_is_cut_as_before(with_bytes):
     assert after.control_id("<extra_id_0>") == 363
 
 
+def test_an_export_ends_texts_as_it_was_trained(with_bytes, tmp_path):
+    """Plain transformers, which knows nothing of our data sets, gives the ids that these give, and the end token."""
+    from transformers import AutoTokenizer
+
+    prepare(with_bytes, "made", "bytes")
+    plain = AutoTokenizer.from_pretrained(with_bytes / "made")
+    ours = tokenizers.SafeTokenizer(tokenizers.load(with_bytes / "made"))
+    assert plain("plain text")["input_ids"] == [*ours.encode("plain text"), ours.eos_id]
+    assert ours.start == []
+
+
+def test_as_many_sentinels_as_wanted(with_bytes, spiece, capsys):
+    assert main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "many", "--sentinels", "128"]) == 0
+    made = tokenizers.load(with_bytes / "many")
+    assert made.convert_tokens_to_ids(["<extra_id_127>", "<extra_id_0>"]) == [264, 391]
+    assert len(from_sentencepiece(spiece, 3)) == 93
+    assert main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "none", "--sentinels", "0"]) == 1
+    assert "--sentinels: expected 1 or more, got 0" in capsys.readouterr().err
+
+
 def test_made_once(with_bytes, capsys):
     main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "made"])
     main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "made"])

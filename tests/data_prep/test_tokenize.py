@@ -120,12 +120,12 @@ def test_a_text_file_is_one_document_unless_told(data):
     assert read(data, "train") == [" one\n\ntwo "]
 
 
-def test_a_prepared_corpus_keeps_its_splits_and_empty_documents(data):
+def test_a_prepared_corpus_keeps_its_splits_and_empty_documents_leave_nothing(data):
     with new_directory(data / "plain") as folder:
         write_lines(folder / "train.jsonl", ["a", "", "b"])
         write_lines(folder / "val.jsonl", ["c"])
     run(data, corpus="plain", val_rate=0.0)
-    assert read(data, "train") == ["a", "", "b"]
+    assert read(data, "train") == ["a", "b"]
     assert read(data, "val") == ["c"]
 
 

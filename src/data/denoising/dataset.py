@@ -58,16 +58,19 @@ def mask_rng(split: str, seed: int) -> MaskRng:
 class DenoisingDataset:
     """Inputs and targets made from text."""
 
-    def __init__(self, draws: MaskRng, encoder: SafeTokenizer, fingerprint: str, shuffle: Shuffle) -> None:
-        self.fingerprint, self.shuffle = fingerprint, shuffle
-        self.collation = "denoising", encoder.pad_id
+    def __init__(
+        self, draws: MaskRng, encoder: SafeTokenizer, fingerprint: str, shuffle: Shuffle, lengths: tuple[int, ...] = (0, 0)
+    ) -> None:
+        """lengths: of inputs and targets of every batch at least."""
+        self.fingerprint, self.shuffle, self._lengths = fingerprint, shuffle, lengths
+        self.collation = "denoising", encoder.pad_id, lengths
         self._draws, self._pad_id = draws, encoder.pad_id
 
     def collate(self, samples: Sequence[Sample]) -> Seq2SeqBatch:
         """Stack; where lengths differ, pad on the right. The decoder starts with the padding token, as T5's."""
         from src.data import collate
 
-        return collate.seq2seq([s["input_ids"] for s in samples], [s["labels"] for s in samples], self._pad_id, self._pad_id)
+        return collate.seq2seq([s["input_ids"] for s in samples], [s["labels"] for s in samples], self._pad_id, self._pad_id, self._lengths)
 
 
 class SingleObjectiveDataset(DenoisingDataset):

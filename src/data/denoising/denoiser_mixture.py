@@ -8,7 +8,7 @@ from src.data.denoising.dataset import DenoisingDataset, MaskRng, Sample
 from src.data.mixture.interleaving import shares
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
-from src.orders import Shuffle
+from src.orders import ShuffledConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,9 +44,9 @@ class DenoiserMixture(DenoisingDataset):
         draws: MaskRng,
         encoder: SafeTokenizer,
         most: int | None,
-        shuffle: Shuffle,
+        config: ShuffledConfig,
     ) -> None:
-        """most: how many samples are used, the same ones for every experiment; None for all.
+        """most: how many samples are used, the same ones for every experiment; None for all. config: its shuffle and lengths of batches.
 
         Raises:
             DataError: there is less text than one sample, or than `most` samples.
@@ -61,7 +61,7 @@ class DenoiserMixture(DenoisingDataset):
             raise DataError(f"{documents.path}: {left} tokens are too few for one sequence of the likeliest denoiser.")
         self._chosen = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
         self._full_blocks = blocks
-        super().__init__(draws, encoder, documents.fingerprint, shuffle)
+        super().__init__(draws, encoder, documents.fingerprint, config.shuffle, config.batch_lengths() or (0, 0))
 
     def __len__(self) -> int:
         """Samples in one epoch."""

@@ -71,6 +71,7 @@ def _take_first(ids: list[int], needed: int, field: str, where: str) -> list[int
     if needed > len(ids):
         raise ConfigError(
             f"{field}: masks {needed} runs in a sequence, each with a sentinel of its own, but {where} has {len(ids)}. "
-            "Write fewer input tokens, a lower noise_density or a longer mean_span_tokens."
+            "Write fewer input tokens, a lower noise_density or a longer mean_span_tokens, "
+            f"or make a tokenizer with more: python -m data_prep.t5_tokenizer --sentinels {needed}."
         )
     return ids[:needed]

@@ -7,12 +7,12 @@ token once.
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
-from src.config import Places
+from src.config import Places, added_field
 from src.data.denoising import noise, sentinels
 from src.data.denoising.dataset import DenoisingConfig, mask_rng
 from src.data.denoising.denoiser_mixture import DenoiserMixture, DenoiserSpec
@@ -64,9 +64,9 @@ class Lengths(NamedTuple):
 
 
 def _published_denoisers() -> list[Denoiser]:
-    """The denoisers of UL2 with the shares of FAT5: two regular ones, the prefix, and four extreme ones."""
+    """The denoisers of UL2 (table 1 of the paper) with the shares of FAT5: two regular ones, the prefix, and four extreme ones."""
     regular = [(3.0, 0.15), (8.0, 0.15)]
-    extreme = [(3.0, 0.5), (8.0, 0.15), (64.0, 0.15), (64.0, 0.5)]
+    extreme = [(3.0, 0.5), (8.0, 0.5), (64.0, 0.15), (64.0, 0.5)]
     return [
         *(Denoiser(rate=0.165, mode="[NLU]", mean_span_tokens=span, noise_density=density) for span, density in regular),
         Denoiser(rate=0.34, mode="[S2S]"),
@@ -77,10 +77,14 @@ def _published_denoisers() -> list[Denoiser]:
 class Config(DenoisingConfig):
     """Which text, and the denoisers."""
 
+    same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
     input_tokens: int = Field(default=512, gt=3)
     """Most tokens of an input, with mode, sentinels and end token, and of a prefix."""
     denoisers: list[Denoiser] = Field(default_factory=_published_denoisers, min_length=1)
-    """With 100 sentinels, spans of 3 at density 0.5 allow no more than 400 input tokens."""
+    """With 100 sentinels, spans of 3 at density 0.5 allow no more than 400 input tokens; 512 need 128
+    (data_prep.t5_tokenizer --sentinels)."""
+    fixed_length: bool = added_field(False)
+    """Pad every batch to the longest inputs and targets of all denoisers, rather than to its own longest, for `loop.compile`."""
 
     @model_validator(mode="after")
     def _has_room(self) -> "Config":
@@ -101,8 +105,15 @@ class Config(DenoisingConfig):
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)
-        targets = max(denoiser.lengths(self.input_tokens).targets for denoiser in self.denoisers)
+        targets = self._target_tokens()
         require_fit(f"data.denoisers: their targets have up to {targets} tokens", max(targets, new_tokens), max_positions)
+
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        return (self.input_tokens, self._target_tokens()) if self.fixed_length else None
+
+    def _target_tokens(self) -> int:
+        """Most tokens of a target."""
+        return max(denoiser.lengths(self.input_tokens).targets for denoiser in self.denoisers)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> DenoiserMixture:
         """The samples of one split. Which denoiser makes one, and how, is a function of (seed, epoch, index); of the index alone for
@@ -116,7 +127,7 @@ class Config(DenoisingConfig):
         encoder = SafeTokenizer(tokenizer)
         kinds = [self._make_spec(number, encoder, tokenizer) for number in range(len(self.denoisers))]
         found = documents.read(places, self.corpus, tokenizer, split)
-        return DenoiserMixture(found, kinds, mask_rng(split, seed), encoder, self.max_samples(split), self.shuffle)
+        return DenoiserMixture(found, kinds, mask_rng(split, seed), encoder, self.max_samples(split), self)
 
     def _make_spec(self, number: int, encoder: SafeTokenizer, tokenizer: "PreTrainedTokenizerFast") -> DenoiserSpec:
         """Denoiser `number`, ready to be used. Raises as `build`."""

@@ -65,13 +65,15 @@ class Task(Config):
     """Beginning of the input. null: the name of the task."""
     separator: str = " "
     """Between one column and the next."""
+    titles: bool = added_field(True)
+    """Whether the input says the name of a column before its value."""
     only: dict[str, str] = added_field({})
     """Columns of the release and the value that the rows of this task have there; its other rows are left out."""
     names: dict[str, list[str]] = {}
     """What a column, "label" or "index" is called in releases where it has another name."""
     plain: list[list[str]] = []
     """Columns of the lines of a tsv file without a header, "_" for one that is not read; one list for each number of columns."""
-    form: Literal["multirc", "record", "wsc"] | None = None
+    form: Literal["multirc", "record", "wsc", "wsc_simple", "dpr"] | None = None
     """Conversion of a row of the release, by its name in `data_prep.superglue.FORMS`."""
     submission: Submission | None = None
 
@@ -146,7 +148,8 @@ class NamedTask:
 
     def input(self, row: Mapping[str, str]) -> str:
         """Text that the model reads for a row."""
-        pairs = self.task.separator.join(f"{column}: {row[column]}" for column in self.task.columns)
+        title = "{}: {}" if self.task.titles else "{1}"
+        pairs = self.task.separator.join(title.format(column, row[column]) for column in self.task.columns)
         return f"{self.task.prefix or self.name} {pairs}"
 
     def target(self, label: str | float | None) -> str:

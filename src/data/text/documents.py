@@ -57,7 +57,8 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
         return StoredDocuments(folder, split, encoder.eos_id)
     path = jsonl.require_file(folder, f"{split}.jsonl")
     texts = [row["text"] for row in jsonl.read_rows(path, {"text": str}, rules="text 1")]
-    return Documents([join_documents(encoder.encode_all(texts), encoder.eos_id)], encoder.eos_id, jsonl.fingerprint(folder), path)
+    some = (ids for ids in encoder.encode_all(texts) if ids)  # an empty one would leave an end token alone
+    return Documents([join_documents(some, encoder.eos_id)], encoder.eos_id, jsonl.fingerprint(folder), path)
 
 
 def join_documents(documents: Iterable[Sequence[int]], eos_id: int) -> token_files.Shard:

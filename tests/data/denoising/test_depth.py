@@ -191,13 +191,13 @@ def test_batches_and_masks(build):
     assert batch["loss_mask"].equal(batch["labels"] != -100)
     assert batch["encoder_mask"].int().tolist()[0] == [
         [1, 1, 1, 1, 1, 1, 1, 1, 1],
-        [0, 1, 1, 1, 0, 0, 0, 0, 0],  # the first sentence's token: itself, its words, its end
+        [1, 1, 1, 1, 0, 0, 0, 0, 0],  # the first sentence's token: what is before it, itself, its words, its end
         [1, 1, 1, 1, 1, 1, 1, 1, 1],
         [1, 1, 1, 1, 1, 1, 1, 1, 1],
-        [0, 0, 0, 0, 1, 1, 1, 1, 0],  # the second's
+        [0, 0, 0, 0, 1, 1, 1, 1, 1],  # the last one's: also the end token
         *[[1] * 9] * 4,
     ]
-    assert batch["encoder_mask"].int().tolist()[1] == [[1] * 5 + [0] * 4, [0, 1, 1, 1] + [0] * 5, *[[1] * 5 + [0] * 4] * 7]
+    assert batch["encoder_mask"].int().tolist()[1] == [[1] * 5 + [0] * 4] * 9
     assert batch["decoder_mask"].int().tolist()[0] == [
         [1, 0, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0, 0],
@@ -213,6 +213,14 @@ def test_batches_and_masks(build):
     assert batch["cross_mask"].int().tolist()[0] == [[1] * 9] * 2 + [read] + [[1] * 9] * 3 + [read] + [[1] * 9]
     assert batch["cross_mask"].int().tolist()[1] == [[1] * 5 + [0] * 4] * 2 + [[0, 1] + [0] * 7] + [[1] * 5 + [0] * 4] * 5
     assert "loss_weights" not in batch
+
+
+def test_the_encoder_sees_what_the_reference_lets_it_see(build):
+    """Golden: the masks that the DEPTH authors' collator gives two sentences of three words and of three, <eosen> and </s>."""
+    ids = np.array([EOSEN, SENT, 201, 202, 203, EOSEN, SENT + 1, 204, 205, EOSEN, EOS], np.int32)[[0, 1, 2, 3, 5, 6, 7, 8, 4, 9, 10]]
+    mask = build(["A. B."], num_sentences=2).collate([{"input_ids": ids, "labels": np.array([EOSEN, EOS], np.int32)}])["encoder_mask"]
+    found = ["".join(map(str, row.int().tolist())) for row in mask[0][[1, 5]]]
+    assert found == ["11111000000", "00000111111"]
 
 
 def test_batches_of_one_length(build):

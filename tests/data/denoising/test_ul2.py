@@ -83,14 +83,28 @@ def test_batch_is_padded(build):
     assert len({len(s["labels"]) for s in samples}) > 2
 
 
+def test_batches_of_all_denoisers_may_have_one_shape(build):
+    data, plain = build(fixed_length=True), build()
+    assert {tuple(data.collate([data.sample(0, i)])[name].shape[1] for name in ("input_ids", "labels")) for i in range(40)} == {(24, 24)}
+    padded, tight = (some.collate([some.sample(0, 3)]) for some in (data, plain))
+    for name, tensor in tight.items():
+        assert padded[name][:, : tensor.shape[1]].equal(tensor)
+    assert padded["loss_mask"].sum() == tight["loss_mask"].sum()
+
+
 def test_published_mixture():
     config = load(ul2.Config, {"corpus": "t"}, "data")
     assert shares([d.rate for d in config.denoisers], BLOCK) == [66, 66, 136, 33, 33, 33, 33]
     raw = [d.lengths(512).raw for d in config.denoisers]
-    assert raw == [568, 588, 512, 766, 588, 600, 1006]
+    assert raw == [568, 588, 512, 766, 908, 600, 1006]
+    extreme = [(3.0, 0.5), (8.0, 0.5), (64.0, 0.15), (64.0, 0.5)]  # table 1 of the paper, and `ul2_configs` of Levanter
+    assert [(d.mean_span_tokens, d.noise_density) for d in config.denoisers] == [(3.0, 0.15), (8.0, 0.15), (None, None), *extreme]
     assert [d.mode for d in config.denoisers] == ["[NLU]"] * 2 + ["[S2S]"] + ["[NLG]"] * 4
     with pytest.raises(ConfigError, match=r"compile: needs batches of one length, and those of 'ul2' differ"):
         config.check_compiled()
+    fixed = load(ul2.Config, {"corpus": "t", "fixed_length": True}, "data")
+    fixed.check_compiled()
+    assert fixed.batch_lengths() == (512, 512)
     with pytest.raises(ConfigError, match=r"^data\.denoisers: their targets have up to \d+ tokens"):
         load(ul2.Config, {"corpus": "t", "input_tokens": 10, "denoisers": [_dense()]}, "data").check_length(10)
 

@@ -50,6 +50,8 @@ def read_all(found):
 
 SHARDS = [["abc", ""], ["defgh"], ["i", "jk", "l"]]
 TEXTS = [string for shard in SHARDS for string in shard]
+FULL = [[string for string in shard if string] for shard in SHARDS]
+"""Without the empty document, of which a plain corpus leaves nothing."""
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -63,11 +65,11 @@ def test_documents_come_back_without_their_end_tokens(places, tokenizer, write_t
         found[6]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 18])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 17])
 def test_rows_are_the_documents_joined_with_end_tokens(places, tokenizer, write_tokens, write_corpus, length):
-    write_tokens("t", SHARDS)
+    write_tokens("t", FULL)
     write_corpus("plain", [{"text": string, "source": "s"} for string in TEXTS])
-    stream = [token for string in TEXTS for token in [*ids(string), EOS]]
+    stream = [token for string in TEXTS if string for token in [*ids(string), EOS]]
     for corpus in ("t", "plain"):
         rows = PackedRows(documents.read(places, corpus, tokenizer, "train"), length)
         assert [rows.row(i).tolist() for i in range(len(rows))] == [
@@ -105,7 +107,7 @@ def test_a_shard_without_documents_leaves_no_files(tmp_path):
 
 
 def test_text_data_of_token_files_are_those_of_the_plain_corpus(places, tokenizer, write_tokens, write_corpus):
-    write_tokens("t", SHARDS, val=[["abcdefgh", "x"]])
+    write_tokens("t", FULL, val=[["abcdefgh", "x"]])
     write_corpus("plain", [{"text": string, "source": "s"} for string in TEXTS], [{"text": t, "source": "s"} for t in ("abcdefgh", "x")])
     for split in ("train", "val"):
         made = []
@@ -115,7 +117,7 @@ def test_text_data_of_token_files_are_those_of_the_plain_corpus(places, tokenize
             data = config.build(places, tokenizer, split, 0)
             made.append([data.sample(0, i) for i in range(len(data))])
         assert made[0] == made[1]
-        assert len(made[0]) == {"train": 6, "val": 2}[split]
+        assert len(made[0]) == {"train": 5, "val": 2}[split]
 
 
 def test_another_tokenizer_is_refused(places, make_tokenizer, write_tokens):

@@ -229,9 +229,10 @@ def corrupt(
 def with_masks(batch: Seq2SeqBatch, sentence_ids: "Tensor") -> DepthBatch:
     """The batch with the attention masks of DEPTH. Each input is [<eosen> <sent_i> words]... <eosen> </s>; each target as well.
 
-    A sentence token of the encoder sees its own sentence: itself, its words, and the <eosen> that ends it. All its other tokens see all
-    tokens. A sentence token that the decoder reads sees itself, those before it, and of the encoder the sentence tokens; its other tokens
-    see what they see in T5. Padding, whose states are not read, sees what other tokens see, so that no softmax is empty.
+    A sentence token of the encoder sees its own sentence: itself, its words, and the <eosen> that ends it; the first also the <eosen>
+    before it, the last also the end token, as the authors' code has it. All its other tokens see all tokens. A sentence token that the
+    decoder reads sees itself, those before it, and of the encoder the sentence tokens; its other tokens see what they see in T5. Padding,
+    whose states are not read, sees what other tokens see, so that no softmax is empty.
 
     sentence_ids: ids of <sent_0>, <sent_1>, ...; no text has them.
     """
@@ -240,9 +241,7 @@ def with_masks(batch: Seq2SeqBatch, sentence_ids: "Tensor") -> DepthBatch:
     real_BS, real_BT = batch["attention_mask"], batch["loss_mask"]
     read_BS = torch.isin(batch["input_ids"], sentence_ids) & real_BS
     written_BT = torch.isin(batch["decoder_input_ids"], sentence_ids) & real_BT
-    sentence_BS = read_BS.cumsum(1)
-    sentence_BS.scatter_(1, real_BS.sum(1, keepdim=True) - 1, 0)  # the end token belongs to no sentence
-    sentence_BS.masked_fill_(~real_BS, -1)
+    sentence_BS = read_BS.cumsum(1).clamp(min=1).masked_fill(~real_BS, -1)
     S, T = real_BS.shape[1], real_BT.shape[1]
     encoder_BSS, cross_BTS = real_BS[:, None].repeat(1, S, 1), real_BS[:, None].repeat(1, T, 1)
     decoder_BTT = real_BT[:, None] & torch.ones(T, T, dtype=torch.bool).tril()
