@@ -74,7 +74,7 @@ def test_a_tiny_model_learns_to_put_sentences_in_order(build):
     """A model that copies the names it reads, but knows nothing of their order, has ln(3!) / 3 nats for each sentence token."""
     model, train, val = make_model(64), build("train", noise_density=0.0), build("val", noise_density=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(60):
+    for step in range(80):
         batch = train.collate([train.sample(step, i) for i in range(32)])
         optimizer.zero_grad()
         (depth_loss(model, batch) / batch["loss_mask"].sum()).backward()
