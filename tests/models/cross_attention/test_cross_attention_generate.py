@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from src.errors import ConfigError
+from src.training.parallel.memory import checkpoint_layers
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
 
@@ -60,6 +61,20 @@ def test_threads_keep_their_contexts_apart(make, batch, threads):
     with ThreadPoolExecutor(threads) as pool:
         together = list(pool.map(lambda request: model.generate(**request, **GREEDY).tolist(), requests))
     assert together == alone
+
+
+def test_layers_that_are_computed_again_in_another_thread_have_read_the_right_context(make, batch):
+    """The backward pass of a GPU runs in a thread of its own, where no context is set."""
+    gradients = []
+    for recompute in (False, True):
+        model = make(num_layers=4, stride=1).train()
+        if recompute:
+            assert checkpoint_layers(model) == 8
+        loss = model(**batch).logsumexp(-1).sum()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(loss.backward).result()
+        gradients.append({name: parameter.grad for name, parameter in model.blocks.named_parameters()})
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 def test_further_questions_on_one_context(make, batch):
