@@ -20,7 +20,9 @@ PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
 
 
 def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
-    """The model of a checkpoint, or of the newest whole checkpoint of a run, in eval mode; and its tokenizer.
+    """The model of a checkpoint, or of the newest whole checkpoint of a run, to answer with: in eval mode; and its tokenizer.
+
+    New blocks, which are trained in float32, are in the type of their base.
 
     source: a folder, or the beginning of an id.
 
@@ -30,8 +32,12 @@ def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
     """
     from transformers import AutoTokenizer
 
+    from src.models.cross_attention.layers import CrossAttentionLM
+
     folder = checkpoint_folder(expand_run(Path(source), places.runs))
     model: Any = from_checkpoint(folder, str(folder), places)
+    if isinstance(model, CrossAttentionLM):
+        model.blocks.to(model.base.dtype)
     return model.eval(), AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
 
 

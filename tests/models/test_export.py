@@ -133,6 +133,11 @@ def test_a_run_is_loaded_in_one_call(places, tmp_path: Path):
     }
     assert torch.equal(loaded.generate(**given), model.generate(**given))
     assert len(tokenizer) == model.config.vocab_size
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    trained(around({"name": "hf", "path": str(tmp_path / "base"), "dtype": "bfloat16"}), places, 4)
+    half, _ = load(places.runs / "run", places)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}, "its blocks, too"
+    assert half.generate(**given).shape == (2, 9)
     (places.runs / "empty").mkdir()
     with pytest.raises(CheckpointError, match="empty: neither a checkpoint nor a run that has one"):
         load(str(places.runs / "empty"), places)

@@ -23,5 +23,7 @@ class ActiveContext:
     """The context that the decoder reads, with the blocks' key/value cache."""
 
     context: Context
+    mask: Tensor | None
+    """The context's; None where all positions are readable: attention without a mask has faster kernels."""
     kv_cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys and values by block. They depend on the context alone, so they are computed once."""

@@ -68,10 +68,11 @@ class CrossAttention(nn.Module):
             k = rotate(k, (mask_BP.long().cumsum(dim=-1) - 1).clamp(min=0), self.theta)
         return k.transpose(1, 2), v.transpose(1, 2)
 
-    def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
+    def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Attention output for the decoder states h (B * R, T, D), in the same shape; zero for a sample without a readable position.
 
-        mask: (B, P) bool, True on readable positions. positions: (B * R or 1, T), of the decoder tokens; None without rotary positions.
+        mask: (B, P) bool, True on readable positions; None: on all. positions: (B * R or 1, T), of the decoder tokens; None without rotary
+        positions.
         """
         rows, T, _ = h.shape
         q = self.q(h).view(rows, T, self.heads, self.head_size)
@@ -80,12 +81,14 @@ class CrossAttention(nn.Module):
             q = rotate(q, positions, self.theta)
         # Cross-attention is not causal, so the rows that share a context can be concatenated.
         q = q.reshape(len(keys), -1, self.heads, self.head_size).transpose(1, 2)
-        readable = mask.any(dim=-1)
+        readable = None if mask is None else mask.any(dim=-1)
         # An empty softmax gives NaN, and NaN gradients even if its result is discarded: attend to everything, then discard.
-        allowed = (mask | ~readable[:, None])[:, None, None, :]
+        allowed = None if mask is None or readable is None else (mask | ~readable[:, None])[:, None, None, :]
         rate = self.attention_dropout if self.training else 0.0
         read = functional.scaled_dot_product_attention(q, keys, values, allowed, dropout_p=rate, enable_gqa=keys.shape[1] != self.heads)
         read = self.residual_dropout(self.out(read.transpose(1, 2).reshape(rows, T, -1)))
+        if readable is None:
+            return read
         return torch.where(readable.repeat_interleave(rows // len(keys))[:, None, None], read, torch.zeros_like(read))
 
 
@@ -126,9 +129,10 @@ class Block(nn.Module):
         """Keys and values of the encoded contexts, (B, K, P, d) each. mask_BP: True on real tokens."""
         return self.attention.project(context_BPD.to(self.norm1.weight.dtype), mask_BP)
 
-    def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, positions: Tensor | None = None) -> Tensor:
         """Decoder states (B * R, T, D) in and out, in the type of `h`; the rest as in CrossAttention."""
         if self.training and self.context_dropout_rate:
+            assert mask is not None
             mask = mask & (torch.rand(mask.shape, device=mask.device) >= self.context_dropout_rate)
         x = h.to(self.norm1.weight.dtype)
         y = x + self.attention(self.norm1(x), keys, values, mask, positions)
@@ -275,12 +279,17 @@ class CrossAttentionLM(Wrapper):
 
         Keys and values are computed at first use and cached, so weights must not change inside. None: the base reads no context.
         """
-        active = None if context is None else ActiveContext(context)
+        active = None if context is None else ActiveContext(context, self._mask_of(context))
         token = _READING.set({**_READING.get(), id(self): active})
         try:
             yield
         finally:
             _READING.reset(token)
+
+    def _mask_of(self, context: Context) -> Tensor | None:
+        """The mask of a context; None where it hides nothing, and no position is to be dropped. Waits for the device, once a context."""
+        drops = self.training and self.settings.context_dropout_rate
+        return context.mask if drops or not context.mask.all() else None
 
     @property
     def _reading(self) -> ActiveContext | None:
@@ -291,7 +300,7 @@ class CrossAttentionLM(Wrapper):
         reading = self._reading
         if block not in reading.kv_cache:
             reading.kv_cache[block] = block.project(reading.context.hidden, reading.context.mask)
-        return block(h, *reading.kv_cache[block], reading.context.mask, kwargs.get("position_ids"))
+        return block(h, *reading.kv_cache[block], reading.mask, kwargs.get("position_ids"))
 
     def _pre_hook(self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pre-hook: pass the block's output to the layer as input."""

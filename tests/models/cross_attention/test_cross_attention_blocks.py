@@ -184,3 +184,17 @@ def test_initial_weights(make, base_of):
         else:
             assert parameter.std().item() == pytest.approx(0.02, rel=0.1)
             assert abs(parameter.mean().item()) < 0.002
+
+
+@pytest.mark.parametrize(
+    ("padded", "training", "rate", "masked"),
+    [(False, False, 0.5, False), (True, False, 0.5, True), (False, True, 0.5, True), (False, True, 0.0, False)],
+)
+def test_a_context_without_padding_is_read_without_a_mask(make, batch, padded, training, rate, masked):
+    """A mask excludes the fastest kernels of attention, even one that hides nothing."""
+    model = make(context_dropout_rate=rate).train(training)
+    seen = []
+    for block in model.unique_blocks():
+        block.attention.register_forward_pre_hook(lambda _, given: seen.append(given[3] is not None))
+    model(**(batch if padded else {**batch, "context_mask": torch.ones_like(batch["context_mask"])}))
+    assert seen == [masked, masked]
