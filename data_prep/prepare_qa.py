@@ -48,6 +48,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of random orders and drawn distractors (default: %(default)s)")
     add("--only_questions_of", metavar="SOURCE", help="leave out other questions than these, as those of NQ-open")
     add("--without_contexts", action="store_true", help="questions alone, to be answered from memory")
+    add("--skip_duplicates", action="store_true", help="of questions with one id keep the first (default: an error)")
     add("--evidence", type=Path, metavar="FOLDER", help="the texts of TriviaQA's pages, in wikipedia/ and web/")
 
 
@@ -88,7 +89,8 @@ def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
         if not written[split].rows:
             left_out = {reason: n for reasons in skipped.values() for reason, n in reasons.items()}
             why = "; ".join(f"{n} {reason}" for reason, n in left_out.items()) or "none"
-            raise DataError(f"--{split}: no row is left for this split. Left out: {why}.")
+            together = " Questions that share useful passages stay together: perhaps all do." if options.val_percent is not None else ""
+            raise DataError(f"--{split}: no row is left for this split. Left out: {why}.{together}")
     return {
         "counts": {split: written[split].facts() for split in SPLITS},
         "skipped": skipped,

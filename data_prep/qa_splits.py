@@ -40,6 +40,7 @@ class Options:
     seed: int = 0
     only_questions_of: str | None = None
     without_contexts: bool = False
+    skip_duplicates: bool = False
     evidence: Path | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +79,7 @@ class Choice:
         asked = (question for _, question in only.questions()) if only is not None else ()
         self._only = {_plain(question.text) for question in asked if isinstance(question, Question)} if only is not None else None
         self.skipped: dict[str, Counter[str]] = {}
+        self._in_val: set[int] | None = None
 
     def questions(self) -> Iterator[tuple[str, str, Question]]:
         """(Split, layout, question) in the order of the sources, up to `max_rows` of each split.
@@ -98,11 +100,13 @@ class Choice:
                     self.skipped[given][chosen.reason] += 1
                     continue
                 _require_text(chosen)
-                _require_new(chosen, ids)
-                split = self._split(chosen) if self._options.val_percent is not None else given
-                if split is None:
-                    self.skipped[given]["useful passages of both splits"] += 1
-                elif most is None or kept[split] < most:
+                if not _is_new(chosen, ids):
+                    if not self._options.skip_duplicates:
+                        raise DataError(f"{chosen.where}: the id {chosen.id!r} is there a second time. --skip_duplicates keeps the first.")
+                    self.skipped[given]["ids that were there before"] += 1
+                    continue
+                split = given if self._options.val_percent is None else "val" if self._is_for_val(chosen) else "train"
+                if most is None or kept[split] < most:
                     kept[split] += 1
                     yield split, layout, chosen
 
@@ -120,19 +124,38 @@ class Choice:
             )
         return replace(question, dataset=self._options.dataset) if self._options.dataset else question
 
-    def _split(self, question: Question) -> str | None:
-        """The split of the family, or else of the useful passages; None if these disagree."""
-        if question.family is not None:
-            decisive = [question.family]
-        else:
-            useful = [passage.text for passage in question.passages if passage.useful]
-            decisive = useful or [" ".join(passage.text for passage in question.passages) or question.text]
-        splits = {self._split_of(text) for text in decisive}
-        return splits.pop() if len(splits) == 1 else None
+    def _is_for_val(self, question: Question) -> bool:
+        if self._in_val is None:
+            self._in_val = self._choose_val()
+        return next(iter(_decisive(question))) in self._in_val
 
-    def _split_of(self, text: str) -> str:
-        share = _digest(_SALT + text) / 2**64
-        return "val" if share * 100 < (self._options.val_percent or 0) else "train"
+    def _choose_val(self) -> set[int]:
+        """Digests of the contexts that are set apart: whole groups of questions that share any, by the digest of a group.
+
+        A group that is larger than what is wanted is for training, and the smaller ones make up for it.
+        """
+        parents: dict[int, int] = {}
+
+        def root(node: int) -> int:
+            while parents.setdefault(node, node) != node:
+                parents[node] = node = parents[parents[node]]
+            return node
+
+        asked: list[int] = []
+        for releases in self._releases.values():
+            for _, question in (pair for release in releases for pair in release.questions()):
+                if not isinstance(chosen := self._filter(question), Skipped):
+                    first, *others = _decisive(chosen)
+                    asked.append(first)
+                    for other in others:  # the least digest is the group's
+                        low, high = sorted((root(first), root(other)))
+                        parents[high] = low
+        sizes, wanted = Counter(root(node) for node in asked), (self._options.val_percent or 0) / 100 * len(asked)
+        small = {group for group, size in sizes.items() if size <= max(wanted, 1)}
+        share = wanted / max(1, sum(sizes[group] for group in small))
+        alone = Counter(root(node) for node in parents)
+        val = {group for group in small if (group if alone[group] == 1 else _digest(f"{_SALT}{group}")) / 2**64 < share}
+        return {node for node in parents if root(node) in val}
 
 
 class SplitFile:
@@ -203,12 +226,23 @@ def _require_text(question: Question) -> None:
     jsonl.check_type([question.text, question.dataset, *question.answers], list[str], f"{where}: question or answer")
 
 
-def _require_new(question: Question, ids: set[tuple[str, str]]) -> None:
-    if question.id is None:
-        return
-    if (question.dataset, question.id) in ids:
-        raise DataError(f"{question.where}: the id {question.id!r} is there a second time.")
-    ids.add((question.dataset, question.id))
+def _decisive(question: Question) -> list[int]:
+    """Digests of what decides on the split: the family, or else the useful passages."""
+    if question.family is not None:
+        texts = [question.family]
+    else:
+        useful = [passage.text for passage in question.passages if passage.useful]
+        texts = useful or [" ".join(passage.text for passage in question.passages) or question.text]
+    return [_digest(_SALT + text) for text in texts]
+
+
+def _is_new(question: Question, ids: set[tuple[str, str]]) -> bool:
+    """Whether the question has an id that is not among `ids`, or none; adds it."""
+    key = (question.dataset, question.id or "")
+    if question.id is not None and key in ids:
+        return False
+    ids.add(key)
+    return True
 
 
 def _plain(question: str) -> str:

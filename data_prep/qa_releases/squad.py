@@ -38,6 +38,8 @@ def _question(asked: dict[str, Any], title: str, context: str, where: str) -> Qu
     else:
         given = [field(answer, "text", str, where) for answer in field(asked, "answers", list[dict], where)]
     impossible = asked.get("is_impossible")
+    if impossible is not None and not isinstance(impossible, bool):
+        raise DataError(f"{where}: field 'is_impossible': expected true or false, got {impossible!r} ({type(impossible).__name__}).")
     if not given and not impossible and not columns:
         raise DataError(f"{where}: no answers, and not marked 'is_impossible'.")
     return Question(

@@ -26,15 +26,16 @@ def squad(path, numbers):
     return str(path)
 
 
-def hotpot(path, count):
-    """Questions on two paragraphs each, P0 P1, P1 P2 and so on, among three distractors."""
+def hotpot(path, count, chain=None):
+    """Questions on two paragraphs each, P0 P1, P1 P2 and so on, among three distractors. chain: so many questions are connected."""
+    first = lambda i: i if chain is None else i + i // chain  # noqa: E731
     rows = [
         {
             "_id": f"h{i}",
             "question": f"Is {i} odd?",
             "answer": "yes" if i % 2 else "no",
-            "supporting_facts": [[f"P{i}", 0], [f"P{i + 1}", 0]],
-            "context": [[f"{name}", [f"{name} is.", " Yes."]] for name in (f"P{i}", f"P{i + 1}", "D0", "D1", "D2")],
+            "supporting_facts": [[f"P{first(i)}", 0], [f"P{first(i) + 1}", 0]],
+            "context": [[f"{name}", [f"{name} is.", " Yes."]] for name in (f"P{first(i)}", f"P{first(i) + 1}", "D0", "D1", "D2")],
         }
         for i in range(count)
     ]
@@ -91,7 +92,7 @@ def test_rows_and_manifest(tmp_path, prepare, manifest):
 
 
 def test_twice_gives_the_same_bytes_and_a_third_time_nothing(tmp_path, prepare, capsys):
-    source = hotpot(tmp_path / "h.json", 40)
+    source = hotpot(tmp_path / "h.json", 40, chain=2)
     options = {"train": (source,), "val_percent": 40, "distractors": 4, "distractors_from": "rows", "seed": 3}
 
     def contents(name):
@@ -135,15 +136,32 @@ def test_no_useful_context_is_in_both_splits(tmp_path, prepare, manifest):
     of_both = {row["context"] for row in more["val"]} & {article(n)["paragraphs"][0]["context"] for n in range(100, 200)}
     assert of_both == {row["context"] for row in rows["val"]} & {article(n)["paragraphs"][0]["context"] for n in range(100, 200)}
 
-    rows = prepare(train=(hotpot(tmp_path / "h.json", 200),), val_percent=30)
+    rows = prepare(train=(hotpot(tmp_path / "h.json", 200, chain=4),), val_percent=30)
     by_split = {
         split: {text for row in found for text, mark in zip(row["contexts_list"], row["useful_contexts"], strict=True) if mark}
         for split, found in rows.items()
     }
     assert not by_split["train"] & by_split["val"]
-    left_out = manifest()["skipped"]["train"]["useful passages of both splits"]
-    assert left_out == 200 - len(rows["train"]) - len(rows["val"]) > 0
+    assert len(rows["train"]) + len(rows["val"]) == 200, "no row is lost"
+    assert 30 < len(rows["val"]) < 90, "about 60"
     assert manifest()["useful_contexts_in_both_splits"] == 0
+
+
+def test_a_large_group_of_connected_questions_is_for_training(tmp_path, prepare):
+    large, small = hotpot(tmp_path / "a.json", 100), json.loads(Path(hotpot(tmp_path / "b.json", 100, chain=1)).read_text())
+    text = json.dumps(small).replace('"P', '"Q').replace('"h', '"g')
+    (tmp_path / "b.json").write_text(text)
+    rows = prepare(train=(large, str(tmp_path / "b.json")), val_percent=30)
+    assert len(rows["train"]) + len(rows["val"]) == 200
+    assert 40 < len(rows["val"]) < 80, "about 60, all of the small groups"
+    assert all(row["titles_list"][0].startswith(("Q", "D")) for row in rows["val"])
+
+
+def test_of_questions_with_one_id_the_first_may_be_kept(tmp_path, prepare, manifest):
+    found = [{**ROW, "question": f"{n}?"} for n in range(2)] + [{**ROW, "id": "2", "context": "another"}]
+    rows = prepare(train=(lines(tmp_path / "f.jsonl", *found),), val=(lines(tmp_path / "v.jsonl", ROW),), skip_duplicates=True)
+    assert [row["question"] for row in rows["train"]] == ["0?", ROW["question"]]
+    assert manifest()["skipped"]["train"] == {"ids that were there before": 1}
 
 
 def test_contexts_in_both_sources_are_counted(tmp_path, prepare, manifest, capsys):

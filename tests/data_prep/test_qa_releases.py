@@ -352,6 +352,7 @@ def in_squad(**fields):
     [
         (in_squad(answers=[{"text": " "}]), "here, paragraphs[0].qas[0]: every answer is empty. A question without an answer must be"),
         (in_squad(answers=[]), "here, paragraphs[0].qas[0]: no answers, and not marked 'is_impossible'."),
+        (in_squad(is_impossible="false"), "here, paragraphs[0].qas[0]: field 'is_impossible': expected true or false, got 'false' (str)."),
         (in_squad(question=" "), "here, paragraphs[0].qas[0]: the question is empty."),
         (in_squad(question="\ud800?"), r"here, paragraphs[0].qas[0]: field 'question': \ud800 at character 0 is half of a surrogate pair"),
         (in_squad(id=None), "here, paragraphs[0].qas[0]: field 'id': expected str, got None"),
