@@ -46,7 +46,7 @@ def fill(options: argparse.Namespace) -> tuple[context_cache.ContextCache, disti
     inputs, _ = encoding_options.inputs(base, places, rules)
     cache = context_cache.ContextCache(options.cache, base.build(places).to(device).eval(), options.max_bytes, options.dtype)
     counts = distinct_inputs.Counts()
-    for batch in distinct_inputs.batches(distinct_inputs.missing(source, inputs, set(), counts), options.batch_size):
+    for batch in distinct_inputs.batches(distinct_inputs.missing(source, inputs, set(), counts), options.batch_size or 8):
         ids = torch.zeros(len(batch), 1, max(map(len, batch)), dtype=torch.int64)
         mask = torch.zeros(ids.shape, dtype=torch.bool)
         for n, sequence in enumerate(batch):

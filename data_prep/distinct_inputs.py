@@ -3,9 +3,10 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from src import files
 from src.data import jsonl
@@ -15,6 +16,8 @@ from src.data.qa.encoder_inputs import EncoderInputs
 from src.errors import DataError
 from src.metrics import answers
 
+_MANY = 64
+"""Inputs of a batch whose number is not limited, for the size of a window."""
 _WINDOW = 64
 """Batches per window; inputs are sorted by length within a window."""
 
@@ -38,7 +41,7 @@ class Counts:
 def missing(source: Path, inputs: EncoderInputs, known: set[bytes], counts: Counts) -> Iterator[list[int]]:
     """Encoder inputs of all rows that are not among the `known` keys, each once. Fills `counts`."""
     for name in row_files(source):
-        for number, row in enumerate(jsonl.read_rows(source / name, questions.FIELDS, questions.OPTIONAL), 1):
+        for number, row in enumerate(_read_rows(source / name), 1):
             counts.rows += 1
             question = row["question"] if inputs.rules.questions_on_contexts else ""
             text = hashlib.sha256(json.dumps([answers.contexts(row), question]).encode()).digest()
@@ -62,17 +65,26 @@ def row_files(source: Path) -> list[str]:
     return sorted(name for name in files.read_manifest(source, DataError)["files"] if re.fullmatch(r"[^/]+\.jsonl", name))
 
 
-def batches(inputs: Iterator[list[int]], size: int) -> Iterator[list[list[int]]]:
-    """Batches of inputs of similar length: each window of the stream is sorted."""
+def _read_rows(path: Path) -> Iterable[dict[str, Any]]:
+    return jsonl.read_rows(path, questions.FIELDS, questions.OPTIONAL, questions.require_equal_lengths)
+
+
+def batches(inputs: Iterator[list[int]], size: int | None, tokens: int | None = None) -> Iterator[list[list[int]]]:
+    """Batches of inputs of similar length, at most `size` of them and at most `tokens` with padding, but one at least. Each window of the
+    stream is sorted."""
     window: list[list[int]] = []
     for ids in inputs:
         window.append(ids)
-        if len(window) == size * _WINDOW:
-            yield from _sorted_batches(window, size)
+        if len(window) == (size or _MANY) * _WINDOW:
+            yield from _sorted_batches(window, size, tokens)
             window = []
-    yield from _sorted_batches(window, size)
+    yield from _sorted_batches(window, size, tokens)
 
 
-def _sorted_batches(window: list[list[int]], size: int) -> Iterator[list[list[int]]]:
-    ordered = sorted(window, key=len, reverse=True)
-    yield from (ordered[first : first + size] for first in range(0, len(ordered), size))
+def _sorted_batches(window: list[list[int]], size: int | None, tokens: int | None) -> Iterator[list[list[int]]]:
+    ordered, first = sorted(window, key=len, reverse=True), 0
+    while first < len(ordered):
+        fits = [most for most in (size, tokens and tokens // len(ordered[first])) if most is not None]
+        count = max(1, min(fits, default=len(ordered)))
+        yield ordered[first : first + count]
+        first += count

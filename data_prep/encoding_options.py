@@ -21,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--embedding_model", required=True, help="the base: a folder of save_pretrained, a hub id in the cache, or an experiment's id")
     add("--maximum_input_length", type=int, required=True, help="most tokens of an encoder input: data.context_tokens of the experiments")
-    add("--batch_size", type=int, default=8, help="inputs in one batch (default: %(default)s)")
+    add("--batch_size", type=int, help="most inputs in one batch (default: 8, and no limit with --batch_tokens)")
     add("--data_cache_path", type=Path, required=True, help="folder of prepared corpora")
     add("--corpus", default="nq", help="folder of the prepared corpus (default: %(default)s)")
     add("--template", choices=get_args(templates.Name), default="assistant", help="data.template (default: %(default)s)")

@@ -69,10 +69,12 @@ class Encoding:
             ids[n, : len(sequence)] = torch.tensor(sequence)
             mask[n, : len(sequence)] = True
         try:
-            hidden = encode(self._model, ids.to(self._device), mask.to(self._device))
+            hidden = encode(self._model, ids.to(self._device), mask.to(self._device), together=len(batch))
         except torch.OutOfMemoryError as error:
             size = "x".join(map(str, ids.shape))
-            raise RunError(f"{self._device}: out of memory in a batch of {size} tokens. Make --batch_size smaller.") from error
+            raise RunError(
+                f"{self._device}: out of memory in a batch of {size} tokens. Make --batch_size or --batch_tokens smaller."
+            ) from error
         assert self._writer is not None
         for n, sequence in enumerate(batch):
             self._writer.append(context_key(sequence), hidden[n, : len(sequence)])

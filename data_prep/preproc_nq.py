@@ -42,7 +42,8 @@ class Request:
     rules: EncodingOptions
     devices: Sequence[str]
     """One worker for each."""
-    batch_size: int = 8
+    batch_size: int | None = 8
+    batch_tokens: int | None = None
     dtype: str = "bfloat16"
     """The type of the states on disk."""
     verify: bool = False
@@ -81,7 +82,9 @@ def prepare(request: Request) -> distinct_inputs.Counts:
         counts = distinct_inputs.Counts()
         missing = distinct_inputs.missing(source, inputs, known, counts)
         job = encoding_workers.Job(request.model, request.places, folder, hidden_size, request.dtype, request.commit_seconds)
-        counts.encoded = encoding_workers.encode_all(job, distinct_inputs.batches(missing, request.batch_size), request.devices)
+        counts.encoded = encoding_workers.encode_all(
+            job, distinct_inputs.batches(missing, request.batch_size, request.batch_tokens), request.devices
+        )
         counts.inputs, counts.kept = len(counts.keys), len(counts.keys) - counts.encoded
         encoding_store.recover(folder, store, verify=False)
         made = {
@@ -146,14 +149,15 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    encoding_options.require_positive(options, "batch_size", "num_proc")
+    encoding_options.require_positive(options, "batch_size", "batch_tokens", "num_proc")
     return Request(
         encoding_options.model(options),
         Places(options.data_cache_path, options.savedir_base),
         options.corpus,
         encoding_options.rules(options),
         _devices(options.devices, options.num_proc),
-        options.batch_size,
+        options.batch_size or (None if options.batch_tokens else 8),
+        options.batch_tokens,
         options.dtype,
         options.verify,
     )
@@ -177,6 +181,7 @@ def _devices(named: str | None, num_proc: int | None) -> list[str]:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     encoding_options.add(parser)
     add = parser.add_argument
+    add("--batch_tokens", type=int, metavar="N", help="most tokens in one batch, with padding: short inputs are then many")
     add("--num_proc", type=int, help="worker processes, each on a GPU of its own (default: all GPUs, or one process)")
     add("--dtype", choices=sorted(encoded_shards.DTYPES), default="bfloat16", help="of the states on disk (default: %(default)s)")
     add("--devices", help="such as cuda:0,cuda:1 or cpu,cpu (default: the GPUs, or cpu)")

@@ -84,7 +84,15 @@ FID_T5 = {
     "recipe": "fid",
     "seed": 0,
     "model": {"name": "fusion_in_decoder", "base": {"name": "t5", "path": "google-t5/t5-base", "dropout_rate": 0.1}},
-    "data": {"name": "fid_qa", "corpus": "nq", "contexts": "all", "num_passages": 8, "passage_tokens": 512, "answer_tokens": 64},
+    "data": {
+        "name": "fid_qa",
+        "corpus": "nq",
+        "contexts": "all",
+        "num_passages": 8,
+        "keep_useful": True,
+        "passage_tokens": 512,
+        "answer_tokens": 64,
+    },
     "loop": {
         "steps": 25_000,
         "sequences_per_step": 16,

@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data_prep import encoding_workers, preproc_nq
+from data_prep import distinct_inputs, encoding_workers, preproc_nq
 from data_prep.command import Progress
 from src.config import Places
 from src.data import jsonl
@@ -25,6 +25,7 @@ from src.data.qa.encoder_inputs import EncodingOptions
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError, RunError
 from src.files import new_directory
+from src.models.cross_attention import encoder
 from src.models.cross_attention.encoder import encode
 from src.registry import MODELS, bind
 from tests import toy
@@ -401,3 +402,33 @@ def test_the_dry_run_finds_what_is_missing(bases, cache, request_of, tmp_path, c
     assert (code, "data.context_tokens is 12, encoded with 16 (--maximum_input_length)" in err) == (1, True)
     code, err = dry_run({**exp, "model": {**exp["model"], "base": {"name": "hf", "path": str(bases / "other")}}}, made)
     assert (code, "/one (fingerprint" in err and "/other (fingerprint" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "expected"),
+    [(2, None, [2, 2, 2, 1]), (None, 12, [1, 1, 2, 3]), (2, 12, [1, 1, 2, 2, 1]), (None, 1, [1] * 7)],
+)
+def test_batches_have_a_budget_of_inputs_and_of_tokens(size, tokens, expected):
+    inputs = [[0] * length for length in (20, 2, 9, 5, 3, 4, 2)]
+    found = list(distinct_inputs.batches(iter(inputs), size, tokens))
+    assert [len(batch) for batch in found] == expected
+    assert sorted(len(ids) for batch in found for ids in batch) == sorted(len(ids) for ids in inputs)
+
+
+def test_a_batch_is_one_pass_whatever_its_size(request_of, monkeypatch):
+    passes, last_hidden = [], encoder.last_hidden
+
+    def counted(model, ids, mask):
+        passes.append(len(ids))
+        return last_hidden(model, ids, mask)
+
+    monkeypatch.setattr(encoder, "last_hidden", counted)
+    counts = preproc_nq.prepare(request_of("one", batch_size=None, batch_tokens=10_000))
+    assert passes == [counts.encoded] == [64]
+
+
+def test_marks_that_are_not_as_many_as_the_contexts_are_told(request_of, cache):
+    row = {**rows_of(cache / "toy_qa")[0], "contexts_list": ["a", "b"], "useful_contexts": [1]}
+    rewrite(cache, [row])
+    with pytest.raises(DataError, match=r"train\.jsonl:1: field 'useful_contexts': 1 entries for 2 in 'contexts_list'"):
+        preproc_nq.prepare(request_of("one"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from src.batches import ContextBatch
-from src.config import Places
+from src.config import Places, added_field
 from src.data.qa import questions
 from src.data.qa.subsets import RowsConfig
 from src.data.text.tokenizers import SafeTokenizer
@@ -28,6 +28,8 @@ class Config(RowsConfig):
     """Which of a row's contexts become passages. useful: all of them where none is marked. none: one passage, of the question alone."""
     num_passages: int | None = Field(default=None, gt=0)
     """Most passages of a question: the first ones. None: all."""
+    keep_useful: bool = added_field(False)
+    """Where `num_passages` leaves some out in training: these are contexts that are not marked as useful, as far as possible."""
     passage_tokens: int = Field(gt=0)
     """Most tokens of one passage, with question, title and end token. Where that is too few, a question of more than half of them loses
     its beginning, a title of more than a quarter its end, and then the context as `too_long` says."""
@@ -38,6 +40,8 @@ class Config(RowsConfig):
 
     @model_validator(mode="after")
     def _passages_are_read(self) -> "Config":
+        if self.keep_useful and self.num_passages is None:
+            raise ValueError("keep_useful: no passage is left out without num_passages. Remove it.")
         if self.contexts == "none" and (self.num_passages is not None or self.too_long != "truncate"):
             raise ValueError("contexts: with 'none' there is one passage, so num_passages and too_long would be ignored. Remove them.")
         return self
@@ -58,7 +62,9 @@ class Config(RowsConfig):
             ConfigError: too few tokens are allowed for the words around question, title and context, or no row is of one of the sources.
         """
         rows, fingerprint = questions.read(places, self, split)
-        return FidQADataset(self, rows, tokenizer, seed, fingerprint)
+        data = FidQADataset(self, rows, tokenizer, seed, fingerprint)
+        data.keeps_useful = self.keep_useful and split == "train"
+        return data
 
 
 class Sample(questions.Sample):
@@ -91,6 +97,7 @@ class FidQADataset(questions.Questions):
         self._encoder = SafeTokenizer(tokenizer)
         self._words = _Words(*(self._encoder.encode(word) for word in ("question:", " title:", " context:")))
         self._truncations = questions.truncation_counter(config.corpus, "passage_tokens", config.passage_tokens)
+        self.keeps_useful = False
         questions.require_room("passage_tokens", config.passage_tokens, self._words.count(titled=True) + 4)
 
     def sample(self, epoch: int, index: int) -> Sample:
@@ -125,6 +132,10 @@ class FidQADataset(questions.Questions):
         row = self._context_row(index)
         titles, contexts = row.get("titles_list") or [], answers.contexts(row)
         chosen = questions.useful_indices(row) if self._config.contexts == "useful" else range(len(contexts))
+        if self.keeps_useful:
+            useful = {*questions.useful_indices(row)}
+            first = sorted(chosen, key=lambda i: (i not in useful, i))[: self._config.num_passages]
+            chosen = sorted(first)
         chosen = chosen[: self._config.num_passages]  # each is a passage at least
         passages = [part for i in chosen for part in self._parts(question, titles[i] if titles else "", contexts[i])]
         return passages[: self._config.num_passages]

@@ -44,13 +44,13 @@ def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row],
     """
     folder = jsonl.corpus_folder(places, config.corpus)
     path = jsonl.require_file(folder, f"{split}.jsonl")
-    rows = select_sources(config, split, jsonl.read_rows(path, FIELDS, OPTIONAL, _require_equal_lengths, answers.source, RULES))
+    rows = select_sources(config, split, jsonl.read_rows(path, FIELDS, OPTIONAL, require_equal_lengths, answers.source, RULES))
     if split == "val" and config.val_samples is not None:
         rows = Subset(rows, jsonl.select_validation_rows(len(rows), config.val_samples, path))
     return rows, jsonl.fingerprint(folder)
 
 
-def _require_equal_lengths(row: Row, where: str) -> None:
+def require_equal_lengths(row: Row, where: str) -> None:
     """Raises DataError where a list with one entry per context has another length."""
     for field in ("useful_contexts", "titles_list"):
         values, contexts = row.get(field), row.get("contexts_list") or []

@@ -229,3 +229,13 @@ def test_squad_in_the_vocabulary_of_t5(build, shared_data):
         assert passage == t5(f"question: {expected['question']} context: {expected['context']}")["input_ids"]
         assert passage[-1] == sample["input_ids"][-1] == t5.eos_token_id == 1
         assert sample["input_ids"] == [0, *t5(expected["answer"])["input_ids"]]
+
+
+def test_useful_passages_are_kept_in_training(build, texts):
+    """Others make room for them, in the order of the contexts; a validation reads the first ones, as an application does."""
+    many = {"contexts_list": list("abcde"), "titles_list": [""] * 5, "useful_contexts": [0, 0, 1, 0, 1]}
+    given = {"num_passages": 3, "keep_useful": True}
+    assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], **given))] == ["a", "c", "e"]
+    assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], split="val", **given))] == ["a", "b", "c"]
+    with pytest.raises(ConfigError, match="keep_useful: no passage is left out without num_passages"):
+        build([row(**many)], keep_useful=True)
