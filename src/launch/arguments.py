@@ -165,6 +165,7 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
 
     choices = accelerate_env.take_choices(os.environ, processes, args.deepspeed, args.fsdp)
     wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
+    wanted = wanted or "WANDB_SWEEP_ID" in os.environ  # a trial of `wandb agent`
     wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
     return Options(
         log_every=args.log_every,

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -26,12 +27,19 @@ class Wandb:
 
     Offline each start writes a folder <run>/wandb/offline-run-*; `wandb sync --id` makes one run of them.
 
+    A trial of `wandb agent` is online always, as the run that the agent has named, for its sweep is steered by the scores.
+
     Raises:
-        RunError: wandb refuses, as without a key.
+        RunError: wandb refuses, as without a key; or a trial is to be offline.
     """
 
     def __init__(self, run: runs.Run, options: runs.Wandb, model: nn.Module) -> None:
-        online = options.entity is not None and options.project is not None
+        trial = "WANDB_SWEEP_ID" in os.environ  # then the agent has also set entity, project and id
+        if trial and (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "shared"):
+            raise RunError(
+                f"wandb: WANDB_MODE is {mode!r}, so this trial's sweep would get no scores. Unset it, or run python -m src.sweeps."
+            )
+        online = trial or (options.entity is not None and options.project is not None)
         identity = _identity(run)
         self.last_step = -1 if online else _last_step(run.path, identity)
         """Rows up to this step are logged."""
@@ -40,10 +48,10 @@ class Wandb:
         try:
             self.wandb = wandb.init(
                 entity=options.entity,
-                project=options.project or "trainval",
+                project=options.project or (None if trial else "trainval"),
                 name=options.name or run.dir.exp_id,
-                id=identity,
-                resume="allow" if online else None,
+                id=None if trial else identity,
+                resume="allow" if online and not trial else None,
                 mode="online" if online else "offline",
                 dir=str(run.path),
                 config=read_json(run.path / "config.json", RunError),

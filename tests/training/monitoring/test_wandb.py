@@ -179,3 +179,41 @@ def test_a_damaged_id_is_named(tmp_path: Path):
         told = f'{opened.path}/wandb.json: expected {{"id": ...}}. Delete it to begin another wandb run.'
         with pytest.raises(RunError, match=re.escape(told)):
             Wandb(runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options(None, options)), options, nn.Linear(1, 1))
+
+
+def test_a_trial_of_an_agent_is_online_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As the run that the agent has named, without any option for wandb."""
+    import wandb
+
+    from src.launch import arguments
+    from src.training.monitoring.wandb import Wandb
+
+    args = arguments.parse(["-e", "t5_tiny"], "", tmp_path)
+    assert arguments.training_options(args, 1).wandb is None
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    options = arguments.training_options(args, 1).wandb
+    assert options is not None
+    asked: dict[str, Any] = {}
+
+    def init(**given: Any) -> None:
+        asked.update(given)
+        raise wandb.Error("no key")
+
+    monkeypatch.setattr(wandb, "init", init)
+    for mode, told in (
+        (None, "wandb: no key Run `wandb login`"),
+        ("offline", "WANDB_MODE is 'offline', so this trial's sweep would get no"),
+    ):
+        if mode is None:
+            monkeypatch.delenv("WANDB_MODE", raising=False)
+        else:
+            monkeypatch.setenv("WANDB_MODE", mode)
+        with RunDir.open(tmp_path / "runs", EXP, {}) as opened, pytest.raises(RunError, match=re.escape(told)):
+            Wandb(runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options(None, options)), options, nn.Linear(1, 1))
+    assert {name: asked[name] for name in ("mode", "entity", "project", "id", "resume")} == {
+        "mode": "online",
+        "entity": None,
+        "project": None,
+        "id": None,
+        "resume": None,
+    }
