@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from src.config import Config, added_field, unknown_text
 from src.errors import ConfigError, DataError
-from src.interfaces import DatasetField, MetricConfig, MetricField, QuestionDataset
+from src.interfaces import ContextDataset, DatasetField, MetricConfig, MetricField, QuestionDataset
 from src.metrics import answers
 
 
@@ -51,14 +51,23 @@ class Answers(Decoding):
     metrics: list[MetricField] = Field(min_length=1)
     best_answer: bool = False
     """Rows that ask one question on the same contexts count as one, with the best of their scores."""
+    shuffled_context: bool = added_field(False)
+    """A control: ask all questions again, each with another question's contexts: scores em_shuffled_context."""
 
     @model_validator(mode="after")
     def _scores_are_distinct(self) -> "Answers":
         _require_distinct_scores(self.metrics)
         return self
 
-    def require(self, dataset: QuestionDataset) -> None:
-        """Raises DataError if `dataset` has fewer questions than requested."""
+    def score_names(self) -> list[str]:
+        """The names of all scores of these answers."""
+        names = score_names(self.metrics)
+        return names + [name + answers.SHUFFLED for name in names if self.shuffled_context]
+
+    def require(self, dataset: ContextDataset) -> None:
+        """Raises DataError if `dataset` has fewer questions than requested, ConfigError if it has no contexts to shuffle."""
+        if self.shuffled_context and not dataset.reads_contexts:
+            raise ConfigError("answers.shuffled_context: these data are read without contexts. Leave it out.")
         if self.questions > dataset.num_questions:
             raise DataError(f"answers.questions: {self.questions} of a validation set of {dataset.num_questions}. Ask for fewer.")
 

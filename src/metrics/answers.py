@@ -13,6 +13,8 @@ PREDICTION = "answer_pred"
 """Field of an inference's rows with the model's answer."""
 INFERENCE = "inference"
 """Folder of a run with the rows of an inference, and the beginning of the names of its scores."""
+SHUFFLED = "_shuffled_context"
+"""Ending of the names of scores at an evaluation, of answers that were given with another question's contexts."""
 WRONG, GAIN = "_wrong_context", "_gain"
 """Ends of the names of scores: of answers that were given with another question's contexts, and of the difference to the right ones."""
 

@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from src import distributed
 from src.config import Places
-from src.evaluation.config import Answers, Inference, score_names
+from src.evaluation.config import Answers, Inference
 from src.interfaces import call_once
 from src.recipes.finetuning import Finetuning
 from src.registry import resolved_dict
@@ -60,7 +60,7 @@ class QuestionAnswering(Finetuning):
             lambda: inference and row_index.check(places, data, inference.split, inference.index_file),
         ]
         if loop:
-            measured = {*VAL_LOSSES, *score_names(self.answers.metrics if self.answers else [])}
+            measured = {*VAL_LOSSES, *(self.answers.score_names() if self.answers else [])}
             checks += [self.check_compiled, lambda: loop.check(measured)]
         return checks
 
@@ -107,7 +107,7 @@ class QuestionAnswering(Finetuning):
             }
             if self.answers:
                 generator = generation.AnswerGenerator(model, val, tokenizer, batch_size, accelerator.device, self.answers.decoding())
-                scores |= generation.evaluate(self.answers, generator)
+                scores |= generation.evaluate(self.answers, generator, shuffled)
             return scores
 
         def finish(accelerator: Any) -> dict[str, float]:

@@ -19,6 +19,7 @@ class Rows:
     """Ten questions of two sources."""
 
     num_questions = 10
+    reads_contexts = False
 
     def source(self, index: int) -> str:
         return "odd" if index % 2 else "even"
@@ -69,6 +70,11 @@ def test_names_of_scores_and_number_of_questions():
     answers = configs.load(Answers, {"questions": 10, "max_new_tokens": 7, "metrics": [{"name": "squad"}, {"name": "rouge"}]}, "answers")
     assert set(score_names(answers.metrics)) == {"em", "f1", "precision", "recall", *ROUGE}
     answers.require(Rows())
+    control = answers.model_copy(update={"shuffled_context": True})
+    assert set(control.score_names()) == {end for name in score_names(answers.metrics) for end in (name, f"{name}_shuffled_context")}
+    assert answers.score_names() == score_names(answers.metrics)
+    with pytest.raises(ConfigError, match=r"^answers\.shuffled_context: these data are read without contexts\. Leave it out\.$"):
+        control.require(Rows())
     with pytest.raises(DataError, match=r"^answers\.questions: 11 of a validation set of 10\. Ask for fewer\.$"):
         answers.model_copy(update={"questions": 11}).require(Rows())
 

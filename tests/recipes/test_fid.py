@@ -23,7 +23,7 @@ FID: dict[str, Any] = {
     "model": {"name": "fusion_in_decoder", "base": T5},
     "data": {"name": "fid_qa", "corpus": "toy_qa", "contexts": "all", "passage_tokens": 16, "answer_tokens": 4},
     "loop": {"steps": 80, "sequences_per_step": 16, "micro_batch": 8, "learning_rate": 1e-2, "eval_every": 40},
-    "answers": {"questions": 16, "max_new_tokens": 4, "metrics": METRICS},
+    "answers": {"shuffled_context": True, "questions": 16, "max_new_tokens": 4, "metrics": METRICS},
 }
 SCORED: dict[str, Any] = {name: value for name, value in FID.items() if name != "loop"} | {
     "model": {"name": "fusion_in_decoder", "base": T5},
@@ -46,6 +46,9 @@ def test_it_learns_to_read_its_passages(folder: Path):
     assert last["val_loss"] < 0.5
     assert last["val_loss_shuffled_context"] > 2.0
     assert last["em"] > 0.75
+    assert last["em_shuffled_context"] < 0.5
+    assert last["f1"] > last["f1_shuffled_context"] + 0.25
+    assert "em/toy_shuffled_context" not in last
 
 
 def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
