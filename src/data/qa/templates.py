@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from src.data.text.tokenizers import SafeTokenizer
+from src.errors import ConfigError
 
-Name = Literal["assistant", "instruct"]
+Name = Literal["assistant", "instruct", "chat"]
+"""chat: the tokenizer's own, with a context in the prompt above the question."""
 CONTEXT_TOKEN = "<|C|>"
 
 
@@ -39,12 +41,21 @@ TEMPLATES: dict[str, Template] = {
 }
 
 
+def _chat(encoder: SafeTokenizer) -> Template:
+    if encoder.chat is None:
+        raise ConfigError(
+            f"data.template: 'chat' is the tokenizer's own, and this one has none that can be used. Take {' or '.join(TEMPLATES)}."
+        )
+    before, after = encoder.chat
+    return Template(before=before, after=after, before_context=before, after_context=("\n\n",))
+
+
 class Prompter:
     """Writes prompts and encoder inputs in one template, with one tokenizer."""
 
     def __init__(self, encoder: SafeTokenizer, template: Name) -> None:
         self._encoder = encoder
-        self._template = TEMPLATES[template]
+        self._template = _chat(encoder) if template == "chat" else TEMPLATES[template]
         self.fixed_tokens = len(self._assemble([], []))
         self._marker = encoder.encode_token(CONTEXT_TOKEN)
         self.fixed_context_tokens = self.fixed_tokens + len(self._marker)

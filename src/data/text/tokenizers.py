@@ -76,6 +76,9 @@ class SafeTokenizer:
         self.eos_id = eos
         self.pad_id = pad if isinstance(pad, int) else eos
         self.start: list[int] = _start_ids(tokenizer)
+        self.chat: tuple[tuple[str, ...], tuple[str, ...]] | None = _chat_pieces(tokenizer, [*self._controls], bool(self.start))
+        """What the tokenizer's own chat template writes before and after what a user says, up to where the answer begins; control tokens
+        are pieces of their own. None where it has no such template."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -124,6 +127,30 @@ def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> No
     split = pre_tokenizers.Split(Regex(spelled), behavior="merged_with_previous")
     before = backend.pre_tokenizer
     backend.pre_tokenizer = split if before is None else pre_tokenizers.Sequence([before, split])
+
+
+def _chat_pieces(
+    tokenizer: "PreTrainedTokenizerFast", controls: Sequence[str], has_start: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """See `SafeTokenizer.chat`. has_start: the start token is written already."""
+    if not isinstance(tokenizer.chat_template, str):
+        return None
+    said = "what a user says"
+    # A date in a prompt is that of the template, or a fixed one: the same run must read the same prompt tomorrow.
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True, date_string="01 Jan 2025"
+    )
+    before, found, after = str(text).partition(said)
+    if not found or ("strftime_now" in tokenizer.chat_template and "date_string" not in tokenizer.chat_template):
+        return None
+    if has_start and tokenizer.bos_token:
+        before = before.removeprefix(str(tokenizer.bos_token))
+    pattern = "|".join(map(re.escape, sorted(controls, key=len, reverse=True)))
+
+    def pieces(text: str) -> tuple[str, ...]:
+        return tuple(piece for piece in (re.split(f"({pattern})", text) if pattern else [text]) if piece)
+
+    return pieces(before), pieces(after)
 
 
 def _start_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:

@@ -1,5 +1,6 @@
 """Questions on contexts: exact ids, masks, truncation, purity, and contexts that are surely another's."""
 
+import copy
 import os
 import pickle
 import re
@@ -313,3 +314,26 @@ def test_compiling_batches_of_several_lengths_is_refused():
     load(qa.Config, {**raw, "fixed_length": True}, "data").check_compiled()
     with pytest.raises(ConfigError, match=r"loop\.compile: needs batches of one length.*data\.fixed_length: true"):
         load(qa.Config, raw, "data").check_compiled()
+
+
+class TestChat:
+    """Template "chat": the tokenizer's own."""
+
+    TEMPLATE = "<|user|>{% for m in messages %}{{ m.content | trim }}{% endfor %} !{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+    def test_prompts_and_contexts(self, build, tokenizer):
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = self.TEMPLATE
+        data = build([row(question="q<|C|>", context="c", answer="a")], tokenizer=tokenizer, template="chat", loss_on="all")
+        sample = data.sample(0, 0)
+        assert sample["input_ids"] == [USER, *ids("q<|C|> !"), ASSISTANT, *ids("a"), EOS], "what a user writes is no control token"
+        assert sample["context_chunks"] == [[USER, C, *ids(" !"), ASSISTANT, *ids("c")]]
+
+    @pytest.mark.parametrize("template", [None, "{{ strftime_now('%Y') }}{{ messages[0].content }}", "no message"])
+    def test_a_tokenizer_without_a_usable_one(self, build, tokenizer, template):
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = template
+        with pytest.raises(
+            ConfigError, match=r"data.template: 'chat' is the tokenizer's own, and this one has none .* Take assistant or instruct"
+        ):
+            build([row()], tokenizer=tokenizer, template="chat")
