@@ -1,5 +1,6 @@
 """Documents as token ids: memory-mapped from a folder made by data_prep.tokenize, or a plain text corpus tokenised in memory."""
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -57,8 +58,12 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
         return StoredDocuments(folder, split, encoder.eos_id)
     path = jsonl.require_file(folder, f"{split}.jsonl")
     texts = [row["text"] for row in jsonl.read_rows(path, {"text": str}, rules="text 1")]
-    some = (ids for ids in encoder.encode_all(texts) if ids)  # an empty one would leave an end token alone
-    return Documents([join_documents(some, encoder.eos_id)], encoder.eos_id, jsonl.fingerprint(folder), path)
+    # An empty document would leave an end token alone.
+    shard = join_documents((ids for ids in encoder.encode_all(texts) if ids), encoder.eos_id)
+    fingerprint = jsonl.fingerprint(folder)
+    if len(shard.ends) - 1 < len(texts):  # a run that began with those end tokens must not go on without
+        fingerprint = hashlib.sha256(f"{fingerprint} without empty documents".encode()).hexdigest()
+    return Documents([shard], encoder.eos_id, fingerprint, path)
 
 
 def join_documents(documents: Iterable[Sequence[int]], eos_id: int) -> token_files.Shard:

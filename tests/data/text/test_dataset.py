@@ -5,6 +5,7 @@ import re
 import pytest
 
 from src.config import load
+from src.data import jsonl
 from src.data.qa import cross_attention as qa
 from src.data.text import dataset as text
 from src.errors import ConfigError, DataError
@@ -32,6 +33,12 @@ def test_documents_are_joined_by_the_end_token_and_the_remainder_is_dropped(buil
     """An empty document leaves nothing, also no end token of its own."""
     data = build(["abc", "", "defgh", "xy"])
     assert [data.sample(0, i)["input_ids"] for i in range(len(data))] == [[*ids("abc"), 0], ids("defg"), [*ids("h"), 0, *ids("xy")]]
+
+
+def test_a_run_that_began_with_the_end_tokens_of_empty_documents_does_not_go_on_without(build, places):
+    """Earlier versions kept them, under the fingerprint of the folder."""
+    assert build(["abcd", "efg"]).fingerprint == jsonl.fingerprint(places.data / "t")
+    assert build(["abcd", "", "efg"]).fingerprint != jsonl.fingerprint(places.data / "t")
 
 
 def test_batch(build):
