@@ -33,7 +33,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)  # a list of positional arguments may be anywhere among the options
 
 
 def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:

@@ -36,14 +36,20 @@ STUDY_CLOSED_BOOK = override(
     {"data": {"name": "prompted_qa", "contexts": "none", **{key: STUDY_DATA[key] for key in STUDY_DATA if key != "context_tokens"}}},
 )
 
+BLOCKS = grid(
+    STUDY_CROSSATTN,
+    {"model.num_layers": [1, 2, 5], "model.stride": [1, 2]},
+    where=lambda e: (e["model"]["num_layers"], e["model"]["stride"]) in [(1, 1), (2, 1), (2, 2), (5, 1)],
+)
+
 GROUPS = {
-    "study_crossattn": seeds(
-        grid(
-            STUDY_CROSSATTN,
-            {"model.num_layers": [1, 2, 5], "model.stride": [1, 2]},
-            where=lambda e: (e["model"]["num_layers"], e["model"]["stride"]) in [(1, 1), (2, 1), (2, 2), (5, 1)],
-        ),
-        3,
-    ),
+    # The rate of each of the six, on a seed that the study does not have.
+    "study_rates": [
+        override(e, {"loop.learning_rate": rate, "loop.max_grad_norm": norm, "seed": 100, "inference": None})
+        for e in [*BLOCKS, STUDY_PROMPTED, STUDY_CLOSED_BOOK]
+        for rate in (4e-3, 8e-3, 1.6e-2)
+        for norm in (1.0, 100.0)
+    ],
+    "study_crossattn": seeds(BLOCKS, 3),
     "study_prompted": seeds([STUDY_PROMPTED, STUDY_CLOSED_BOOK], 3),
 }
