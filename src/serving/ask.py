@@ -77,14 +77,13 @@ class Answerer:
         rows = [{"context": context, "question": question, "answer": "", "dataset": ""} for context, question in asked]
         data = qa.QADataset(self._data, rows, self._tokenizer, 0, both_views=False, fingerprint="")
         samples = [data.prompt(i) for i in range(len(rows))]
-        together: dict[str, list[int]] = {}
+        together: dict[str, list[int]] = {}  # by context
         for i, sample in enumerate(samples):
             together.setdefault(json.dumps(sample["context_chunks"]), []).append(i)
         found, end = [""] * len(rows), self._tokenizer.eos_token_id
         for key, indices in together.items():
-            batch = {
-                name: tensor.to(self._model.base.device) for name, tensor in data.collate_prompts([samples[i] for i in indices]).items()
-            }
+            tensors: Any = data.collate_prompts([samples[i] for i in indices])
+            batch = {name: tensor.to(self._model.base.device) for name, tensor in tensors.items()}
             with torch.no_grad(), self._model.reading(self._context(key, batch)):
                 ids = self._model.generate(
                     batch["input_ids"],
@@ -168,7 +167,7 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """One request: a JSON object with "context" and "question"."""
 
-    server: Server
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_POST(self) -> None:
         try:
@@ -222,11 +221,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _act(args: argparse.Namespace) -> int:
     import torch
 
-    if (args.serve is None) == (args.context is None or not args.questions):
+    if (args.serve is None) == (args.context is None) or bool(args.context) != bool(args.questions):
         raise ConfigError("expected --context FILE with questions, or --serve PORT.")
     answerer = load_answerer(args.run, Places(args.data_path, args.savedir_base), args.max_new_tokens)
     answerer.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if args.serve is None:
+    if args.context:
         context = _read_text(args.context)
         for text in answerer.answer([Asked(context, question) for question in args.questions]):
             sys.stdout.write(f"{text}\n")
