@@ -1,0 +1,140 @@
+"""Numbers that the originals gave, in tests/golden/originals.json. How they were made, outside of this project:
+
+xc_cache: the blocks of ServiceNow/xc-cache (cross_attn_gptbigcode.py at 61b2b0b, cross_attn_llama.py at 0e90cb8) with transformers 4.39.3,
+before the layers of a base of 4 layers, width 16, 4 heads (Llama: 2 of keys and values, inner width 24), 23 words, 64 positions; with
+"final" after them. Weights are `drawn` here by the same lines, from the names that they have there. Three questions, filled up on the
+right, each with two contexts that are encoded apart; six logits at the first and at the last token of each. The first contexts are of
+one length: XC-Cache's rotary positions count the padding between contexts, ours do not.
+
+t5: package t5 0.9.4 with TensorFlow 2.21. Rows of `random_spans_helper`: inputs_length, noise_density, mean_noise_span_length, 1 extra
+token a span on both sides; its tokens_length, targets_length. `corruption`: noise_span_to_unique_sentinel and
+nonnoise_span_to_unique_sentinel of given masks, the first sentinel being 99. `text`: t5.data.preprocessors on invented rows in the
+layout of TensorFlow Datasets, called as get_glue_text_preprocessor does.
+
+nanot5: AdamWScale of nanoT5 (copied_utils.py at 73b2e63), in float64, and its cosine schedule: LinearLR from one half in 4 steps, then
+CosineAnnealingLR to 1e-5 in 16; learning rate 2e-2, no decay of the first two tensors and 0.1 of the others.
+"""
+
+import json
+import zlib
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from data_prep.superglue import FORMS
+from src.config import load
+from src.data.denoising import noise
+from src.data.tasks import task_table
+from src.models.cross_attention import xc_cache_weights
+from src.training.config import LoopConfig
+from src.training.optim.adamw_scale import AdamWScale
+from src.training.optim.schedule import learning_rate
+from tests.conftest import ROOT
+from tests.models.conftest import make, make_base  # noqa: F401  a fixture
+
+
+@cache
+def originals() -> dict[str, Any]:
+    return json.loads((ROOT / "tests" / "golden" / "originals.json").read_text(encoding="utf-8"))
+
+
+def drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Weights that are a function of their name and shape."""
+    x = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+    return torch.tensor(x / 3 if len(shape) > 1 else 1 + x / 5 if "norm" in name or "ln_" in name else x / 5, dtype=torch.float32)
+
+
+def questions() -> dict[str, torch.Tensor]:
+    state = np.random.RandomState(2)
+    ids, contexts = torch.tensor(state.randint(3, 23, (3, 7))), torch.tensor(state.randint(3, 23, (2, 3, 5)))
+    mask = torch.arange(7) < torch.tensor([7, 5, 3])[:, None]
+    context_mask = torch.arange(5) < torch.tensor([[5, 5, 5], [3, 5, 1]])[..., None]
+    return {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "context_ids": (contexts * context_mask).transpose(0, 1),
+        "context_mask": context_mask.transpose(0, 1),
+    }
+
+
+@pytest.mark.parametrize("case", range(10))
+@torch.no_grad()
+def test_logits_are_those_of_xc_cache(make, tmp_path, case: int):  # noqa: F811
+    given = originals()["xc_cache"][case]
+    settings, llama = given["settings"], given["model_type"] == "llama"
+    base = make_base(given["model_type"])
+    tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
+    for name, parameter in base.named_parameters():
+        parameter.copy_(drawn(name, tuple(parameter.shape)))
+    assert tied is not llama
+    options = {
+        "num_layers": settings["n"],
+        "stride": settings["stride"],
+        "final_layer": settings.get("final", False),
+        "skip_connections": settings.get("skip", False),
+        "shared_weights": settings.get("shared", False),
+        "shared_projections": settings.get("shared_projections", False),
+        "hidden_size": settings["hidden_size"],
+        "num_heads": settings["heads"],
+        **({"norm": "layer", "num_key_value_heads": settings.get("kv", settings["heads"])} if llama else {}),
+    }
+    model = make(given["model_type"], base=base, **options)
+    xc_cache_weights.save(model, tmp_path, "base")
+    names = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    shared = lambda name: f"cross_attn_layers.3.{name.split('.', 2)[2]}" if settings.get("shared") else name  # noqa: E731
+    save_file({name: drawn(shared(name), shape) for name, shape in names.items()}, tmp_path / "model.safetensors")
+    xc_cache_weights.load(model, tmp_path)
+    logits = model(**questions())
+    found = torch.stack([logits[row, place, :6] for row, length in enumerate((7, 5, 3)) for place in (0, length - 1)])
+    torch.testing.assert_close(found, torch.tensor(given["logits"]), rtol=2e-5, atol=2e-5)
+
+
+def test_lengths_are_those_of_random_spans_helper():
+    for inputs, density, mean, *expected in originals()["t5"]["random_spans_helper"]:
+        assert list(noise.lengths(inputs, density, mean)) == expected, (inputs, density, mean)
+
+
+def test_rows_are_corrupted_as_t5_does():
+    for row in originals()["t5"]["corruption"]:
+        ids, mask = np.array(row["ids"]), np.array(row["mask"], dtype=bool)
+        inputs, targets = noise.corrupt(ids, mask, noise.run_starts(mask), np.arange(99, 80, -1), eos_id=1)
+        assert (inputs.tolist(), targets.tolist()) == ([*row["inputs"], 1], [*row["targets"], 1])
+
+
+@pytest.mark.parametrize("number", range(len(originals()["t5"]["text"])))
+def test_text_is_that_of_t5(number: int):
+    given = originals()["t5"]["text"][number]
+    task = task_table.find(given["task"])
+    form = task.task.form
+    records = list(FORMS[form](given["row"], "train", "row")) if form else [given["row"]]
+    assert {task.input(record) for record in records} == {given["inputs"]}
+    targets = [task.target(record["label"]) for record in records]
+    assert targets == (given["targets"] if form == "record" else [given["targets"]])
+
+
+def test_steps_and_rates_are_those_of_nanot5():
+    wanted = originals()["nanot5"]
+    raw = {"steps": 20, "sequences_per_step": 1, "micro_batch": 1, "learning_rate": 2e-2, "eval_every": 1}
+    schedule = {"schedule": "cosine", "warmup_rate": 0.2, "warmup_start": 0.5, "final_rate": 1e-5 / 2e-2}
+    rate = learning_rate(load(LoopConfig, {**raw, **schedule}, "loop"))
+    assert [rate(step) for step in range(20)] == pytest.approx(wanted["rates"])
+
+    def draw(seed: int) -> torch.Tensor:
+        return torch.tensor(np.random.RandomState(seed).standard_normal((3, 2)), dtype=torch.float64)
+
+    weights = [nn.Parameter(size * draw(i)) for i, size in enumerate((0.0, 1e-4, 0.5, 3.0))]
+    groups = [{"params": weights[:2], "weight_decay": 0.0}, {"params": weights[2:], "weight_decay": 0.1}]
+    optimizer = AdamWScale(groups, 2e-2, (0.9, 0.999), 1e-6)
+    for step in range(20):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        for i, weight in enumerate(weights):
+            weight.grad = draw(100 + 10 * step + i)
+        optimizer.step()
+    for weight, expected in zip(weights, wanted["weights"], strict=True):
+        assert weight.flatten().tolist() == pytest.approx(expected, rel=1e-5)
