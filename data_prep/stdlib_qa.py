@@ -16,13 +16,16 @@ import sysconfig
 import time
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_prep import code_questions, command
 from src import files
 from src.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 COMMAND = "python -m data_prep.stdlib_qa"
 FOLDERS = ("stdlib_qa", "stdlib_text", "stdlib_tokenizer")
@@ -191,10 +194,9 @@ def _write_rows(folder: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
                 file.writelines(json.dumps(row) + "\n" for row in rows[split])
 
 
-def _write_tokenizer(folder: Path, lines: Sequence[str], vocab_size: int, facts: Mapping[str, Any]) -> None:
-    """Train byte-level BPE on `lines`, which are all from the train split. Digits are split, as in StarCoder's tokenizer."""
+def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> "Tokenizer":
+    """Byte-level BPE, with `special_tokens` first. Digits are split, as in StarCoder's tokenizer. Equal texts give equal tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -203,13 +205,20 @@ def _write_tokenizer(folder: Path, lines: Sequence[str], vocab_size: int, facts:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special_tokens),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(lines, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _write_tokenizer(folder: Path, lines: Sequence[str], vocab_size: int, facts: Mapping[str, Any]) -> None:
+    """Train the tokenizer on `lines`, which are all from the train split."""
+    from transformers import PreTrainedTokenizerFast
+
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=train_byte_level_bpe(lines, vocab_size, SPECIAL_TOKENS),
         eos_token=END_OF_TEXT,
         bos_token=END_OF_TEXT,
         pad_token=PAD,

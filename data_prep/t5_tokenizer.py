@@ -1,9 +1,11 @@
 """Make a tokenizer with T5's sentinels: `python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer`.
 
-Either --from, a tokenizer that is there already, or --spiece, the SentencePiece model of T5. A folder is made below --data_path: the
-tokenizer with <extra_id_99> to <extra_id_0> behind all other tokens, so that <extra_id_0> has the highest id (Raffel et al. 2020,
-arXiv 1910.10683; T5's own has 32,000 pieces and 100 sentinels), with a padding token of its own and an end token. No text becomes a
-sentinel, an end or padding through SafeTokenizer of src.data.text. With --sentences N, <eosen> and <sent_0> to <sent_N-1>, which data set
+Either --from, a tokenizer that is there already; or --spiece, the SentencePiece model of T5; or --train, text on which one is trained as
+T5's was: SentencePiece's unigrams (Kudo 2018, arXiv 1804.10959) after <pad> 0, </s> 1 and <unk> 2, or with --model bpe byte-level BPE,
+which keeps line ends and spaces, as code needs. A folder is made below --data_path: the tokenizer with <extra_id_99> to <extra_id_0>
+behind all other tokens, so that <extra_id_0> has the highest id (Raffel et al. 2020, arXiv 1910.10683; T5's own has 32,000 pieces and 100
+sentinels), with a padding token of its own and an end token. No text becomes a sentinel, an end or padding through SafeTokenizer of
+src.data.text. With --sentences N, <eosen> and <sent_0> to <sent_N-1>, which data set
 depth needs, stand behind the sentinels, so that no id changes that a trained model knows.
 """
 
@@ -12,11 +14,12 @@ import hashlib
 import importlib.metadata
 import re
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep import command
+from data_prep import command, stdlib_qa, training_text
 from src import files
 from src.data.denoising.depth import dataset as depth
 from src.data.text import tokenizers
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
 
 COMMAND = "python -m data_prep.t5_tokenizer"
 NUM_SENTINELS = 100
-PAD = "<pad>"
+PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
+DEFAULTS = {"model": "unigram", "vocab_size": 32_000, "text_field": "text"}
+"""Options of --train."""
 _SPACE = "\u2581"
 _NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # types of pieces, sentencepiece_model.proto
 _UNIGRAM = 1
@@ -40,8 +45,25 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from", dest="source", metavar="TOKENIZER", help="a folder below --data_path, any other folder, or a hub id")
     source.add_argument("--spiece", type=Path, metavar="FILE", help="a SentencePiece model of unigrams, as T5's spiece.model")
+    source.add_argument("--train", nargs="+", metavar="SOURCE", help="text: files, saved folders or hub:ID, as for data_prep.tokenize")
+    add("--model", choices=("unigram", "bpe"), help=f"what --train makes (default: {DEFAULTS['model']})")
+    add("--vocab_size", type=int, metavar="N", help=f"its tokens before the sentinels (default: {DEFAULTS['vocab_size']})")
+    add("--text_field", help="of --train's JSON objects and table rows: which one is the text (default: text)")
     add("--sentinels", type=int, default=NUM_SENTINELS, metavar="N", help="UL2 on 512 tokens needs 128 (default: %(default)s)")
     add("--sentences", type=int, default=0, metavar="N", help="also N names of sentences; --from may then have sentinels already")
+
+
+def _run(train: Sequence[str] | None, source: str | None, spiece: Path | None, **given: Any) -> bool:
+    if given["sentences"] < 0:
+        raise DataError(f"--sentences: expected 0 or more, got {given['sentences']}.")
+    if given["sentinels"] < 1:
+        raise DataError(f"--sentinels: expected 1 or more, got {given['sentinels']}.")
+    about = {name: value for name in DEFAULTS if (value := given.pop(name)) is not None}
+    if train:
+        return prepare_trained(train=train, options={**DEFAULTS, **about}, **given)
+    if about:
+        raise DataError(f"--{next(iter(about))}: is for --train; --from and --spiece have their tokens already. Leave it out.")
+    return prepare(source=source, spiece=spiece, **given)
 
 
 def prepare(
@@ -53,10 +75,6 @@ def prepare(
         DataError: the source is missing, damaged, or has already what is to be added. Sentinels it may have where `sentences` are.
         RunError: the disk refuses.
     """
-    if sentences < 0:
-        raise DataError(f"--sentences: expected 0 or more, got {sentences}.")
-    if sentinels < 1:
-        raise DataError(f"--sentinels: expected 1 or more, got {sentinels}.")
     folder = data_path / name
     if spiece is not None:
         with_sentinels = from_sentencepiece(spiece, sentinels)
@@ -75,14 +93,96 @@ def prepare(
         "tokenizer_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "eos_token": with_sentinels.eos_token,
         "pad_token": with_sentinels.pad_token,
-        "packages": {package: importlib.metadata.version(package) for package in ("tokenizers", "transformers")},
+        "packages": _versions("tokenizers", "transformers"),
+    }
+    return command.make_folder(folder, COMMAND, made_from, lambda beside: _save(with_sentinels, beside)) is not None
+
+
+def prepare_trained(
+    data_path: Path, name: str, train: Sequence[str], options: dict[str, Any], sentences: int = 0, sentinels: int = NUM_SENTINELS
+) -> bool:
+    """Make the folder `data_path / name` from text; False if it is whole and has the same provenance. options: see `DEFAULTS`.
+
+    Raises:
+        DataError: a source is missing or damaged, or has too little text for as many tokens.
+        RunError: the disk refuses.
+    """
+    unigram, vocab_size = options["model"] == "unigram", options["vocab_size"]
+    if vocab_size < (least := 3 + (1 if unigram else 256)):
+        raise DataError(f"--vocab_size: expected at least {least} for --model {options['model']}, got {vocab_size}.")
+    corpus = training_text.open_corpus(train, options["text_field"])
+    made_from = {
+        **corpus.facts,
+        "options": {**options, "sentinels": sentinels, "sentences": sentences},
+        "packages": _versions("tokenizers", "transformers", *(["sentencepiece"] if unigram else [])),
+        "scripts_sha256": command.digest_files([__file__, stdlib_qa.__file__, training_text.__file__]),
     }
 
     def fill(beside: Path) -> dict[str, Any]:
-        with_sentinels.save_pretrained(beside)
-        return {"tokens": len(with_sentinels)}
+        tokenizer = (train_unigram if unigram else train_bpe)(corpus.batches(name), vocab_size, sentinels)
+        if sentences:
+            add_sentences(tokenizer, sentences, "--train")
+        return _save(tokenizer, beside)
 
-    return command.make_folder(folder, COMMAND, made_from, fill) is not None
+    return command.make_folder(data_path / name, COMMAND, made_from, fill) is not None
+
+
+def _save(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> dict[str, Any]:
+    tokenizer.save_pretrained(folder)
+    return {"tokens": len(tokenizer)}
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    return {package: importlib.metadata.version(package) for package in packages}
+
+
+def train_unigram(batches: Iterator[list[str]], vocab_size: int, sentinels: int = NUM_SENTINELS) -> "PreTrainedTokenizerFast":
+    """A SentencePiece model of `vocab_size` pieces, trained on lines of text, with sentinels.
+
+    The trainer of `tokenizers` makes another vocabulary each time; SentencePiece's makes the same with the same number of threads.
+
+    Raises:
+        DataError: so many pieces cannot be had of this text, or it has more letters.
+    """
+    import sentencepiece
+
+    lines = training_text.sample_lines(text for texts in batches for text in texts)
+    if not lines:
+        raise DataError("--train: has no text.")
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, "model")
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(lines),
+                model_prefix=str(place),
+                vocab_size=vocab_size,
+                pad_id=0,
+                eos_id=1,
+                unk_id=2,
+                bos_id=-1,
+                character_coverage=0.99999,  # as mT5's (Xue et al. 2021, arXiv 2010.11934)
+                num_threads=16,
+                minloglevel=2,
+            )
+        except RuntimeError as error:  # "INTERNAL: file(line) [condition] Vocabulary size too high (N). Please set it to a value <= M."
+            raise DataError(f"--vocab_size: {str(error).rpartition('] ')[2].partition(' Increase')[0]}") from None
+        return from_sentencepiece(place.with_suffix(".model"), sentinels)
+
+
+def train_bpe(batches: Iterator[list[str]], vocab_size: int, sentinels: int = NUM_SENTINELS) -> "PreTrainedTokenizerFast":
+    """Byte-level BPE of `vocab_size` tokens, with sentinels.
+
+    Raises:
+        DataError: the text is too little for so many.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    backend = stdlib_qa.train_byte_level_bpe((text for texts in batches for text in texts), vocab_size, [PAD, EOS, UNK])
+    if backend.get_vocab_size() < vocab_size:
+        raise DataError(f"--vocab_size: Vocabulary size too high ({vocab_size}). Please set it to a value <= {backend.get_vocab_size()}.")
+    return add_sentinels(
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, pad_token=PAD, unk_token=UNK), "--train", sentinels
+    )
 
 
 def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str, sentinels: int = NUM_SENTINELS) -> "PreTrainedTokenizerFast":
@@ -223,7 +323,7 @@ def _read_proto(path: Path) -> Any:
     return proto
 
 
-main = command.main_of(COMMAND, __doc__, _add_options, prepare)
+main = command.main_of(COMMAND, __doc__, _add_options, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

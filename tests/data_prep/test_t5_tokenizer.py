@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from data_prep import training_text
 from data_prep.t5_tokenizer import from_sentencepiece, main, prepare
 from src.data.text import tokenizers
 from src.errors import DataError
@@ -175,3 +176,72 @@ def test_names_of_sentences_stand_behind_the_sentinels(with_bytes, t5, capsys):
         prepare(with_bytes, "again", "named", sentences=4)
     assert main(["--data_path", str(with_bytes), "--name", "x", "--from", "bytes", "--sentences", "-1"]) == 1
     assert "--sentences: expected 0 or more, got -1" in capsys.readouterr().err
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A .txt and a .jsonl file of our own documentation."""
+    pages = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+    (tmp_path / "a.txt").write_text(pages[0])
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": page}) + "\n" for page in pages[1:]))
+    return tmp_path
+
+
+def train(folder, name, *options):
+    sources = [str(folder / "a.txt"), str(folder / "b.jsonl")]
+    return main(["--data_path", str(folder), "--name", name, "--train", *sources, "--vocab_size", "600", *options])
+
+
+@pytest.mark.parametrize("model", ["unigram", "bpe"])
+def test_trained_on_text_it_has_the_ids_of_t5(text, model, capsys):
+    """And two trainings give the same bytes."""
+    for name in ("one", "two"):
+        assert train(text, name, "--model", model, "--sentinels", "128", "--sentences", "2") == 0
+    assert (text / "one" / "tokenizer.json").read_bytes() == (text / "two" / "tokenizer.json").read_bytes()
+    made = tokenizers.load(text / "one")
+    names = ["<pad>", "</s>", "<unk>", "<extra_id_127>", "<extra_id_0>", "<eosen>", "<sent_1>"]
+    assert made.convert_tokens_to_ids(names) == [0, 1, 2, 600, 727, 728, 730]
+    assert (made.pad_token_id, made.eos_token_id, made.unk_token_id, len(made)) == (0, 1, 2, 731)
+    encoder = tokenizers.SafeTokenizer(made)
+    words = "A tokenizer trained on text"
+    assert made.decode(encoder.encode(words)) == words
+    assert made(words)["input_ids"] == [*encoder.encode(words), 1]
+    assert len(encoder.encode(words)) < 14  # of 27 characters
+    assert max(encoder.encode(" ".join(SPELLED))) < 600
+    assert (made.decode(encoder.encode("a\n  b")) == "a\n  b") == (model == "bpe")
+    assert train(text, "one", "--model", model, "--sentinels", "128", "--sentences", "2") == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert train(text, "one", "--model", model, "--sentinels", "127") == 0
+    assert len(tokenizers.load(text / "one")) == 727
+
+
+def test_what_cannot_be_trained(text, capsys):
+    for options, said in (
+        (["--vocab_size", "90000"], r"--vocab_size: Vocabulary size too high \(90000\). Please set it to a value <= \d+\.\n"),
+        (
+            ["--vocab_size", "90000", "--model", "bpe"],
+            r"--vocab_size: Vocabulary size too high \(90000\). Please set it to a value <= \d+\.",
+        ),
+        (["--vocab_size", "20"], r"--vocab_size: Vocabulary size is smaller than required_chars. 20 vs \d+\.\n"),
+        (["--vocab_size", "200", "--model", "bpe"], "--vocab_size: expected at least 259 for --model bpe, got 200"),
+        (["--text_field", "body"], "b.jsonl:1: field 'body' is missing"),
+    ):
+        assert train(text, "none", *options) == 1
+        assert re.search(said, capsys.readouterr().err)
+        assert not (text / "none").exists()
+    assert main(["--data_path", str(text), "--name", "none", "--from", "bytes", "--vocab_size", "90"]) == 1
+    assert "--vocab_size: is for --train" in capsys.readouterr().err
+    (text / "blank.txt").write_text("\n \n")
+    assert main(["--data_path", str(text), "--name", "none", "--train", str(text / "blank.txt")]) == 1
+    assert "--train: has no text." in capsys.readouterr().err
+
+
+def test_lines_of_a_large_text_are_a_sample_of_all_of_it():
+    text = "\n".join(f"line {i:04}" for i in range(1000))
+    assert training_text.sample_lines([text]) == text.split("\n")
+    more = text.replace("line", "more")
+    assert training_text.sample_lines([text, more], most=2_000) == f"{text}\n{more}".split("\n")[::16]
+    long = training_text.sample_lines(["é" * 3000 + " word" * 500])
+    assert max(map(len, long)) <= 1024
+    assert "".join("".join(long).split()) == "é" * 3000 + "word" * 500
+    assert all(line.startswith("word") for line in long[3:])
