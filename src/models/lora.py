@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
 """peft loads it where it is installed, and it warns of what a CPU would lack for 4 bits, whether any are used or not."""
 _GPT = ("c_attn", "c_fc", "c_proj")
+_T5 = ("k", "o", "q", "v", "wi", "wi_0", "wi_1", "wo")
 _LLAMA = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 MATRICES = {
     "gpt2": _GPT,
@@ -30,7 +31,8 @@ MATRICES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
-    "t5": ("k", "o", "q", "v", "wi", "wi_0", "wi_1", "wo"),
+    "longt5": _T5,
+    "t5": _T5,
 }
 """Names of the matrices in the layers of a family, by `model_type`: what can be checked before a model is loaded."""
 

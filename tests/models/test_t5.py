@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from src.config import Places, load
+from src.data.denoising.depth import dataset as depth
 from src.errors import CheckpointError, ConfigError, DataError
 from src.models import hf, lora
 from src.models.t5 import config as t5
@@ -149,6 +150,38 @@ class TestPretrained:
         (folder / "model.safetensors").unlink()
         with pytest.raises(CheckpointError, match=r"no weights here"):
             config(path=str(folder)).check(places)
+
+
+@pytest.mark.parametrize("attention", ["local", "transient-global"])
+def test_a_longt5_is_read_from_a_folder(attention: str, places: Places, tmp_path: Path):
+    """Guo et al. 2022: its encoder sees a neighbourhood, with transient-global attention also a summary of each block."""
+    from transformers import LongT5Config, LongT5ForConditionalGeneration
+
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4, "feed_forward_proj": "gated-gelu"}
+    local: dict[str, Any] = {"local_radius": 7, "global_block_size": 4, "encoder_attention_type": attention, "decoder_start_token_id": 0}
+    saved = LongT5ForConditionalGeneration(LongT5Config(vocab_size=VOCABULARY, **sizes, **local)).eval()
+    saved.save_pretrained(tmp_path / "long")
+    part = config(path=str(tmp_path / "long"), dropout_rate=0.0)
+    model = part.build(places).eval()
+    assert torch.equal(logits(model), logits(saved))
+    assert dropout_rates(model) == {0.0}
+    assert {name.rpartition(".")[2] for name, _ in lora._matrices(model)} == set(lora.MATRICES["longt5"]) - {"wi"}
+    sizes_known = part.architecture(places)
+    assert sizes_known is not None
+    assert (sizes_known.model_type, sizes_known.max_positions) == ("longt5", None)
+    with pytest.raises(ConfigError, match=r"DEPTH's masks have a row for each token, and LongT5's encoder takes none"):
+        load(depth.Config, {"corpus": "x"}, "data").check_model(sizes_known)
+
+    ids = torch.randint(4, VOCABULARY, (1, 600))
+    seen = (model.encoder(ids)[0] - model.encoder(ids.index_fill(1, torch.tensor([599]), 3))[0]).abs().sum(-1)[0] > 1e-6
+    assert seen[594:].all()
+    assert bool(seen[:500].any()) == (attention == "transient-global")
+    padded = torch.cat([ids, torch.full((1, 40), 3)], 1)
+    mask = (torch.arange(640) < 600)[None]
+    first, second = model.generate(ids, max_new_tokens=3), model.generate(padded, attention_mask=mask, max_new_tokens=3)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(model.encoder(padded, attention_mask=mask)[0][:, :600], model.encoder(ids)[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

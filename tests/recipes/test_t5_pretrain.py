@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.t5_tiny import unigram_loss
-from data_prep import t5_tokenizer
+from data_prep import pmi_vocabulary, t5_tokenizer, tokenize
 from src.config import Places
+from src.data.text import tokenizers
 from src.experiments.identity import exp_id
 from src.interfaces import load_experiment
 from tests import toy, warm
@@ -91,6 +92,47 @@ def test_a_curriculum_is_measured_as_what_it_ends_with(folder: Path):
     exp = {**T5, "data": {"name": "phases", "phases": [{"until": 0.5, "data": T5["data"]}, {"data": depth}]}, "loop": loop}
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
     assert all(row["val_sentence_loss"] > 0 for row in toy.rows(folder, exp_id(exp)))
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer, tokens and a list of n-grams, each made of the same text by one command."""
+    folder = tmp_path_factory.mktemp("own")
+    pages = [path.read_text(encoding="utf-8") for path in sorted((toy.ROOT / "docs").glob("*.md"))]
+    (folder / "docs.jsonl").write_text("".join(json.dumps({"text": page}) + "\n" for page in pages))
+    given = ["--data_path", str(folder / "data"), "--train", str(folder / "docs.jsonl")]
+    assert t5_tokenizer.main([*given, "--name", "own_tokenizer", "--vocab_size", "700", "--sentinels", "20"]) == 0
+    assert tokenize.main([*given, "--name", "own", "--tokenizer", "own_tokenizer", "--val_rate", "0.3", "--processes", "1"]) == 0
+    assert pmi_vocabulary.main([*given, "--name", "own_pmi", "--min_count", "5", "--size", "400"]) == 0
+    return folder
+
+
+def test_all_may_be_made_of_ones_own_text(own: Path):
+    """The ids are those of the new tokenizer, and the masks whole n-grams of the new list."""
+    data = {"name": "span_corruption", "corpus": "own", "input_tokens": 64, "ngrams": "own_pmi/ngrams.txt", "val_sequences": 8}
+    exp = copy.deepcopy({**T5, "data": data})
+    exp["model"]["random"]["tokenizer"] = "own_tokenizer"
+    exp["loop"] |= {"steps": 2, "eval_every": 1}
+    assert toy.main(["-e", "g"], {"g": [exp]}, own) == 0
+    first, last = toy.evaluations(own, exp_id(exp))
+    assert last["val_loss"] < first["val_loss"]
+
+
+def test_a_longt5_goes_on_from_its_folder(own: Path):
+    """Whose inputs are longer than what a position sees of them."""
+    from transformers import LongT5Config, LongT5ForConditionalGeneration
+
+    tokenizer = tokenizers.load(own / "data" / "own_tokenizer")
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "local_radius": 7}
+    local = {"global_block_size": 4, "encoder_attention_type": "transient-global", "decoder_start_token_id": 0}
+    LongT5ForConditionalGeneration(LongT5Config(vocab_size=len(tokenizer), **sizes, **local)).save_pretrained(own / "long")
+    tokenizer.save_pretrained(own / "long")
+    data = {"name": "span_corruption", "corpus": "own", "input_tokens": 100, "val_sequences": 4}
+    loop = {**T5["loop"], "steps": 2, "eval_every": 1, "learning_rate": 1e-2}
+    exp = {**T5, "model": {"name": "t5", "path": str(own / "long")}, "data": data, "loop": loop}
+    assert toy.main(["-e", "g"], {"g": [exp]}, own) == 0
+    first, last = toy.evaluations(own, exp_id(exp))
+    assert last["val_loss"] < first["val_loss"]
 
 
 @pytest.fixture(scope="module")

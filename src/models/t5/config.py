@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from transformers import T5ForConditionalGeneration
 
 
+CLASSES = {
+    "t5": "T5ForConditionalGeneration",
+    "mt5": "T5ForConditionalGeneration",
+    "longt5": "LongT5ForConditionalGeneration",  # whose encoder attends to its neighbourhood (Guo et al. 2022, arXiv 2112.07916)
+}
+"""Families that can be read, by `model_type`, and transformers' class of each."""
+
+
 class Random(StrictConfig):
     """Sizes of a model from random weights. The vocabulary is the tokenizer's."""
 
@@ -81,7 +89,9 @@ class Config(ModelConfig):
         if self.random:
             model: Any = _build_random(self.random, self.dropout_rate or 0.0, places.data / self.random.tokenizer)
         else:
-            model = self._hf_config().load(places, "T5ForConditionalGeneration")
+            known = self._hf_config().architecture(places)
+            assert known, "check has seen it"
+            model = self._hf_config().load(places, CLASSES[known.model_type])
             if self.dropout_rate is not None:
                 _set_dropout(model, self.dropout_rate)
         t5_masks.accept(model)
@@ -93,7 +103,7 @@ class Config(ModelConfig):
             return
         self._hf_config().require_files(places)
         known = self._hf_config().architecture(places)
-        if known is None or known.model_type not in ("t5", "mt5"):
+        if known is None or known.model_type not in CLASSES:
             raise ConfigError(f"{self.path}: a model of type {known.model_type if known else 'unknown'!r}; expected a T5.")
 
     def architecture(self, places: Places) -> Architecture | None:

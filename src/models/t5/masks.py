@@ -25,6 +25,8 @@ def accept(model: "T5ForConditionalGeneration") -> None:
 
 def _without_cross_mask(encoder: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     given.pop(CROSS_MASK, None)
+    if encoder.config.model_type == "longt5" and given.get("attention_mask") is not None:
+        given["attention_mask"] = given["attention_mask"].long()  # numbers of blocks are computed with it
     return args, _to_additive(encoder, given, "attention_mask")
 
 

@@ -21,7 +21,7 @@ from src.data.denoising import noise, sentinels
 from src.data.denoising.dataset import DenoisingConfig, Sample, mask_rng
 from src.data.denoising.depth.sentence_groups import Groups, Room
 from src.errors import ConfigError, DataError
-from src.interfaces import require_fit
+from src.interfaces import Architecture, require_fit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,6 +75,12 @@ class Config(DenoisingConfig):
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)
         require_fit("data.target_tokens", max(self.target_tokens, new_tokens), max_positions)
+
+    def check_model(self, sizes: Architecture | None) -> None:
+        if sizes and sizes.model_type == "longt5":
+            raise ConfigError(
+                "data: DEPTH's masks have a row for each token, and LongT5's encoder takes none such. Take another objective."
+            )
 
     def batch_lengths(self) -> tuple[int, ...] | None:
         return (self.input_tokens, self.target_tokens) if self.fixed_length else None
