@@ -49,8 +49,10 @@ study: run-environment  ## cross-attention beside prompting on real questions; n
 	$(BIN)/python -m data_prep.llama2c $(TRAINVAL_DATA)/weights/stories260K/stories260K.bin $(TRAINVAL_DATA)/weights/stories260K/tok512.bin
 	$(BIN)/python -m data_prep.prepare_qa --name squad_nq --val_percent 12 \
 	  --train $(TRAINVAL_DATA)/squad/squad_v1.1-dev-shared.json $(TRAINVAL_DATA)/nq_oracle/nq-open-oracle.shared.jsonl
-	$(BIN)/python trainval.py -e study_crossattn study_prompted
-	$(BIN)/python -m results.table -e study_crossattn study_prompted --by recipe data.contexts model.num_layers model.stride --interval ci95
+	$(BIN)/python trainval.py -e study_crossattn study_prompted study_untrained
+	$(BIN)/python -m results.table -e study_crossattn study_prompted study_untrained --interval ci95 \
+	  --by recipe data.contexts model.num_layers model.stride loop.steps \
+	  --scores val_loss val_loss_shuffled_context inference/f1 inference/f1_wrong_context inference/em inference/em_wrong_context
 	$(BIN)/python -m results.plot -e study_crossattn study_prompted --by recipe model.num_layers model.stride \
 	  --x cache_bytes_per_context_token --y val_loss --output results/plots/study.png
 

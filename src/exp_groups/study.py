@@ -15,12 +15,12 @@ STUDY_CROSSATTN = {
         "steps": 300,
         "sequences_per_step": 8,
         "micro_batch": 8,
-        "learning_rate": 2e-3,
+        "learning_rate": 8e-3,
         "schedule": "cosine",
         "warmup_rate": 0.1,
         "eval_every": 150,
     },
-    "inference": {"split": "val", "rows": 128, "max_new_tokens": 16, "metrics": [{"name": "squad"}]},
+    "inference": {"split": "val", "rows": 128, "max_new_tokens": 16, "metrics": [{"name": "squad"}], "wrong_contexts": True},
 }
 STUDY_PROMPTED = override(
     STUDY_CROSSATTN,
@@ -33,8 +33,14 @@ STUDY_PROMPTED = override(
 
 STUDY_CLOSED_BOOK = override(
     STUDY_PROMPTED,
-    {"data": {"name": "prompted_qa", "contexts": "none", **{key: STUDY_DATA[key] for key in STUDY_DATA if key != "context_tokens"}}},
+    {
+        "data": {"name": "prompted_qa", "contexts": "none", **{key: STUDY_DATA[key] for key in STUDY_DATA if key != "context_tokens"}},
+        "loop.learning_rate": 4e-3,
+        "inference.wrong_contexts": False,
+    },
 )
+UNTRAINED = {"loop": None, "evaluation": {"micro_batch": 8}}
+BASE_ALONE = {**UNTRAINED, "model": STUDY_BASE}
 
 BLOCKS = grid(
     STUDY_CROSSATTN,
@@ -43,13 +49,18 @@ BLOCKS = grid(
 )
 
 GROUPS = {
-    # The rate of each of the six, on a seed that the study does not have.
+    # Which learning rate suits each, on a seed that the study does not have.
     "study_rates": [
         override(e, {"loop.learning_rate": rate, "loop.max_grad_norm": norm, "seed": 100, "inference": None})
         for e in [*BLOCKS, STUDY_PROMPTED, STUDY_CLOSED_BOOK]
         for rate in (4e-3, 8e-3, 1.6e-2)
         for norm in (1.0, 100.0)
     ],
-    "study_crossattn": seeds(BLOCKS, 3),
+    "study_crossattn": seeds([override(e, {"loop.learning_rate": 4e-3}) if e["model"]["num_layers"] == 5 else e for e in BLOCKS], 3),
     "study_prompted": seeds([STUDY_PROMPTED, STUDY_CLOSED_BOOK], 3),
+    "study_untrained": [
+        *seeds([override(STUDY_CROSSATTN, UNTRAINED)], 3),
+        override(STUDY_PROMPTED, BASE_ALONE),
+        override(STUDY_CLOSED_BOOK, BASE_ALONE),
+    ],
 }

@@ -1,4 +1,4 @@
-"""A model that is trained, or evaluated without training: shared by the recipes of questions and of tasks."""
+"""A model that is trained, or evaluated without training: shared by all recipes."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

@@ -36,7 +36,7 @@ class Config(Pretraining):
     def checks(self, places: Places) -> list[Callable[[], object]]:
         return [*super().checks(places), lambda: self.model.check_kind(ENCODER_DECODER, places)]
 
-    def more_scores(self, val: Dataset, loss_sums: Callable[[Dataset], Any]) -> dict[str, float]:
+    def more_scores(self, val: Dataset, loss_sums: Callable[[Dataset], Any], losses: Callable[..., Any]) -> dict[str, float]:
         sentence_targets = getattr(val, "sentence_targets", None)
         if sentence_targets is None:
             return {}

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from src import distributed
 from src.errors import TrainingError
 from src.interfaces import Dataset
-from src.training.loss import Loss, watch_cross_entropy, watch_groups
+from src.training.loss import NOT_LEARNED, Loss, watch_cross_entropy, watch_groups
 
 
 class LossSums(NamedTuple):
@@ -109,6 +110,35 @@ def sample_losses(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: in
         if counts:
             found += [(i, nats, int(tokens)) for i, (nats, tokens) in zip(indices, sums.tolist(), strict=True)]
     return [(nats, tokens) for _, nats, tokens in sorted(distributed.all_gather_list(found))]
+
+
+@torch.no_grad()
+def token_losses(
+    model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, device: torch.device, never: Sequence[int] = ()
+) -> list[list[float]]:
+    """Cross entropy in nats of each scored token of every sample of `dataset`, in order, on every rank. Collective.
+
+    never: ids of tokens that are taken to have no probability. See `measure` for what is raised.
+    """
+    found: list[tuple[int, list[float]]] = []
+    losses = torch.empty(0)
+
+    def seen(logits_NV: Tensor, targets_N: Tensor) -> None:
+        nonlocal losses
+        learned = targets_N != NOT_LEARNED
+        logits = logits_NV[learned].float()
+        logits[:, list(never)] = float("-inf")
+        losses = F.cross_entropy(logits, targets_N[learned], reduction="none")
+
+    with watch_cross_entropy(seen):
+        for indices, counts in rank_batches(len(dataset), batch_size):
+            distributed.stop_together()
+            batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
+            loss(model, batch)
+            if counts:
+                per_sample = losses.cpu().split(batch["loss_mask"].sum(dim=1).tolist())
+                found += [(i, sample.tolist()) for i, sample in zip(indices, per_sample, strict=True)]
+    return [values for _, values in sorted(distributed.all_gather_list(found))]
 
 
 def _loss_sum(found: Tensor | tuple[Tensor, object]) -> Tensor:

@@ -28,7 +28,7 @@ class Packing:
     room: int
     """Tokens of a row."""
     open_rows: int
-    """Rows of a lane that are filled at the same time."""
+    """Rows of a lane that are filled at the same time. 0: each piece is a row."""
     seed: int
     name: str
     """Of the documents, in messages."""
@@ -119,7 +119,7 @@ class Lane:
         """Put the next piece into an open row, unless one must be emitted first. Returns a row that is emitted."""
         fitting = next((i for i, room in enumerate(self._room) if room >= size), None)
         if fitting is None:
-            if len(self.rows) == self.packing.open_rows:
+            if self.rows and len(self.rows) == self.packing.open_rows:
                 return self._emit(min(range(len(self.rows)), key=self._room.__getitem__))
             fitting = len(self.rows)
             self.rows.append([])
@@ -127,7 +127,7 @@ class Lane:
         self.rows[fitting] += self.taken, self.piece
         self._room[fitting] -= size
         self.piece += 1
-        return None if self._room[fitting] else self._emit(fitting)
+        return None if self._room[fitting] and self.packing.open_rows else self._emit(fitting)
 
     def _emit(self, index: int) -> list[int]:
         row = self.rows.pop(index)

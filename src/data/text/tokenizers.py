@@ -38,6 +38,11 @@ def load(source: str | Path) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
+def control_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """Ids of its control tokens, but for the end token."""
+    return [index for index, token in tokenizer.added_tokens_decoder.items() if token.special and index != tokenizer.eos_token_id]
+
+
 def _describe_error(source: str | Path, error: Exception) -> str:
     """Message for a tokenizer that transformers could not load because of `error`."""
     if os.path.isdir(source) and not os.path.isfile(Path(source) / "tokenizer.json"):
@@ -93,6 +98,11 @@ class SafeTokenizer:
         for first in range(0, len(texts), _BATCH):
             for encoding in self._backend.encode_batch_fast(list(texts[first : first + _BATCH]), add_special_tokens=False):
                 yield encoding.ids
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of user text, and for each the characters that it is of, half open; those of one character have the same span."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def control_id(self, token: str) -> int | None:
         """Id of a control token, None where the vocabulary has none of that name."""

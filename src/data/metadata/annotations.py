@@ -1,0 +1,182 @@
+"""Documents with metadata as their rows have them: a table of the known types, and the checks of a row.
+
+A row of version 1 has "metadata", a list of items that name their key. One of version 2 has a column "metadata_COLUMN" for each extractor,
+whose items may leave the key to the column. Both are those of BigScience's metadata project (bigscience-workshop/metadata).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from src.config import unknown_text
+from src.errors import DataError
+
+Kind = Literal["global", "local"]
+PREFIX = "metadata_"
+
+
+@dataclass(frozen=True)
+class MetadataType:
+    """A column of version 2, and the key of its items."""
+
+    key: str
+    kind: Kind
+    """global: of the whole text. local: of a span."""
+
+
+COLUMNS: Mapping[str, MetadataType] = {
+    "html": MetadataType("html", "local"),
+    "entity": MetadataType("entity", "local"),
+    "entity_paragraph": MetadataType("entity_paragraph", "local"),
+    "paragraph": MetadataType("paragraph", "local"),
+    "url": MetadataType("url", "global"),
+    "timestamp": MetadataType("timestamp", "global"),
+    "website_desc": MetadataType("website_description", "global"),
+    "title": MetadataType("title", "global"),
+    "generation_datasource": MetadataType("datasource", "global"),
+    "generation_length_text": MetadataType("length", "global"),
+    "generation_length_sentence": MetadataType("length", "local"),
+}
+KEYS = list(dict.fromkeys(kind.key for kind in COLUMNS.values()))
+
+
+@dataclass(frozen=True)
+class Item:
+    """One piece of metadata."""
+
+    key: str
+    value: str
+    start: int | None = None
+    """Its span in the text, half open; None for global metadata."""
+    end: int | None = None
+    start_place: int | None = None
+    """Place of its start marker among all markers, of starts and of ends, at that character."""
+    end_place: int | None = None
+    attributes: tuple[tuple[str, str], ...] = ()
+    """Names and values, of HTML tags."""
+    column: str = ""
+    """By which types are drawn: that of version 2, or the key."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Of a local item."""
+        return self.start or 0, self.end or 0
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """A document."""
+
+    text: str
+    items: Sequence[Item] = field(default=())
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that have an item, in the order of the row."""
+        return list(dict.fromkeys(item.column for item in self.items))
+
+
+def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None = None) -> Annotated:
+    """The document of a row of either version.
+
+    columns: those of version 2, or keys of version 1, that are read; the row must have the former. None: all that it has.
+
+    Raises:
+        DataError: the text is missing; a column is; an item is malformed, or its span is not in the text. The message begins with `where`.
+    """
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field 'text': expected text, got {text!r}.")
+    if "metadata" in row:
+        raw = [(None, item, f"{where}: metadata[{i}]") for i, item in enumerate(_items(row["metadata"], f"{where}: field 'metadata'"))]
+    else:
+        names = [name.removeprefix(PREFIX) for name in row if name.startswith(PREFIX)]
+        for name in columns or ():
+            if name not in names:
+                raise DataError(f"{where}: {unknown_text('column', name, names)} It is listed in data.columns.")
+        raw = [
+            (name, item, f"{where}: {PREFIX}{name}[{i}]")
+            for name in names
+            if columns is None or name in columns
+            for i, item in enumerate(_items(row[PREFIX + name], f"{where}: {PREFIX}{name}"))
+        ]
+    items = [_read_item(column, item, text, place) for column, item, place in raw]
+    if columns is not None:
+        items = [item for item in items if item.column in columns]
+    _check_places(items, where)
+    return Annotated(text, tuple(items))
+
+
+def _items(value: Any, where: str) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise DataError(f"{where}: expected a list of items or null, got {value!r}.")
+    return value
+
+
+def _read_item(column: str | None, raw: Any, text: str, where: str) -> Item:
+    if not isinstance(raw, dict):
+        raise DataError(f"{where}: expected an item, got {raw!r}.")
+    known = COLUMNS.get(column or "")
+    key = raw.get("key", known.key if known else column)
+    kind = raw.get("type", known.kind if known else None)
+    value = raw.get("value")
+    if not isinstance(key, str) or not key:
+        raise DataError(f"{where}.key: expected text, got {key!r}.")
+    if kind not in ("global", "local"):
+        raise DataError(f"{where}.type: expected 'global' or 'local', got {kind!r}.")
+    if not isinstance(value, str):
+        raise DataError(f"{where}.value: expected text, got {value!r}.")
+    _require_text(value, f"{where}.value")
+    if kind == "global":
+        return Item(key, value, column=column or key)
+    start, end = (_index(raw.get(name), f"{where}.{name}") for name in ("char_start_idx", "char_end_idx"))
+    if not start <= end <= len(text):
+        raise DataError(f"{where}: the span [{start}, {end}) is not in the text of {len(text)} characters.")
+    places = [raw.get(name) for name in ("relative_start_pos", "relative_end_pos")]
+    if (places[0] is None) != (places[1] is None):
+        raise DataError(f"{where}: of relative_start_pos and relative_end_pos there is only one.")
+    start_place, end_place = (None if place is None else _index(place, f"{where}.relative_*_pos") for place in places)
+    return Item(key, value, start, end, start_place, end_place, _attributes(raw.get("html_attrs"), where), column or key)
+
+
+def _index(value: Any, where: str) -> int:
+    if type(value) is not int or value < 0:
+        raise DataError(f"{where}: expected a number from 0 on, got {value!r}.")
+    return value
+
+
+def _require_text(value: str, where: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise DataError(f"{where}: half of a surrogate pair, which is no text.")
+
+
+def _attributes(raw: Any, where: str) -> tuple[tuple[str, str], ...]:
+    if raw is None:
+        return ()
+    names, values = (raw.get("attrs"), raw.get("values")) if isinstance(raw, dict) else (None, None)
+    if not isinstance(names, list) or not isinstance(values, list) or len(names) != len(values):
+        raise DataError(f"{where}.html_attrs: expected lists 'attrs' and 'values' of one length, got {raw!r}.")
+    return tuple((str(name), str(value)) for name, value in zip(names, values, strict=True))
+
+
+def _check_places(items: Sequence[Item], where: str) -> None:
+    """Of each key all local items have places or none, and no two markers have the same."""
+    placed: dict[str, bool] = {}
+    taken: dict[tuple[str, int, int], Item] = {}
+    for item in items:
+        if item.start is None:
+            continue
+        has = item.start_place is not None
+        if placed.setdefault(item.key, has) != has:
+            raise DataError(f"{where}: some items of the key {item.key!r} have relative positions, and some do not.")
+        if has:
+            start, end = item.span
+            for index, place in ((start, item.start_place), (end, item.end_place)):
+                other = taken.setdefault((item.key, index, place or 0), item)
+                if other is not item or (start == end and item.start_place == item.end_place):
+                    raise DataError(
+                        f"{where}: {item.value!r} and {other.value!r} of the key {item.key!r} have the relative position {place} "
+                        f"at character {index}."
+                    )

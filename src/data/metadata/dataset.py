@@ -1,0 +1,241 @@
+"""Documents with metadata for a language model: with or without them, one block a row or packed, by values of the config."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from random import Random
+from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
+
+from pydantic import Field, model_validator
+
+from src.batches import TokenBatch
+from src.config import Places, unknown_text
+from src.data import jsonl
+from src.data.metadata.annotations import COLUMNS, KEYS, Annotated, read_row
+from src.data.metadata.examples import ExampleMaker, Piece, Writing
+from src.data.packing.dataset import require_tested_model
+from src.data.packing.lanes import LaneOrder, Packing
+from src.data.text.tokenizers import SafeTokenizer
+from src.errors import DataError
+from src.interfaces import Architecture, DatasetConfig, require_fit
+from src.runs.history.branches import Branch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Config(DatasetConfig):
+    """Which documents, what of their metadata is read, and how rows are made."""
+
+    has_order: ClassVar[bool] = True
+
+    corpus: str = Field(min_length=1)
+    """Folder below `--data_path` with train.jsonl and val.jsonl of rows as `annotations.read_row` reads them."""
+    sequence_tokens: int = Field(gt=1)
+    """Most tokens of a block: a prefix and a part of the text."""
+    open_rows: int = Field(default=0, ge=0)
+    """0: each block is a row, padded. Above: blocks are packed into rows, as `packed` does, and do not read each other."""
+    columns: list[str] | None = None
+    """Which are read; every row must have them. None: all that a row has."""
+    probability: float = Field(default=1.0, ge=0, le=1)
+    """Of a document of the training split to get its metadata."""
+    sampling: Literal["all", "weighted", "independent"] = "all"
+    """Which of a document's columns it gets in training. weighted: as many as a draw between 1 and all says, in proportion to `weights`.
+    independent: each with its weight as the probability."""
+    weights: dict[str, float] = {}
+    """By column. Those that are not named are never drawn."""
+    html_rate: float = Field(default=1.0, ge=0, le=1)
+    """Probability of a document to keep its HTML, before columns are drawn."""
+    written: bool = True
+    """False: blocks are cut as with metadata, and have none: a baseline with the same text in every block."""
+    metadata_loss: bool = False
+    """Whether markers in the text are learned. Prefixes never are."""
+    end_token: bool = True
+    """Whether documents end with the end token."""
+    writing: Writing = Writing()
+    val_documents: int | None = Field(default=None, gt=0)
+    """Documents of the validation split that are used, the same ones whatever the seed; None for all."""
+
+    @model_validator(mode="after")
+    def _columns_are_known(self) -> "Config":
+        known = {*COLUMNS, *KEYS}
+        for name, given in (("columns", self.columns or []), ("weights", self.weights)):
+            for column in given:
+                if column not in known:
+                    raise ValueError(f"{name}: {unknown_text('column', column, known)}")
+        if bool(self.weights) != (self.sampling != "all"):
+            raise ValueError("weights: they belong to sampling 'weighted' or 'independent', and to no other.")
+        if any(weight < 0 or (self.sampling == "independent" and weight > 1) for weight in self.weights.values()):
+            raise ValueError("weights: expected numbers from 0 on, for sampling 'independent' probabilities.")
+        return self
+
+    def check(self, places: Places) -> None:
+        jsonl.require_splits(places, self.corpus)
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+
+    def check_model(self, sizes: Architecture | None) -> None:
+        if self.open_rows:
+            require_tested_model(sizes)
+
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        return (self.sequence_tokens,) if self.open_rows else None
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "MetadataDataset | MetadataBlocks":
+        """The documents of one split; of other splits than training every block, with all metadata.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed, or too small for `val_documents`.
+            ConfigError: the rows are too short for a prefix.
+        """
+        folder = jsonl.corpus_folder(places, self.corpus)
+        path = jsonl.require_file(folder, f"{split}.jsonl")
+        rows = jsonl.read_rows(path, {"text": str}, check=lambda row, where: void(read_row(row, where, self.columns)))
+        maker = ExampleMaker(self.writing, SafeTokenizer(tokenizer), self.sequence_tokens, self.metadata_loss, self.end_token)
+        documents = Documents(self, rows, jsonl.fingerprint(folder), maker)
+        if split == "train":
+            return MetadataDataset(documents, seed)
+        most = self.val_documents
+        chosen = range(len(rows)) if most is None else jsonl.select_validation_rows(len(rows), most, path)
+        return MetadataBlocks(documents, chosen)
+
+
+def void(_: object) -> None:
+    """Nothing."""
+
+
+class Documents:
+    """Documents by number, and how they are made into pieces."""
+
+    def __init__(self, config: Config, rows: jsonl.Rows, corpus: str, maker: ExampleMaker) -> None:
+        """corpus: digest of the rows."""
+        self.config, self.maker, self._rows = config, maker, rows
+        options = config.model_dump(mode="json", exclude={"corpus", "val_documents"})
+        self.fingerprint = hashlib.sha256(json.dumps([corpus, options], sort_keys=True).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Annotated:
+        return read_row(self._rows[index], f"{self._rows.path}:{index + 1}", self.config.columns)
+
+
+def draw(document: Annotated, config: Config, draws: Random) -> Annotated:
+    """The document with the metadata that it gets this time."""
+    if draws.random() >= config.probability:
+        return Annotated(document.text)
+    columns = document.columns
+    if "html" in columns and draws.random() >= config.html_rate:
+        columns.remove("html")
+    if config.sampling == "independent":
+        columns = [column for column in columns if draws.random() < config.weights.get(column, 0.0)]
+    elif config.sampling == "weighted":
+        left = {column: config.weights[column] for column in columns if config.weights.get(column)}
+        columns = list[str]()
+        for _ in range(draws.randint(1, len(left)) if left else 0):
+            (column,) = draws.choices(list(left), list(left.values()))
+            columns.append(column)
+            del left[column]
+    return Annotated(document.text, tuple(item for item in document.items if item.column in columns))
+
+
+class Sample(TypedDict):
+    """One row."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    lengths: list[int]
+    """Tokens of each block."""
+
+
+class MetadataDataset:
+    """The training split. A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its first piece."""
+
+    def __init__(self, documents: Documents, seed: int) -> None:
+        self.documents, self.seed, self.config = documents, seed, documents.config
+        self.fingerprint = documents.fingerprint
+        self._made = lru_cache(1024)(self._make)
+        """An order asks for the sizes of what is read soon after."""
+
+    def __getstate__(self) -> tuple[Documents, int]:
+        return self.documents, self.seed
+
+    def __setstate__(self, state: tuple[Documents, int]) -> None:
+        self.__init__(*state)
+
+    def __len__(self) -> int:
+        """Documents in an epoch."""
+        return len(self.documents)
+
+    def _make(self, epoch: int, document: int) -> list[Piece]:
+        draws = Random(f"{self.seed}/{epoch}/{document}")
+        return self.documents.maker.pieces(draw(self.documents[document], self.config, draws), self.config.written)
+
+    def sizes(self, epoch: int, document: int) -> list[int]:
+        """Tokens of each piece of a document; empty if nothing of it can be learned."""
+        return [len(piece.ids) for piece in self._made(epoch, document)]
+
+    def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
+        """See `orders.OrderedDataset`. Rows do not depend on `steps`."""
+        config = self.config
+        digest = hashlib.sha256(f"{self.fingerprint}/{self.seed}/{seed}".encode()).hexdigest()[:16]
+        packing = Packing(len(self), self.sizes, config.sequence_tokens, config.open_rows, seed, "data", digest)
+        return LaneOrder(packing, per_step, branches)
+
+    def sample(self, epoch: int, index: int, *more: int) -> Sample:
+        """The row of a key."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        key = (epoch, index, *(more or (0,)))
+        row: Sample = {"input_ids": [], "loss_mask": [], "lengths": []}
+        for own_epoch, document, number in zip(key[::3], key[1::3], key[2::3], strict=True):
+            found = self._made(own_epoch, document)
+            if number >= len(found):
+                continue  # a document with nothing to learn, which an order leaves out
+            row["input_ids"] += found[number].ids
+            row["loss_mask"] += found[number].learned
+            row["lengths"].append(len(found[number].ids))
+        return row
+
+    def collate(self, samples: Sequence[Sample]) -> TokenBatch:
+        """Padded on the right; padding is masked, so its id does not matter."""
+        return collate_rows(samples, self.config)
+
+
+class MetadataBlocks:
+    """Every block of the chosen documents, a sample each."""
+
+    def __init__(self, documents: Documents, chosen: Sequence[int]) -> None:
+        self.documents, self.chosen, self.config = documents, chosen, documents.config
+        self.fingerprint = documents.fingerprint
+        found = ((number, documents.maker.pieces(documents[number], self.config.written)) for number in chosen)
+        self._pieces = [(number, piece) for number, pieces in found for piece in pieces]
+        if not self._pieces:
+            raise DataError(f"data.corpus: no document of {self.config.corpus!r} has a token to learn.")
+
+    def __len__(self) -> int:
+        """Blocks."""
+        return len(self._pieces)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Block `index`, whatever the epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        piece = self._pieces[index][1]
+        return {"input_ids": piece.ids, "loss_mask": piece.learned, "lengths": [len(piece.ids)]}
+
+    def collate(self, samples: Sequence[Sample]) -> TokenBatch:
+        """As in training."""
+        return collate_rows(samples, self.config)
+
+
+def collate_rows(samples: Sequence[Sample], config: Config) -> TokenBatch:
+    """(B, T): packed rows all of one length, others as long as the longest."""
+    from src.data import collate
+
+    ids, masks = [sample["input_ids"] for sample in samples], [sample["loss_mask"] for sample in samples]
+    if config.open_rows:
+        return collate.pack_tokens(ids, masks, [sample["lengths"] for sample in samples], 0, config.sequence_tokens)
+    return collate.pad_tokens(ids, masks, 0)

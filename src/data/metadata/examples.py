@@ -1,0 +1,223 @@
+"""Documents with metadata as pieces of token ids: a prefix of what is known of the whole, and the text with its markers in blocks.
+
+Each piece repeats the prefix. The text is tokenised apart from prefix and markers ("nested"), so that its tokens are the same with and
+without them; or together with its markers and the space before it ("compatible"), as bsmetadata/metadata_utils.py does.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from src.config import Config, unknown_text
+from src.data.metadata.annotations import KEYS, Annotated, Item
+from src.data.metadata.linearise import Linearisation, insert, markers
+from src.data.metadata.processors import PROMPT_TITLES, HtmlFilter, Separators, global_text, local_markers
+from src.data.text.tokenizers import SafeTokenizer
+from src.errors import ConfigError
+
+
+class Writing(Config):
+    """How metadata are written."""
+
+    keys: list[str] = Field(default=list(KEYS), min_length=1)
+    """Which are written, in the order of the prefix."""
+    style: Literal["prefix", "prompt"] = "prefix"
+    """prompt: all metadata are named in words before the text, and nothing is marked in it."""
+    linearisation: Linearisation = "nested"
+    separators: Separators = Separators()
+    html: HtmlFilter = HtmlFilter()
+    entity_position: Literal["beginning", "end"] = "beginning"
+    """Where in a paragraph an entity is named."""
+    announce: bool = False
+    """Whether the prefix names the local keys that follow."""
+    announced: dict[str, str] = {}
+    """What it calls them, where not by their keys."""
+    run_starts: dict[str, str] = {}
+    run_ends: dict[str, str] = {}
+    """By key, what is put around each run of markers with relative positions."""
+    special_tokens: bool = False
+    """Whether `run_starts` and `run_ends` are tokens of their own, which the tokenizer and the model get."""
+    prefix_share: float = Field(default=0.5, gt=0, lt=1)
+    """Most of a row that the prefix may take; a longer one loses its end, but for the separator."""
+
+    @model_validator(mode="after")
+    def _keys_are_known(self) -> "Writing":
+        if len(set(self.keys)) < len(self.keys):
+            raise ValueError(f"keys: {max(self.keys, key=self.keys.count)!r} stands there twice.")
+        for name, by_key in (("announced", self.announced), ("run_starts", self.run_starts), ("run_ends", self.run_ends)):
+            for key in by_key:
+                if key not in self.keys:
+                    raise ValueError(f"{name}: {unknown_text('key', key, self.keys)}")
+        if self.special_tokens and not (self.run_starts and self.run_ends):
+            raise ValueError("special_tokens: run_starts and run_ends say which, and one of them is empty.")
+        return self
+
+    def new_tokens(self) -> list[str]:
+        """Special tokens that the tokenizer must have, without blanks around them."""
+        given = [*self.run_starts.values(), *self.run_ends.values()] if self.special_tokens else []
+        return list(dict.fromkeys(given))
+
+
+class Piece(NamedTuple):
+    """Part of a document, with its prefix. Lists of one length."""
+
+    ids: list[int]
+    learned: list[bool]
+    """Never the first."""
+    of_text: list[bool]
+    """Whether a token is of the text, not of metadata."""
+
+
+class ExampleMaker:
+    """Makes pieces of at most `room` tokens."""
+
+    def __init__(self, writing: Writing, encoder: SafeTokenizer, room: int, metadata_loss: bool = False, end_token: bool = True) -> None:
+        """metadata_loss: markers are learned. end_token: documents end with the end token.
+
+        Raises:
+            ConfigError: the tokenizer has no token for the separator, or the rows are too short for it.
+        """
+        self._writing, self._encoder, self._room = writing, encoder, room
+        self._given = metadata_loss, end_token
+        self._metadata_loss, self._end = metadata_loss, [encoder.eos_id] if end_token else []
+        self._around = {
+            key: (writing.run_starts.get(key, ""), writing.run_ends.get(key, "")) for key in {*writing.run_starts, *writing.run_ends}
+        }
+        specials = writing.new_tokens()
+        self._special = re.compile("|".join(map(re.escape, specials))) if specials else None
+        self._nested = writing.linearisation == "nested"
+        self._separator = encoder.encode(writing.separators.prefix_end)
+        self._space = encoder.encode(" ")
+        if writing.separators.prefix_end and not self._separator:
+            raise ConfigError(f"data.writing.separators.prefix_end: the tokenizer makes nothing of {writing.separators.prefix_end!r}.")
+        if len(self._separator) >= int(room * writing.prefix_share):
+            raise ConfigError(f"data.sequence_tokens: {room} tokens leave no room for a prefix and its separator.")
+
+    def rewritten(self, **changes: Any) -> "ExampleMaker":
+        """Another maker, with `changes` of the writing."""
+        return ExampleMaker(self._writing.model_copy(update=changes), self._encoder, self._room, *self._given)
+
+    def prefix(self, document: Annotated) -> str:
+        """What is said of the whole document, without the separator at its end; empty where nothing is known. Of a key the last counts."""
+        writing, by_key = self._writing, dict[str, str]()
+        if writing.style == "prompt":
+            return prompt(document, writing.keys, writing.separators)
+        for item in document.items:
+            if item.start is None:
+                by_key[item.key] = global_text(item, writing.separators)
+        local = {item.key for item in document.items if item.start is not None}
+        said = []
+        for key in writing.keys:
+            if key in by_key:
+                said.append(by_key[key])
+            if writing.announce and key in local:
+                said.append(writing.announced.get(key, key))
+        return writing.separators.prefix_start + writing.separators.item.join(said) if said else ""
+
+    def pieces(self, document: Annotated, written: bool = True) -> list[Piece]:
+        """The document, cut where it is with its metadata. Pieces with nothing to learn are left out.
+
+        written: whether the metadata are. Without them the pieces have the same tokens of the text.
+        """
+        prefix = self._prefix_ids(document)
+        ids, of_text = self._nested_text(document) if self._nested else self._compatible_text(document, " " if prefix else "")
+        ids, of_text = [*ids, *self._end], [*of_text, *([True] * len(self._end))]
+        found, begin = list[Piece](), 0
+        while begin < len(ids):
+            before = prefix
+            if prefix and begin and not self._nested:
+                before = [*prefix, *self._space]  # with the first block the space is a part of the text
+            block = slice(begin, begin := begin + self._room - len(before))
+            piece = self._piece(before if written else [], ids[block], of_text[block], written)
+            if any(piece.learned):
+                found.append(piece)
+        return found
+
+    def _piece(self, prefix: list[int], ids: list[int], of_text: list[bool], written: bool) -> Piece:
+        if not written:
+            ids = [token for token, text in zip(ids, of_text, strict=True) if text]
+            of_text = [True] * len(ids)
+        learned = [False] * len(prefix) + [text or self._metadata_loss for text in of_text]
+        return Piece([*prefix, *ids], [False, *learned[1:]] if learned else [], [False] * len(prefix) + of_text)
+
+    def _prefix_ids(self, document: Annotated) -> list[int]:
+        text, most = self.prefix(document), int(self._room * self._writing.prefix_share)
+        if not text:
+            return []
+        if self._nested:
+            return [*self._encoder.encode(text)[: most - len(self._separator)], *self._separator, *self._space]
+        ids = self._encoder.encode(text + self._writing.separators.prefix_end)
+        return ids if len(ids) <= most else [*ids[: most - len(self._separator)], *self._separator]
+
+    def _markers(self, document: Annotated) -> list:
+        writing = self._writing
+        if writing.style == "prompt":
+            return []
+
+        def process(item: Item) -> tuple[str, str] | None:
+            return local_markers(item, writing.html, writing.entity_position)
+
+        return markers(document, writing.keys, process, self._around, writing.linearisation)
+
+    def _nested_text(self, document: Annotated) -> tuple[list[int], list[bool]]:
+        """Markers go between the tokens of the text: one that opens before the token of its character, one that closes behind it."""
+        ids, spans = self._encoder.encode_spans(document.text)
+        at = dict[int, str]()
+        place, opening, closing = 0, 0, 0
+        for index, text, closes in self._markers(document):
+            while closing < len(spans) and spans[closing][0] < index:
+                closing += 1
+            while opening < len(spans) and spans[opening][1] <= index:
+                opening += 1
+            place = max(place, closing if closes else opening)
+            at[place] = at.get(place, "") + text
+        found, of_text, read = list[int](), list[bool](), 0
+        for place, text in at.items():
+            marker = self._encode_marker(text)
+            found += [*ids[read:place], *marker]
+            of_text += [True] * (place - read) + [False] * len(marker)
+            read = place
+        return found + ids[read:], of_text + [True] * (len(ids) - read)
+
+    def _encode_marker(self, text: str) -> list[int]:
+        ids, read = list[int](), 0
+        for match in self._special.finditer(text) if self._special else ():
+            ids += [*self._encoder.encode(text[read : match.start()]), *self._encoder.encode_token(match[0])]
+            read = match.end()
+        return ids + self._encoder.encode(text[read:])
+
+    def _compatible_text(self, document: Annotated, space: str) -> tuple[list[int], list[bool]]:
+        text, mask = insert(document.text, self._markers(document))
+        text, mask = space + text, [False] * len(space) + mask
+        found, of_text, read = list[int](), list[bool](), 0
+        specials = [match for match in self._special.finditer(text) if all(mask[match.start() : match.end()])] if self._special else []
+        for match in [*specials, None]:
+            ids, spans = self._encoder.encode_spans(text[read : match.start() if match else None])
+            found += ids
+            of_text += [not any(mask[read + first : read + last]) for first, last in spans]
+            if match:
+                own = self._encoder.encode_token(match[0])
+                found, of_text, read = found + own, of_text + [False] * len(own), match.end()
+        return found, of_text
+
+
+def prompt(document: Annotated, keys: Sequence[str], separators: Separators) -> str:
+    """What a prompt says of a document: its metadata in words, those of spans too."""
+    said, named = dict[str, str](), dict[str, list[str]]()
+    lists = {"entity": "Entities", "entity_paragraph": "Entity Paragraphs"}
+    for item in document.items:
+        if item.start is None:
+            title = PROMPT_TITLES.get(item.key)
+            said[item.key] = f"{title}{separators.key_value}{item.value}" if title else global_text(item, separators)
+        elif item.key in lists:
+            named.setdefault(item.key, []).append(item.value.replace("_", " "))
+            said[item.key] = f"{lists[item.key]}{separators.key_value}{', '.join(dict.fromkeys(named[item.key]))}"
+        else:
+            said[item.key] = item.key.title()
+    return separators.item.join(said[key] for key in keys if key in said)
+
+
+PROMPT = Separators(item="; ", prefix_end="")
+"""Separators of BigScience's prompts."""

@@ -1,0 +1,37 @@
+"""Recipe `metadata_lm`: as `lm`, on documents with metadata; evaluations tell what the metadata are worth (`gains`)."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import model_validator
+
+from src.data.metadata import dataset as metadata
+from src.data.metadata.gains import Gains, measure
+from src.interfaces import Dataset
+from src.recipes import lm
+
+
+class Config(lm.Config):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    gains: Gains | None = None
+
+    @model_validator(mode="after")
+    def _validation_has_metadata(self) -> "Config":
+        data = self.data.validation
+        if self.gains and not isinstance(data, metadata.Config):
+            raise ValueError(f"gains: they are of the data set 'metadata', and the validation data are {data.name!r}.")
+        if self.gains and isinstance(data, metadata.Config) and data.columns is not None:
+            for column in self.gains.columns:
+                if column not in data.columns:
+                    raise ValueError(f"gains.columns: {column!r} is not among data.columns: {', '.join(data.columns)}.")
+        return self
+
+    def score_names(self) -> list[str]:
+        return [*super().score_names(), *(self.gains.names() if self.gains else [])]
+
+    def more_scores(self, val: Dataset, loss_sums: Callable[[Dataset], Any], losses: Callable[..., Any]) -> dict[str, float]:
+        if self.gains is None:
+            return {}
+        assert isinstance(val, metadata.MetadataBlocks), "the validator has checked the data"
+        return measure(self.gains, val.documents, losses)

@@ -1,0 +1,160 @@
+"""Pieces of documents: the worked examples of the specification under a tokenizer of bytes, and what holds of both linearisations."""
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from src.config import load
+from src.data.metadata.annotations import Annotated, read_row
+from src.data.metadata.examples import PROMPT, ExampleMaker, Piece, Writing, prompt
+from src.data.text.tokenizers import SafeTokenizer
+from src.errors import ConfigError
+from tests.data.metadata.test_linearise import item, random_document
+
+
+def byte_tokenizer(*special: str, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
+    """One token for each byte; "#" stands for the end token in these tests."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, *(first + second for first, second in merges)]
+    inner = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=list(merges)))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    from tokenizers import decoders
+
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", extra_special_tokens=list(special))
+
+
+def tokenizer_of_letters() -> PreTrainedTokenizerFast:
+    """Which leaves out what it does not know."""
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0, " ": 1}, merges=[])), eos_token="<eos>")
+
+
+def maker(room: int, merges: tuple[tuple[str, str], ...] = (), end_token: bool = False, **writing: Any) -> tuple[ExampleMaker, Any]:
+    config = load(Writing, writing, "data.writing")
+    tokenizer = byte_tokenizer(*config.new_tokens(), merges=merges)
+    return ExampleMaker(config, SafeTokenizer(tokenizer), room, writing.get("regular", False), end_token), tokenizer
+
+
+def document(text: str, *items: dict[str, Any]) -> Annotated:
+    return read_row({"text": text, "metadata": list(items)}, "row")
+
+
+def known(key: str, value: str) -> dict[str, str]:
+    return {"key": key, "type": "global", "value": value}
+
+
+def metadata_mask(piece: Piece) -> str:
+    return "".join(str(int(not text)) for text in piece.of_text)
+
+
+URL = known("url", "a.b/x%20y+z")
+BOLD = item("html", "b", 0, 1, (0, 0))
+
+
+def test_a_prefix_and_a_text_in_one_row():
+    make, tokenizer = maker(40, keys=["url"], linearisation="compatible")
+    (piece,) = make.pieces(document("Wubba Lubba Dub Dub!", URL))
+    assert tokenizer.decode(piece.ids) == "url: a.b/x y z ||| Wubba Lubba Dub Dub!"
+    assert metadata_mask(piece) == "1" * 18 + "0" * 21
+    assert piece.learned == [False] * 18 + [True] * 21
+
+
+def test_no_metadata_no_space():
+    make, tokenizer = maker(8, keys=["url"], linearisation="compatible", separators={"prefix_end": "|"})
+    (piece,) = make.pieces(document("hello"))
+    assert (tokenizer.decode(piece.ids), metadata_mask(piece), piece.learned) == ("hello", "00000", [False, True, True, True, True])
+
+
+def test_local_metadata_and_what_is_announced():
+    make, tokenizer = maker(16, keys=["html"], linearisation="compatible")
+    (piece,) = make.pieces(document("ab", BOLD))
+    assert (tokenizer.decode(piece.ids), metadata_mask(piece)) == ("<b>a</b>b", "111011110")
+    announcing, tokenizer = maker(24, keys=["html"], linearisation="compatible", announce=True)
+    (piece,) = announcing.pieces(document("ab", BOLD))
+    assert (tokenizer.decode(piece.ids), metadata_mask(piece)) == ("html ||| <b>a</b>b", "111111110111011110")
+
+
+def test_every_block_has_the_prefix_and_the_space():
+    """BigScience's code loses the space of all blocks but the first."""
+    for linearisation in ("compatible", "nested"):
+        make, tokenizer = maker(20, keys=["url"], linearisation=linearisation)
+        found = make.pieces(document("0123456789abcdef", known("url", "u")))
+        assert [tokenizer.decode(piece.ids) for piece in found] == ["url: u ||| 012345678", "url: u ||| 9abcdef"]
+
+
+@pytest.mark.parametrize("linearisation", ["compatible", "nested"])
+def test_a_long_prefix_keeps_its_separator_whatever_the_tokenizer(linearisation: str):
+    """BigScience's code takes the last two tokens for the separator."""
+    for merges in ((), (("|", "|"),), (("Ġ", "|"), ("|", "|"), ("Ġ|", "||"))):
+        make, tokenizer = maker(40, merges, keys=["url"], linearisation=linearisation)
+        (piece, *_) = make.pieces(document("text" * 3, known("url", "u" * 99)))
+        assert tokenizer.decode(piece.ids).startswith("url: uuu")
+        assert "u ||| text" in tokenizer.decode(piece.ids)
+        assert piece.of_text.index(True) == 20 + (linearisation == "nested"), "half of the row; the space is of the text in one"
+
+
+def test_special_tokens_are_one_token_and_text_never_is():
+    make, tokenizer = maker(64, keys=["html"], special_tokens=True, run_starts={"html": "<HTML>"}, run_ends={"html": "</HTML>"})
+    for linearisation in ("nested", "compatible"):
+        make, tokenizer = maker(
+            64, keys=["html"], linearisation=linearisation, special_tokens=True, run_starts={"html": "<HTML>"}, run_ends={"html": "</HTML>"}
+        )
+        start = tokenizer.convert_tokens_to_ids("<HTML>")
+        (piece,) = make.pieces(document("a <HTML> b", item("html", "p", 0, 10, (0, 0))))
+        assert piece.ids.count(start) == 2, "before each run"
+        assert piece.ids[0] == start
+        text = tokenizer.decode([token for token, text in zip(piece.ids, piece.of_text, strict=True) if text])
+        assert text == "a <HTML> b"
+
+
+MERGES = (("a", "a"), ("Ġ", "a"), ("<", "b"), ("[", "["), ("Ã", "©"))
+
+
+@pytest.mark.parametrize("linearisation", ["compatible", "nested"])
+def test_without_metadata_the_blocks_have_the_same_text(linearisation: str):
+    make, _ = maker(24, MERGES, linearisation=linearisation, end_token=True)
+    for seed in range(300):
+        found = random_document(seed)
+        both, plain = make.pieces(found), make.pieces(found, written=False)
+        text = [[token for token, text in zip(piece.ids, piece.of_text, strict=True) if text] for piece in both]
+        assert [ids for ids in text if len(ids) > 1] == [piece.ids for piece in plain if len(piece.ids) > 1]
+        assert all(any(piece.learned) and not piece.learned[0] and len(piece.ids) <= 24 for piece in [*both, *plain])
+
+
+def test_nested_text_has_the_tokens_of_the_plain_text():
+    make, _ = maker(4000, MERGES)
+    encoder = SafeTokenizer(byte_tokenizer(merges=MERGES))
+    for seed in range(300):
+        found = random_document(seed)
+        ids = [token for piece in make.pieces(found) for token, text in zip(piece.ids, piece.of_text, strict=True) if text]
+        assert ids == encoder.encode(found.text) or len(encoder.encode(found.text)) < 2
+
+
+def test_markers_are_learned_if_asked_for_and_prefixes_never():
+    config = load(Writing, {"keys": ["url", "html"]}, "data.writing")
+    make = ExampleMaker(config, SafeTokenizer(byte_tokenizer()), 64, metadata_loss=True, end_token=False)
+    (piece,) = make.pieces(document("ab", URL, BOLD))
+    assert piece.learned == [False] * 19 + [True] * len("<b>a</b>b")
+
+
+def test_a_prompt_says_it_in_words():
+    found = document(
+        "abc", URL, known("length", "130"), known("datasource", "a > b"), item("entity", "Joe_Biden", 0, 1), item("entity", "A", 1, 2), BOLD
+    )
+    said = "url: a.b/x y z; Number of characters: 130; Data source: a > b; Entities: Joe Biden, A; Html"
+    keys = ["url", "length", "datasource", "entity", "html"]
+    assert prompt(found, keys, PROMPT) == said
+    make, tokenizer = maker(200, keys=keys, style="prompt", separators=PROMPT.model_dump())
+    (piece,) = make.pieces(found)
+    assert tokenizer.decode(piece.ids) == f"{said} abc"
+
+
+def test_no_room_or_no_separator():
+    with pytest.raises(ConfigError, match=r"data\.sequence_tokens: 8 tokens leave no room"):
+        maker(8)
+    with pytest.raises(ConfigError, match=r"prefix_end: the tokenizer makes nothing of 'é'"):
+        ExampleMaker(load(Writing, {"separators": {"prefix_end": "é"}}, "w"), SafeTokenizer(tokenizer_of_letters()), 64)
+    with pytest.raises(ConfigError, match=r"unknown key 'urll'. Did you mean 'url'\?"):
+        load(Writing, {"keys": ["url"], "announced": {"urll": "x"}}, "data.writing")

@@ -1,0 +1,192 @@
+"""Markers in texts: the worked examples of the specification, and what holds for any spans."""
+
+import random
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+
+from src.data.metadata.annotations import Annotated, read_row
+from src.data.metadata.linearise import insert, markers
+from src.data.metadata.processors import HtmlFilter, TagRule, local_markers
+
+APPLE = "An apple is an edible fruit produced by an apple tree (Malus domestica)."
+
+
+def item(key: str, value: str, start: int, end: int, places: tuple[int, int] | None = None, **attributes: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"key": key, "type": "local", "value": value, "char_start_idx": start, "char_end_idx": end}
+    if places:
+        found |= {"relative_start_pos": places[0], "relative_end_pos": places[1]}
+    return found | {"html_attrs": {"attrs": list(attributes), "values": list(attributes.values())}}
+
+
+def document(text: str, *items: dict[str, Any]) -> Annotated:
+    return read_row({"text": text, "metadata": list(items)}, "row")
+
+
+def generic(item):
+    return f"[{item.key}: {item.value}]", f"[/{item.key}: {item.value}]"
+
+
+real = partial(local_markers, html=HtmlFilter(), entity_position="beginning")
+
+
+def marked(found: Annotated, keys: str, process=real, linearisation: Any = "compatible", **around: tuple[str, str]):
+    return insert(found.text, markers(found, keys.split(), process, around, linearisation))
+
+
+def runs(mask: list[bool]) -> list[tuple[int, int]]:
+    found = list[list[int]]()
+    for value in mask:
+        if found and found[-1][1] == value:
+            found[-1][0] += 1
+        else:
+            found.append([1, int(value)])
+    return [(count, value) for count, value in found]
+
+
+@pytest.mark.parametrize("linearisation", ["compatible", "nested"])
+def test_an_entity(linearisation: str):
+    text = (
+        "It was a brilliant first round. You have to break down the Cuban's rhythm you can't let them get into rhythm. "
+        "The risk with that is Yafai has got to go him."
+    )
+    found = document(text, item("entity", "Galal_Yafai", 132, 137))
+    named = marked(document(text, item("entity", "Galal Yafai", 132, 137)), "entity", generic, linearisation)
+    assert "that is [entity: Galal Yafai]Yafai[/entity: Galal Yafai] has" in named.text
+    assert runs(named.mask) == [(132, 0), (21, 1), (5, 0), (22, 1), (19, 0)]
+    assert "Yafai [[Galal Yafai]] has got" in marked(found, "entity", real, linearisation).text
+
+
+FRUIT = (
+    item("html", "b", 3, 8, (0, 0)),
+    item("entity", "Malus domestica", 3, 8),
+    item("html", "b", 43, 53, (1, 1), **{"class": "level1", "id": "4", "href": "https://test.org"}),
+    item("html", "i", 43, 48, (2, 0), **{"class": "level2"}),
+)
+
+
+@pytest.mark.parametrize("linearisation", ["compatible", "nested"])
+def test_real_processors(linearisation: str):
+    expected = (
+        "An <b>apple [[Malus domestica]]</b> is an edible fruit produced by an <b class:level1 id:4 href:https://test.org>"
+        "<i class:level2>apple</i> tree</b> (Malus domestica)."
+    )
+    for keys in ("html entity", "entity html") if linearisation == "compatible" else ("html entity",):
+        assert marked(document(APPLE, *FRUIT), keys, real, linearisation).text == expected
+
+
+@pytest.mark.parametrize("linearisation", ["compatible", "nested"])
+def test_generic_processors(linearisation: str):
+    expected = (
+        "An [html: b][entity: Malus domestica]apple[/entity: Malus domestica][/html: b] is an edible fruit produced by an "
+        "[html: b][html: i]apple[/html: i] tree[/html: b] (Malus domestica)."
+    )
+    assert marked(document(APPLE, *FRUIT), "html entity", generic, linearisation).text == expected
+
+
+EMPTY = [
+    item("html", "a", 43, 43, (0, 1)),
+    item("html", "a", 43, 43, (6, 7)),
+    item("html", "b", 43, 53, (4, 0), **{"class": "level2"}),
+    item("html", "b", 43, 53, (3, 1), **{"class": "level1"}),
+    item("html", "i", 43, 48, (5, 0), **{"class": "level3"}),
+]
+
+
+@pytest.mark.parametrize("linearisation", ["compatible", "nested"])
+@pytest.mark.parametrize("seed", range(5))
+def test_empty_tags_keep_their_places_whatever_the_order_of_the_list(linearisation: str, seed: int):
+    items = random.Random(seed).sample(EMPTY, len(EMPTY))
+    text = marked(document(APPLE, *items), "html", real, linearisation).text
+    assert "by an <a></a><b class:level1><b class:level2><i class:level3><a></a>apple</i> tree</b></b> (Malus" in text
+
+
+def test_runs_of_markers_are_wrapped():
+    found = document(APPLE, *EMPTY)
+    text = marked(found, "html", real, html=("<HTML>", "</HTML>")).text
+    tags = "<a></a><b class:level1><b class:level2><i class:level3><a></a>"
+    assert f"<HTML>{tags}</HTML>apple<HTML></i></HTML> tree<HTML></b></b></HTML>" in text
+    assert marked(found, "html", real, "nested", html=("<HTML>", "</HTML>")).text == text
+
+
+def test_what_is_nested_is_closed_first():
+    found = document("aabbcc", item("entity", "E", 0, 4), item("html", "b", 2, 4, (0, 0)))
+    assert marked(found, "html entity", generic, "nested").text == "[entity: E]aa[html: b]bb[/html: b][/entity: E]cc"
+    assert marked(found, "html entity", generic).text == "[entity: E]aa[html: b]bb[/entity: E][/html: b]cc", "the original's"
+
+
+def test_what_looks_like_a_marker_is_escaped():
+    text = r"if a <b and [[1, 2]] or c\d"
+    found = document(text, item("html", "p", 0, len(text), (0, 0)), item("entity", "E", 0, 2))
+    seen = marked(found, "html entity", real, "nested")
+    assert seen.text == r"<p>if [[E]] a \<b and \[[1, 2]] or c\\d</p>"
+    assert "".join(c for c, m in zip(*seen, strict=True) if not m) == text
+    assert marked(document(text), "html entity", real, "nested").text == text, "nothing is marked, so nothing can be mistaken"
+
+
+def test_filters():
+    keeps = HtmlFilter(longest=0, exceptions=["td"], leave_out=[TagRule(tag="body", shortest=0)]).keeps
+    assert [keeps("p", 0), keeps("td", 0), keeps("p", 1), keeps("body", 30)] == [False, True, True, False]
+    text = "abc"
+    found = document(text, item("html", "a", 0, 3, (0, 0), **{"class": "x y", "id": "4", "href": "http://q"}))
+    for kept, expected in ((None, "<a class:x y id:4 href:http://q>"), (["class", "id"], "<a class:x y id:4>"), ([], "<a>")):
+        process = partial(local_markers, html=HtmlFilter(attributes=kept), entity_position="end")
+        assert marked(found, "html", process).text == f"{expected}abc</a>"
+
+
+def random_document(seed: int) -> Annotated:
+    """With tags that nest, as in a page, and other spans anywhere; in a text that is full of what looks like markers."""
+    draw = random.Random(seed)
+    text = "".join(draw.choices(["<b>", "</", "[[", "]]", "|", "\\", "a", " ", "é", "[/paragraph: "], k=draw.randrange(1, 12)))
+    items, counters = list[dict[str, Any]](), dict[int, int]()
+
+    def place(index: int) -> int:
+        counters[index] = counters.get(index, -1) + 1
+        return counters[index]
+
+    def tags(first: int, last: int, depth: int) -> None:
+        at = first
+        for _ in range(draw.randrange(3) if depth < 4 else 0):
+            start = draw.randint(at, last)
+            end = draw.randint(start, last)
+            tag = item("html", draw.choice(["a", "b", "td"]), start, end)
+            tag["relative_start_pos"] = place(start)
+            tags(start, end, depth + 1)
+            tag["relative_end_pos"] = place(end)
+            items.append(tag)
+            at = end
+
+    tags(0, len(text), 0)
+    for _ in range(draw.randrange(4)):
+        start = draw.randint(0, len(text))
+        items.append(item(draw.choice(["entity", "paragraph"]), "X_Y", start, draw.randint(start, len(text))))
+    draw.shuffle(items)
+    return document(text, *items)
+
+
+@pytest.mark.parametrize("linearisation", ["compatible", "nested"])
+def test_without_what_is_marked_it_is_the_text(linearisation: str):
+    for seed in range(500):
+        found = random_document(seed)
+        seen = marked(found, "html entity paragraph", real, linearisation)
+        assert len(seen.mask) == len(seen.text)
+        assert "".join(c for c, m in zip(*seen, strict=True) if not m) == found.text
+
+
+def test_nested_tags_are_a_tree_and_can_be_read_back():
+    for seed in range(500):
+        found = random_document(seed)
+        only = Annotated(found.text, [item for item in found.items if item.key == "html"])
+        seen = marked(only, "html", real, "nested").text
+        text, open_tags = "", list[str]()
+        for token in re.findall(r"\\.|</?[a-z]+>|.", seen, re.DOTALL):
+            if token.startswith("</"):
+                assert open_tags.pop() == token[2:-1], seen
+            elif token.startswith("<") and token.endswith(">") and len(token) > 2:
+                open_tags.append(token[1:-1])
+            else:
+                text += token.removeprefix("\\") if len(token) == 2 else token
+        if only.items:  # else nothing is escaped
+            assert (text, open_tags) == (found.text, []), seen

@@ -1,0 +1,124 @@
+"""Trainings on documents with metadata: what these are worth, rows at any number of processes, and going on after a stop."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.config import Places
+from src.data.text import tokenizers
+from src.errors import ConfigError
+from src.experiments.grid import override
+from src.experiments.identity import exp_id
+from src.files import new_directory
+from src.interfaces import load_experiment
+from src.orders import RankShare, order_of
+from tests import toy
+
+WRITING = {"keys": ["title", "entity"], "separators": {"item": " | ", "key_value": " ", "prefix_end": " ?"}}
+TOLD: dict[str, Any] = {
+    "recipe": "metadata_lm",
+    "seed": 0,
+    "model": {**toy.BASE["model"], "num_layers": 2, "hidden_size": 64},
+    "data": {
+        "name": "metadata",
+        "corpus": "toy_metadata",
+        "sequence_tokens": 16,
+        "probability": 0.7,
+        "sampling": "independent",
+        "weights": {"title": 1.0, "entity": 0.2},
+        "writing": WRITING,
+    },
+    "loop": {"steps": 150, "sequences_per_step": 8, "micro_batch": 8, "learning_rate": 3e-3, "eval_every": 150},
+    "gains": {"columns": ["title"], "documents": 64, "positions": [2], "chunked": True, "prompt": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With documents that name a thing and its colour, which the title tells."""
+    folder = tmp_path_factory.mktemp("metadata_lm")
+    toy.write_data(folder / "data")
+    facts = [(thing, colour) for i, thing in enumerate(toy.THINGS) for colour in toy.COLOURS[i % 8 :] + toy.COLOURS[: i % 8]]
+    with new_directory(folder / "data" / "toy_metadata") as made:
+        for split, rows in (("train", facts[::2]), ("val", facts[1::4])):
+            toy._write_rows(made / f"{split}.jsonl", [row(thing, colour) for thing, colour in rows])
+    return folder
+
+
+def row(thing: str, colour: str) -> dict[str, Any]:
+    text = f"the {thing} is {colour} . "
+    entity = {"key": "entity", "type": "local", "value": "it", "char_start_idx": 4, "char_end_idx": 4 + len(thing)}
+    return {"text": text * 2, "metadata": [{"key": "title", "type": "global", "value": colour}, entity]}
+
+
+def rows_of(folder: Path, config: Any, processes: int, steps: int = 20) -> list[list[Any]]:
+    """The samples of each step, whichever process reads them."""
+    tokenizer = tokenizers.load(folder / "data" / "toy_tokenizer")
+    data = config.build(Places(folder / "data", folder / "runs"), tokenizer, "train", 3)
+    found: list[list[Any]] = [[None] * 8 for _ in range(steps)]
+    for rank in range(processes):
+        share = RankShare(8, 2, rank, processes)
+        stream: Iterator[Any] = order_of(data, 3, 8, steps).micro_batches(0, share, {})
+        for step in range(steps):
+            for g in share.numbers:
+                found[step][g * 2 : g * 2 + 2] = [data.sample(*key) for key in next(stream).keys]
+    return found
+
+
+@pytest.mark.parametrize("open_rows", [0, 3])
+def test_rows_do_not_depend_on_the_number_of_processes(folder: Path, open_rows: int):
+    raw = {**TOLD["data"], "open_rows": open_rows, "sequence_tokens": 40, "sampling": "weighted"}
+    found = load_experiment({**TOLD, "data": raw, "gains": None}, "here")
+    one, two, four = (rows_of(folder, found.data, count) for count in (1, 2, 4))
+    assert one == two == four
+    assert len({json.dumps(sample) for step in one for sample in step}) > 60, "documents are read with and without"
+    assert all(len(sample["lengths"]) == 1 for step in one for sample in step) == (open_rows == 0)
+
+
+def scores(folder: Path, raw: dict[str, Any]) -> dict[str, float]:
+    lines = (folder / "runs" / exp_id(raw) / "scores.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if "val_loss" in line][-1]
+
+
+def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path):
+    assert toy.main(["-e", "told"], {"told": [TOLD]}, folder) == 0
+    found = scores(folder, TOLD)
+    assert found["val_gain_low/title"] > 0.05 > 0 > found["val_gain_control_high/title"]
+    assert found["val_gain/title"] == pytest.approx(found["val_gain_chunked/title"], rel=0.3)
+    assert found["val_perplexity_without/title"] > found["val_perplexity_with/title"]
+    again = {
+        **TOLD,
+        "model": {"name": "experiment", "exp_id": exp_id(TOLD)},
+        "loop": None,
+        "evaluation": {"micro_batch": 4},
+    }
+    assert toy.main(["-e", "again"], {"again": [again]}, folder) == 0
+    offline = scores(folder, again)
+    assert {name: offline[name] for name in found if "gain" in name} == {name: found[name] for name in found if "gain" in name}
+    larger = override(again, {"evaluation.micro_batch": 16})
+    assert toy.main(["-e", "larger"], {"larger": [larger]}, folder) == 0
+    for name, value in scores(folder, larger).items():
+        if "gain" in name:
+            assert value == pytest.approx(offline[name], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.columns": ["titel"]}, r"data: columns: unknown column 'titel'. Did you mean 'title'\?"),
+        ({"data.sampling": "all"}, "weights: they belong to sampling 'weighted' or 'independent'"),
+        ({"data.sampling": "independent", "data.weights": {"title": 2.0}}, "for sampling 'independent' probabilities"),
+        ({"data.writing.keys": ["titel"], "gains": None}, None),
+        ({"data.columns": ["entity"]}, r"gains\.columns: 'title' is not among data\.columns: entity"),
+        ({"data": toy.BASE["data"]}, "gains: they are of the data set 'metadata', and the validation data are 'text'"),
+    ],
+)
+def test_mistakes_are_found_when_an_experiment_is_loaded(changes: dict[str, Any], message: str | None):
+    if message is None:
+        load_experiment(override(TOLD, changes), "here")  # keys of one's own are possible
+        return
+    with pytest.raises(ConfigError, match=message):
+        load_experiment(override(TOLD, changes), "here")
