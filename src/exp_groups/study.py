@@ -35,7 +35,6 @@ STUDY_CLOSED_BOOK = override(
     STUDY_PROMPTED,
     {
         "data": {"name": "prompted_qa", "contexts": "none", **{key: STUDY_DATA[key] for key in STUDY_DATA if key != "context_tokens"}},
-        "loop.learning_rate": 4e-3,
         "inference.wrong_contexts": False,
     },
 )
