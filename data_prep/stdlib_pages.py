@@ -109,14 +109,14 @@ def split_rows(pages: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
                 {
                     "text": text,
                     "metadata_html": tags,
-                    "metadata_url": [_known("url", f"https://docs.python.org/3/library/{name}.html")],
-                    "metadata_title": [_known("title", f"module {name}")],
+                    "metadata_url": [_global_item("url", f"https://docs.python.org/3/library/{name}.html")],
+                    "metadata_title": [_global_item("title", f"module {name}")],
                 }
             )
     return rows
 
 
-def _known(key: str, value: str) -> dict[str, str]:
+def _global_item(key: str, value: str) -> dict[str, str]:
     return {"key": key, "type": "global", "value": value}
 
 
@@ -129,11 +129,11 @@ def pieces(page: html.Page) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         end = text.rfind("\n", begin + least - 1, begin + most) + 1 or begin + most
         piece = text[begin : min(end, len(text))]
         if len(piece) >= least:
-            yield piece, _cut(tags, begin, begin + len(piece))
+            yield piece, _clip_tags(tags, begin, begin + len(piece))
         begin = end
 
 
-def _cut(tags: Sequence[dict[str, Any]], begin: int, end: int) -> list[dict[str, Any]]:
+def _clip_tags(tags: Sequence[dict[str, Any]], begin: int, end: int) -> list[dict[str, Any]]:
     """Tags of a part of the text, but those around all of it."""
     inside = [
         tag

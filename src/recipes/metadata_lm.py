@@ -1,18 +1,21 @@
 """Recipe `metadata_lm`: as `lm`, on documents with metadata; evaluations tell what the metadata are worth (`gains`)."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
 from src.data.metadata import dataset as metadata
 from src.data.metadata.gains import Gains, measure
 from src.interfaces import Dataset
-from src.recipes import lm
+from src.kinds import DECODER
+from src.recipes.pretraining import Pretraining
 
 
-class Config(lm.Config):
+class Config(Pretraining):
     """An experiment of this recipe, without its "recipe" key."""
+
+    model_kind: ClassVar[str] = DECODER
 
     gains: Gains | None = None
 
@@ -26,6 +29,11 @@ class Config(lm.Config):
                 if column not in data.columns:
                     raise ValueError(f"gains.columns: {column!r} is not among data.columns: {', '.join(data.columns)}.")
         return self
+
+    def loss(self) -> Callable[..., Any]:
+        from src.training.loss import causal_lm_loss
+
+        return causal_lm_loss
 
     def score_names(self) -> list[str]:
         return [*super().score_names(), *(self.gains.names() if self.gains else [])]

@@ -123,14 +123,14 @@ def token_losses(
     found: list[tuple[int, list[float]]] = []
     losses = torch.empty(0)
 
-    def seen(logits_NV: Tensor, targets_N: Tensor) -> None:
+    def measure_tokens(logits_NV: Tensor, targets_N: Tensor) -> None:
         nonlocal losses
         learned = targets_N != NOT_LEARNED
         logits = logits_NV[learned].float()
         logits[:, list(never)] = float("-inf")
         losses = F.cross_entropy(logits, targets_N[learned], reduction="none")
 
-    with watch_cross_entropy(seen):
+    with watch_cross_entropy(measure_tokens):
         for indices, counts in rank_batches(len(dataset), batch_size):
             distributed.stop_together()
             batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)

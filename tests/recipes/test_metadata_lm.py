@@ -40,12 +40,16 @@ TOLD: dict[str, Any] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With documents that name a thing and its colour, which the title tells."""
     folder = tmp_path_factory.mktemp("metadata_lm")
-    toy.write_data(folder / "data")
+    write_metadata(toy.write_data(folder / "data"))
+    return folder
+
+
+def write_metadata(data: Path) -> None:
+    """Write toy_metadata below `data`."""
     facts = [(thing, colour) for i, thing in enumerate(toy.THINGS) for colour in toy.COLOURS[i % 8 :] + toy.COLOURS[: i % 8]]
-    with new_directory(folder / "data" / "toy_metadata") as made:
+    with new_directory(data / "toy_metadata") as made:
         for split, rows in (("train", facts[::2]), ("val", facts[1::4])):
             toy._write_rows(made / f"{split}.jsonl", [row(thing, colour) for thing, colour in rows])
-    return folder
 
 
 def row(thing: str, colour: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from pydantic import Field
 
 from src.config import Config
@@ -19,6 +18,8 @@ from src.data.metadata.examples import PROMPT, Piece
 from src.errors import DataError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from src.batches import TokenBatch
 
 TokenLosses = Callable[["Blocks"], list[list[float]]]
@@ -68,14 +69,14 @@ class Blocks:
     def sample(self, epoch: int, index: int) -> Sample:
         """Block `index`."""
         piece = self._pieces[index]
-        return {"input_ids": piece.ids, "loss_mask": scored(piece), "lengths": [len(piece.ids)]}
+        return {"input_ids": piece.ids, "loss_mask": text_mask(piece), "lengths": [len(piece.ids)]}
 
     def collate(self, samples: Sequence[Sample]) -> "TokenBatch":
         """Padded to the longest."""
         return collate_rows(samples, self._config)
 
 
-def scored(piece: Piece) -> list[bool]:
+def text_mask(piece: Piece) -> list[bool]:
     """Tokens of the text, but for the first."""
     mask = list(piece.of_text)
     if True in mask:
@@ -111,7 +112,7 @@ def measure(config: Gains, documents: Documents, losses: TokenLosses) -> dict[st
         if config.chunked:
             maker = documents.maker
             chunks = [list(zip(maker.pieces(document), maker.pieces(document, written=False), strict=False)) for document in having]
-            scores |= _scores(config, "val_gain_chunked", column, _joined(documents, chunks, losses))
+            scores |= _scores(config, "val_gain_chunked", column, _join_blocks(documents, chunks, losses))
     return {name: scores[name] for name in config.names()}
 
 
@@ -137,7 +138,7 @@ def _wrong(documents: Sequence[Annotated]) -> list[Annotated]:
         own = _global_items(document)
         others = (_global_items(documents[(number + step) % len(documents)]) for step in range(1, len(documents)))
         items = next((items for items in others if items != own), [])
-        items = [*items, *(_moved(item, len(document.text), draws) for item in document.items if item.start is not None)]
+        items = [*items, *(_move(item, len(document.text), draws) for item in document.items if item.start is not None)]
         found.append(Annotated(document.text, tuple(items)))
     return found
 
@@ -146,7 +147,7 @@ def _global_items(document: Annotated) -> list[Item]:
     return [item for item in document.items if item.start is None]
 
 
-def _moved(item: Item, length: int, draws: Random) -> Item:
+def _move(item: Item, length: int, draws: Random) -> Item:
     start, end = item.span
     begin = draws.randint(0, length - (end - start))
     return replace(item, start=begin, end=begin + end - start, start_place=None, end_place=None)
@@ -159,8 +160,8 @@ def _pairs(documents: Documents, blocks: Sequence[tuple[Piece, Piece]], losses: 
     return [Pair(one, two) for one, two in zip(found[::2], found[1::2], strict=True) if one]
 
 
-def _joined(documents: Documents, chunks: Sequence[Sequence[tuple[Piece, Piece]]], losses: TokenLosses) -> list[Pair]:
-    same = [[pair for pair in pairs if sum(scored(pair[0])) == sum(scored(pair[1]))] for pairs in chunks]
+def _join_blocks(documents: Documents, chunks: Sequence[Sequence[tuple[Piece, Piece]]], losses: TokenLosses) -> list[Pair]:
+    same = [[pair for pair in pairs if sum(text_mask(pair[0])) == sum(text_mask(pair[1]))] for pairs in chunks]
     found = losses(Blocks(documents, [piece for pairs in same for pair in pairs for piece in pair]))
     read, joined = iter(found), list[Pair]()
     for pairs in same:
@@ -174,6 +175,8 @@ def _joined(documents: Documents, chunks: Sequence[Sequence[tuple[Piece, Piece]]
 
 
 def _scores(config: Gains, name: str, column: str, pairs: Sequence[Pair]) -> dict[str, float]:
+    import numpy as np
+
     sums = np.array([[sum(pair.without) - sum(pair.with_metadata), len(pair.without)] for pair in pairs])
     gain, low, high = _interval(sums, config.resamples)
     scores = {f"{name}/{column}": gain, f"{name}_low/{column}": low, f"{name}_high/{column}": high}
@@ -192,6 +195,8 @@ def _scores(config: Gains, name: str, column: str, pairs: Sequence[Pair]) -> dic
 
 def _interval(sums: "np.ndarray", resamples: int) -> tuple[float, float, float]:
     """The ratio of the columns' sums, and its 2.5th and 97.5th percentile over documents drawn again. sums: (documents, 2)."""
+    import numpy as np
+
     drawn = np.random.default_rng(0).integers(len(sums), size=(resamples, len(sums)))
     ratios = sums[drawn].sum(axis=1)
     low, high = np.percentile(ratios[:, 0] / ratios[:, 1], [2.5, 97.5])

@@ -59,11 +59,11 @@ def markers(
         return []
     items = [item for item in document.items if item.start is not None and item.key in keys]
     if linearisation == "compatible":
-        return _compatible(items, keys, process, around)
-    return _escaped(document.text, _nested(items, keys, process, around), {item.key for item in items})
+        return _collate(items, keys, process, around)
+    return _escape(document.text, _nest(items, keys, process, around), {item.key for item in items})
 
 
-def _compatible(items: Sequence[Item], keys: Sequence[str], process: Process, around: Mapping[str, Markers]) -> list[Marker]:
+def _collate(items: Sequence[Item], keys: Sequence[str], process: Process, around: Mapping[str, Markers]) -> list[Marker]:
     ends, runs, empty_ends, starts = (defaultdict[int, list[str]](list) for _ in range(4))
     placed = {key: [item for item in items if item.key == key and item.start_place is not None] for key in keys}
     for key in keys:
@@ -99,7 +99,7 @@ class _Side(NamedTuple):
     key: str
 
 
-def _nested(items: Sequence[Item], keys: Sequence[str], process: Process, around: Mapping[str, Markers]) -> list[Marker]:
+def _nest(items: Sequence[Item], keys: Sequence[str], process: Process, around: Mapping[str, Markers]) -> list[Marker]:
     opened = list[tuple[Item, Markers]]()
     for item in items:
         if found := process(item):
@@ -145,7 +145,7 @@ def _position(sides: Sequence[_Side], side: _Side, default: int) -> int:
     return smaller[-1] + 1 if smaller else others[0]
 
 
-def _escaped(text: str, found: Sequence[Marker], keys: Iterable[str]) -> list[Marker]:
+def _escape(text: str, found: Sequence[Marker], keys: Iterable[str]) -> list[Marker]:
     """With an escape before all of `text` that looks like a marker of one of `keys`, or like an escape of one."""
     patterns = [lookalike(key).pattern for key in sorted(keys)]
     if not patterns:
