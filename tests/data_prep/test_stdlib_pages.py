@@ -1,0 +1,55 @@
+"""Documents from pydoc's pages: what is kept, and what of this machine is not."""
+
+from pathlib import Path
+
+import pytest
+
+from data_prep import stdlib_pages
+from data_prep.metadata.html import extract
+from src.data.metadata.annotations import read_row
+from src.data.metadata.linearise import insert, markers
+from src.data.metadata.processors import HtmlFilter, local_markers
+
+NAMES = ["abc", "configparser", "no_such_module", "os", "site"]
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    return stdlib_pages.render(NAMES)
+
+
+def test_modules_that_cannot_be_imported_are_left_out(pages: dict[str, str]):
+    assert list(pages) == ["abc", "configparser", "os", "site"]
+
+
+def test_nothing_of_the_user_or_the_machine_is_on_a_page(pages: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    assert "0x7f" not in "".join(pages.values())
+    monkeypatch.setenv("SECRET_OF_THE_USER", "hunter2")
+    page = stdlib_pages.render(["os"])["os"]
+    assert "hunter2" not in page
+    assert str(Path.home()) not in page or Path.home() == Path("/")
+    assert page == pages["os"], "two runs give the same bytes"
+
+
+def test_documents_and_their_tags(pages: dict[str, str]):
+    rows = stdlib_pages.split_rows(pages)
+    both = [*rows["train"], *rows["val"]]
+    assert len({row["text"] for row in both}) == len(both) > 20
+    for row in both:
+        assert 200 <= len(row["text"]) <= 400
+        found = read_row(row, "row")
+        assert found.columns == ["html", "url", "title"] or not row["metadata_html"]
+
+        def process(item):
+            return local_markers(item, HtmlFilter(), "end")
+
+        nested, compatible = (insert(found.text, markers(found, ["html"], process, {}, how)) for how in ("nested", "compatible"))
+        assert "".join(c for c, m in zip(*nested, strict=True) if not m) == found.text
+        assert nested.text.replace("\\", "") == compatible.text.replace("\\", ""), "the cut tags still nest"
+
+
+def test_pieces_together_are_the_text():
+    page = extract("<body>" + "".join(f"<p>line {i} {'x' * (i % 50)}</p>" for i in range(200)) + "</body>", -1)
+    texts = [text for text, _ in stdlib_pages.pieces(page)]
+    assert page.text.startswith("".join(texts))
+    assert len(page.text) - len("".join(texts)) < 200
