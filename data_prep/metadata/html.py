@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-from lxml import etree
+from lxml import etree  # pyright: ignore[reportAttributeAccessIssue]  a compiled module
 from lxml import html as lxml_html
 
 from src.errors import DataError
@@ -87,7 +87,7 @@ def _clean(body: Any, shortest: int) -> bool:
     """Remove what is left out and fold nested divisions; parents before what they hold. Whether the body itself stays."""
     for hidden in [element for name in HIDDEN for element in body.iter(name)]:
         _remove(hidden)  # their text must not make a block long
-    waiting = [(body, None)]
+    waiting: list[tuple[Any, Any]] = [(body, None)]
     while waiting:
         element, outer = waiting.pop()
         # outer: the division that `element` was folded into
