@@ -23,7 +23,7 @@ def multirc(record: Record, split: str, where: str) -> Iterator[Record]:
         index = _get(record, "idx", dict, where)
         group = f"{index.get('paragraph')}-{index.get('question')}"
         texts = {name: _without_markup(_get(record, name, str, where)) for name in ("question", "answer", "paragraph")}
-        yield {**texts, "label": record.get("label"), "group": group}
+        yield {**texts, "label": record.get("label"), "group": group, "index": index.get("answer")}
         return
     passage = _get(record, "passage", dict, where)
     paragraph = _without_markup(_get(passage, "text", str, where))
@@ -36,6 +36,7 @@ def multirc(record: Record, split: str, where: str) -> Iterator[Record]:
                 "paragraph": paragraph,
                 "label": answer.get("label"),
                 "group": f"{record.get('idx', where)}-{question.get('idx', number)}",
+                "index": answer.get("idx"),
             }
 
 
@@ -62,7 +63,8 @@ def record(record: Record, split: str, where: str) -> Iterator[Record]:
             for number, qa in enumerate(_get(record, "qas", list, where))
         ]
     text = _HIGHLIGHT_AFTER_A_STOP.sub(r"\1 ", text).replace("\n@highlight\n", ". ")
-    for query, answers, index in questions:
+    for query, answers, numbers in questions:
+        index = numbers.get("query") if isinstance(numbers, dict) else numbers
         columns = {"query": query, "entities": ", ".join(sorted(set(entities))), "passage": text}
         answers = sorted(set(answers))
         for label in (answers if split == "train" else answers[:1]) or [None]:

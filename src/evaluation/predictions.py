@@ -1,4 +1,4 @@
-"""The answers of a trained encoder-decoder to the rows of tasks: <run>/predictions/<task>.<split>.jsonl, and GLUE's submissions.
+"""The answers of a trained encoder-decoder to the rows of tasks: <run>/predictions/<task>.<split>.jsonl, and submissions to GLUE and SuperGLUE.
 
 A line is {"index", "input", "target", "prediction"} and, where there are classes, the number of the "class" (null: no label).
 """
@@ -100,25 +100,48 @@ def _write_submissions(splits: Sequence[TaskSplit], folder: Path, texts: Sequenc
 
 
 def submission(some: TaskSplit, texts: Sequence[str]) -> str:
-    """A submission for GLUE's server: tab-separated "index" and "prediction", with a header.
+    """A submission for GLUE's server, tab-separated "index" and "prediction" with a header, or for SuperGLUE's, JSON lines.
 
     An answer that is no label is written as class 0, and one that is no number as the lowest: the server takes nothing else.
     """
-    task = some.dataset.task
-    lines, unknown = ["index\tprediction"], 0
-    for index, text in enumerate(texts):
-        if task.task.kind == "regression":
+    task, wanted = some.dataset.task, some.dataset.task.task.submission
+    rows = [some.dataset.row(number) for number in range(len(texts))]
+    shown, unknown = list[str | int](), 0
+    for text in texts:
+        if task.task.kind == "text":
+            value, valid = text, True
+        elif task.task.kind == "regression":
             value, valid = _number(text, *task.task.range)
-            shown = f"{value:.3f}"
+            value = f"{value:.3f}"
         else:
             number = task.class_of(text)
-            valid = number >= 0
-            shown = str(max(number, 0)) if task.task.submission.label == "number" else task.task.labels[max(number, 0)]
+            value, valid = max(number, 0), number >= 0
+            if wanted.label != "number":
+                label = task.task.labels[value]
+                value = label.lower() if wanted.label == "lower" else label
         unknown += not valid
-        lines.append(f"{some.dataset.row(index)['index']}\t{shown}")
+        shown.append(value)
     if unknown:
-        log.warning("%s: %d of %d answers are no label; %s has the first.", some.name, unknown, len(texts), task.task.submission.file)
+        log.warning("%s: %d of %d answers are no label; %s has the first.", some.name, unknown, len(texts), wanted.file)
+    if wanted.file.endswith(".tsv"):
+        lines = ["index\tprediction", *(f"{row['index']}\t{value}" for row, value in zip(rows, shown, strict=True))]
+    elif task.task.form == "multirc":
+        lines = _multirc_lines(rows, shown)
+    else:  # the rows of ReCoRD are of a question, which is their group
+        lines = [json.dumps({"idx": int(row.get("group", row["index"])), "label": value}) for row, value in zip(rows, shown, strict=True)]
     return "\n".join(lines) + "\n"
+
+
+def _multirc_lines(rows: Sequence[Mapping[str, Any]], labels: Sequence[str | int]) -> list[str]:
+    """A line for each paragraph, with its questions and their answers. The group of a row is "PARAGRAPH-QUESTION"."""
+    paragraphs: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row, label in zip(rows, labels, strict=True):
+        paragraph, question = row["group"].split("-")
+        paragraphs.setdefault(paragraph, {}).setdefault(question, []).append({"idx": row["index"], "label": label})
+    return [
+        json.dumps({"idx": int(paragraph), "passage": {"questions": [{"idx": int(q), "answers": found} for q, found in questions.items()]}})
+        for paragraph, questions in paragraphs.items()
+    ]
 
 
 def _number(text: str, low: float, high: float) -> tuple[float, bool]:

@@ -85,6 +85,7 @@ class Config(Finetuning):
             self.check_trainable,
             lambda: self.check_precision(places),
             lambda: call_once(self.data.check, places),
+            lambda: self.data.check_tokenizer(self.model.tokenizer_folder(places)),
             lambda: self.data.check_length(self.model.longest_sequence(places)),
             check_tasks_not_trained,
             check_ranking,

@@ -11,6 +11,7 @@ from pydantic import Field
 from src.batches import Seq2SeqBatch
 from src.config import Places, added_field
 from src.data import jsonl
+from src.data.denoising import sentinels
 from src.data.tasks import task_table as tasks
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError, DataError
@@ -42,6 +43,8 @@ class Config(DatasetConfig):
     """What becomes of a longer text: refuse: the data are refused. cut: it loses its end. drop: its row is left out, in every split."""
     max_new_tokens: int | None = added_field(None, gt=0)
     """Most tokens of a generated answer; None: target_tokens."""
+    sentinel: bool = added_field(False)
+    """Whether inputs end and targets begin with <extra_id_0>, as in pre-training: the tasks `*_1_sentinel` of T5's code."""
     val_samples: int | None = Field(default=None, gt=0)
     """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
 
@@ -73,6 +76,10 @@ class Config(DatasetConfig):
     def weight(self, places: Places) -> float | None:
         """Examples of the task in T5's mixtures, in proportion to those of others; None where they leave it out."""
         return tasks.find_in_corpus(self.task, jsonl.corpus_folder(places, self.corpus)).task.weight
+
+    def check_tokenizer(self, folder: Path | None) -> None:
+        if self.sentinel:
+            sentinels.require_in_folder(folder, 1, "data.sentinel")
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)
@@ -143,6 +150,7 @@ class TaskDataset:
         self.task, self.fingerprint = task, fingerprint
         self.answer_tokens = config.max_new_tokens or config.target_tokens
         self._config, self._encoder = config, SafeTokenizer(tokenizer)
+        self._sentinel = sentinels.require(tokenizer, 1, "data.sentinel") if config.sentinel else []
         self.collation = "task", self._encoder.pad_id
         self.answer_ids = [self._encode_target(text) for text in task.answers]
         """Ids of every text that may be written, each with its end token; empty where they cannot be listed."""
@@ -171,7 +179,7 @@ class TaskDataset:
         if config.long_targets == "cut":
             return rows
         texts = [self.task.target(row.get("label")) for row in rows]
-        lengths = [len(ids) + 1 for ids in self._encoder.encode_all(texts)]
+        lengths = [len(self._sentinel) + len(ids) + 1 for ids in self._encoder.encode_all(texts)]
         long = [i for i, length in enumerate(lengths) if length > config.target_tokens]
         if long and config.long_targets == "refuse":
             told = self._too_long(texts[long[0]], lengths[long[0]], "target_tokens")
@@ -261,14 +269,14 @@ class TaskDataset:
         return self.collate([{"inputs": sample["inputs"], "targets": list(answer)} for sample in samples])
 
     def _encode_input(self, index: int) -> list[int]:
-        ids, most = self._encoder.encode(self.input(index)), self._config.input_tokens - 1
+        ids, most = self._encoder.encode(self.input(index)), self._config.input_tokens - 1 - len(self._sentinel)
         if not self._seen[index]:
             self._seen[index] = 1
             self._read += 1
             self._cut += len(ids) > most
             if self._cut >= self._next:
                 self._warn()
-        return [*ids[:most], self._encoder.eos_id]
+        return [*ids[:most], *self._sentinel, self._encoder.eos_id]
 
     def _warn(self) -> None:
         """Called at the first input that is cut, the 10th, the 100th and so on."""
@@ -278,4 +286,5 @@ class TaskDataset:
 
     def _encode_target(self, text: str) -> list[int]:
         ids, cuts = self._encoder.encode(text), self._config.long_targets == "cut" and not self.task.answers
-        return [*(ids[: self._config.target_tokens - 1] if cuts else ids), self._encoder.eos_id]
+        most = self._config.target_tokens - 1 - len(self._sentinel)
+        return [*self._sentinel, *(ids[:most] if cuts else ids), self._encoder.eos_id]

@@ -13,6 +13,7 @@ from src.data.tasks import dataset as task
 from src.errors import ConfigError, DataError
 from src.files import new_directory
 from src.interfaces import Prediction
+from tests.data.metadata.test_examples import byte_tokenizer
 
 EOS, PAD = 0, 7
 RTE = {"index": 0, "sentence1": "é", "sentence2": "b\tc", "label": "entailment"}
@@ -195,3 +196,20 @@ def test_the_task_is_part_of_the_fingerprint(made: Callable[..., task.TaskDatase
     prints = {made([row], name=name).fingerprint for name in ("rte", "mnli", "wnli")}
     assert len(prints) == 3
     assert made([row]).fingerprint in prints
+
+
+def test_a_sentinel_ends_inputs_and_begins_targets(
+    places: Places, write_corpus: Callable[..., Path], made: Callable[..., task.TaskDataset]
+):
+    """As `*_1_sentinel` of T5's code."""
+    write_corpus("c", [RTE])
+    tokenizer = byte_tokenizer("<extra_id_0>")
+    config = load(task.Config, {"task": "rte", "corpus": "c", "sentinel": True, "input_tokens": 16}, "data")
+    data = config.build(places, tokenizer, "train", 0)
+    mark, sample = tokenizer.convert_tokens_to_ids("<extra_id_0>"), data.sample(0, 0)
+    assert tokenizer.decode(sample["inputs"]) == "rte sentence1:<extra_id_0><eos>"
+    assert tokenizer.decode(sample["targets"]) == "<extra_id_0>entailment<eos>"
+    assert [answer[0] for answer in data.answer_ids] == [mark, mark]
+    assert data.prompt(0)["targets"] == [tokenizer.eos_token_id]
+    with pytest.raises(DataError, match="sentinel"):
+        made([RTE], sentinel=True)

@@ -203,6 +203,16 @@ def test_the_files_that_glue_takes():
         "qnli": ("QNLI.tsv", "text"),
         "rte": ("RTE.tsv", "text"),
         "wnli": ("WNLI.tsv", "number"),
+        "boolq": ("BoolQ.jsonl", "lower"),
+        "cb": ("CB.jsonl", "text"),
+        "copa": ("COPA.jsonl", "number"),
+        "multirc": ("MultiRC.jsonl", "number"),
+        "record": ("ReCoRD.jsonl", "text"),
+        "wic": ("WiC.jsonl", "lower"),
+        "wsc": ("WSC.jsonl", "text"),
+        "superglue_rte": ("RTE.jsonl", "text"),
+        "axb": ("AX-b.jsonl", "text"),
+        "axg": ("AX-g.jsonl", "text"),
     }
 
 
