@@ -1,4 +1,4 @@
-"""The answers of a trained encoder-decoder to the rows of tasks: <run>/predictions/<task>.<split>.jsonl, and submissions to GLUE and SuperGLUE.
+"""The answers of a trained encoder-decoder to the rows of tasks: <run>/predictions/<task>.<split>.jsonl, and submissions to servers.
 
 A line is {"index", "input", "target", "prediction"} and, where there are classes, the number of the "class" (null: no label).
 """
