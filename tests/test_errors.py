@@ -15,6 +15,7 @@ ENCODING = ["--embedding_model", "none", "--maximum_input_length", "8", "--data_
 BAD_INPUT = {
     "data_prep.context_cache": [*ENCODING, "--cache", "cache", "--max_bytes", "0"],
     "data_prep.llama2c": ["none.bin", "none.bin"],
+    "data_prep.natural_instructions": ["none"],
     "data_prep.pmi_vocabulary": ["--data_path", "data", "--name", "toy", "--train", "none.txt"],
     "data_prep.prepare_qa": ["--data_path", "data", "--name", "toy", "--train", "none.json", "--val_percent", "25"],
     "data_prep.prepare_task": ["--data_path", "data", "--task", "none", "--train", "none.tsv"],

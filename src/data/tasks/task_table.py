@@ -67,6 +67,8 @@ class Task(Config):
     """Between one column and the next."""
     titles: bool = added_field(True)
     """Whether the input says the name of a column before its value."""
+    stemmer: bool = added_field(False)
+    """Whether ROUGE compares words by their stems."""
     only: dict[str, str] = added_field({})
     """Columns of the release and the value that the rows of this task have there; its other rows are left out."""
     names: dict[str, list[str]] = {}
@@ -177,7 +179,9 @@ class NamedTask:
     def metrics(self) -> list[MetricConfig]:
         """The parts of METRICS that give the task's scores."""
         if self.task.kind == "text":
-            return [bind(METRICS, {"name": name}) for name in dict.fromkeys(_OF_TEXT[metric] for metric in self.task.metrics)]
+            names = dict.fromkeys(_OF_TEXT[metric] for metric in self.task.metrics)
+            stems = {"rouge": {"stemmer": True}} if self.task.stemmer else {}
+            return [bind(METRICS, {"name": name, **stems.get(name, {})}) for name in names]
         return [bind(METRICS, {"name": "classification", "scores": self.task.metrics, "labels": self.task.labels})]
 
 

@@ -34,6 +34,7 @@ SIX = "first_sentence: 1\tsecond_sentence: 2\tthird_sentence: 3\tfourth_sentence
     [
         ("cola", "cola sentence: S"),
         ("sst2", "sst2 sentence: S"),
+        ("sni", "Definition: T"),
         ("mrpc", "mrpc sentence1: S1 sentence2: S2"),
         ("qqp", "qqp question1: Q1 question2: Q2"),
         ("stsb", "stsb sentence1: S1 sentence2: S2"),
