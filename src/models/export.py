@@ -3,6 +3,9 @@
 A plain model is saved as a transformers model. Of a cross-attention model the new blocks are saved in the layout of XC-Cache, whose own
 loader needs --with_base; and the base in base/ if it has adapters, was trained, or is nowhere else.
 
+With --standalone it is instead a folder that transformers loads by itself, with its code:
+AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).generate(input_ids, context=context_ids).
+
 python -m src.models.export results/runs/EXP_ID exported                        its last checkpoint
 python -m src.models.export results/runs/EXP_ID/checkpoints/step-00002000 exported --dtype bfloat16
 """
@@ -29,10 +32,10 @@ log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def export(source: Path, target: Path, places: Places, dtype: str | None = None, with_base: bool = False) -> None:
+def export(source: Path, target: Path, places: Places, dtype: str | None = None, with_base: bool = False, standalone: bool = False) -> None:
     """Write the model of the run or checkpoint `source` to the new folder `target`. dtype: of the weights; None: as trained.
 
-    with_base: write the weights of a cross-attention model's base beside those of its blocks.
+    with_base: write the weights of a cross-attention model's base beside those of its blocks. standalone: write all of it, with its code.
 
     Raises:
         ConfigError: `target` exists, or no other program can load the model.
@@ -41,6 +44,7 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None,
     """
     import torch
 
+    from src.models.cross_attention import standalone as standalone_model
     from src.models.cross_attention.layers import CrossAttentionLM
 
     if target.exists():
@@ -51,11 +55,15 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None,
     if dtype:
         model = model.to(getattr(torch, dtype))
     with new_directory(target) as made:
-        if isinstance(model, CrossAttentionLM):
+        if standalone and isinstance(model, CrossAttentionLM):
+            standalone_model.save(model, made)
+        elif isinstance(model, CrossAttentionLM):
             as_it_was = not merged and not model.settings.train_all_params
             _write_blocks(model, made, target, _find_base(model.settings.base, places) if as_it_was else None, with_base)
-        elif with_base:
-            raise ConfigError("--with_base: is for cross-attention models, whose base is another model. Leave it out.")
+        elif with_base or standalone:
+            raise ConfigError(
+                f"--{'with_base' if with_base else 'standalone'}: is for cross-attention models, whose base is another model. Leave it out."
+            )
         else:
             _write(model, made, folder)
         for own in (made, made / "base") if (made / "base").is_dir() else (made,):
@@ -108,6 +116,25 @@ def _find_base(base: ModelConfig, places: Places) -> str | None:
     return str(local.resolve()) if local.is_dir() else str(Path(base.path).resolve()) if Path(base.path).is_dir() else base.path
 
 
+def push(folder: Path, repository: str) -> None:
+    """Upload an exported folder, as one commit, to a repository of the hub, which is made private where there is none.
+
+    Raises:
+        ConfigError: the hub cannot be reached, or refuses. The folder stays.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    try:
+        api = huggingface_hub.HfApi()
+        api.create_repo(repository, private=True, exist_ok=True)
+        found = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"--push_to_hub {repository}: not uploaded ({reason}). {folder} is whole; `hf upload` sends it later.") from None
+    log.info("%s: uploaded to %s.", folder, found)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser("src.models.export", __doc__)
@@ -115,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("target", type=Path, help="the new folder")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as trained)")
     parser.add_argument("--with_base", action="store_true", help="of a cross-attention model: write the base's weights too")
+    parser.add_argument("--standalone", action="store_true", help="of a cross-attention model: a folder that transformers loads by itself")
+    parser.add_argument("--push_to_hub", metavar="REPO", help="upload the folder to this repository of the hub, too")
     parser.add_argument("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
     parser.add_argument(
         "-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="save directories of the model's parents"
@@ -122,7 +151,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def act() -> int:
-        export(args.source, args.target, Places(args.data_path, args.savedir_base), args.dtype, args.with_base)
+        places = Places(args.data_path, args.savedir_base)
+        export(args.source, args.target, places, args.dtype, args.with_base, args.standalone)
+        if args.push_to_hub:
+            push(args.target, args.push_to_hub)
         return 0
 
     return run_command(act)

@@ -119,6 +119,28 @@ def test_the_export_names_its_base(case: str, places, tmp_path: Path, monkeypatc
         assert sorted(own.all_special_tokens) == sorted(copied.all_special_tokens)
 
 
+def test_a_standalone_folder_is_refused_for_others_and_pushed_where_there_is_a_hub(
+    places, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    bind(MODELS, GPT).build(places).save_pretrained(tmp_path / "base")
+    trained(around({"name": "hf", "path": str(tmp_path / "base")}), places, 2)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert run(places, places.runs / "run", tmp_path / "out", "--standalone", "--push_to_hub", "owner/name") == 1
+    said = capsys.readouterr().err
+    assert "error: --push_to_hub owner/name: not uploaded (" in said
+    assert "is whole; `hf upload` sends it later." in said
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert set(config["auto_map"]) == {"AutoConfig", "AutoModelForCausalLM"}
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == config["base"]["vocab_size"]
+    assert str(tmp_path) not in (tmp_path / "out" / "config.json").read_text(), "no path of this machine"
+    assert run(places, places.runs / "run", tmp_path / "bad", "--push_to_hub", "a/b/c") == 1
+    assert "--push_to_hub a/b/c: not uploaded" in capsys.readouterr().err
+    trained(GPT, places, 4)
+    assert run(places, places.runs / "run", tmp_path / "other", "--standalone") == 1
+    assert "--standalone: is for cross-attention models" in capsys.readouterr().err
+
+
 def test_a_run_is_loaded_in_one_call(places, tmp_path: Path):
     bind(MODELS, GPT).build(places).save_pretrained(tmp_path / "base")
     model = trained(around({"name": "hf", "path": str(tmp_path / "base")}), places, 3)

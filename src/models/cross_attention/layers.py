@@ -159,14 +159,15 @@ class CrossAttentionLM(Wrapper):
     encodes, it is always in eval mode.
     """
 
-    def __init__(self, config: Config, base: PreTrainedModel) -> None:
-        """Attach the blocks of `config` to `base`, as hooks that do nothing until a context is read.
+    def __init__(self, config: Config, base: PreTrainedModel, plan: Plan | None = None) -> None:
+        """Attach the blocks of `config` to `base`, as hooks that do nothing until a context is read. plan: None for that of `config`.
 
         Raises:
             ConfigError: `base` is of no known family, or the blocks do not fit it.
         """
         super().__init__()
-        sizes, layers = _plan_for(config, base)
+        sizes = plan or _plan_for(config, base)
+        layers = _decoder_layers(base, sizes.family.layers)
         self.base = base.requires_grad_(config.train_all_params)
         self.settings = config
         keys = ["shared"] if config.shared_weights else [str(i) for i in sizes.layer_indices]
@@ -326,19 +327,20 @@ def output_logits(base: PreTrainedModel, hidden: Tensor) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _plan_for(config: Config, base: PreTrainedModel) -> tuple[Plan, nn.ModuleList]:
-    """The settings for this base, and its list of layers."""
-    text = base.config.get_text_config()
-    known = architecture.from_dict(text.to_dict())
+def _plan_for(config: Config, base: PreTrainedModel) -> Plan:
+    """The settings for this base."""
+    known = architecture.from_dict(base.config.get_text_config().to_dict())
     if known is None or known.model_type not in FAMILIES:
         raise ConfigError(
             f"cross_attention: {type(base).__name__} has no list of decoder layers that we know. Known families: "
             f"{', '.join(sorted(FAMILIES))}. Add a row to FAMILIES in src/models/cross_attention/config.py."
         )
-    sizes = config.plan(known)
+    return config.plan(known)
+
+
+def _decoder_layers(base: PreTrainedModel, path: str) -> nn.ModuleList:
+    """The base's list of layers, at `path` in a model of text alone."""
     try:
-        return sizes, attrgetter(sizes.family.layers)(base) if text is base.config else cast(Any, base.get_decoder()).layers
+        return attrgetter(path)(base) if base.config.get_text_config() is base.config else cast(Any, base.get_decoder()).layers
     except AttributeError:
-        raise ConfigError(
-            f"cross_attention: {type(base).__name__} has no {sizes.family.layers!r}. Take a plain causal language model as base."
-        ) from None
+        raise ConfigError(f"cross_attention: {type(base).__name__} has no {path!r}. Take a plain causal language model as base.") from None
