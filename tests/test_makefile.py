@@ -125,9 +125,10 @@ def test_every_line_of_the_study_is_understood(make):
     """The recorder ran no Python: here the real parsers read what it was asked."""
     lines = make("study", TRAINVAL_DATA="released")
     asked = {words[1]: words[2:] for line in lines if (words := shlex.split(line))[:1] == ["-m"]}
-    for module in (table, plot):
+    trained = ["study_crossattn", "study_prompted"]
+    for module, groups in ((plot, trained), (table, [*trained, "study_untrained"])):
         options = run_arguments.parse(module._parser(), asked[module.__name__])
-        assert (options.groups, options.runs) == (["study_crossattn", "study_prompted"], run_arguments.RUNS)
+        assert (options.groups, options.runs) == (groups, run_arguments.RUNS)
     (training,) = (shlex.split(line)[1:] for line in lines if line.startswith("trainval.py"))
     assert arguments.parse(training, "", ROOT).exp_group == options.groups
     prepare_qa._add_options(parser := argparse.ArgumentParser())
