@@ -108,26 +108,26 @@ def rows(path: Path, split: str, options: Options) -> Iterator[dict[str, Any]]:
     draws = Random(f"{options.seed}/{task}")
     raw = read_json(path, DataError)
     try:
-        definition = raw["Definition"][0] if isinstance(raw["Definition"], list) else raw["Definition"]
+        definition = with_stop((raw["Definition"][0] if isinstance(raw["Definition"], list) else raw["Definition"]).strip())
         examples = [example_text(i, example) for i, example in enumerate(raw["Positive Examples"][: options.positive_examples], 1)]
-        instances = [(instance["input"], list(instance["output"])) for instance in raw["Instances"]]
-    except (KeyError, IndexError, TypeError) as error:
+        instances = [(instance["input"].strip(), [answer.strip() for answer in instance["output"]]) for instance in raw["Instances"]]
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not a task of Natural Instructions ({type(error).__name__}: {error}).") from None
     if split == "val":
         instances = instances[:BENCHMARK]
     if len(instances) > most:
         instances = [instances[i] for i in sorted(draws.sample(range(len(instances)), most))]
     for text, answers in instances:
-        answers = [answer.strip() for answer in answers if answer.strip()]
-        if answers:
+        answers = [answer for answer in answers if answer]
+        if answers:  # without any nothing could be learned
             whole = input_text(definition, examples, text, options.input_characters)
             yield {"text": whole, "label": draws.choice(answers), "answers": answers, "group": task}
 
 
 def input_text(definition: str, examples: Sequence[str], instance: str, most: int) -> str:
     """What stands behind "Definition: ": the definition, the examples that fit into `most` characters, and the instance."""
-    begin = with_stop(definition.strip()) + "\n\n"
-    end = with_stop(f"Now complete the following example -\nInput: {instance.strip()}") + "\nOutput:"
+    begin = f"{definition}\n\n"
+    end = with_stop(f"Now complete the following example -\nInput: {instance}") + "\nOutput:"
     fitting = ""
     for example in examples:
         if len(begin) + len(fitting) + len(example) + len(end) > most:
@@ -144,7 +144,7 @@ def example_text(number: int, example: Mapping[str, str]) -> str:
 
 def with_stop(text: str) -> str:
     """The text, with a full stop where it ends without a sign."""
-    return text if text[-1] in string.punctuation else f"{text}."
+    return text if text[-1:] in string.punctuation else f"{text}."
 
 
 def _run(data_path: Path, **given: Any) -> None:

@@ -131,9 +131,9 @@ def _split_off_validation(rows: list[task_rows.Row], percent: float, seed: int) 
 
 
 def _number(rows: list[task_rows.Row]) -> None:
-    """Number the rows from 0 in their order if an index is missing or repeated."""
-    found = [row["index"] for row in rows]
-    if None in found or len(set(found)) < len(found):
+    """Number the rows from 0 in their order if an index is missing, or repeated among the rows of a group."""
+    found = [(row.get("group"), row["index"]) for row in rows]
+    if any(index is None for _, index in found) or len(set(found)) < len(found):
         for number, row in enumerate(rows):
             row["index"] = number
 

@@ -6,6 +6,7 @@ A line is {"index", "input", "target", "prediction"} and, where there are classe
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,8 @@ from src.runs.context import Run
 
 FOLDER = "predictions"
 UNLABELLED_SPLIT = "test"
+_GROUPS = {"multirc": re.compile(r"\d+-\d+"), "record": re.compile(r"\d+")}
+"""What the group of a row is: paragraph and question, or question, by their numbers in the release."""
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +99,10 @@ def _write_submissions(splits: Sequence[TaskSplit], folder: Path, texts: Sequenc
     for some, own in zip(splits, texts, strict=True):
         wanted = some.dataset.task.task.submission
         if some.split == UNLABELLED_SPLIT and wanted is not None:
+            groups = _GROUPS.get(some.dataset.task.task.form or "")
+            if groups and not all(groups.fullmatch(some.dataset.row(i).get("group") or "") for i in range(len(own))):
+                log.warning("%s: no %s, as its rows lack the numbers of the release. Prepare it again.", some.name, wanted.file)
+                continue
             (folder / wanted.file).write_text(submission(some, own), encoding="utf-8", newline="\n")
 
 
@@ -127,8 +134,9 @@ def submission(some: TaskSplit, texts: Sequence[str]) -> str:
         lines = ["index\tprediction", *(f"{row['index']}\t{value}" for row, value in zip(rows, shown, strict=True))]
     elif task.task.form == "multirc":
         lines = _multirc_lines(rows, shown)
-    else:  # the rows of ReCoRD are of a question, which is their group
-        lines = [json.dumps({"idx": int(row.get("group", row["index"])), "label": value}) for row, value in zip(rows, shown, strict=True)]
+    else:
+        numbers = [int(row["group"]) if task.task.form == "record" else row["index"] for row in rows]
+        lines = [json.dumps({"idx": number, "label": value}) for number, value in zip(numbers, shown, strict=True)]
     return "\n".join(lines) + "\n"
 
 

@@ -25,8 +25,8 @@ class Config(MetricConfig):
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
         """F-measures of unigrams, bigrams and the longest common subsequence; Lsum takes that line by line. Of each answer, from 0 to 1.
 
-        Of several references the one with the best value counts. Two texts without words agree. On ASCII text these are the library's own
-        values; its tokenizer drops all other letters, so here words are runs of letters and digits of any script.
+        Of several references the one with the best value counts. Two texts without words agree if they are equal. On ASCII text these are
+        the library's own values; its tokenizer drops all other letters, so here words are runs of letters and digits of any script.
         """
         from rouge_score.rouge_scorer import RougeScorer
 
@@ -37,7 +37,7 @@ class Config(MetricConfig):
 
 def _score_pair(scorer: "RougeScorer", prediction: str, reference: str) -> dict[str, float]:
     if not _WORDS.search(prediction) and not _WORDS.search(reference):
-        return dict.fromkeys(_KINDS, 1.0)
+        return dict.fromkeys(_KINDS, float(prediction.split() == reference.split()))
     return {kind: float(found.fmeasure) for kind, found in scorer.score(reference, prediction).items()}
 
 

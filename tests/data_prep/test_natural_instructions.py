@@ -89,6 +89,12 @@ def test_what_is_missing(release: Path, capsys: pytest.CaptureFixture[str]):
     (release / "tasks" / "task2_b.json").write_text('{"Definition": "x"}')
     assert natural_instructions.main([*place, str(release)]) == 1
     assert "task2_b.json: not a task of Natural Instructions (KeyError: 'Positive Examples')" in capsys.readouterr().err
+    (release / "tasks" / "task2_b.json").write_text(json.dumps({**TASK, "Definition": [], "Instances": [{"input": 3, "output": ["x"]}]}))
+    assert natural_instructions.main([*place, str(release)]) == 1
+    assert "task2_b.json: not a task of Natural Instructions (IndexError" in capsys.readouterr().err
+    (release / "tasks" / "task2_b.json").write_text(json.dumps({**TASK, "Instances": [{"input": 3, "output": ["x"]}]}))
+    assert natural_instructions.main([*place, str(release)]) == 1
+    assert "task2_b.json: not a task of Natural Instructions (AttributeError" in capsys.readouterr().err
     (release / "tasks" / "task2_b.json").unlink()
     assert natural_instructions.main([*place, str(release)]) == 1
     assert "task2_b.json: no such task, but the split names it." in capsys.readouterr().err

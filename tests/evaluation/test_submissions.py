@@ -17,8 +17,8 @@ MULTIRC = {
     "passage": {
         "text": "A.",
         "questions": [
-            {"question": "q", "answers": [{"text": "a", "idx": 30}, {"text": "b", "idx": 31}], "idx": 4},
-            {"question": "r", "answers": [{"text": "c", "idx": 32}], "idx": 5},
+            {"question": "q", "answers": [{"text": "a", "idx": 0}, {"text": "b", "idx": 1}], "idx": 4},
+            {"question": "r", "answers": [{"text": "c", "idx": 0}], "idx": 5},
         ],
     },
 }
@@ -52,8 +52,8 @@ WSC = {"text": "Ann saw her .", "target": {"span1_text": "Ann", "span1_index": 0
                     "idx": 9,
                     "passage": {
                         "questions": [
-                            {"idx": 4, "answers": [{"idx": 30, "label": 1}, {"idx": 31, "label": 0}]},
-                            {"idx": 5, "answers": [{"idx": 32, "label": 1}]},
+                            {"idx": 4, "answers": [{"idx": 0, "label": 1}, {"idx": 1, "label": 0}]},
+                            {"idx": 5, "answers": [{"idx": 0, "label": 1}]},
                         ]
                     },
                 }
