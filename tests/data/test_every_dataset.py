@@ -32,6 +32,7 @@ QUESTIONS = [
 CORPORA: dict[str, list[dict[str, Any]]] = {
     "texts": [{"text": text} for text in TEXTS],
     "questions": [{"context": row["contexts_list"][0], "dataset": "d", **row} for row in QUESTIONS],
+    "pages": [{"text": text, "metadata": [{"key": "title", "type": "global", "value": f"page {i}"}]} for i, text in enumerate(TEXTS)],
     "rte": [{"index": i, "sentence1": "a" * i, "sentence2": "b", "label": "entailment"} for i in range(10)],
 }
 DENOISERS = [{"rate": 1.0, "mode": "R", "mean_span_tokens": 3.0, "noise_density": 0.15}, {"rate": 1.0}]
@@ -39,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "depth": {"corpus": "texts", "input_tokens": 96, "target_tokens": 64, "num_sentences": 4},
     "documents": {"corpus": "texts", "sequence_tokens": 40},
     "fid_qa": {"corpus": "questions", "contexts": "all", "passage_tokens": 48, "answer_tokens": 8},
+    "metadata": {"corpus": "pages", "sequence_tokens": 80, "probability": 0.5},
     "mixture": {
         "parts": {
             "cut": {"name": "prefix_lm", "corpus": "texts", "sequence_tokens": 16},
@@ -70,7 +72,7 @@ READERS: dict[str, dict[str, Any]] = {
     ENCODER_DECODER: T5,
     FUSION_IN_DECODER: {"name": "fusion_in_decoder", "base": T5},
 }
-NOISY = {"depth", "mixture", "phases", "prefix_lm", "qa", "span_corruption", "ul2"}
+NOISY = {"depth", "metadata", "mixture", "phases", "prefix_lm", "qa", "span_corruption", "ul2"}
 """Data sets whose samples differ from epoch to epoch and by seed; of others only the order does."""
 PER_STEP, STEPS = 6, 5
 LOOP = LoopConfig(steps=1, sequences_per_step=PER_STEP, micro_batch=1, learning_rate=1.0, eval_every=1)
@@ -164,7 +166,7 @@ def test_workers_and_resumption_change_no_batch(build: Build, name: str, workers
     assert read_steps(data, 2, start, workers=workers) == alone[3:]
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"packed", "phases", "task"}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"metadata", "packed", "phases", "task"}))
 def test_epochs_may_be_permuted_without_memory(build: Build, name: str):
     data, other = build(name, shuffle="feistel"), build(name)
     orders = [order_of(made, 0, PER_STEP, STEPS) for made in (data, other)]
