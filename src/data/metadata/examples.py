@@ -38,7 +38,7 @@ class Writing(Config):
     run_ends: dict[str, str] = {}
     """By key, what is put around each run of markers with relative positions."""
     special_tokens: bool = False
-    """Whether `run_starts` and `run_ends` are tokens of their own, which the tokenizer and the model get."""
+    """Whether `run_starts` and `run_ends` are tokens of their own, which the tokenizer must have."""
     prefix_share: float = Field(default=0.5, gt=0, lt=1)
     """Most of a row that the prefix may take; a longer one loses its end, but for the separator."""
 
@@ -77,7 +77,7 @@ class ExampleMaker:
         """metadata_loss: markers are learned. end_token: documents end with the end token.
 
         Raises:
-            ConfigError: the tokenizer has no token for the separator, or the rows are too short for it.
+            ConfigError: the tokenizer lacks a special token or one for the separator, or the rows are too short for it.
         """
         self._writing, self._encoder, self._room = writing, encoder, room
         self._given = metadata_loss, end_token
@@ -86,6 +86,8 @@ class ExampleMaker:
             key: (writing.run_starts.get(key, ""), writing.run_ends.get(key, "")) for key in {*writing.run_starts, *writing.run_ends}
         }
         specials = writing.new_tokens()
+        if missing := [token for token in specials if encoder.control_id(token) is None]:
+            raise ConfigError(f"data.writing.special_tokens: the model's tokenizer has no token {missing[0]!r}. Take one that has them.")
         self._special = re.compile("|".join(map(re.escape, specials))) if specials else None
         self._nested = writing.linearisation == "nested"
         self._separator = encoder.encode(writing.separators.prefix_end)

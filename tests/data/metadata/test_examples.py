@@ -156,5 +156,8 @@ def test_no_room_or_no_separator():
         maker(8)
     with pytest.raises(ConfigError, match=r"prefix_end: the tokenizer makes nothing of 'é'"):
         ExampleMaker(load(Writing, {"separators": {"prefix_end": "é"}}, "w"), SafeTokenizer(tokenizer_of_letters()), 64)
+    specials = load(Writing, {"keys": ["html"], "special_tokens": True, "run_starts": {"html": "<X>"}, "run_ends": {"html": "<Y>"}}, "w")
+    with pytest.raises(ConfigError, match=r"the model's tokenizer has no token '<X>'"):
+        ExampleMaker(specials, SafeTokenizer(byte_tokenizer("<Y>")), 64)
     with pytest.raises(ConfigError, match=r"unknown key 'urll'. Did you mean 'url'\?"):
         load(Writing, {"keys": ["url"], "announced": {"urll": "x"}}, "data.writing")
