@@ -1,7 +1,8 @@
 """Numbers that the originals gave, in tests/golden/originals.json. How they were made, outside of this project:
 
 xc_cache: the blocks of ServiceNow/xc-cache (cross_attn_gptbigcode.py at 61b2b0b, cross_attn_llama.py at 0e90cb8) with transformers 4.39.3,
-copied by hand without the branches that these settings do not take, before the layers of a base of 4 layers, width 16, 4 heads (Llama: 2 of keys and values, inner width 24), 23 words, 64 positions; with
+copied by hand without the branches that these settings do not take, before the layers of a base of 4 layers,
+width 16, 4 heads (Llama: 2 of keys and values, inner width 24), 23 words, 64 positions; with
 "final" after them. Weights are `drawn` here by the same lines, from the names that they have there. Three questions, filled up on the
 right, each with two contexts that are encoded apart; six logits at the first and at the last token of each. The first contexts are of
 one length: XC-Cache's rotary positions count the padding between contexts, ours do not.
@@ -11,7 +12,8 @@ token a span on both sides; its tokens_length, targets_length. `corruption`: noi
 nonnoise_span_to_unique_sentinel of given masks, the first sentinel being 99. `text`: t5.data.preprocessors on invented rows in the
 layout of TensorFlow Datasets, called as get_glue_text_preprocessor does.
 
-nanot5: AdamWScale of nanoT5 (copied_utils.py at 73b2e63, copied by hand too), in float64, and its cosine schedule: LinearLR from one half in 4 steps, then
+nanot5: AdamWScale of nanoT5 (copied_utils.py at 73b2e63, copied by hand too), in float64, and its
+cosine schedule: LinearLR from one half in 4 steps, then
 CosineAnnealingLR to 1e-5 in 16; learning rate 2e-2, no decay of the first two tensors and 0.1 of the others.
 """
 
