@@ -94,6 +94,11 @@ class ModelConfig(Component):
         """Where its tokenizer is, if that is a folder and known before the model is built."""
         return None
 
+    def new_tokens(self) -> Sequence[str]:
+        """Control tokens that it adds to its tokenizer."""
+        base = getattr(self, "base", None)
+        return base.new_tokens() if isinstance(base, ModelConfig) else getattr(self, "extra_tokens", ())
+
     def weight_type(self, places: Places) -> str | None:
         """ "float32", "bfloat16" or "float16", of its weights or its base's in memory; None where its config does not say."""
         base = getattr(self, "base", None)

@@ -62,5 +62,5 @@ def test_the_tests_have_what_each_feature_needs():
 @pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.stem)
 def test_what_stands_apart_says_what_for_and_is_named_where_it_is_missing(path: Path):
     assert re.match(r"# .+\.\n", path.read_text())
-    sources = [file.read_text() for file in (ROOT / "src").rglob("*.py")]
+    sources = [file.read_text() for room in ("src", "data_prep") for file in (ROOT / room).rglob("*.py")]
     assert any(f"requirements/{path.name}" in text for text in sources)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from src.config import Places
+from src.config import Places, added_field
 from src.interfaces import Architecture, ModelConfig
 from src.models import kv_cache_size
 from src.models import tokenizer as prepared_tokenizer
@@ -24,6 +24,8 @@ class Config(ModelConfig):
     max_positions: int = Field(gt=0)
     """Most tokens of a sequence."""
     dropout_rate: float = Field(default=0.0, ge=0, lt=1)
+    extra_tokens: list[str] = added_field([])
+    """Control tokens that its vocabulary has besides."""
 
     @model_validator(mode="after")
     def _heads_share_the_width(self) -> "Config":
@@ -39,7 +41,7 @@ class Config(ModelConfig):
         """
         from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
-        tokenizer = prepared_tokenizer.load(places.data / self.tokenizer)
+        tokenizer = prepared_tokenizer.load(places.data / self.tokenizer, self.extra_tokens)
         model = GPTBigCodeForCausalLM(
             GPTBigCodeConfig(
                 vocab_size=len(tokenizer),

@@ -8,13 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from src.config import Places, added_field
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json, sample_digest, sha256
 from src.interfaces import Architecture, ModelConfig, call_once
-from src.models import kv_cache_size
+from src.models import kv_cache_size, tokenizer
 from src.models.architecture import from_dict
 
 if TYPE_CHECKING:
@@ -39,6 +39,14 @@ class Config(ModelConfig):
     """Matrices in 8 bits (LLM.int8(), arXiv 2208.07339) or in 4 (NF4, arXiv 2305.14314), by bitsandbytes: for a base that is frozen."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None = added_field(None)
     """Transformers' implementation of attention; None: its choice, which is sdpa where the family has it."""
+    extra_tokens: list[str] = added_field([])
+    """Control tokens that are new in its vocabulary."""
+
+    @model_validator(mode="after")
+    def _new_tokens_are_learned(self) -> "Config":
+        if self.extra_tokens and self.quantization:
+            raise ValueError("extra_tokens: a quantized model cannot learn them. Leave one of the two out.")
+        return self
 
     def build(self, places: Places) -> "PreTrainedModel":
         """The model with its weights, ready to train or to freeze.
@@ -87,6 +95,8 @@ class Config(ModelConfig):
             # transformers would use random numbers instead.
             missing = ", ".join(sorted(report["missing_keys"])[:3])
             raise CheckpointError(f"{_find_weights(folder)}: incomplete: {missing} missing. Get it again.")
+        if self.extra_tokens:
+            tokenizer.grow_embeddings(model, folder, self.extra_tokens)
         if self.quantization is None:
             return model
         for module in model.modules():

@@ -57,6 +57,8 @@ class Config(ModelConfig):
             raise ValueError("base: a new adapter around a new adapter is one of a higher rank. Write one, with all target_modules.")
         if self.base.trains_base():
             raise ValueError("base: it has train_all_params, which adapters would undo: all but them is frozen. Leave one of the two out.")
+        if self.base.new_tokens():
+            raise ValueError("base: it has extra_tokens, and it is frozen, so they would not be learned. Leave them out.")
         if isinstance(self.base, CrossAttention) and self.base.cache_contexts:
             raise ValueError("base: it has cache_contexts, but adapters change what the decoder makes of a context. Leave it out there.")
         if self.dropout_rate and self.base.kind(None) == CROSS_ATTENTION:

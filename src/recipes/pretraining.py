@@ -78,7 +78,7 @@ class Pretraining(Finetuning):
         torch.manual_seed(self.seed)
         with distributed.raise_together():
             model = self.model.build(run.places)
-            tokenizer = tokenizers.load(model.name_or_path)
+            tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
             val = self.data.build(run.places, tokenizer, "val", self.seed)
             train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val
             inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))

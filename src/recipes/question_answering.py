@@ -87,7 +87,7 @@ class QuestionAnswering(Finetuning):
         torch.manual_seed(self.seed)
         with distributed.raise_together():
             model = self.model.build(run.places)
-            tokenizer = tokenizers.load(model.name_or_path)
+            tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
             val = self.data.build(run.places, tokenizer, "val", self.seed)
             shuffled = val.with_shuffled_contexts() if val.reads_contexts else None
             if self.answers:

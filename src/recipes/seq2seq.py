@@ -136,7 +136,7 @@ class Config(Finetuning):
         torch.manual_seed(self.seed)
         with distributed.raise_together():
             model = self.model.build(run.places)
-            tokenizer = tokenizers.load(model.name_or_path)
+            tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
             tasks = self.tasks
             val = [task.build(run.places, tokenizer, "val", self.seed) for task in tasks]
             splits = []

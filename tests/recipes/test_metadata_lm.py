@@ -14,6 +14,7 @@ from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.files import new_directory
 from src.interfaces import load_experiment
+from src.models import export
 from src.orders import RankShare, order_of
 from tests import toy
 
@@ -126,3 +127,49 @@ def test_mistakes_are_found_when_an_experiment_is_loaded(changes: dict[str, Any]
         return
     with pytest.raises(ConfigError, match=message):
         load_experiment(override(TOLD, changes), "here")
+
+
+SPECIAL = {**TOLD["data"], "writing": {**WRITING, "run_starts": {"entity": "<E>"}, "run_ends": {"entity": " </E> "}, "special_tokens": True}}
+
+
+def test_new_control_tokens_are_learned_saved_and_exported(folder: Path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from src.models.trained_model import from_checkpoint
+
+    places = Places(folder / "data", folder / "runs")
+    lacking = override(TOLD, {"data": SPECIAL, "loop.steps": 2, "loop.eval_every": 2})
+    assert toy.main(["-e", "lacking"], {"lacking": [lacking]}, folder) == 1
+    new = override(lacking, {"model.extra_tokens": ["<E>", " </E> "]})
+    assert toy.main(["-e", "new"], {"new": [new]}, folder) == 0
+    checkpoint = folder / "runs" / exp_id(new) / "checkpoints" / "step-00000002"
+    assert export.main([str(checkpoint), str(folder / "exported"), "--data_path", str(places.data)]) == 0
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "exported")
+    old = tokenizers.load(places.data / "toy_tokenizer")
+    ids = tokenizer("the<E> </E> is")["input_ids"]
+    assert len(tokenizer) == len(old) + 2 and {len(old), len(old) + 1} <= set(ids)
+    given = torch.tensor([ids])
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "exported").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(given).logits, from_checkpoint(checkpoint, "here", places).eval()(given).logits)
+    # A pretrained model grows by what its vocabulary lacks, and no more.
+    for tokens, more in ((["<E>"], 0), (["<E>", "<F>"], 1)):
+        config = {**new, "model": {"name": "hf", "path": str(folder / "exported"), "extra_tokens": tokens}}
+        model = load_experiment(config, "here").model.build(places)
+        assert model.get_input_embeddings().num_embeddings == len(tokenizer) + more
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"name": "lora", "rank": 1, "alpha": 1, "target_modules": ["c_attn"]},
+        {"name": "cross_attention", "num_layers": 1, "stride": 1},
+    ],
+)
+def test_new_tokens_of_a_frozen_model_are_refused(model: dict[str, Any]):
+    base = {**TOLD["model"], "extra_tokens": ["<E>"]}
+    with pytest.raises(ConfigError, match="it has extra_tokens, and it is frozen"):
+        load_experiment({**TOLD, "model": {**model, "base": base}}, "here")
+    with pytest.raises(ConfigError, match="a quantized model cannot learn them"):
+        load_experiment({**TOLD, "model": {"name": "hf", "path": "x", "quantization": "8bit", "extra_tokens": ["<E>"]}}, "here")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _BATCH = 256
 
 
-def load(source: str | Path) -> "PreTrainedTokenizerFast":
-    """The tokenizer in a folder, or that of a hub id in the local cache. Downloads nothing.
+def load(source: str | Path, extra: Sequence[str] = ()) -> "PreTrainedTokenizerFast":
+    """The tokenizer in a folder, or that of a hub id in the local cache, with the control tokens `extra`. Downloads nothing.
 
     Raises:
         DataError: it is not there, damaged, or no fast tokenizer; says how to get it.
@@ -35,6 +35,7 @@ def load(source: str | Path) -> "PreTrainedTokenizerFast":
         raise DataError(f"{source}: {type(tokenizer).__name__} is not a fast tokenizer. Save it as tokenizer.json first.")
     if tokenizer.eos_token_id is None:
         raise DataError(f"{source}: this tokenizer has no eos_token, and every answer and document ends with it.")
+    tokenizer.add_special_tokens({"extra_special_tokens": [*extra]}, replace_extra_special_tokens=False)
     return tokenizer
 
 

@@ -117,6 +117,8 @@ class Config(ModelConfig):
                 "base: it is frozen, so new adapters in it would be ignored. Put 'lora' around 'cross_attention', "
                 "or take the 'experiment' that trained the adapters as base."
             )
+        if self.base.new_tokens() and not self.train_all_params:
+            raise ValueError("base: it has extra_tokens, and it is frozen, so they would not be learned. Leave them out.")
         if self.train_all_params and self.base.is_frozen():
             raise ValueError("train_all_params: the base is quantized, and cannot learn. Leave one of the two out.")
         if self.train_all_params and self.cache_contexts:
