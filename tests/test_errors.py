@@ -28,6 +28,7 @@ BAD_INPUT = {
     "results.clean": ["none"],
     "results.diff": ["aaaa", "bbbb", "--runs", "none"],
     "results.lineage": ["none"],
+    "results.metadata": ["none"],
     "results.note": ["none"],
     "results.plot": ["none"],
     "results.report": ["none"],

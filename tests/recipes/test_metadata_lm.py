@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from results import metadata as show
 from src.config import Places
 from src.data.text import tokenizers
 from src.errors import ConfigError
@@ -88,7 +89,7 @@ def scores(folder: Path, raw: dict[str, Any]) -> dict[str, float]:
     return [json.loads(line) for line in lines if "val_loss" in line][-1]
 
 
-def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path):
+def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert toy.main(["-e", "told"], {"told": [TOLD]}, folder) == 0
     found = scores(folder, TOLD)
     assert found["val_gain_low/title"] > 0.05 > found["val_gain_control_high/title"]
@@ -108,6 +109,18 @@ def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path):
     for name, value in scores(folder, larger).items():
         if "gain" in name:
             assert value == pytest.approx(offline[name], abs=1e-6)
+
+    capsys.readouterr()
+    runs = [str(folder / "runs" / exp_id(raw)) for raw in (TOLD, again)]
+    assert show.main([*runs, "--output", str(folder / "gains.png")]) == 0
+    printed, _ = capsys.readouterr()
+    assert printed.count(f"{found['val_gain/title']:.4f} ({found['val_gain_low/title']:.4f} to ") == 4, "twice as a gain in long documents"
+    assert "tokens 0-2" in printed
+    assert (folder / "gains.png").stat().st_size > 5000
+    without = override(TOLD, {"gains": None, "loop.steps": 1, "loop.eval_every": 1})
+    assert toy.main(["-e", "without"], {"without": [without]}, folder) == 0
+    assert show.main([str(folder / "runs" / exp_id(without))]) == 1
+    assert "no evaluation there told what metadata are worth" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -129,7 +142,10 @@ def test_mistakes_are_found_when_an_experiment_is_loaded(changes: dict[str, Any]
         load_experiment(override(TOLD, changes), "here")
 
 
-SPECIAL = {**TOLD["data"], "writing": {**WRITING, "run_starts": {"entity": "<E>"}, "run_ends": {"entity": " </E> "}, "special_tokens": True}}
+SPECIAL = {
+    **TOLD["data"],
+    "writing": {**WRITING, "run_starts": {"entity": "<E>"}, "run_ends": {"entity": " </E> "}, "special_tokens": True},
+}
 
 
 def test_new_control_tokens_are_learned_saved_and_exported(folder: Path):
@@ -148,7 +164,8 @@ def test_new_control_tokens_are_learned_saved_and_exported(folder: Path):
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "exported")
     old = tokenizers.load(places.data / "toy_tokenizer")
     ids = tokenizer("the<E> </E> is")["input_ids"]
-    assert len(tokenizer) == len(old) + 2 and {len(old), len(old) + 1} <= set(ids)
+    assert len(tokenizer) == len(old) + 2
+    assert {len(old), len(old) + 1} <= set(ids)
     given = torch.tensor([ids])
     loaded = AutoModelForCausalLM.from_pretrained(folder / "exported").eval()
     with torch.no_grad():

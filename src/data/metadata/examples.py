@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from src.config import Config, unknown_text
+from src.config import Config, added_field, unknown_text
 from src.data.metadata.annotations import KEYS, Annotated, Item
 from src.data.metadata.linearise import Linearisation, insert, markers
-from src.data.metadata.processors import PROMPT_TITLES, HtmlFilter, Separators, global_text, local_markers
+from src.data.metadata.processors import PROMPT_TITLES, Address, HtmlFilter, Separators, global_text, local_markers
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
 
@@ -27,6 +27,8 @@ class Writing(Config):
     """prompt: all metadata are named in words before the text, and nothing is marked in it."""
     linearisation: Linearisation = "nested"
     separators: Separators = Separators()
+    url: Address = added_field("whole")
+    """host: "URL: docs.python.org", as metadata conditioning then cooldown has it (Gao et al. 2025, arXiv 2501.01956)."""
     html: HtmlFilter = HtmlFilter()
     entity_position: Literal["beginning", "end"] = "beginning"
     """Where in a paragraph an entity is named."""
@@ -92,6 +94,7 @@ class ExampleMaker:
         self._nested = writing.linearisation == "nested"
         self._separator = encoder.encode(writing.separators.prefix_end)
         self._space = encoder.encode(" ")
+        self._behind = [] if writing.separators.prefix_end[-1:].isspace() else self._space  # the prefix, where the text is apart
         if writing.separators.prefix_end and not self._separator:
             raise ConfigError(f"data.writing.separators.prefix_end: the tokenizer makes nothing of {writing.separators.prefix_end!r}.")
         if len(self._separator) >= int(room * writing.prefix_share):
@@ -108,7 +111,7 @@ class ExampleMaker:
             return prompt(document, writing.keys, writing.separators)
         for item in document.items:
             if item.start is None:
-                by_key[item.key] = global_text(item, writing.separators)
+                by_key[item.key] = global_text(item, writing.separators, writing.url)
         local = {item.key for item in document.items if item.start is not None}
         said = []
         for key in writing.keys:
@@ -149,7 +152,7 @@ class ExampleMaker:
         if not text:
             return []
         if self._nested:
-            return [*self._encoder.encode(text)[: most - len(self._separator)], *self._separator, *self._space]
+            return [*self._encoder.encode(text)[: most - len(self._separator)], *self._separator, *self._behind]
         ids = self._encoder.encode(text + self._writing.separators.prefix_end)
         return ids if len(ids) <= most else [*ids[: most - len(self._separator)], *self._separator]
 

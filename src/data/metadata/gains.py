@@ -4,7 +4,7 @@ A document counts where it fits into one block in each of the three. The first t
 nothing stands before it. The wrong metadata are those of another document; marked spans are moved to places drawn anew.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -202,8 +202,3 @@ def _interval(sums: "np.ndarray", resamples: int) -> tuple[float, float, float]:
     low, high = np.percentile(ratios[:, 0] / ratios[:, 1], [2.5, 97.5])
     total = sums.sum(axis=0)
     return float(total[0] / total[1]), float(low), float(high)
-
-
-def columns_of(scores: Mapping[str, float]) -> list[str]:
-    """Columns of which a row of scores tells the gain."""
-    return [name.removeprefix("val_gain/") for name in scores if name.startswith("val_gain/") and name.count("/") == 1]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Literal
-from urllib.parse import unquote_plus
+from urllib.parse import unquote_plus, urlsplit
 
 from pydantic import Field
 
@@ -15,6 +15,7 @@ from src.errors import DataError
 
 Markers = tuple[str, str]
 """What is put before a span, and behind it."""
+Address = Literal["whole", "host"]
 
 
 class Separators(Config):
@@ -56,8 +57,8 @@ class HtmlFilter(Config):
         return tag in self.exceptions or not self.shortest <= length <= self.longest
 
 
-def global_text(item: Item, separators: Separators) -> str:
-    """What a prefix says of an item.
+def global_text(item: Item, separators: Separators, address: Address = "whole") -> str:
+    """What a prefix says of an item. address: how much of a URL.
 
     Raises:
         DataError: a timestamp is no date.
@@ -66,6 +67,8 @@ def global_text(item: Item, separators: Separators) -> str:
         date = _date(item.value)
         month = f"Month{separators.key_value}{calendar.month_name[date.month]}"
         return f"Year{separators.key_value}{date.year}{separators.item}{month}"
+    if item.key == "url" and address == "host":
+        return f"URL{separators.key_value}{urlsplit(item.value).netloc or item.value}"
     value = unquote_plus(item.value) if item.key == "url" else item.value
     return f"{_TITLES.get(item.key, item.key)}{separators.key_value}{value}"
 

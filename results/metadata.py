@@ -1,0 +1,107 @@
+# PYTHON_ARGCOMPLETE_OK
+"""What metadata were worth to models: `python -m results.metadata RUN..` prints the gains of each column, and draws them over the steps.
+
+A RUN is a save directory, or the beginning of its id. Beside each gain stands that of wrong metadata: where this is as large, the gain
+says nothing of the metadata (src/data/metadata/gains.py).
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from results import legend, plot
+from results.terminal_table import draw_rich
+from src.errors import DataError, print_errors
+from src.runs.metadata import expand_run
+from src.runs.scores import SCORES, Scores
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GAIN, CONTROL = "val_gain", "val_gain_control"
+KINDS = {GAIN: "gain", CONTROL: "of wrong metadata", "val_gain_prompt": "as a prompt", "val_gain_chunked": "in long documents"}
+Rows = list[dict[str, Any]]
+
+
+@print_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table and the path of the picture. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m results.metadata", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a save directory, or the beginning of an id in results/runs")
+    parser.add_argument("--output", type=Path, help=f"PNG, or another format that matplotlib knows (default: {plot.PLOTS}/metadata-ID.png)")
+    options = parser.parse_args(arguments)
+    found = {path.name: read(path) for path in map(expand_run, options.runs)}
+    kinds = [kind for kind in KINDS if any(name.startswith(f"{kind}/") for rows in found.values() for name in rows[-1])]
+    headings = ["run", "step", "column", "perplexity without", "with", *(KINDS[kind] for kind in kinds)]
+    lines = [line for name, rows in found.items() for line in table(name[:8], rows[-1], kinds)]
+    draw_rich(headings, lines, "nats per token of the text, with intervals of 95 % over documents")
+    output = options.output or plot.PLOTS / f"metadata-{next(iter(found))[:8]}.png"
+    plot.save(draw(found), output)
+    print(output)
+    return 0
+
+
+def read(run: Path) -> Rows:
+    """The score rows of a run that tell gains.
+
+    Raises:
+        DataError: there are none.
+    """
+    rows = [row for row in Scores(run / SCORES, read_only=True).rows() if columns(row)]
+    if not rows:
+        raise DataError(f"{run}: no evaluation there told what metadata are worth. The field `gains` of an experiment asks for it.")
+    return rows
+
+
+def columns(row: Mapping[str, Any]) -> list[str]:
+    """Those whose gain a row tells."""
+    return [name.removeprefix(f"{GAIN}/") for name in row if name.startswith(f"{GAIN}/") and name.count("/") == 1]
+
+
+def table(name: str, row: Mapping[str, Any], kinds: Sequence[str]) -> list[list[str]]:
+    """A line for each column, and one for each part of the text."""
+    lines = []
+    for column in columns(row):
+        perplexities = (f"{row[f'val_perplexity_{kind}/{column}']:.2f}" for kind in ("without", "with"))
+        lines.append([name, str(row["step"]), column, *perplexities, *(_interval(row, kind, column) for kind in kinds)])
+        for part in (found for found in row if found.startswith(f"{GAIN}/{column}/")):
+            tokens = part.rpartition("/")[2]
+            lines.append(["", "", f"  tokens {tokens}", "", "", f"{row[part]:.4f}", *[""] * (len(kinds) - 1)])
+    return lines
+
+
+def _interval(row: Mapping[str, Any], kind: str, column: str) -> str:
+    numbers = [row.get(f"{kind}{end}/{column}") for end in ("", "_low", "_high")]
+    return "" if None in numbers else "{:.4f} ({:.4f} to {:.4f})".format(*numbers)
+
+
+def draw(found: Mapping[str, Rows]) -> "Figure":
+    """A panel for each column: gains over the steps with their intervals, those of wrong metadata dashed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    wanted = list(dict.fromkeys(column for rows in found.values() for row in rows for column in columns(row)))
+    figure = Figure(figsize=(5.2 * len(wanted), 4.2), layout="constrained", dpi=120)
+    FigureCanvasAgg(figure)
+    for place, column in enumerate(wanted, start=1):
+        axes = figure.add_subplot(1, len(wanted), place, xlabel="step", ylabel="nats per token", title=column)
+        axes.grid(alpha=0.3)
+        axes.axhline(0, color="black", linewidth=0.8)
+        for number, (name, rows) in enumerate(found.items()):
+            told = [row for row in rows if f"{GAIN}/{column}" in row]
+            for kind, style in ((GAIN, "-"), (CONTROL, "--")):
+                steps = [row["step"] for row in told]
+                mean, low, high = ([row[f"{kind}{end}/{column}"] for row in told] for end in ("", "_low", "_high"))
+                colour = legend.COLOURS[number % len(legend.COLOURS)]
+                text = f" {name[:8]} {KINDS[kind]}"
+                axes.plot(steps, mean, style, color=colour, marker="o", markersize=3, label=text)
+                axes.fill_between(steps, low, high, alpha=0.2, color=colour, linewidth=0)
+        axes.legend(fontsize="small")
+    plot.write_plainly(figure)
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main())
