@@ -4,16 +4,16 @@ A component is a `Config` that an experiment names: `registry.bind` makes it fro
 `score` and `submit` do, where they need it.
 """
 
-import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from pydantic import PlainSerializer, PlainValidator
 
+from src.call_once import call_once
 from src.config import Config, Places, Problems
 from src.errors import ConfigError, check_all
 from src.kinds import DECODER, KINDS
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 Batch = Mapping[str, Any]
 """Tensors by name, as src/batches.py describes them."""
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Component(Config):
@@ -97,7 +95,7 @@ class ModelConfig(Component):
     def new_tokens(self) -> Sequence[str]:
         """Control tokens that it adds to its tokenizer."""
         base = getattr(self, "base", None)
-        return base.new_tokens() if isinstance(base, ModelConfig) else getattr(self, "extra_tokens", ())
+        return base.new_tokens() if isinstance(base, ModelConfig) else getattr(self, "extra_tokens", None) or ()
 
     def weight_type(self, places: Places) -> str | None:
         """ "float32", "bfloat16" or "float16", of its weights or its base's in memory; None where its config does not say."""
@@ -355,36 +353,6 @@ class RecipeConfig(Component):
     @abstractmethod
     def run(self, run: Any) -> None:
         """Train, or resume, the experiment of the `runs.context.Run`. Collective."""
-
-
-_results: dict[Any, Any] | None = None
-
-
-@contextlib.contextmanager
-def remember_calls() -> Iterator[None]:
-    """Within the block, `call_once` calls each method of equal components once. The files that they read must not change meanwhile."""
-    global _results  # noqa: PLW0603  a cache of one block, not of the process
-    _results = {}
-    try:
-        yield
-    finally:
-        _results = None
-
-
-def call_once(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """`method(*args)` of a component; within `remember_calls`, the cached result of an equal component."""
-    component = getattr(method, "__self__", None)
-    assert component is not None, "a method of a component"
-    key = (type(component), component, method.__name__, tuple(id(a) if isinstance(a, Places) else a for a in args))
-    try:
-        hash(key)
-    except TypeError:  # a config that holds a list has no hash
-        return method(*args, **kwargs)
-    if _results is None or kwargs:
-        return method(*args, **kwargs)
-    if key not in _results:
-        _results[key] = (args, method(*args, **kwargs))  # keeps the arguments alive, so that no other object gets their ids
-    return _results[key][1]
 
 
 ModelField = Annotated[ModelConfig, PlainValidator(partial(bind, MODELS)), PlainSerializer(resolved_dict)]

@@ -20,7 +20,7 @@ LEVELS: list[set[str]] = [
     {"src.errors", "src.batches", "src.__init__"},
     {"src.files", "src.command_line"},
     {"src.config", "src.distributed", "src.flops", "src.kinds", "src.weights"},
-    {"src.registry"},
+    {"src.call_once", "src.registry"},
     {"src.interfaces"},
     {"src.experiments", "src.metrics"},
     {"src.exp_groups", "src.rewards", "src.runs"},

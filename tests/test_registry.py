@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from src import interfaces, registry
+from src.call_once import call_once, remember_calls
 from src.config import Config, Places, Problems
 from src.errors import DataError
 from src.files import new_directory
-from src.interfaces import call_once, remember_calls
 from src.launch.job import LauncherConfig
 from src.registry import TABLES, ComponentTable
 

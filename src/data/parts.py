@@ -10,9 +10,10 @@ from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from pydantic import model_validator
 
+from src.call_once import call_once
 from src.config import Places
 from src.errors import ConfigError, UserError, check_all
-from src.interfaces import Architecture, Dataset, DatasetConfig, call_once
+from src.interfaces import Architecture, Dataset, DatasetConfig
 from src.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
 
 

@@ -24,7 +24,7 @@ class Config(ModelConfig):
     max_positions: int = Field(gt=0)
     """Most tokens of a sequence."""
     dropout_rate: float = Field(default=0.0, ge=0, lt=1)
-    extra_tokens: list[str] = added_field([])
+    extra_tokens: list[str] | None = added_field(None)
     """Control tokens that its vocabulary has besides."""
 
     @model_validator(mode="after")
@@ -41,7 +41,7 @@ class Config(ModelConfig):
         """
         from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
-        tokenizer = prepared_tokenizer.load(places.data / self.tokenizer, self.extra_tokens)
+        tokenizer = prepared_tokenizer.load(places.data / self.tokenizer, self.new_tokens())
         model = GPTBigCodeForCausalLM(
             GPTBigCodeConfig(
                 vocab_size=len(tokenizer),

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
+from src.call_once import call_once
 from src.config import Places, added_field
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json, sample_digest, sha256
-from src.interfaces import Architecture, ModelConfig, call_once
+from src.interfaces import Architecture, ModelConfig
 from src.models import kv_cache_size, tokenizer
 from src.models.architecture import from_dict
 
@@ -39,7 +40,7 @@ class Config(ModelConfig):
     """Matrices in 8 bits (LLM.int8(), arXiv 2208.07339) or in 4 (NF4, arXiv 2305.14314), by bitsandbytes: for a base that is frozen."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None = added_field(None)
     """Transformers' implementation of attention; None: its choice, which is sdpa where the family has it."""
-    extra_tokens: list[str] = added_field([])
+    extra_tokens: list[str] | None = added_field(None)
     """Control tokens that are new in its vocabulary."""
 
     @model_validator(mode="after")

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from src import distributed
+from src.call_once import call_once
 from src.config import Places
-from src.interfaces import call_once
 from src.kinds import CROSS_ATTENTION
 from src.recipes.question_answering import QuestionAnswering
 from src.runs.context import Run

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import model_validator
 
 from src import distributed
+from src.call_once import call_once
 from src.config import Places, added_field
-from src.interfaces import Dataset, call_once
+from src.interfaces import Dataset
 from src.kinds import KINDS
 from src.recipes.finetuning import Finetuning
 from src.registry import resolved_dict

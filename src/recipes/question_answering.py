@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 
 from src import distributed
+from src.call_once import call_once
 from src.config import Places
 from src.evaluation.config import Answers, Inference
-from src.interfaces import call_once
 from src.recipes.finetuning import Finetuning
 from src.registry import resolved_dict
 from src.runs.context import Run

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import model_validator
 
 from src import distributed
+from src.call_once import call_once
 from src.config import Places, unknown_text
 from src.errors import ConfigError
 from src.evaluation.config import Answering, Predictions
-from src.interfaces import DatasetConfig, call_once
+from src.interfaces import DatasetConfig
 from src.kinds import ENCODER_DECODER
 from src.recipes.finetuning import Finetuning
 from src.registry import resolved_dict

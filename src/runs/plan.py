@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from src.call_once import remember_calls
 from src.config import Places, top_level, unknown
 from src.errors import ConfigError, RunError, UserError
 from src.experiments.grid import BrokenGroup, deferred_errors, set_path
 from src.experiments.identity import check_values, exp_id
-from src.interfaces import RecipeConfig, load_experiment, remember_calls
+from src.interfaces import RecipeConfig, load_experiment
 from src.registry import canonical_dict
 from src.runs import metadata, parents
 

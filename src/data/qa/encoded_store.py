@@ -14,11 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from src.call_once import call_once
 from src.config import Places
 from src.data.qa.encoder_inputs import EncodingOptions
 from src.errors import ConfigError, DataError
 from src.files import read_json
-from src.interfaces import ModelConfig, call_once
+from src.interfaces import ModelConfig
 from src.kinds import CROSS_ATTENTION
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
+from src.call_once import call_once
 from src.config import Places, added_field, unknown_text
 from src.errors import ConfigError
-from src.interfaces import Architecture, ModelConfig, ModelField, call_once
+from src.interfaces import Architecture, ModelConfig, ModelField
 from src.kinds import CROSS_ATTENTION
 from src.models import kv_cache_size
 

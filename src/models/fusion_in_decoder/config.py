@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import model_validator
 
+from src.call_once import call_once
 from src.config import Places
-from src.interfaces import Architecture, ModelConfig, ModelField, call_once
+from src.interfaces import Architecture, ModelConfig, ModelField
 from src.kinds import ENCODER_DECODER, FUSION_IN_DECODER
 
 if TYPE_CHECKING:
