@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from src.config import Places
-from src.errors import CheckpointError
+from src.errors import CheckpointError, ConfigError
 from src.files import defect
 from src.models.trained_model import from_checkpoint
 from src.runs.checkpoints import folder as checkpoints
@@ -39,6 +39,21 @@ def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
     if isinstance(model, CrossAttentionLM):
         model.blocks.to(model.base.dtype)
     return model.eval(), AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+
+
+def move(model: Any, device: str | None) -> None:
+    """To a device; None: the first GPU, or the CPU where there is none.
+
+    Raises:
+        ConfigError: torch cannot use the device here.
+    """
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device: {device!r} cannot be used ({str(error).splitlines()[0]}).") from None
 
 
 def checkpoint_folder(source: Path) -> Path:

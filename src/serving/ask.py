@@ -28,7 +28,7 @@ from src.data.qa import cross_attention as qa
 from src.errors import ConfigError, DataError, UserError
 from src.files import reading
 from src.interfaces import load_experiment
-from src.models.load import PLACES, checkpoint_folder, load
+from src.models.load import PLACES, checkpoint_folder, load, move
 from src.runs.metadata import expand_run, read_exp_dict
 
 log = logging.getLogger(__name__)
@@ -55,16 +55,9 @@ class Answerer:
         self._max_new_tokens = max_new_tokens
         self._encoded: OrderedDict[str, Any] = OrderedDict()
 
-    def to(self, device: str) -> None:
-        """Move the model.
-
-        Raises:
-            ConfigError: torch cannot use the device here.
-        """
-        try:
-            self._model.to(device)
-        except (RuntimeError, AssertionError) as error:
-            raise ConfigError(f"--device: {device!r} cannot be used ({str(error).splitlines()[0]}).") from None
+    def to(self, device: str | None) -> None:
+        """Move the model, as `models.load.move` does."""
+        move(self._model, device)
 
     def answer(self, asked: Sequence[Asked]) -> list[str]:
         """Greedy answers, in order. Questions on one context are generated together.
@@ -219,12 +212,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _act(args: argparse.Namespace) -> int:
-    import torch
-
     if (args.serve is None) == (args.context is None) or bool(args.context) != bool(args.questions):
         raise ConfigError("expected --context FILE with questions, or --serve PORT.")
     answerer = load_answerer(args.run, Places(args.data_path, args.savedir_base), args.max_new_tokens)
-    answerer.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    answerer.to(args.device)
     if args.context:
         context = _read_text(args.context)
         for text in answerer.answer([Asked(context, question) for question in args.questions]):

@@ -126,7 +126,7 @@ class ExampleMaker:
 
         written: whether the metadata are. Without them the pieces have the same tokens of the text.
         """
-        prefix = self._prefix_ids(document)
+        prefix = self.prefix_ids(document)
         ids, of_text = self._nested_text(document) if self._nested else self._compatible_text(document, " " if prefix else "")
         ids, of_text = [*ids, *self._end], [*of_text, *([True] * len(self._end))]
         found, begin = list[Piece](), 0
@@ -147,7 +147,8 @@ class ExampleMaker:
         learned = [False] * len(prefix) + [text or self._metadata_loss for text in of_text]
         return Piece([*prefix, *ids], [False, *learned[1:]] if learned else [], [False] * len(prefix) + of_text)
 
-    def _prefix_ids(self, document: Annotated) -> list[int]:
+    def prefix_ids(self, document: Annotated) -> list[int]:
+        """Of what stands before each block of a document; none where nothing is known of the whole."""
         text, most = self.prefix(document), int(self._room * self._writing.prefix_share)
         if not text:
             return []

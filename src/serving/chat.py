@@ -1,0 +1,129 @@
+"""Goes on writing with a language model that was trained on documents with metadata, under metadata that you give.
+
+python -m src.serving.chat RUN --metadata url=docs.python.org "The module abc"
+python -m src.serving.chat RUN --metadata title=asyncio          a beginning a line from the keyboard; an end of file ends it
+
+RUN is a save directory, the beginning of its id, or a checkpoint. What is given is written before the text as the run's experiment writes
+it. Without --metadata nothing is.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from src.command_line import make_parser, parse_arguments, run_command
+from src.config import Places, unknown_text
+from src.data.metadata import dataset as metadata
+from src.data.metadata.annotations import COLUMNS, Annotated, Item
+from src.data.metadata.examples import ExampleMaker
+from src.data.text.tokenizers import SafeTokenizer, control_ids
+from src.errors import ConfigError
+from src.interfaces import load_experiment
+from src.models.load import PLACES, checkpoint_folder, load, move
+from src.runs.metadata import expand_run, read_exp_dict
+
+
+class Writer:
+    """A model, and how its experiment writes metadata."""
+
+    def __init__(self, model: Any, tokenizer: Any, data: metadata.Config) -> None:
+        self._model, self._tokenizer, self._data = model, tokenizer, data
+        self._maker = ExampleMaker(data.writing, SafeTokenizer(tokenizer), data.sequence_tokens)
+
+    def given(self, texts: Iterable[str]) -> list[Item]:
+        """The metadata of `KEY=VALUE` each.
+
+        Raises:
+            ConfigError: another form, or a key that the experiment does not write of whole texts.
+        """
+        items = []
+        for text in texts:
+            key, sign, value = text.partition("=")
+            if not sign or not value:
+                raise ConfigError(f"--metadata {text!r}: expected KEY=VALUE, such as url=docs.python.org.")
+            spans = {kind.key for kind in COLUMNS.values()} - {kind.key for kind in COLUMNS.values() if kind.kind == "global"}
+            known = [name for name in self._data.writing.keys if name not in spans]
+            if key not in known:
+                raise ConfigError(f"--metadata: {unknown_text('key', key, known)}")
+            items.append(Item(key, value))
+        return items
+
+    def prompt(self, beginning: str, items: Sequence[Item]) -> list[int]:
+        """Ids of the metadata and of the beginning; of the end token, with which documents follow each other, where there is neither."""
+        encoder = SafeTokenizer(self._tokenizer)
+        return [*self._maker.prefix_ids(Annotated(beginning, tuple(items))), *encoder.encode(beginning)] or [encoder.eos_id]
+
+    def write(self, beginning: str, items: Sequence[Item] = (), **options: Any) -> str:
+        """The text that the model goes on with. options: of transformers' `generate`."""
+        import torch
+
+        ids = torch.tensor([self.prompt(beginning, items)], device=self._model.device)
+        end = self._tokenizer.eos_token_id
+        never = control_ids(self._tokenizer) or None
+        with torch.no_grad():
+            found = self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), eos_token_id=end, pad_token_id=end, suppress_tokens=never, **options
+            )
+        # Decoded with the text before them: a tokenizer may drop a blank at the beginning.
+        before, new = SafeTokenizer(self._tokenizer).encode(beginning), found[0, ids.shape[1] :].tolist()
+        begun, text = (self._tokenizer.decode(part, skip_special_tokens=True) for part in (before, [*before, *new]))
+        return text[len(begun) :]
+
+
+def load_writer(source: Path, places: Places) -> tuple[Writer, Any]:
+    """Of a run or a checkpoint; and its model.
+
+    Raises:
+        ConfigError: it was not trained on documents with metadata.
+        UserError: a part of the model is missing.
+    """
+    source = expand_run(source, places.runs)
+    run = checkpoint_folder(source).parents[1]
+    data = getattr(load_experiment(read_exp_dict(run), str(run)), "data", None)
+    parts = [data, *getattr(data, "parts_by_path", {}).values()]
+    data = next((part for part in parts if isinstance(part, metadata.Config)), None)
+    if data is None:
+        raise ConfigError(f"{run}: not trained on documents with metadata (data set 'metadata').")
+    model, tokenizer = load(source, places)
+    return Writer(model, tokenizer, data), model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = make_parser("src.serving.chat", __doc__)
+    add = parser.add_argument
+    add("run", type=Path, help="a save directory, the beginning of its id, or a checkpoint")
+    add("beginnings", nargs="*", help="of texts; each is gone on with (default: lines from the keyboard)")
+    add("--metadata", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="what is known of the text")
+    add("--max_new_tokens", type=int, default=100, help="(default: %(default)s)")
+    add("--temperature", type=float, default=0.8, help="of sampling; 0 for the likeliest token each time (default: %(default)s)")
+    add("--top_p", type=float, default=0.95, help="share of the probability that is sampled from (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    add("--device", help="such as cuda (default: the first GPU, or the CPU)")
+    add("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
+    add("-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="save directories of the model's parents")
+    args = parse_arguments(parser, argv)
+    return run_command(lambda: _act(args))
+
+
+def _act(args: argparse.Namespace) -> int:
+    import torch
+
+    if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
+        raise ConfigError("expected --max_new_tokens of at least 1, --temperature from 0 on, and --top_p above 0 and up to 1.")
+    writer, model = load_writer(args.run, Places(args.data_path, args.savedir_base))
+    items = writer.given(args.metadata)
+    move(model, args.device)
+    torch.manual_seed(args.seed)
+    sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {"do_sample": False}
+    for beginning in args.beginnings or (line.rstrip("\n") for line in sys.stdin):
+        text = writer.write(beginning, items, max_new_tokens=args.max_new_tokens, **sampling)
+        sys.stdout.write(f"{beginning}{text}\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What a model that was trained with metadata writes under given ones."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from src.config import Places
+from src.data.metadata.annotations import Annotated
+from src.experiments.grid import override
+from src.experiments.identity import exp_id
+from src.serving import chat
+from tests import toy
+from tests.recipes.test_metadata_lm import TOLD, row, write_metadata
+
+SURE = override(TOLD, {"data.probability": 0.9, "gains": None, "loop.steps": 300, "loop.eval_every": 300, "data.columns": ["title"]})
+SURE = override(SURE, {"data.weights": {"title": 1.0}})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model that has learned to say the colour that the title names."""
+    folder = tmp_path_factory.mktemp("chat")
+    write_metadata(toy.write_data(folder / "data"))
+    assert toy.main(["-e", "sure"], {"sure": [SURE]}, folder) == 0
+    return folder
+
+
+def ask(folder: Path, *words: str) -> int:
+    return chat.main([str(folder / "runs" / exp_id(SURE)), *words, "--data_path", str(folder / "data")])
+
+
+def test_given_metadata_steer_what_is_written(folder: Path, capsys: pytest.CaptureFixture[str]):
+    said: dict[bool, list[bool]] = {True: [], False: []}
+    for colour in toy.COLOURS:
+        for given in (["--metadata", f"title={colour}"], []):
+            assert ask(folder, "the thing3 is", *given, "--temperature", "0", "--max_new_tokens", "1") == 0
+            said[bool(given)].append(capsys.readouterr().out == f"the thing3 is {colour}\n")
+    assert sum(said[True]) >= 7
+    assert sum(said[False]) <= 1
+
+
+def test_metadata_are_written_as_in_training(folder: Path):
+    writer, _ = chat.load_writer(folder / "runs" / exp_id(SURE), Places(folder / "data", folder / "runs"))
+    document = Annotated(row("thing1", "red")["text"], tuple(writer.given(["title=red"])))
+    piece = writer._maker.pieces(document)[0]
+    assert writer.prompt(document.text[:10], document.items) == piece.ids[: len(writer.prompt(document.text[:10], document.items))]
+    assert writer.prompt("", ()) == [writer._tokenizer.eos_token_id]
+
+
+def test_lines_are_read_and_sampling_is_that_of_its_seed(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    printed = []
+    for seed in ("1", "1", "2"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("the thing1\nthe thing2\n"))
+        assert ask(folder, "--metadata", "title=red", "--seed", seed, "--temperature", "3") == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
+    assert [line.split()[:2] for line in printed[0].splitlines()][:1] == [["the", "thing1"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--metadata", "titel=red"], "error: --metadata: unknown key 'titel'. Did you mean 'title'?"),
+        (["--metadata", "entity=red"], "error: --metadata: unknown key 'entity'."),
+        (["--metadata", "title"], "error: --metadata 'title': expected KEY=VALUE, such as url=docs.python.org."),
+        (["--temperature", "-1"], "error: expected --max_new_tokens of at least 1, --temperature from 0 on"),
+        (["--device", "abacus"], "error: --device: 'abacus' cannot be used"),
+    ],
+)
+def test_mistakes_are_told(words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert ask(folder, "the cat", *words) == 1
+    assert message in capsys.readouterr().err
