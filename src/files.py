@@ -228,7 +228,7 @@ def new_directory(
         beside, lock = _claim(final)
         try:
             yield beside
-            files = {str(p.relative_to(beside)): p for p in sorted(beside.rglob("*")) if p.is_file()}
+            files = {str(p.relative_to(beside)): p for p in sorted(beside.rglob("*")) if p.is_file() and p != beside / MANIFEST}
             listed = {name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for name, p in files.items()}
             for path in files.values():
                 with open(path, "rb") as file:

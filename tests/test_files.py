@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -44,6 +45,17 @@ def test_a_folder_appears_with_its_manifest_and_nothing_beside_it(tmp_path):
     assert (manifest["made"], manifest["rows"], manifest["files"]["x"]["bytes"]) == ("by hand", 1, 5)
     assert names(tmp_path / "a") == ["b"]
     assert names(tmp_path / "a" / "b") == ["in", "manifest.json", "x"]
+
+
+def test_a_copied_manifest_is_replaced(tmp_path: Path):
+    """As when a folder is made of another one's files, such as that of an export."""
+    with files.new_directory(tmp_path / "one") as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "manifest.json").write_text("of somebody else")
+    with files.new_directory(tmp_path / "two") as folder:
+        shutil.copytree(tmp_path / "one", folder, dirs_exist_ok=True)
+    assert files.defect(tmp_path / "two") is None
+    assert list(files.read_json(tmp_path / "two" / "manifest.json", RunError)["files"]) == ["inner/manifest.json"]
 
 
 def test_an_older_folder_is_replaced_whole(tmp_path):
