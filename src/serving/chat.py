@@ -32,7 +32,7 @@ class Writer:
         self._model, self._tokenizer, self._data = model, tokenizer, data
         self._maker = ExampleMaker(data.writing, SafeTokenizer(tokenizer), data.sequence_tokens)
 
-    def given(self, texts: Iterable[str]) -> list[Item]:
+    def items(self, texts: Iterable[str]) -> list[Item]:
         """The metadata of `KEY=VALUE` each.
 
         Raises:
@@ -114,7 +114,7 @@ def _act(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
         raise ConfigError("expected --max_new_tokens of at least 1, --temperature from 0 on, and --top_p above 0 and up to 1.")
     writer, model = load_writer(args.run, Places(args.data_path, args.savedir_base))
-    items = writer.given(args.metadata)
+    items = writer.items(args.metadata)
     move(model, args.device)
     torch.manual_seed(args.seed)
     sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {"do_sample": False}

@@ -42,7 +42,7 @@ def test_given_metadata_steer_what_is_written(folder: Path, capsys: pytest.Captu
 
 def test_metadata_are_written_as_in_training(folder: Path):
     writer, _ = chat.load_writer(folder / "runs" / exp_id(SURE), Places(folder / "data", folder / "runs"))
-    document = Annotated(row("thing1", "red")["text"], tuple(writer.given(["title=red"])))
+    document = Annotated(row("thing1", "red")["text"], tuple(writer.items(["title=red"])))
     piece = writer._maker.pieces(document)[0]
     assert writer.prompt(document.text[:10], document.items) == piece.ids[: len(writer.prompt(document.text[:10], document.items))]
     assert writer.prompt("", ()) == [writer._tokenizer.eos_token_id]
