@@ -123,6 +123,29 @@ def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys
     assert "no evaluation there told what metadata are worth" in capsys.readouterr().err
 
 
+def test_two_processes_find_what_one_finds_and_a_killed_training_goes_on(folder: Path, tmp_path: Path):
+    short = override(TOLD, {"data.open_rows": 2, "loop.steps": 30, "loop.eval_every": 10})
+    root = toy.project(tmp_path, f"EXP_GROUPS = {{'short': [{short!r}]}}")
+    (tmp_path / "data").symlink_to(folder / "data")
+    assert toy.run(root, ["-e", "short"], folder).returncode == 0
+    toy.kill_midway(root, ["-e", "short"], tmp_path, exp_id(short))
+    assert toy.run(root, ["-e", "short"], tmp_path).returncode == 0
+    weights = "checkpoints/step-00000030/model.safetensors"
+    whole, killed = (where / "runs" / exp_id(short) / weights for where in (folder, tmp_path))
+    assert whole.read_bytes() == killed.read_bytes()
+    assert gains(scores(folder, short)) == gains(scores(tmp_path, short))
+
+    offline = {**short, "model": {"name": "experiment", "exp_id": exp_id(short)}, "loop": None, "evaluation": {"micro_batch": 4}}
+    (root / "exp_configs.py").write_text(f"EXP_GROUPS = {{'offline': [{offline!r}]}}")
+    done = toy.run(root, ["-e", "offline"], tmp_path, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert gains(scores(tmp_path, offline)) == pytest.approx(gains(scores(folder, short)), abs=1e-6)
+
+
+def gains(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if "gain" in name or "perplexity" in name}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
