@@ -262,7 +262,7 @@ def check_type(value: Any, kind: Any, where: str) -> None:
     if type(value) is not outer:
         raise DataError(f"{where}: expected {outer.__name__}, got {_describe(value)}.")
     if outer is str and not value.isascii():
-        _check_text(value, where)
+        check_text(value, where)
     for inner in get_args(kind):
         plain = inner if get_origin(inner) is None else None
         for index, item in enumerate(value):
@@ -270,7 +270,7 @@ def check_type(value: Any, kind: Any, where: str) -> None:
                 check_type(item, inner, f"{where}[{index}]")
 
 
-def _check_text(text: str, where: str) -> None:
+def check_text(text: str, where: str) -> None:
     """Refuse half a surrogate pair, which JSON can spell and no tokenizer accepts."""
     try:
         text.encode()

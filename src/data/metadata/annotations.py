@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from src.config import unknown_text
+from src.data.jsonl import check_text
 from src.errors import DataError
 
 Kind = Literal["global", "local"]
@@ -87,6 +88,7 @@ def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None =
     text = row.get("text")
     if not isinstance(text, str):
         raise DataError(f"{where}: field 'text': expected text, got {text!r}.")
+    check_text(text, f"{where}: field 'text'")
     if "metadata" in row:
         raw = [(None, item, f"{where}: metadata[{i}]") for i, item in enumerate(_items(row["metadata"], f"{where}: field 'metadata'"))]
     else:
@@ -128,7 +130,7 @@ def _read_item(column: str | None, raw: Any, text: str, where: str) -> Item:
         raise DataError(f"{where}.type: expected 'global' or 'local', got {kind!r}.")
     if not isinstance(value, str):
         raise DataError(f"{where}.value: expected text, got {value!r}.")
-    _require_text(value, f"{where}.value")
+    check_text(value, f"{where}.value")
     if kind == "global":
         return Item(key, value, column=column or key)
     start, end = (_index(raw.get(name), f"{where}.{name}") for name in ("char_start_idx", "char_end_idx"))
@@ -145,11 +147,6 @@ def _index(value: Any, where: str) -> int:
     if type(value) is not int or value < 0:
         raise DataError(f"{where}: expected a number from 0 on, got {value!r}.")
     return value
-
-
-def _require_text(value: str, where: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise DataError(f"{where}: half of a surrogate pair, which is no text.")
 
 
 def _attributes(raw: Any, where: str) -> tuple[tuple[str, str], ...]:
