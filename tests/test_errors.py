@@ -15,6 +15,7 @@ ENCODING = ["--embedding_model", "none", "--maximum_input_length", "8", "--data_
 BAD_INPUT = {
     "data_prep.context_cache": [*ENCODING, "--cache", "cache", "--max_bytes", "0"],
     "data_prep.llama2c": ["none.bin", "none.bin"],
+    "data_prep.metadata.prepare": ["--data_path", "data", "--name", "toy", "--train", "none.jsonl", "--val", "none.jsonl"],
     "data_prep.natural_instructions": ["none"],
     "data_prep.pmi_vocabulary": ["--data_path", "data", "--name", "toy", "--train", "none.txt"],
     "data_prep.prepare_qa": ["--data_path", "data", "--name", "toy", "--train", "none.json", "--val_percent", "25"],
@@ -40,8 +41,10 @@ BAD_INPUT = {
 
 
 def test_every_command_is_here():
-    files = [path for room in ("data_prep", "results") for path in (ROOT / room).glob("*.py")]
-    commands = {f"{path.parent.name}.{path.stem}" for path in files if '__name__ == "__main__"' in path.read_text(encoding="utf-8")}
+    files = [path.relative_to(ROOT) for room in ("data_prep", "results") for path in (ROOT / room).rglob("*.py")]
+    commands = {
+        ".".join(path.with_suffix("").parts) for path in files if '__name__ == "__main__"' in (ROOT / path).read_text(encoding="utf-8")
+    }
     assert commands - {"results.dashboard"} == BAD_INPUT.keys()  # tests/results/test_dashboard.py gives it a port that is taken
 
 

@@ -1,0 +1,154 @@
+"""The work on one file of pages: what extractors find becomes columns of its rows, and a file beside, which is whole or not there."""
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from data_prep.metadata import html, page_sources, text, url
+from src.data.metadata.annotations import PREFIX, read_row
+from src.errors import DataError, UserError
+from src.files import read_json, write_atomic, write_json, writing
+
+Row = dict[str, Any]
+DIGEST = struct.Struct("16sQ")
+"""Of a document: a digest of its text, and its place among the rows of the source."""
+_SHOWN = 3
+"""Errors that are shown of a file."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is extracted of rows."""
+
+    extract: tuple[str, ...] = ()
+    compatible: bool = False
+    """With the faults of the original."""
+
+
+def _from_html(row: Row, options: Options) -> Row:
+    page = row.get(page_sources.HTML)
+    if not isinstance(page, str):
+        raise DataError(f"field {page_sources.HTML!r}: expected the HTML of a page, got {page!r}.")
+    return html.extract(page).columns()
+
+
+class Extractor(NamedTuple):
+    """How columns are made of a row."""
+
+    name: str
+    """In the columns that tell of its errors."""
+    extract: Callable[[Row, Options], Mapping[str, Any]]
+
+
+EXTRACTORS: dict[str, Extractor] = {
+    "html": Extractor("HtmlPreprocessor", _from_html),
+    "url": Extractor("UrlPreprocessor", lambda row, options: url.extract(row, options.compatible)),
+    "text": Extractor("TextPreprocessor", lambda row, options: text.extract(row, options.compatible)),
+}
+"""In the order in which they are called: later ones read what earlier ones found."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one source: NAME.jsonl, NAME.digests and, written last, NAME.json."""
+
+    source: Path
+    stem: Path
+
+    @property
+    def report(self) -> Path:
+        """What is told of them; its presence says that they are whole."""
+        return self.stem.with_suffix(".json")
+
+    @property
+    def rows(self) -> Path:
+        """One JSON object a line."""
+        return self.stem.with_suffix(".jsonl")
+
+    @property
+    def digests(self) -> Path:
+        """A DIGEST of each row."""
+        return self.stem.with_suffix(".digests")
+
+    @property
+    def failure(self) -> Path:
+        """Why the source could not be read, of the last trial."""
+        return self.stem.with_suffix(".failed")
+
+
+def part_of(source: Path, facts: Mapping[str, Any], options: Options, folder: Path) -> Part:
+    """Its name depends on the source's facts and on the options, so that nothing else is ever taken for it."""
+    key = hashlib.sha256(orjson.dumps([facts, asdict(options)])).hexdigest()[:16]
+    return Part(source, folder / f"{source.name.partition('.')[0][:40]}-{key}")
+
+
+def make_part(part: Part, options: Options) -> None:
+    """Make the part, if it is not there. What is wrong with the source is kept in `part.failure`, so that other parts are made."""
+    if part.report.exists():
+        return
+    part.failure.unlink(missing_ok=True)
+    try:
+        _write_part(part, options)
+    except UserError as error:
+        write_atomic(part.failure, str(error))
+
+
+def _write_part(part: Part, options: Options) -> None:
+    report: dict[str, Any] = {"rows": 0, "empty": 0, "columns": [], "errors": {name: [0, []] for name in options.extract}}
+    columns = dict[str, None]()
+    names = part.rows, part.digests
+    beside = [path.with_name(f".{path.name}.{os.getpid()}") for path in names]  # another process may do the same
+    with writing(part.stem), open(beside[0], "wb") as rows, open(beside[1], "wb") as digests:
+        for number, (where, row) in enumerate(page_sources.read_rows(part.source), 1):
+            made = _annotate(row, where, options, report["errors"])
+            if not made.get("text"):
+                report["empty"] += 1
+                continue
+            read_row(made, where)
+            columns |= dict.fromkeys(name for name in made if name.startswith(PREFIX))
+            try:
+                rows.write(orjson.dumps(made) + b"\n")
+            except orjson.JSONEncodeError as error:
+                raise DataError(f"{where}: cannot be written as JSON ({error}).") from None
+            digests.write(DIGEST.pack(hashlib.sha256(made["text"].encode()).digest()[:16], number))
+            report["rows"] += 1
+        for file in (rows, digests):
+            file.flush()
+            os.fsync(file.fileno())
+    report["columns"] = list(columns)
+    for path, name in zip(beside, names, strict=True):
+        path.replace(name)
+    write_json(part.report, report)
+
+
+def _annotate(row: Row, where: str, options: Options, errors: dict[str, list[Any]]) -> Row:
+    for name in options.extract:
+        extractor = EXTRACTORS[name]
+        comment = ""
+        try:
+            row |= extractor.extract(row, options)
+        except Exception as error:  # noqa: BLE001  as BigScience's: one page must not end all; they are counted, shown and limited
+            comment = " ".join(f"{'' if isinstance(error, DataError) else f'{type(error).__name__}: '}{error}".split())
+            errors[name][0] += 1
+            errors[name][1] = [*errors[name][1], f"{where}: {comment}"][:_SHOWN]
+        row |= {f"{extractor.name}_error": int(bool(comment)), f"{extractor.name}_error_comment": comment}
+    row.pop(page_sources.HTML, None)
+    return row
+
+
+def read_report(part: Part) -> dict[str, Any]:
+    """What `make_part` told of a part that is whole."""
+    return read_json(part.report, DataError)
+
+
+def digests_of(part: Part) -> Iterator[tuple[bytes, int]]:
+    """(Digest of its text, number in the source) of each row."""
+    with open(part.digests, "rb") as file:
+        while block := file.read(DIGEST.size * 4096):
+            yield from DIGEST.iter_unpack(block)

@@ -1,0 +1,241 @@
+"""Rows with metadata for training: `python -m data_prep.metadata.prepare --name c4_html --train 'pages/*.warc.gz' --val held_out.warc.gz`.
+
+One folder is made below --data_path, with train.jsonl and val.jsonl as data set `metadata` reads them, and manifest.json. A SOURCE is a
+file, a folder or a pattern of WARC, parquet or JSON lines, plain or with gzip. Pages are extracted by --extract html url text; rows of
+BigScience's layout, which have their metadata, are taken as they lie. Each source is worked on once, by datatrove's executors: on the cores
+of this machine, or as an array of Slurm. Started again after it was killed, it goes on with the sources that are left.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from data_prep import command, sources
+from data_prep.metadata import extraction, page_sources
+from data_prep.metadata.extraction import EXTRACTORS, Options, Part
+from src.data import jsonl
+from src.errors import ConfigError, DataError
+from src.files import sample_digest
+
+log = logging.getLogger(__name__)
+COMMAND = "python -m data_prep.metadata.prepare"
+ROOT = Path(__file__).resolve().parents[2]
+_SCRIPTS = sorted(Path(__file__).parent.glob("*.py"))
+_POLL_SECONDS = 1.0
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
+    add = parser.add_argument
+    add("--name", required=True, help="the new folder below it, which an experiment names as data.corpus")
+    add("--train", nargs="+", required=True, metavar="SOURCE", help="sources of the training split; those of --val are left out of them")
+    add("--val", nargs="+", required=True, metavar="SOURCE", help="sources of the validation split")
+    add("--extract", nargs="+", default=[], choices=EXTRACTORS, help="what is extracted of each row (default: nothing)")
+    add("--compatible", action="store_true", help="extract with the faults of the original, for its published strings")
+    add("--most_errors", type=float, default=0.01, metavar="R", help="share of rows that an extractor may fail on (default: %(default)s)")
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="sources that are worked on at once (default: the cores)")
+    add("--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="as an array of Slurm: partition=cpu time=02:00:00 mem_per_cpu_gb=4 ..")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of the command line."""
+
+    name: str
+    train: Sequence[str]
+    val: Sequence[str]
+    extract: Sequence[str] = ()
+    compatible: bool = False
+    most_errors: float = 0.01
+    workers: int = 1
+    slurm: Sequence[str] = ()
+
+
+def prepare(data_path: Path, asked: Request) -> None:
+    """Make the folder `data_path / asked.name`, unless it is there and of the same sources.
+
+    Raises:
+        DataError: a source is damaged, an extractor failed too often, or a document is in both splits. Finished sources are kept.
+        ConfigError: the options do not go together.
+    """
+    if not 0 <= asked.most_errors <= 1 or asked.workers < 1:
+        raise ConfigError("expected --most_errors from 0 to 1, and --workers of at least 1.")
+    settings = _settings(asked.slurm)
+    folder, options = data_path / asked.name, Options(tuple(key for key in EXTRACTORS if key in asked.extract), asked.compatible)
+    held_out = page_sources.list_files(asked.val)
+    held = {path.resolve() for path in held_out}
+    splits = {"train": [path for path in page_sources.list_files(asked.train) if path.resolve() not in held], "val": held_out}
+    assert not held & {path.resolve() for path in splits["train"]}, "the validation files were subtracted"
+    facts = {
+        path: {"name": path.name, "bytes": path.stat().st_size, "sample": sample_digest(path)} for own in splits.values() for path in own
+    }
+    sources.require_distinct((f"--{split} {path}", facts[path]) for split, own in splits.items() for path in own)
+    if not splits["train"]:
+        raise DataError("--train: nothing is left of it without the sources of --val.")
+    made_from = {
+        "sources": {split: [facts[path] for path in own] for split, own in splits.items()},
+        "extract": list(options.extract),
+        "compatible": options.compatible,
+        "packages": {"lxml": importlib.metadata.version("lxml")},
+        "scripts_sha256": command.digest_files(_SCRIPTS),
+    }
+    if command.is_made([folder], made_from):
+        return
+    beside = data_path / f"{asked.name}.parts"
+    with command.exclusive_lock(beside, f"{folder}: another process prepares it."):
+        key = hashlib.sha256(orjson.dumps([made_from["packages"], made_from["scripts_sha256"]])).hexdigest()
+        parts = {
+            split: [extraction.part_of(path, {**facts[path], "by": key}, options, beside) for path in own] for split, own in splits.items()
+        }
+        _run([part for own in parts.values() for part in own], options, asked.workers, settings, beside / "datatrove")
+        command.make_folder(folder, COMMAND, made_from, lambda new: _join(parts, options, asked.most_errors, new))
+    shutil.rmtree(beside)
+
+
+def _settings(slurm: Sequence[str]) -> dict[str, Any]:
+    """Arguments of datatrove's executor."""
+    found: dict[str, Any] = {}
+    for text in slurm:
+        key, sign, value = text.partition("=")
+        if not sign:
+            raise ConfigError(f"--slurm {text}: expected KEY=VALUE, such as partition=cpu.")
+        found[key] = int(value) if value.isdigit() else value
+    if found and not {"partition", "time"} <= found.keys():
+        raise ConfigError("--slurm: it needs partition=NAME and time=HH:MM:SS.")
+    return found
+
+
+def _run(parts: Sequence[Part], options: Options, workers: int, settings: dict[str, Any], logs: Path) -> None:
+    """Make the parts that are not there.
+
+    Raises:
+        DataError: a source cannot be read; one line for each, after all others were made.
+    """
+    missing = [part for part in parts if not part.report.exists()]
+    shutil.rmtree(logs, ignore_errors=True)  # it takes for done what it did before, whole or not
+    if missing:
+        log.info("%d of %d sources are worked on ...", len(missing), len(parts))
+        try:
+            from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
+        except ModuleNotFoundError:
+            needs = f"pip install -r {page_sources.PACKAGES}"
+            raise ConfigError(f"a package that runs the preparation is not installed: {needs}") from None
+        given: dict[str, Any] = {
+            "pipeline": [Step(missing, options)],
+            "tasks": len(missing),
+            "logging_dir": str(logs),
+            "skip_completed": False,
+        }
+        if settings:
+            environment = f"export PYTHONPATH={ROOT} PATH={Path(sys.executable).parent}:$PATH"
+            about = {"job_name": "metadata", "env_command": environment, "requeue": False, "mail_type": "NONE", "workers": workers}
+            _run_array(SlurmPipelineExecutor(**{**about, **given, **settings}))
+        else:
+            LocalPipelineExecutor(**given, workers=min(workers, len(missing))).run()
+    failed = [part for part in missing if not part.report.exists()]
+    if failed:
+        unknown = f"nothing was told; see {logs}"
+        raise DataError("\n".join(part.failure.read_text() if part.failure.exists() else f"{part.source}: {unknown}" for part in failed))
+
+
+class Step:
+    """A step of a pipeline of datatrove, of which task `rank` makes one part."""
+
+    def __init__(self, parts: Sequence[Part], options: Options) -> None:
+        from loguru import logger
+
+        self.parts, self.options = parts, options
+        logger.disable("datatrove")  # in each process: it tells every task in a dozen lines
+
+    def __reduce__(self) -> Any:
+        return Step, (self.parts, self.options)
+
+    def __call__(self, data: object, rank: int, world_size: int) -> None:
+        """Make it."""
+        extraction.make_part(self.parts[rank], self.options)
+
+    def __repr__(self) -> str:
+        return f"{len(self.parts)} sources"
+
+
+def _run_array(executor: Any) -> None:
+    """Submit, and wait until the scheduler has none of it left."""
+    executor.launch_merge_stats = lambda: None  # another job, for figures that nobody reads
+    try:
+        executor.run()
+        while subprocess.run(["squeue", "-h", "-j", str(executor.job_id)], capture_output=True, text=True, check=False).stdout.strip():
+            time.sleep(_POLL_SECONDS)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError(f"--slurm: the scheduler refuses ({sources.first_line(error)})") from None
+
+
+def _join(parts: dict[str, list[Part]], options: Options, most_errors: float, new: Path) -> dict[str, Any]:
+    """Write both splits into the folder; returns their counts."""
+    reports = {part: extraction.read_report(part) for own in parts.values() for part in own}
+    _check_errors(reports, most_errors)
+    _require_apart(parts)
+    columns = list(dict.fromkeys(column for report in reports.values() for column in report["columns"]))
+    for split in jsonl.SPLITS:
+        with open(new / f"{split}.jsonl", "wb") as file:
+            for part in parts[split]:
+                _copy_rows(part, [column for column in columns if column not in reports[part]["columns"]], file)
+    counts = {split: sum(reports[part]["rows"] for part in parts[split]) for split in jsonl.SPLITS}
+    for split, count in counts.items():
+        if not count:
+            raise DataError(f"--{split}: no row has a text.")
+    errors = {name: sum(report["errors"][name][0] for report in reports.values()) for name in options.extract}
+    empty = sum(report["empty"] for report in reports.values())
+    print(f"{counts['train']} and {counts['val']} rows, {empty} without a text left out; rows that an extractor failed on: {errors or 0}")
+    return {"counts": counts, "empty": empty, "errors": errors}
+
+
+def _check_errors(reports: dict[Part, dict[str, Any]], most: float) -> None:
+    rows = sum(report["rows"] + report["empty"] for report in reports.values())
+    for name in next(iter(reports.values()))["errors"]:
+        found = [report["errors"][name] for report in reports.values()]
+        count = sum(number for number, _ in found)
+        if count > most * rows:
+            shown = "\n".join([line for _, lines in found for line in lines][:3])
+            raise DataError(f"--extract {name}: failed on {count} of {rows} rows, above --most_errors {most:g}:\n{shown}")
+
+
+def _require_apart(parts: dict[str, list[Part]]) -> None:
+    """Raises DataError where a document is in both splits."""
+    held = {digest: (part, number) for part in parts["val"] for digest, number in extraction.digests_of(part)}
+    for part in parts["train"]:
+        for digest, number in extraction.digests_of(part):
+            if digest in held:
+                other, place = held[digest]
+                raise DataError(
+                    f"{part.source}: row {number}: the same text as row {place} of {other.source}, which is for validation. "
+                    "Leave one of them out: a model must not be measured on what it has read."
+                )
+
+
+def _copy_rows(part: Part, missing: Sequence[str], file: BinaryIO) -> None:
+    """Append the rows, with empty lists for columns that other sources have."""
+    with open(part.rows, "rb") as rows:
+        if not missing:
+            shutil.copyfileobj(rows, file, 1 << 20)
+            return
+        for line in rows:
+            row = orjson.loads(line)
+            file.write(line if "metadata" in row else orjson.dumps({**row, **{column: [] for column in missing}}) + b"\n")
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **given: prepare(data_path, Request(**given)))
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Pages of every kind of file become rows for training, each source once: whatever is killed, cut or broken on the way."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.metadata import prepare
+from src.config import Places
+from src.data.metadata.dataset import Config
+from src.data.text import tokenizers
+from tests import toy
+from tests.conftest import ROOT
+
+EXTRACT = ["--extract", "html", "url", "text"]
+
+
+def page(name: str, words: int = 20) -> dict[str, Any]:
+    body = "".join(f"<p>{f'{name} says {i} ' * words}</p>" for i in range(3))
+    html = f"<html><head><title>About {name}</title></head><body><h1>The page {name} of a long title</h1>{body}</body></html>"
+    return {"url": f"https://www.example.org/2019/04/05/{name}.html", "doc_html": html}
+
+
+def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+
+
+def write_warc(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """By the layout of ISO 28500: a record for each page and one for its picture, each with gzip by itself."""
+    records = []
+    for row in rows:
+        for kind, body in (("text/html; charset=utf-8", row["doc_html"]), ("image/png", "no page")):
+            reply = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n\r\n{body}".encode()
+            head = (
+                f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: {row['url']}\r\nContent-Type: application/http; msgtype=response\r\n"
+            )
+            records.append(f"{head}Content-Length: {len(reply)}\r\n\r\n".encode() + reply + b"\r\n\r\n")
+    path.write_bytes(b"".join(gzip.compress(record, mtime=0) if path.suffix == ".gz" else record for record in records))
+
+
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+
+
+WRITERS = {"warc": write_warc, "warc.gz": write_warc, "parquet": write_parquet, "jsonl": write_json, "jsonl.gz": write_json}
+
+
+def run(folder: Path, *words: str) -> int:
+    return prepare.main(["--data_path", str(folder / "data"), "--name", "made", "--workers", "1", *words])
+
+
+def rows(folder: Path, split: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "data" / "made" / f"{split}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_pages_of_each_kind_of_file(kind: str, tmp_path: Path):
+    WRITERS[kind](tmp_path / f"train.{kind}", [page("one"), page("two")])
+    WRITERS[kind](tmp_path / f"val.{kind}", [page("three")])
+    toy.write_data(tmp_path / "data")
+    assert run(tmp_path, "--train", str(tmp_path / f"*.{kind}"), "--val", str(tmp_path / f"val.{kind}"), *EXTRACT) == 0
+    first, second = rows(tmp_path, "train")
+    assert [row["metadata_title"][0]["value"] for row in (first, second, *rows(tmp_path, "val"))] == [
+        "About one",
+        "About two",
+        "About three",
+    ]
+    assert first["text"].startswith("The page one of a long title\none says 0 one says 0")
+    assert first["metadata_timestamp"][0]["value"] == "2019-04-05 00:00:00"
+    assert [item["value"] for item in first["metadata_html"]] == ["h1", "p", "p", "p", "body"]
+    assert "doc_html" not in first
+    places = Places(tmp_path / "data", tmp_path / "runs")
+    config = Config(corpus="made", sequence_tokens=64, columns=["url", "title", "html"])
+    assert len(config.build(places, tokenizers.load(places.data / "toy_tokenizer"), "train", 0)) == 2
+
+
+def test_the_published_layout_is_read_as_it_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Some of its files have columns of entities, others lack them. Rows without a text are left out."""
+    item = {"key": "entity", "type": "local", "char_start_idx": 0, "char_end_idx": 3, "value": "One"}
+    plain = {"text": "one text", "metadata_url": [], "c4_shard": 7, "html_head": ["<head></head>"]}
+    write_json(tmp_path / "a.jsonl.gz", [{**plain, "metadata_entity": [item]}, {**plain, "text": ""}])
+    write_json(tmp_path / "b.jsonl.gz", [plain, {"text": "of version 1", "metadata": []}])
+    write_json(tmp_path / "val.jsonl.gz", [{**plain, "text": "another"}])
+    assert run(tmp_path, "--train", str(tmp_path), "--val", str(tmp_path / "val.jsonl.gz")) == 0
+    assert rows(tmp_path, "train") == [
+        {**plain, "metadata_entity": [item]},
+        {**plain, "metadata_entity": []},
+        {"text": "of version 1", "metadata": []},
+    ]
+    assert "3 and 1 rows, 1 without a text left out" in capsys.readouterr().out
+    before = (tmp_path / "data" / "made" / "train.jsonl").stat().st_mtime_ns
+    assert run(tmp_path, "--train", str(tmp_path), "--val", str(tmp_path / "val.jsonl.gz")) == 0
+    assert (tmp_path / "data" / "made" / "train.jsonl").stat().st_mtime_ns == before
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["made"]
+
+
+def test_a_broken_source_ends_nothing_but_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pages = [page(f"p{number}", 200) for number in range(40)]
+    write_json(tmp_path / "a.jsonl.gz", pages[:20])
+    whole = (tmp_path / "a.jsonl.gz").read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "b.jsonl").write_text(json.dumps(pages[20]) + "\n{broken\n")
+    write_json(tmp_path / "c.jsonl", pages[21:39])
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 or not")
+    write_json(tmp_path / "val.jsonl", pages[39:])
+    words = ["--train", str(tmp_path), "--val", str(tmp_path / "val.jsonl"), *EXTRACT]
+    assert run(tmp_path, *words) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 3
+    assert said[0].startswith(f"error: {tmp_path / 'a.jsonl.gz'}:") and "the file is cut or damaged here" in said[0]  # noqa: PT018
+    assert said[1].startswith(f"error: {tmp_path / 'b.jsonl'}:2: not valid JSON")
+    assert said[2].startswith(f"error: {tmp_path / 'd.parquet'}: no parquet file, or a damaged one")
+    assert not (tmp_path / "data" / "made").exists()
+    made = sorted(path.name.partition("-")[0] for path in (tmp_path / "data" / "made.parts").glob("*.json"))
+    assert made == ["c", "val"], "the others were worked on"
+    (kept,) = (tmp_path / "data" / "made.parts").glob("c-*.jsonl")
+    before = kept.stat().st_ino, kept.read_bytes()
+
+    (tmp_path / "a.jsonl.gz").write_bytes(whole)
+    write_json(tmp_path / "b.jsonl", pages[20:21])
+    (tmp_path / "d.parquet").unlink()
+    assert (kept.stat().st_ino, kept.read_bytes()) == before
+    assert run(tmp_path, *words) == 0
+    assert [row["metadata_title"][0]["value"] for row in rows(tmp_path, "train")] == [f"About p{number}" for number in range(39)]
+
+
+@pytest.mark.parametrize(
+    ("html", "message"),
+    [
+        (None, "field 'doc_html': expected the HTML of a page, got None."),
+        ("", "no HTML can be read"),
+        ("<div>" * 10_000, "tags are nested too deep for the parser"),
+    ],
+)
+def test_pages_that_cannot_be_read_are_counted_and_limited(html: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    bad = {**page("bad"), "doc_html": html, "text": "what was known of it"}
+    write_json(tmp_path / "train.jsonl", [page("good"), bad])
+    write_json(tmp_path / "val.jsonl", [page("val")])
+    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT]
+    assert run(tmp_path, *words) == 1
+    said = capsys.readouterr().err
+    assert "--extract html: failed on 1 of 3 rows, above --most_errors 0.01:" in said
+    assert f"{tmp_path / 'train.jsonl'}:2: " in said
+    assert message in said
+    assert not (tmp_path / "data" / "made").exists()
+    assert run(tmp_path, *words, "--most_errors", "0.5") == 0
+    good, kept = rows(tmp_path, "train")
+    assert (good["HtmlPreprocessor_error"], good["HtmlPreprocessor_error_comment"]) == (0, "")
+    assert kept["HtmlPreprocessor_error"] == 1
+    assert message in kept["HtmlPreprocessor_error_comment"]
+    assert kept["text"] == "what was known of it", "the row keeps what it had"
+    assert kept["metadata_url"], "other extractors go on"
+
+
+def test_a_document_of_both_splits_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """B5 and B6: nothing kept the reference from training on its test file."""
+    write_json(tmp_path / "train.jsonl", [page("one"), page("same")])
+    write_json(tmp_path / "val.jsonl", [page("other"), page("third"), {**page("same"), "url": "https://mirror.org/"}])
+    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT]
+    assert run(tmp_path, *words) == 1
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'train.jsonl'}: row 2: the same text as row 3 of {tmp_path / 'val.jsonl'}, which is for validation." in said
+    assert not (tmp_path / "data" / "made").exists()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(tmp_path / "val.jsonl")
+    assert run(tmp_path, "--train", str(link), "--val", str(tmp_path / "val.jsonl")) == 1
+    assert "--train: nothing is left of it without the sources of --val." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--train", "none.jsonl"], "none.jsonl: no such file. Expected names that end with .warc, .warc.gz, .parquet"),
+        (["--train", "."], ".: no file here ends with .warc"),
+        (["--workers", "0"], "--workers of at least 1"),
+        (["--slurm", "partition"], "--slurm partition: expected KEY=VALUE"),
+        (["--slurm", "partition=cpu"], "--slurm: it needs partition=NAME and time=HH:MM:SS."),
+    ],
+)
+def test_mistakes_are_told(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    write_json(tmp_path / "good.jsonl", [page("one")])
+    write_json(tmp_path / "val.jsonl", [page("two")])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").touch()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert run(tmp_path, "--train", str(tmp_path / "good.jsonl"), "--val", str(tmp_path / "val.jsonl"), *words) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_package_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    write_json(tmp_path / "good.jsonl", [page("one")])
+    write_json(tmp_path / "val.jsonl", [page("two")])
+    monkeypatch.setitem(sys.modules, "datatrove.executor", None)
+    assert run(tmp_path, "--train", str(tmp_path / "good.jsonl"), "--val", str(tmp_path / "val.jsonl")) == 1
+    assert "pip install -r requirements/metadata.txt" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_twenty_kills_give_the_bytes_of_an_undisturbed_preparation(tmp_path: Path):
+    draws = random.Random(0)
+    (tmp_path / "pages").mkdir()
+    for number in range(24):
+        rows = [page(f"p{number}x{i}", draws.randint(5, 60)) for i in range(draws.randint(20, 120))]
+        write_json(tmp_path / "pages" / f"{number:02}.jsonl.gz", rows)
+    words = [sys.executable, "-m", "data_prep.metadata.prepare", "--name", "made", "--workers", "4", *EXTRACT]
+    words += ["--train", str(tmp_path / "pages"), "--val", str(tmp_path / "pages" / "07.jsonl.gz"), "--data_path"]
+    subprocess.run([*words, str(tmp_path / "calm")], cwd=ROOT, check=True, capture_output=True)
+    parts = tmp_path / "disturbed" / "made.parts"
+    kills = 0
+    while kills < 20:
+        process = subprocess.Popen(
+            [*words, str(tmp_path / "disturbed")], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        before, wanted = len(list(parts.glob("*.jsonl"))), draws.choice([0, 0, 1])
+        while process.poll() is None and not is_at(parts, before + wanted, bool(draws.random() < 0.5)):
+            time.sleep(0.0002)
+        assert process.poll() is None, f"it ended after {kills} kills"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert not (tmp_path / "disturbed" / "made").exists()
+    subprocess.run([*words, str(tmp_path / "disturbed")], cwd=ROOT, check=True, capture_output=True)
+    for name in ("train.jsonl", "val.jsonl", "manifest.json"):
+        assert (tmp_path / "disturbed" / "made" / name).read_bytes() == (tmp_path / "calm" / "made" / name).read_bytes()
+    assert not parts.exists()
+
+
+def is_at(parts: Path, finished: int, writing: bool) -> bool:
+    """Whether so many parts are finished, and, if asked for, another is being written."""
+    return len(list(parts.glob("*.jsonl"))) >= finished and (not writing or any(parts.glob(".*.jsonl.*")))
