@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from data_prep.metadata import html, page_sources, text, url
+from data_prep.metadata import description, entities, html, page_sources, text, url
 from src.data.metadata.annotations import PREFIX, read_row
 from src.errors import DataError, UserError
 from src.files import read_json, write_atomic, write_json, writing
@@ -29,6 +29,10 @@ class Options:
     extract: tuple[str, ...] = ()
     compatible: bool = False
     """With the faults of the original."""
+    wiki_index: str = ""
+    """Path of the index of Wikipedia, for descriptions."""
+    mentions: str = ""
+    """Path of a dictionary of entities."""
 
 
 def _from_html(row: Row, options: Options) -> Row:
@@ -36,6 +40,10 @@ def _from_html(row: Row, options: Options) -> Row:
     if not isinstance(page, str):
         raise DataError(f"field {page_sources.HTML!r}: expected the HTML of a page, got {page!r}.")
     return html.extract(page).columns()
+
+
+def _describe(row: Row, options: Options) -> Row:
+    return description.extract(row, description.open_descriptions(options.wiki_index), options.compatible)
 
 
 class Extractor(NamedTuple):
@@ -49,6 +57,8 @@ class Extractor(NamedTuple):
 EXTRACTORS: dict[str, Extractor] = {
     "html": Extractor("HtmlPreprocessor", _from_html),
     "url": Extractor("UrlPreprocessor", lambda row, options: url.extract(row, options.compatible)),
+    "description": Extractor("WebsiteDescPreprocessor", _describe),
+    "entities": Extractor("EntityPreprocessor", lambda row, options: entities.extract(row, entities.read_linker(options.mentions))),
     "text": Extractor("TextPreprocessor", lambda row, options: text.extract(row, options.compatible)),
 }
 """In the order in which they are called: later ones read what earlier ones found."""

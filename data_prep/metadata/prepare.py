@@ -16,23 +16,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
 from data_prep import command, sources
-from data_prep.metadata import extraction, page_sources
+from data_prep.metadata import description, entities, extraction, html, page_sources, text, url
 from data_prep.metadata.extraction import EXTRACTORS, Options, Part
 from src.data import jsonl
 from src.errors import ConfigError, DataError
-from src.files import sample_digest
+from src.files import reading, sample_digest
 
 log = logging.getLogger(__name__)
 COMMAND = "python -m data_prep.metadata.prepare"
 ROOT = Path(__file__).resolve().parents[2]
-_SCRIPTS = sorted(Path(__file__).parent.glob("*.py"))
+_SCRIPTS = [Path(module.__file__ or "") for module in (description, entities, extraction, html, page_sources, text, url)]
 _POLL_SECONDS = 1.0
 
 
@@ -43,6 +43,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--train", nargs="+", required=True, metavar="SOURCE", help="sources of the training split; those of --val are left out of them")
     add("--val", nargs="+", required=True, metavar="SOURCE", help="sources of the validation split")
     add("--extract", nargs="+", default=[], choices=EXTRACTORS, help="what is extracted of each row (default: nothing)")
+    add("--wiki_index", type=Path, metavar="FILE", help="of --extract description: made by data_prep.metadata.wiki_index")
+    add("--mentions", type=Path, metavar="FILE", help="of --extract entities: a mention, a tab and a title of Wikipedia on each line")
     add("--compatible", action="store_true", help="extract with the faults of the original, for its published strings")
     add("--most_errors", type=float, default=0.01, metavar="R", help="share of rows that an extractor may fail on (default: %(default)s)")
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="sources that are worked on at once (default: the cores)")
@@ -57,6 +59,8 @@ class Request:
     train: Sequence[str]
     val: Sequence[str]
     extract: Sequence[str] = ()
+    wiki_index: Path | None = None
+    mentions: Path | None = None
     compatible: bool = False
     most_errors: float = 0.01
     workers: int = 1
@@ -72,8 +76,7 @@ def prepare(data_path: Path, asked: Request) -> None:
     """
     if not 0 <= asked.most_errors <= 1 or asked.workers < 1:
         raise ConfigError("expected --most_errors from 0 to 1, and --workers of at least 1.")
-    settings = _settings(asked.slurm)
-    folder, options = data_path / asked.name, Options(tuple(key for key in EXTRACTORS if key in asked.extract), asked.compatible)
+    settings, folder, (options, needed) = _settings(asked.slurm), data_path / asked.name, _options(asked)
     held_out = page_sources.list_files(asked.val)
     held = {path.resolve() for path in held_out}
     splits = {"train": [path for path in page_sources.list_files(asked.train) if path.resolve() not in held], "val": held_out}
@@ -88,6 +91,7 @@ def prepare(data_path: Path, asked: Request) -> None:
         "sources": {split: [facts[path] for path in own] for split, own in splits.items()},
         "extract": list(options.extract),
         "compatible": options.compatible,
+        **needed,
         "packages": {"lxml": importlib.metadata.version("lxml")},
         "scripts_sha256": command.digest_files(_SCRIPTS),
     }
@@ -95,7 +99,7 @@ def prepare(data_path: Path, asked: Request) -> None:
         return
     beside = data_path / f"{asked.name}.parts"
     with command.exclusive_lock(beside, f"{folder}: another process prepares it."):
-        key = hashlib.sha256(orjson.dumps([made_from["packages"], made_from["scripts_sha256"]])).hexdigest()
+        key = hashlib.sha256(orjson.dumps([needed, made_from["packages"], made_from["scripts_sha256"]])).hexdigest()
         parts = {
             split: [extraction.part_of(path, {**facts[path], "by": key}, options, beside) for path in own] for split, own in splits.items()
         }
@@ -104,13 +108,31 @@ def prepare(data_path: Path, asked: Request) -> None:
     shutil.rmtree(beside)
 
 
+def _options(asked: Request) -> tuple[Options, dict[str, str]]:
+    """What is extracted; and digests of the files that it needs, by option."""
+    options = Options(tuple(key for key in EXTRACTORS if key in asked.extract), asked.compatible)
+    needed = dict[str, str]()
+    for extractor, field, path in (("description", "wiki_index", asked.wiki_index), ("entities", "mentions", asked.mentions)):
+        if (extractor in options.extract) != (path is not None):
+            raise ConfigError(f"--{field}: it belongs to --extract {extractor}. Give both, or none.")
+        if path:
+            with reading(path, DataError):
+                needed[field] = sample_digest(path)
+            options = replace(options, **{field: str(path.resolve())})
+    if "description" in options.extract:
+        description.open_descriptions(options.wiki_index)
+    if "entities" in options.extract:
+        entities.read_linker(options.mentions)
+    return options, needed
+
+
 def _settings(slurm: Sequence[str]) -> dict[str, Any]:
     """Arguments of datatrove's executor."""
     found: dict[str, Any] = {}
-    for text in slurm:
-        key, sign, value = text.partition("=")
+    for given in slurm:
+        key, sign, value = given.partition("=")
         if not sign:
-            raise ConfigError(f"--slurm {text}: expected KEY=VALUE, such as partition=cpu.")
+            raise ConfigError(f"--slurm {given}: expected KEY=VALUE, such as partition=cpu.")
         found[key] = int(value) if value.isdigit() else value
     if found and not {"partition", "time"} <= found.keys():
         raise ConfigError("--slurm: it needs partition=NAME and time=HH:MM:SS.")

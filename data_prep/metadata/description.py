@@ -1,0 +1,88 @@
+"""What Wikipedia says of a website: the first sentence of the page that its host redirects to, or that bears its name."""
+
+import re
+import sqlite3
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from src.errors import DataError
+
+Row = dict[str, Any]
+COLUMNS = ("metadata_website_desc",)
+FEWEST_WORDS, MOST_WORDS = 5, 50
+_PARENTHESES = re.compile(r"\s*\((?:[^()]|\([^()]*\))*\)")
+_SENTENCE = re.compile(r".*?(?<!\b[A-Z])[.!?][\"')\]]*(?=\s+[A-Z]|\s*$)", re.DOTALL)  # a dot behind a single letter is of a name
+_NO_DESCRIPTION = re.compile(r".* refers? to.?:|\[\[\w+:", re.DOTALL)
+
+
+class Descriptions:
+    """The index that data_prep.metadata.wiki_index made. Hosts are remembered, those that have no page too (B21)."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DataError where it is no such index."""
+        try:
+            self._database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+            self._database.execute("select 1 from paragraphs, redirects limit 1")
+        except sqlite3.Error as error:
+            raise DataError(f"{path}: no index of Wikipedia ({error}). Make it with python -m data_prep.metadata.wiki_index.") from None
+        self.queries = 0
+        """How often the index was asked."""
+        self.of_host = lru_cache(1 << 16)(self._of_host)
+
+    def _of_host(self, host: str) -> str | None:
+        """The first paragraph about a host, such as "bbc.co.uk"."""
+        title = self._redirect(host.lower()) or host.partition(".")[0].capitalize()
+        return self._paragraph(title) or self._paragraph(self._redirect(title.lower()) or "")
+
+    def _redirect(self, name: str) -> str | None:
+        return self._ask("select title from redirects where name = ?", name)
+
+    def _paragraph(self, title: str) -> str | None:
+        return self._ask("select paragraph from paragraphs where title = ?", title)
+
+    def _ask(self, query: str, value: str) -> str | None:
+        self.queries += 1
+        found = self._database.execute(query, (value,)).fetchone()
+        return found[0] if found else None
+
+
+@lru_cache(1)
+def open_descriptions(path: str) -> Descriptions:
+    """One in each process."""
+    return Descriptions(Path(path))
+
+
+def extract(row: Mapping[str, Any], descriptions: Descriptions, compatible: bool = False) -> Row:
+    """The column of a row with a "url". compatible: every "www." is taken out of the host, and its port stays (B10)."""
+    url = row.get("url")
+    try:
+        split = urlsplit(url if isinstance(url, str) else "")
+        host = split.netloc.replace("www.", "") if compatible else (split.hostname or "").removeprefix("www.")
+    except ValueError:  # such as brackets that hold no address
+        host = ""
+    paragraph = descriptions.of_host(host) if host else None
+    value = first_sentence(paragraph) if paragraph else ""
+    items = [{"key": "website_description", "type": "global", "value": value}] if value else []
+    return {COLUMNS[0]: clean_descriptions(items, compatible)}
+
+
+def first_sentence(paragraph: str) -> str:
+    """Without what stands in parentheses."""
+    text = _PARENTHESES.sub("", paragraph).strip()
+    match = _SENTENCE.match(text)
+    return match[0] if match else text
+
+
+def clean_descriptions(items: Sequence[Row], compatible: bool = False) -> list[Row]:
+    """Those that describe something. compatible: all or none, by the first (B21)."""
+    if compatible:
+        return list(items) if items and describes(items[0]["value"]) else []
+    return [item for item in items if describes(item["value"])]
+
+
+def describes(value: str) -> bool:
+    """Whether it is no list of meanings and no link, and has between 5 and 50 words."""
+    return FEWEST_WORDS <= len(value.split()) <= MOST_WORDS and not _NO_DESCRIPTION.match(value)

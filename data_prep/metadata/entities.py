@@ -1,0 +1,69 @@
+"""Entities in a text. A linker is an object with one verb, `link(text)`; here one that looks mentions up in a dictionary.
+
+Another, such as REL or a model of one's own, is a class with the same verb and a line in `extraction.EXTRACTORS`.
+"""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from src.errors import DataError
+from src.files import reading
+
+Row = dict[str, Any]
+COLUMNS = ("metadata_entity",)
+_WORD = re.compile(r"\w+(?:[.'’-]\w+)*")
+
+
+class Linker(Protocol):
+    """Finds entities."""
+
+    def link(self, text: str) -> list[Row]:
+        """Items of the key "entity", in their order: spans of `text`, and titles of Wikipedia with underscores as values."""
+        ...
+
+
+class DictionaryLinker:
+    """Finds the longest mentions of a dictionary that begin and end with a word; none is inside another."""
+
+    def __init__(self, titles: dict[str, str]) -> None:
+        """titles: by mention, as it is written in texts."""
+        self._titles = {mention: title.replace(" ", "_") for mention, title in titles.items()}
+        self._longest = max((len(_WORD.findall(mention)) for mention in titles), default=0)
+
+    def link(self, text: str) -> list[Row]:
+        """See `Linker`."""
+        words = [match.span() for match in _WORD.finditer(text)]
+        found, at = list[Row](), 0
+        while at < len(words):
+            start, last = words[at][0], min(at + self._longest, len(words))
+            ends = (end for end in range(last, at, -1) if text[start : words[end - 1][1]] in self._titles)
+            if end := next(ends, 0):
+                stop = words[end - 1][1]
+                value = self._titles[text[start:stop]]
+                found.append({"key": "entity", "type": "local", "char_start_idx": start, "char_end_idx": stop, "value": value})
+            at = end or at + 1
+        return found
+
+
+@lru_cache(1)
+def read_linker(path: str) -> DictionaryLinker:
+    """Of a file with a mention, a tab and a title on each line. One in each process.
+
+    Raises:
+        DataError: it cannot be read, or a line is another.
+    """
+    titles = dict[str, str]()
+    with reading(Path(path), DataError), open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            mention, tab, title = line.rstrip("\n").partition("\t")
+            if not tab or not mention or not title:
+                raise DataError(f"{path}:{number}: expected a mention, a tab and a title, got {line.rstrip()!r}.")
+            titles[mention] = title
+    return DictionaryLinker(titles)
+
+
+def extract(row: Row, linker: Linker) -> Row:
+    """The column of a row with a "text"."""
+    return {COLUMNS[0]: linker.link(row.get("text") or "")}

@@ -1,0 +1,87 @@
+"""A validation set for each type of metadata: `python -m data_prep.metadata.validation c4_html --columns html title`.
+
+Of a prepared corpus each gets a folder CORPUS-validation_metadata_COLUMN beside it, as the published ones are called: its validation split
+has the rows with that type, and no other type. The training split is the corpus's own.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from data_prep import command
+from src.config import unknown_text
+from src.data import jsonl
+from src.data.metadata.annotations import COLUMNS, PREFIX
+from src.errors import ConfigError, DataError
+from src.files import read_manifest, reading
+
+COMMAND = "python -m data_prep.metadata.validation"
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
+    parser.add_argument("corpus", help="name of the prepared folder below it")
+    parser.add_argument("--columns", nargs="+", required=True, metavar="COLUMN", help=f"of: {', '.join(COLUMNS)}")
+    parser.add_argument("--most", type=int, metavar="N", help="rows of each set, the first ones (default: all)")
+
+
+def make_sets(data_path: Path, corpus: str, columns: Sequence[str], most: int | None = None) -> None:
+    """Make the folder of each column, or none.
+
+    Raises:
+        DataError: the corpus is not prepared, or has no row with a column.
+        ConfigError: a column is unknown.
+    """
+    folder = data_path / corpus
+    source = jsonl.require_file(folder, "val.jsonl")
+    for column in columns:
+        if column not in COLUMNS:
+            raise ConfigError(f"--columns: {unknown_text('column', column, COLUMNS)}")
+        if not any(True for _ in rows_with(source, column)):
+            raise DataError(f"--columns: no row of {source} has {column!r}.")
+    files = read_manifest(folder, DataError)["files"]
+    for column in columns:
+        made_from = {"corpus": {name: files[name]["sha256"] for name in ("train.jsonl", "val.jsonl")}, "column": column, "most": most}
+
+        def fill(new: Path, column: str = column) -> dict[str, Any]:
+            _share(folder / "train.jsonl", new / "train.jsonl")
+            with open(new / "val.jsonl", "wb") as file:
+                rows = [orjson.dumps(row) + b"\n" for row, _ in zip(rows_with(source, column), range(most or sys.maxsize), strict=False)]
+                file.writelines(rows)
+            return {"counts": {"val": len(rows)}}
+
+        command.make_folder(data_path / f"{corpus}-validation_metadata_{column}", COMMAND, made_from, fill)
+
+
+def rows_with(path: Path, column: str) -> Iterator[dict[str, Any]]:
+    """The rows with an item of the column, with no other metadata."""
+    with reading(path, DataError), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            row = jsonl.parse(line, f"{path}:{number}")
+            if "metadata" in row:
+                key = COLUMNS[column].key
+                row["metadata"] = [item for item in row["metadata"] or [] if item.get("key") == key]
+                if row["metadata"]:
+                    yield row
+            elif row.get(PREFIX + column):
+                yield {name: [] if name.startswith(PREFIX) and name != PREFIX + column else value for name, value in row.items()}
+
+
+def _share(source: Path, target: Path) -> None:
+    """The same file under another name, or a copy of it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy(source, target)
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, make_sets)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Weights of the types of metadata by how seldom they are: `python -m data_prep.metadata.weights c4_html`.
+
+What is printed goes into `data.weights` of an experiment with sampling "weighted". The weight of a type is the number of documents that
+have the most frequent one, over the number of those that have it: 1 for the most frequent. Only the ratios count.
+"""
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_prep import command
+from src.config import Places
+from src.data import jsonl
+from src.data.metadata.annotations import read_row
+from src.errors import ConfigError, DataError
+
+COMMAND = "python -m data_prep.metadata.weights"
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
+    parser.add_argument("corpus", help="name of the prepared folder below it")
+    parser.add_argument("--columns", nargs="+", metavar="COLUMN", help="of which columns (default: all that a row has)")
+    parser.add_argument(
+        "--documents", type=int, metavar="N", help="count in N of the training split, drawn with a fixed seed (default: all)"
+    )
+
+
+def count_columns(data_path: Path, corpus: str, columns: Sequence[str] | None = None, documents: int | None = None) -> Counter[str]:
+    """Of how many documents of the training split each column has an item.
+
+    Raises:
+        DataError: the corpus is not prepared, a row is malformed, or a column has no item.
+        ConfigError: `documents` is no number of documents.
+    """
+    path = jsonl.require_file(jsonl.corpus_folder(Places(data_path, data_path), corpus), "train.jsonl")
+    rows = jsonl.read_rows(path, {"text": str})
+    if documents is not None and documents < 1:
+        raise ConfigError(f"--documents: expected at least 1, got {documents}.")
+    chosen = (
+        range(len(rows)) if documents is None or documents >= len(rows) else sorted(random.Random(0).sample(range(len(rows)), documents))
+    )
+    found = Counter[str]()
+    for number in chosen:
+        found.update(read_row(rows[number], f"{path}:{number + 1}", columns).columns)
+    for column in columns or []:
+        if not found[column]:
+            raise DataError(f"--columns: no document that was counted has {column!r}, so it has no weight.")
+    if not found:
+        raise DataError(f"{path}: no document has metadata.")
+    return found
+
+
+def inverse_frequencies(counts: Counter[str]) -> dict[str, float]:
+    """The weights of columns, most frequent first."""
+    most = max(counts.values())
+    return {column: most / count for column, count in counts.most_common()}
+
+
+def _print_weights(data_path: Path, corpus: str, columns: Sequence[str] | None, documents: int | None) -> None:
+    lines = (
+        f'    "{column}": {weight!r},'
+        for column, weight in inverse_frequencies(count_columns(data_path, corpus, columns, documents)).items()
+    )
+    print("\n".join(['"weights": {', *lines, "},"]))
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, _print_weights)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""First paragraphs of Wikipedia's pages: `python -m data_prep.metadata.wiki_index enwiki-pages-articles.xml.bz2 --output wiki.sqlite`.
+
+The dump is of MediaWiki's XML export, plain or with bzip2 (dumps.wikimedia.org); it is read once, a page at a time. The index is one SQLite
+file, for `data_prep.metadata.prepare --extract description --wiki_index`.
+"""
+
+import argparse
+import bz2
+import os
+import sqlite3
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from lxml import etree  # pyright: ignore[reportAttributeAccessIssue]  a compiled module
+
+from data_prep import command
+from data_prep.metadata.page_sources import PACKAGES
+from src.errors import DataError
+from src.files import reading, writing
+
+COMMAND = "python -m data_prep.metadata.wiki_index"
+_TABLES = """
+create table paragraphs (title text primary key, paragraph text) without rowid;
+create table redirects (name text primary key, title text) without rowid;
+"""
+_NO_TEXT = ("file:", "image:", "category:")
+
+
+class Page(NamedTuple):
+    """An article, or a redirect to one."""
+
+    title: str
+    redirect: str | None
+    wikitext: str
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dump", type=Path, help="pages-articles.xml, or .xml.bz2")
+    parser.add_argument("--output", type=Path, default=Path("wiki.sqlite"), help="the new file (default: %(default)s)")
+
+
+def make_index(dump: Path, output: Path) -> None:
+    """Write the index, or nothing.
+
+    Raises:
+        DataError: the dump is damaged or none. A package that reads wikitext is missing.
+    """
+    beside = output.with_name(f".{output.name}.{os.getpid()}")
+    counts = {"paragraphs": 0, "redirects": 0}
+    try:
+        with writing(output), sqlite3.connect(beside) as database:
+            database.executescript(_TABLES)
+            for page in read_pages(dump):
+                if page.redirect is not None:
+                    database.execute("insert or ignore into redirects values (?, ?)", (page.title.lower(), page.redirect))
+                    counts["redirects"] += 1
+                elif paragraph := first_paragraph(page.wikitext):
+                    database.execute("insert or replace into paragraphs values (?, ?)", (page.title, paragraph))
+                    counts["paragraphs"] += 1
+        database.close()
+        if not counts["paragraphs"]:
+            raise DataError(f"{dump}: no article was found. Expected MediaWiki's XML export.")
+        os.replace(beside, output)
+    finally:
+        beside.unlink(missing_ok=True)
+    print(f"{output}: {counts['paragraphs']} paragraphs, {counts['redirects']} redirects")
+
+
+def read_pages(dump: Path) -> Iterator[Page]:
+    """Articles and redirects of a dump; pages of other name spaces are passed over.
+
+    Raises:
+        DataError: it is cut or damaged.
+    """
+    try:
+        with reading(dump, DataError), (bz2.open if dump.suffix == ".bz2" else open)(dump, "rb") as file:
+            for _, element in etree.iterparse(file, tag="{*}page", huge_tree=True):
+                if element.findtext("{*}ns", "0") == "0":
+                    redirect = element.find("{*}redirect")
+                    text = element.findtext("{*}revision/{*}text") or ""
+                    yield Page(element.findtext("{*}title"), None if redirect is None else redirect.get("title"), text)
+                element.clear()
+                while element.getprevious() is not None:
+                    del element.getparent()[0]
+    except (etree.XMLSyntaxError, EOFError, OSError) as bad:
+        raise DataError(f"{dump}: cut, damaged, or no XML ({' '.join(str(bad).split())[:200]}). Get it again.") from None
+
+
+def first_paragraph(wikitext: str) -> str:
+    """The first paragraph before any heading, without markup; empty where there is none."""
+    try:
+        import mwparserfromhell
+    except ModuleNotFoundError:
+        raise DataError(f"a package that reads wikitext is not installed: pip install -r {PACKAGES}") from None
+    code = mwparserfromhell.parse(wikitext).get_sections(include_lead=True, flat=True)[0]
+    unread = list(code.filter_tags(matches=lambda tag: str(tag.tag).lower() in ("ref", "gallery")))
+    unread += [link for link in code.filter_wikilinks() if str(link.title).strip().lower().startswith(_NO_TEXT)]
+    for node in unread:
+        try:
+            code.remove(node)
+        except ValueError:  # inside another that was removed
+            continue
+    lines = (" ".join(line.split()) for line in code.strip_code(normalize=True, collapse=True).split("\n"))
+    return next((line for line in lines if line), "")
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, make_index)
+
+if __name__ == "__main__":
+    sys.exit(main())
