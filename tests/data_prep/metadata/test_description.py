@@ -1,0 +1,135 @@
+"""What a dump of Wikipedia says of a website, from the dump to the column."""
+
+import bz2
+from pathlib import Path
+
+import pytest
+
+from data_prep.metadata import description, wiki_index
+from data_prep.metadata.description import Descriptions, clean_descriptions, extract, first_sentence
+from src.errors import DataError
+
+LEAD = """{{Infobox broadcaster|name=BBC|logo=[[File:b.svg]]}}
+[[File:House.jpg|thumb|The [[Broadcasting House|house]] in 2019]]
+The '''British Broadcasting Corporation''' ('''BBC'''; ''now (2020)'' global) is the [[public broadcaster|broadcaster]]<ref>a</ref> of J. Reith. It was.
+
+A second paragraph.
+== History ==
+Later."""
+PAGES = [
+    ("BBC", None, LEAD),
+    ("Python (programming language)", None, "'''Python''' is a language of many words and few braces."),
+    ("Stub", None, "'''Stub''' is short."),
+    ("Mercury", None, "'''Mercury''' may refer to:\n* a planet that is near the sun\n* a metal"),
+    ("Bbc.co.uk", "BBC", ""),
+    ("Python.org", "Python (programming language)", ""),
+]
+
+
+def dump(pages: list[tuple[str, str | None, str]] = PAGES, namespace: int = 0) -> str:
+    """In the layout of a dump (mediawiki.org/xml/export-0.11)."""
+    articles = ""
+    for number, (title, redirect, text) in enumerate(pages):
+        to = f'<redirect title="{redirect}" />' if redirect else ""
+        escaped = text.replace("&", "&amp;").replace("<", "&lt;")
+        revision = f'<revision><id>{number}</id><text bytes="1" xml:space="preserve">{escaped}</text></revision>'
+        articles += f"<page><title>{title}</title><ns>{namespace}</ns><id>{number}</id>{to}{revision}</page>\n"
+    talk = (
+        "<page><title>Talk:BBC</title><ns>1</ns><revision><text>'''Talk''' is not an article of the encyclopedia.</text></revision></page>"
+    )
+    return f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/"><siteinfo><sitename>W</sitename></siteinfo>{articles}{talk}</mediawiki>'
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wiki")
+    (folder / "dump.xml.bz2").write_bytes(bz2.compress(dump().encode()))
+    assert wiki_index.main([str(folder / "dump.xml.bz2"), "--output", str(folder / "wiki.sqlite")]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["dump.xml.bz2", "wiki.sqlite"]
+    return folder / "wiki.sqlite"
+
+
+def value(url: str, index: Path, compatible: bool = False) -> str | None:
+    (items,) = extract({"url": url}, Descriptions(index), compatible).values()
+    return items[0]["value"] if items else None
+
+
+def test_the_first_sentence_of_the_page_about_a_host(index: Path):
+    bbc = "The '''British Broadcasting Corporation''' ('''BBC'''; ''now (2020)'' global) is the [[public broadcaster|broadcaster]]<ref>a</ref> of J. Reith. It was.
+    assert value("https://www.BBC.co.uk/news", index) == bbc, "by the redirect"
+    assert value("https://bbc.com:8080/", index) is None, "'Bbc' is no page"
+    assert value("http://python.org/about", index) == "Python is a language of many words and few braces."
+    assert value("http://stub.net/", index) is None, "below five words"
+    assert value("http://mercury.com/", index) is None, "a list of meanings"
+    assert value("http://[broken", index) is None
+    assert value("", index) is None
+
+
+def test_hosts_lose_www_at_their_beginning_alone_b10(index: Path):
+    """B10: the original took "www." out of everywhere, and kept the port."""
+    assert value("http://pythwww.on.org/", index) is None
+    assert value("http://pythwww.on.org/", index, compatible=True) is not None
+    assert value("http://python.org:80/", index) is not None
+    assert value("http://python.org:80/", index, compatible=True) is None
+
+
+def test_misses_are_remembered_b21(index: Path):
+    """B21: the original asked again for each page of a host that is not known."""
+    descriptions = Descriptions(index)
+    extract({"url": "http://unknown.example/page"}, descriptions)
+    asked = descriptions.queries
+    for page in range(3):
+        extract({"url": f"http://unknown.example/{page}"}, descriptions)
+    assert descriptions.queries == asked > 0
+
+
+def test_every_description_is_looked_at_b21():
+    """B21: the original's cleaner looked at the first alone."""
+    good, bad = ({"value": text} for text in ("one two three four five six", "too short"))
+    assert clean_descriptions([good, bad]) == [good]
+    assert clean_descriptions([bad, good]) == [good]
+    assert clean_descriptions([bad, good], compatible=True) == []
+    assert clean_descriptions([good, bad], compatible=True) == [good, bad]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("a " * 4, False),
+        ("a " * 5, True),
+        ("a " * 50, True),
+        ("a " * 51, False),
+        ("It may refer to: a b c", False),
+        ("[[de:x]] a b c d e", False),
+    ],
+)
+def test_what_describes(text: str, kept: bool):
+    assert description.describes(text) == kept
+
+
+@pytest.mark.parametrize(
+    ("paragraph", "sentence"),
+    [
+        ("One (1 (or two) 3) is it. Two.", "One is it."),
+        ("Version 1.2 of J. R. Smith's page. Next", "Version 1.2 of J. R. Smith's page."),
+        ('It said "yes." Then more.', 'It said "yes."'),
+        ("No end", "No end"),
+    ],
+)
+def test_first_sentences(paragraph: str, sentence: str):
+    assert first_sentence(paragraph) == sentence
+
+
+def test_what_is_no_dump_or_no_index_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    whole = dump()
+    for name, content in {
+        "cut.xml": whole[: len(whole) // 2].encode(),
+        "cut.xml.bz2": bz2.compress(whole.encode())[:-20],
+        "no.xml": b"<a/>",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        assert wiki_index.main([str(tmp_path / name), "--output", str(tmp_path / "out.sqlite")]) == 1
+        assert capsys.readouterr().err.startswith(f"error: {tmp_path / name}: ")
+    assert not list(tmp_path.glob("*.sqlite*"))
+    with pytest.raises(DataError, match="no index of Wikipedia"):
+        Descriptions(tmp_path / "cut.xml")
