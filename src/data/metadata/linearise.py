@@ -146,10 +146,18 @@ def _position(sides: Sequence[_Side], side: _Side, default: int) -> int:
 
 
 def _escape(text: str, found: Sequence[Marker], keys: Iterable[str]) -> list[Marker]:
-    """With an escape before all of `text` that looks like a marker of one of `keys`, or like an escape of one."""
+    """With an escape before all of `text` that looks like a marker of one of `keys`, or like an escape of one.
+
+    It is looked for with the markers in their places: "[" of the text before a marker "[html: b]" looks like "[[".
+    """
     patterns = [lookalike(key).pattern for key in sorted(keys)]
     if not patterns:
         return list(found)
     looks = re.compile(rf"(?=(?:{'|'.join(patterns)}|\\))")
-    escapes = [Marker(match.start(), ESCAPE, False) for match in looks.finditer(text)]
+    marked, mask = insert(text, found)
+    places = [match.start() for match in looks.finditer(marked) if not mask[match.start()]]
+    escapes, index, read = list[Marker](), 0, 0
+    for place in places:
+        index, read = index + mask[read:place].count(False), place
+        escapes.append(Marker(index, ESCAPE, False))
     return sorted([*found, *escapes], key=attrgetter("character"))  # stable: an escape stands behind the other markers of its character
