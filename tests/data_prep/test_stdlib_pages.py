@@ -32,9 +32,18 @@ def test_nothing_of_the_user_or_the_machine_is_on_a_page(pages: dict[str, str], 
 
 
 def test_documents_and_their_tags(pages: dict[str, str]):
+    check_documents(pages, 20)
+
+
+@pytest.mark.slow
+def test_documents_of_all_modules():
+    check_documents(stdlib_pages.render(stdlib_pages.modules()), 6000)
+
+
+def check_documents(pages: dict[str, str], at_least: int):
     rows = stdlib_pages.split_rows(pages)
     both = [*rows["train"], *rows["val"]]
-    assert len({row["text"] for row in both}) == len(both) > 20
+    assert len({row["text"] for row in both}) == len(both) > at_least
     for row in both:
         assert 200 <= len(row["text"]) <= 400
         found = read_row(row, "row")

@@ -62,6 +62,27 @@ def test_positions_of_tags():
     assert [by_name["body"][name] for name in place] == [0, 101, 0, 0]
 
 
+def test_a_chain_of_divisions_around_all_that_is_read():
+    """M40, page 4: the chain is one division with the attributes of both, inside the body, of the same 80 characters."""
+    words = "tidi tadada tidi tadada tidi tadada tidi tadada tidi tadada tidi tadada tidi ta"
+    page = extract(f'<html><body><div class="div-level-1"><div class="div-level-2">{words}</div></div></body></html>')
+    assert page.text == f"{words}\n"
+    assert len(page.text) == 80
+    found = {tag["value"]: tag for tag in page.tags}
+    place = ("char_start_idx", "char_end_idx", "relative_start_pos", "relative_end_pos")
+    assert [found["div"][name] for name in place] == [0, 80, 1, 0]
+    assert [found["body"][name] for name in place] == [0, 80, 0, 1]
+    assert found["div"]["html_attrs"] == {"attrs": ["class"], "values": ["div-level-1 div-level-2"]}
+    assert len(page.tags) == 2
+
+
+def test_footers_outside_the_body_are_all_kept():
+    """M40: they are strings of their own, and no text."""
+    page = extract(f"<html><body><p>{'words ' * 20}</p></body><footer>one</footer><footer>two</footer></html>")
+    assert page.footer == ["<footer>one</footer>", "<footer>two</footer>"]
+    assert "one" not in page.text
+
+
 def test_whitespace_breaks_and_preformatted_text():
     source = "<body> a  b\n c<br>d<pre> e\n  f</pre><span>g\u00a0\u00a0h</span><td>i</td>j</body>"
     assert tags(source)[0] == "a b c\nd\n e\n  f\ng h i j\n"
