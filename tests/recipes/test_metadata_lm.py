@@ -142,6 +142,16 @@ def test_two_processes_find_what_one_finds_and_a_killed_training_goes_on(folder:
     assert gains(scores(tmp_path, offline)) == pytest.approx(gains(scores(folder, short)), abs=1e-6)
 
 
+def test_deepspeed_cannot_accumulate_otherwise_b4(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """B4: another number there than in the experiment was silent, and the run ended after a sixteenth of its updates."""
+    settings = tmp_path / "zero.json"
+    settings.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 16}))
+    never = override(TOLD, {"seed": 4})
+    assert toy.main(["-e", "never", "--deepspeed", str(settings)], {"never": [never]}, folder) == 1
+    assert "gradient_accumulation_steps: 16, but the experiment makes it 1" in capsys.readouterr().err
+    assert not (folder / "runs" / exp_id(never) / "scores.jsonl").exists()
+
+
 def gains(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if "gain" in name or "perplexity" in name}
 
@@ -171,7 +181,8 @@ SPECIAL = {
 }
 
 
-def test_new_control_tokens_are_learned_saved_and_exported(folder: Path):
+def test_new_control_tokens_are_learned_saved_and_exported_b18(folder: Path):
+    """B18: the reference saved no tokenizer with its checkpoints, so that evaluation needed another one."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -66,6 +66,7 @@ def test_the_loss_of_an_encoder_decoder_is_that_of_its_labels():
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_accuracy_is_the_share_of_learned_tokens_that_are_likeliest(batch_size: int):
+    """And the loss is of tokens, whatever the batches, the last one too (B7 of BigScience's metadata project: a mean of batches' means)."""
     found = measure(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu"), accuracy=True)
     assert (found.loss, found.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 6, 2 / 6))
     assert mean_loss(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu")) == pytest.approx(found.loss)

@@ -74,6 +74,7 @@ def test_a_training_imports_no_optimizer_of_transformers():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_scale", "adafactor"])
 def test_only_trained_matrices_decay(optimizer: str):
+    """By their shape (B17 of BigScience's metadata project: norms were told by a name that GPT-2's do not have, and decayed)."""
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
     model[2].requires_grad_(False)
     its = build_optimizer(model, loop(optimizer=optimizer, weight_decay=0.1), torch.device("cpu"))

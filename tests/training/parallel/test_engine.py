@@ -76,7 +76,10 @@ def gradients(run: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_gradient_is_that_of_the_whole_batch(modes: Modes, mode: str):
-    """Three micro-batches of 2 on 2 ranks, against one process that reads all 6 sequences in one pass."""
+    """Three micro-batches of 2 on 2 ranks, against one process that reads all 6 sequences in one pass.
+
+    A mean in every engine (B17 of BigScience's metadata project: a sum where DeepSpeed was not used).
+    """
     whole = gradients(first_steps(modes, "replicated", "uneven at once", 1))
     shared = gradients(first_steps(modes, mode, "uneven", 2))
     assert shared.keys() == whole.keys()
