@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from data_prep import sources
 from data_prep.metadata import description, entities, html, page_sources, text, url
 from src.data.metadata.annotations import PREFIX, read_row
 from src.errors import DataError, UserError
@@ -39,7 +40,9 @@ def _from_html(row: Row, options: Options) -> Row:
     page = row.get(page_sources.HTML)
     if not isinstance(page, str):
         raise DataError(f"field {page_sources.HTML!r}: expected the HTML of a page, got {page!r}.")
-    return html.extract(page).columns()
+    columns = html.extract(page).columns()
+    del row[page_sources.HTML]  # what failed keeps what it had
+    return columns
 
 
 def _describe(row: Row, options: Options) -> Row:
@@ -107,6 +110,8 @@ def make_part(part: Part, options: Options) -> None:
         _write_part(part, options)
     except UserError as error:
         write_atomic(part.failure, str(error))
+    except Exception as error:  # noqa: BLE001  datatrove would start no other task
+        write_atomic(part.failure, f"{part.source}: {type(error).__name__}: {sources.first_line(error)}")
 
 
 def _write_part(part: Part, options: Options) -> None:
@@ -117,7 +122,7 @@ def _write_part(part: Part, options: Options) -> None:
     with writing(part.stem), open(beside[0], "wb") as rows, open(beside[1], "wb") as digests:
         for number, (where, row) in enumerate(page_sources.read_rows(part.source), 1):
             made = _annotate(row, where, options, report["errors"])
-            if not made.get("text"):
+            if not made.get("text", "html" not in options.extract):  # where nothing makes it, a row without the field is an error
                 report["empty"] += 1
                 continue
             read_row(made, where)
@@ -148,7 +153,6 @@ def _annotate(row: Row, where: str, options: Options, errors: dict[str, list[Any
             errors[name][0] += 1
             errors[name][1] = [*errors[name][1], f"{where}: {comment}"][:_SHOWN]
         row |= {f"{extractor.name}_error": int(bool(comment)), f"{extractor.name}_error_comment": comment}
-    row.pop(page_sources.HTML, None)
     return row
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import sources
+from data_prep.metadata.html import LONGEST_PAGE
 from src.data import jsonl
 from src.errors import DataError
 from src.files import reading
@@ -73,18 +74,38 @@ def _warc_pages(path: Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{path}: a package that reads WARC is not installed: pip install -r {PACKAGES}") from None
     number = 0
     try:
-        with reading(path, DataError), open(path, "rb") as file:
-            for number, record in enumerate(ArchiveIterator(file), 1):
+        with reading(path, DataError), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            for number, record in enumerate(ArchiveIterator(_Whole(file)), 1):
                 kind = record.http_headers.get_header("Content-Type", "") if record.http_headers else ""
                 if record.rec_type == "response" and "html" in kind:
-                    page = _decode(record.content_stream().read(), kind)
-                    yield f"{path}: record {number}", {"url": record.rec_headers.get_header("WARC-Target-URI"), HTML: page}
-    except (ArchiveLoadFailed, EOFError, zlib.error) as bad:
-        raise DataError(f"{path}: record {number + 1}: cut or damaged ({sources.first_line(bad).rstrip('.')}). Get it again.") from None
+                    raw = record.content_stream().read(LONGEST_PAGE + 1)
+                    yield f"{path}: record {number}", {"url": record.rec_headers.get_header("WARC-Target-URI"), HTML: _decode(raw, kind)}
+                while record.raw_stream.read(1 << 20):
+                    pass
+                if getattr(record.raw_stream, "limit", 0):
+                    raise zlib.error("it ends within a record")
+    except (ArchiveLoadFailed, zlib.error, gzip.BadGzipFile) as bad:
+        why = sources.first_line(bad).rstrip(".")
+        raise DataError(f"{path}: record {max(number, 1)} or the next: cut or damaged ({why}). Get it again.") from None
+
+
+class _Whole:
+    """A file whose end within a gzip stream is an error: warcio takes any EOFError for the end of the records."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def read(self, size: int) -> bytes:
+        try:
+            return self._file.read(size)
+        except EOFError as bad:
+            raise zlib.error(str(bad)) from None
 
 
 def _decode(page: bytes, content_type: str) -> str:
-    """By the character set of the header, of the page itself, or UTF-8."""
+    """By the character set of the header, of the page itself, or UTF-8. One that is too long stays so: a character for each byte."""
+    if len(page) > LONGEST_PAGE:
+        return page.decode("latin-1")
     named = re.search(r"charset=[\"']?([\w-]+)", content_type)
     inside = _CHARSET.search(page[:4096])
     for name in (named and named[1], inside and inside[1].decode()):

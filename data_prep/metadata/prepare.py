@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,6 @@ log = logging.getLogger(__name__)
 COMMAND = "python -m data_prep.metadata.prepare"
 ROOT = Path(__file__).resolve().parents[2]
 _SCRIPTS = [Path(module.__file__ or "") for module in (description, entities, extraction, html, page_sources, text, url)]
-_POLL_SECONDS = 1.0
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -95,9 +93,10 @@ def prepare(data_path: Path, asked: Request) -> None:
         "packages": {"lxml": importlib.metadata.version("lxml")},
         "scripts_sha256": command.digest_files(_SCRIPTS),
     }
-    if command.is_made([folder], made_from):
-        return
     beside = data_path / f"{asked.name}.parts"
+    if command.is_made([folder], made_from):
+        shutil.rmtree(beside, ignore_errors=True)  # of a command that was killed at its end
+        return
     with command.exclusive_lock(beside, f"{folder}: another process prepares it."):
         key = hashlib.sha256(orjson.dumps([needed, made_from["packages"], made_from["scripts_sha256"]])).hexdigest()
         parts = {
@@ -162,7 +161,7 @@ def _run(parts: Sequence[Part], options: Options, workers: int, settings: dict[s
         }
         if settings:
             environment = f"export PYTHONPATH={ROOT} PATH={Path(sys.executable).parent}:$PATH"
-            about = {"job_name": "metadata", "env_command": environment, "requeue": False, "mail_type": "NONE", "workers": workers}
+            about = {"job_name": "metadata", "env_command": environment, "requeue": False, "sbatch_args": {"wait": ""}, "workers": workers}
             _run_array(SlurmPipelineExecutor(**{**about, **given, **settings}))
         else:
             LocalPipelineExecutor(**given, workers=min(workers, len(missing))).run()
@@ -193,21 +192,20 @@ class Step:
 
 
 def _run_array(executor: Any) -> None:
-    """Submit, and wait until the scheduler has none of it left."""
+    """Submit, and wait for the end of all of its jobs."""
     executor.launch_merge_stats = lambda: None  # another job, for figures that nobody reads
     try:
         executor.run()
-        while subprocess.run(["squeue", "-h", "-j", str(executor.job_id)], capture_output=True, text=True, check=False).stdout.strip():
-            time.sleep(_POLL_SECONDS)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise ConfigError(f"--slurm: the scheduler refuses ({sources.first_line(error)})") from None
+        if not getattr(error, "output", None):  # of jobs that were submitted and failed, the parts are missing
+            raise ConfigError(f"--slurm: the scheduler refuses ({sources.first_line(error)})") from None
 
 
 def _join(parts: dict[str, list[Part]], options: Options, most_errors: float, new: Path) -> dict[str, Any]:
     """Write both splits into the folder; returns their counts."""
     reports = {part: extraction.read_report(part) for own in parts.values() for part in own}
     _check_errors(reports, most_errors)
-    _require_apart(parts)
+    repeated = _require_apart(parts)
     columns = list(dict.fromkeys(column for report in reports.values() for column in report["columns"]))
     for split in jsonl.SPLITS:
         with open(new / f"{split}.jsonl", "wb") as file:
@@ -220,7 +218,8 @@ def _join(parts: dict[str, list[Part]], options: Options, most_errors: float, ne
     errors = {name: sum(report["errors"][name][0] for report in reports.values()) for name in options.extract}
     empty = sum(report["empty"] for report in reports.values())
     print(f"{counts['train']} and {counts['val']} rows, {empty} without a text left out; rows that an extractor failed on: {errors or 0}")
-    return {"counts": counts, "empty": empty, "errors": errors}
+    print(f"{repeated} of training repeat a text; they are kept")
+    return {"counts": counts, "empty": empty, "repeated": repeated, "errors": errors}
 
 
 def _check_errors(reports: dict[Part, dict[str, Any]], most: float) -> None:
@@ -233,8 +232,9 @@ def _check_errors(reports: dict[Part, dict[str, Any]], most: float) -> None:
             raise DataError(f"--extract {name}: failed on {count} of {rows} rows, above --most_errors {most:g}:\n{shown}")
 
 
-def _require_apart(parts: dict[str, list[Part]]) -> None:
-    """Raises DataError where a document is in both splits."""
+def _require_apart(parts: dict[str, list[Part]]) -> int:
+    """How many documents of training repeat an earlier text. Raises DataError where a document is in both splits."""
+    seen, repeated = set[bytes](), 0
     held = {digest: (part, number) for part in parts["val"] for digest, number in extraction.digests_of(part)}
     for part in parts["train"]:
         for digest, number in extraction.digests_of(part):
@@ -244,6 +244,9 @@ def _require_apart(parts: dict[str, list[Part]]) -> None:
                     f"{part.source}: row {number}: the same text as row {place} of {other.source}, which is for validation. "
                     "Leave one of them out: a model must not be measured on what it has read."
                 )
+            repeated += digest in seen
+            seen.add(digest)
+    return repeated
 
 
 def _copy_rows(part: Part, missing: Sequence[str], file: BinaryIO) -> None:

@@ -19,6 +19,7 @@ def test_an_array_prepares_what_this_machine_does(cluster: Cluster, tmp_path: Pa
     assert prepare.main([*words, "--workers", "1", "--data_path", str(tmp_path / "here")]) == 0
     array = ["--workers", "2", "--slurm", f"partition={partition}", "time=00:10:00", "mem_per_cpu_gb=1"]
     assert prepare.main([*words, *array, "--data_path", str(tmp_path / "array")]) == 0
+    assert not cluster.alive(), "the command waits for its jobs"
     for name in ("train.jsonl", "val.jsonl", "manifest.json"):
         assert (tmp_path / "array" / "made" / name).read_bytes() == (tmp_path / "here" / "made" / name).read_bytes()
     asked = ["sacct", "--noheader", "--allocations", "--name=metadata", "--format=state"]

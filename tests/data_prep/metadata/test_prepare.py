@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.metadata import prepare
+from data_prep.metadata import page_sources, prepare
 from src.config import Places
 from src.data.metadata.dataset import Config
 from src.data.text import tokenizers
@@ -102,6 +102,7 @@ def test_the_published_layout_is_read_as_it_lies(tmp_path: Path, capsys: pytest.
     ]
     assert "3 and 1 rows, 1 without a text left out" in capsys.readouterr().out
     before = (tmp_path / "data" / "made" / "train.jsonl").stat().st_mtime_ns
+    (tmp_path / "data" / "made.parts").mkdir()  # as a kill at the very end leaves it
     assert run(tmp_path, "--train", str(tmp_path), "--val", str(tmp_path / "val.jsonl.gz")) == 0
     assert (tmp_path / "data" / "made" / "train.jsonl").stat().st_mtime_ns == before
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["made"]
@@ -161,7 +162,7 @@ def test_pages_that_cannot_be_read_are_counted_and_limited(html: Any, message: s
     assert (good["HtmlPreprocessor_error"], good["HtmlPreprocessor_error_comment"]) == (0, "")
     assert kept["HtmlPreprocessor_error"] == 1
     assert message in kept["HtmlPreprocessor_error_comment"]
-    assert kept["text"] == "what was known of it", "the row keeps what it had"
+    assert (kept["text"], kept["doc_html"]) == ("what was known of it", html), "the row keeps what it had"
     assert kept["metadata_url"], "other extractors go on"
 
 
@@ -208,6 +209,49 @@ def test_a_missing_package_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "datatrove.executor", None)
     assert run(tmp_path, "--train", str(tmp_path / "good.jsonl"), "--val", str(tmp_path / "val.jsonl")) == 1
     assert "pip install -r requirements/metadata.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "lost"), [("warc.gz", 40), ("warc.gz", 400), ("warc", 40), ("warc", 400)])
+def test_a_warc_that_is_cut_off_is_an_error(kind: str, lost: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """warcio takes the end of a file for the end of its records, wherever it is."""
+    write_warc(path := tmp_path / f"a.{kind}", [page("one"), page("two")])
+    path.write_bytes(path.read_bytes()[:-lost])
+    write_json(tmp_path / "val.jsonl", [page("val")])
+    assert run(tmp_path, "--train", str(path), "--val", str(tmp_path / "val.jsonl"), *EXTRACT) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {path}: record ")
+    assert "cut or damaged" in said
+
+
+def test_a_page_of_a_warc_that_is_too_long_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(page_sources, "LONGEST_PAGE", 20)
+    write_warc(tmp_path / "a.warc", [{"url": "http://a.org", "doc_html": "é" * 15}])
+    ((_, row),) = page_sources.read_rows(tmp_path / "a.warc")
+    assert len(row["doc_html"]) == 21, "too long for the extractor, though it has fewer characters"
+
+
+def test_what_nobody_foresaw_stops_no_other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for name in ("a", "b", "val"):
+        write_json(tmp_path / f"{name}.jsonl", [page(name)])
+    words = ["--train", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--val", str(tmp_path / "val.jsonl")]
+    read = page_sources.read_rows
+    monkeypatch.setattr(page_sources, "read_rows", lambda path: iter([1 / 0]) if path.name == "a.jsonl" else read(path))
+    assert run(tmp_path, *words, *EXTRACT) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'a.jsonl'}: ZeroDivisionError: division by zero.\n"
+    assert len(list((tmp_path / "data" / "made.parts").glob("*.json"))) == 2
+
+
+def test_texts_that_training_repeats_are_counted_and_a_row_without_the_field_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_json(tmp_path / "train.jsonl", [{"text": "same"}, {"text": "other"}, {"text": "same"}])
+    write_json(tmp_path / "val.jsonl", [{"text": "val"}])
+    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl")]
+    assert run(tmp_path, *words) == 0
+    assert "1 of training repeat a text" in capsys.readouterr().out
+    write_json(tmp_path / "val.jsonl", [{"text": "val"}, {"txt": "typo"}])
+    assert run(tmp_path, *words) == 1
+    assert f"error: {tmp_path / 'val.jsonl'}:2: field 'text': expected text, got None." in capsys.readouterr().err
 
 
 @pytest.mark.slow
