@@ -9,7 +9,6 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from lxml import etree  # pyright: ignore[reportAttributeAccessIssue]  a compiled module
-from lxml import html as lxml_html
 
 from src.errors import DataError
 
@@ -37,6 +36,7 @@ HIDDEN = ("script", "style")
 LEFT_OUT = _words("script style header iframe footer form")
 LEFT_OUT_IF_SHORT = _words("body div p section table ul ol dl")
 _FOLDED = "folded-block"
+_SPACES = re.compile(r"\s+")
 
 
 class Page(NamedTuple):
@@ -64,10 +64,12 @@ def extract(source: str, shortest: int = SHORT) -> Page:
     if len(source) > LONGEST_PAGE:
         raise DataError(f"a page of {len(source)} characters; at most {LONGEST_PAGE} are read.")
     try:
-        parser = lxml_html.HTMLParser(remove_comments=True, remove_pis=True, huge_tree=True, encoding="utf-8")
-        root = lxml_html.document_fromstring(source.encode("utf-8", "replace"), parser=parser)
+        parser = etree.HTMLParser(remove_comments=True, remove_pis=True, huge_tree=True, encoding="utf-8")
+        root = etree.fromstring(source.encode("utf-8", "replace"), parser)
     except (etree.ParserError, etree.XMLSyntaxError, ValueError) as error:
         raise DataError(f"no HTML can be read ({error}).") from None
+    if root is None:
+        raise DataError("no HTML can be read (there is no element).")
     if any(entry.type_name == "ERR_RESOURCE_LIMIT" for entry in parser.error_log):
         raise DataError("tags are nested too deep for the parser (2,048 levels).")
     head, footer, title = ([_markup(element) for element in root.iter(name)] for name in ("head", "footer", "title"))
@@ -107,8 +109,8 @@ def _clean(body: Any, shortest: int) -> bool:
     return True
 
 
-def _length(element: Any) -> int:
-    return sum(map(len, element.itertext()))
+_length = etree.XPath("string-length()")
+"""Characters of all the text in an element."""
 
 
 def _remove(element: Any) -> None:
@@ -152,7 +154,7 @@ class _Text:
 
     def add_collapsed(self, text: str) -> None:
         """With runs of whitespace as one blank, and none after whitespace."""
-        text = re.sub(r"\s+", " ", text.replace("\u00a0", " "))
+        text = _SPACES.sub(" ", text)  # no-break spaces, too
         self.add(text[1:] if text[:1] == " " and (not self.length or self.last.isspace()) else text)
 
 

@@ -5,7 +5,9 @@ without them; or together with its markers and the space before it ("compatible"
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -16,6 +18,9 @@ from src.data.metadata.linearise import Linearisation, insert, markers
 from src.data.metadata.processors import PROMPT_TITLES, Address, HtmlFilter, Separators, global_text, local_markers
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
+
+_MOST_MARKERS = 1 << 16
+"""Whose ids are remembered."""
 
 
 class Writing(Config):
@@ -90,6 +95,7 @@ class ExampleMaker:
         specials = writing.new_tokens()
         if missing := [token for token in specials if encoder.control_id(token) is None]:
             raise ConfigError(f"data.writing.special_tokens: the model's tokenizer has no token {missing[0]!r}. Take one that has them.")
+        self._marker_ids: dict[str, list[int]] = {}
         self._special = re.compile("|".join(map(re.escape, specials))) if specials else None
         self._nested = writing.linearisation == "nested"
         self._separator = encoder.encode(writing.separators.prefix_end)
@@ -170,14 +176,10 @@ class ExampleMaker:
     def _nested_text(self, document: Annotated) -> tuple[list[int], list[bool]]:
         """Markers go between the tokens of the text: one that opens before the token of its character, one that closes behind it."""
         ids, spans = self._encoder.encode_spans(document.text)
-        at = dict[int, str]()
-        place, opening, closing = 0, 0, 0
+        starts, ends = zip(*spans, strict=True) if spans else ((), ())
+        at, place = dict[int, str](), 0
         for index, text, closes in self._markers(document):
-            while closing < len(spans) and spans[closing][0] < index:
-                closing += 1
-            while opening < len(spans) and spans[opening][1] <= index:
-                opening += 1
-            place = max(place, closing if closes else opening)
+            place = max(place, bisect_left(starts, index) if closes else bisect_right(ends, index))
             at[place] = at.get(place, "") + text
         found, of_text, read = list[int](), list[bool](), 0
         for place, text in at.items():
@@ -188,21 +190,28 @@ class ExampleMaker:
         return found + ids[read:], of_text + [True] * (len(ids) - read)
 
     def _encode_marker(self, text: str) -> list[int]:
+        """As every other time: the same markers come again and again."""
+        if (known := self._marker_ids.get(text)) is not None:
+            return known
         ids, read = list[int](), 0
         for match in self._special.finditer(text) if self._special else ():
             ids += [*self._encoder.encode(text[read : match.start()]), *self._encoder.encode_token(match[0])]
             read = match.end()
-        return ids + self._encoder.encode(text[read:])
+        if len(self._marker_ids) == _MOST_MARKERS:
+            self._marker_ids.clear()
+        self._marker_ids[text] = ids = ids + self._encoder.encode(text[read:])
+        return ids
 
     def _compatible_text(self, document: Annotated, space: str) -> tuple[list[int], list[bool]]:
         text, mask = insert(document.text, self._markers(document))
         text, mask = space + text, [False] * len(space) + mask
+        marked = [0, *accumulate(mask)]  # characters of markers before each
         found, of_text, read = list[int](), list[bool](), 0
         specials = [match for match in self._special.finditer(text) if all(mask[match.start() : match.end()])] if self._special else []
         for match in [*specials, None]:
             ids, spans = self._encoder.encode_spans(text[read : match.start() if match else None])
             found += ids
-            of_text += [not any(mask[read + first : read + last]) for first, last in spans]
+            of_text += [marked[read + first] == marked[read + last] for first, last in spans]
             if match:
                 own = self._encoder.encode_token(match[0])
                 found, of_text, read = found + own, of_text + [False] * len(own), match.end()

@@ -156,13 +156,20 @@ def _move(item: Item, length: int, draws: Random) -> Item:
 def _pairs(documents: Documents, blocks: Sequence[tuple[Piece, Piece]], losses: TokenLosses) -> list[Pair]:
     if not blocks:
         raise DataError("gains: no document fits into one block of data.sequence_tokens with and without its metadata.")
-    found = losses(Blocks(documents, [piece for pair in blocks for piece in pair]))
+    found = _losses_by_length(documents, [piece for pair in blocks for piece in pair], losses)
     return [Pair(one, two) for one, two in zip(found[::2], found[1::2], strict=True) if one]
+
+
+def _losses_by_length(documents: Documents, pieces: Sequence[Piece], losses: TokenLosses) -> list[list[float]]:
+    """Of each piece, in order. Those of a batch are of like lengths, so that little is padding."""
+    order = sorted(range(len(pieces)), key=lambda i: len(pieces[i].ids))
+    found = dict(zip(order, losses(Blocks(documents, [pieces[i] for i in order])), strict=True))
+    return [found[i] for i in range(len(pieces))]
 
 
 def _join_blocks(documents: Documents, chunks: Sequence[Sequence[tuple[Piece, Piece]]], losses: TokenLosses) -> list[Pair]:
     same = [[pair for pair in pairs if sum(text_mask(pair[0])) == sum(text_mask(pair[1]))] for pairs in chunks]
-    found = losses(Blocks(documents, [piece for pairs in same for pair in pairs for piece in pair]))
+    found = _losses_by_length(documents, [piece for pairs in same for pair in pairs for piece in pair], losses)
     read, joined = iter(found), list[Pair]()
     for pairs in same:
         one, two = list[float](), list[float]()

@@ -19,6 +19,8 @@ Linearisation = Literal["nested", "compatible"]
 Process = Callable[[Item], Markers | None]
 """What is put around the span of an item; None where it is left out."""
 ESCAPE = "\\"
+_MAY_BEGIN = re.compile(r"[<\[|\\]")
+"""What markers and escapes begin with."""
 
 
 class Marker(NamedTuple):
@@ -100,23 +102,27 @@ class _Side(NamedTuple):
 
 
 def _nest(items: Sequence[Item], keys: Sequence[str], process: Process, around: Mapping[str, Markers]) -> list[Marker]:
-    opened = list[tuple[Item, Markers]]()
-    for item in items:
-        if found := process(item):
-            opened.append((item, found))
+    order = {key: place for place, key in enumerate(keys)}
     # Longer spans first, and of one span those that begin first, then those whose key is named first.
-    opened.sort(key=lambda pair: (pair[0].span[0], -pair[0].span[1], pair[0].start_place or 0, keys.index(pair[0].key)))
+    opened = [
+        (start, -end, item.start_place or 0, order[item.key], number, item, found)
+        for number, item in enumerate(items)
+        if (found := process(item))
+        for start, end in (item.span,)
+    ]
+    opened.sort()
     at = defaultdict[int, list[_Side]](list)
-    for item, (_, behind) in reversed(opened):  # what was opened last is closed first
-        if item.span[0] < item.span[1]:
-            at[item.span[1]].append(_Side(item.span[1], behind, True, item.end_place, item.key))
+    for start, negative_end, _, _, _, item, found in reversed(opened):  # what was opened last is closed first
+        if start < -negative_end:
+            at[-negative_end].append(_Side(-negative_end, found[1], True, item.end_place, item.key))
     ends = {index: len(sides) for index, sides in at.items()}
-    for item, (before, _) in opened:
-        if item.span[0] < item.span[1]:
-            at[item.span[0]].append(_Side(item.span[0], before, False, item.start_place, item.key))
-    empty = [(item, found) for item, found in opened if item.span[0] == item.span[1]]
-    for index in sorted({item.span[0] for item, _ in empty}):
-        here = [(item, found) for item, found in empty if item.span[0] == index]
+    empty = defaultdict[int, list[tuple[Item, Markers]]](list)
+    for start, negative_end, _, _, _, item, found in opened:
+        if start < -negative_end:
+            at[start].append(_Side(start, found[0], False, item.start_place, item.key))
+        else:
+            empty[start].append((item, found))
+    for index, here in sorted(empty.items()):
         sides = [_Side(index, found[0], False, item.start_place, item.key) for item, found in here]
         sides += [_Side(index, found[1], True, item.end_place, item.key) for item, found in reversed(here)]
         default = ends.get(index, 0)
@@ -128,10 +134,10 @@ def _nest(items: Sequence[Item], keys: Sequence[str], process: Process, around: 
     for index in sorted(at):
         for key, run in groupby((side for side in at[index] if side.text), key=attrgetter("key")):
             sides = list(run)
-            opening, closing = around.get(key, ("", "")) if sides[0].place is not None else ("", "")
             texts = [side.text for side in sides]
-            texts[0] = opening + texts[0]
-            texts[-1] += closing
+            if key in around and sides[0].place is not None:
+                texts[0] = around[key][0] + texts[0]
+                texts[-1] += around[key][1]
             found_markers += [Marker(index, text, side.closes) for text, side in zip(texts, sides, strict=True)]
     return found_markers
 
@@ -151,7 +157,7 @@ def _escape(text: str, found: Sequence[Marker], keys: Iterable[str]) -> list[Mar
     It is looked for with the markers in their places: "[" of the text before a marker "[html: b]" looks like "[[".
     """
     patterns = [lookalike(key).pattern for key in sorted(keys)]
-    if not patterns:
+    if not patterns or not _MAY_BEGIN.search(text):
         return list(found)
     looks = re.compile(rf"(?=(?:{'|'.join(patterns)}|\\))")
     marked, mask = insert(text, found)

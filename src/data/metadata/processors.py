@@ -4,6 +4,7 @@ import calendar
 import re
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import cached_property
 from typing import Literal
 from urllib.parse import unquote_plus, urlsplit
 
@@ -52,9 +53,13 @@ class HtmlFilter(Config):
 
     def keeps(self, tag: str, length: int) -> bool:
         """Whether a tag with a text of `length` characters is marked."""
-        if any(rule.tag == tag and rule.shortest <= length <= rule.longest for rule in self.leave_out):
+        if tag in self._rules and any(rule.shortest <= length <= rule.longest for rule in self._rules[tag]):
             return False
         return tag in self.exceptions or not self.shortest <= length <= self.longest
+
+    @cached_property
+    def _rules(self) -> dict[str, list[TagRule]]:
+        return {rule.tag: [other for other in self.leave_out if other.tag == rule.tag] for rule in self.leave_out}
 
 
 def global_text(item: Item, separators: Separators, address: Address = "whole") -> str:
