@@ -11,7 +11,6 @@ of transformers. Both sides alternate in this process and do the same documents.
 import argparse
 import gzip
 import json
-import os
 import re
 import subprocess
 import sys
@@ -41,6 +40,14 @@ from src.interfaces import load_experiment
 from src.training.loss import causal_lm_loss
 from src.training.validation import token_losses
 from tests import toy
+
+PREPARE = """
+import re, sys
+from data_prep.metadata import prepare
+code = prepare.main(sys.argv[1:])
+print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+sys.exit(code)
+"""
 
 
 def alternate(sides: Sequence[tuple[str, Callable[[], object]]], items: int, unit: str, rounds: int) -> None:
@@ -208,12 +215,9 @@ def measure_memory(source: str, gigabytes: float, folder: Path) -> None:
         words = ["--data_path", str(folder / name), "--name", "made", "--train", str(folder / f"{name}.jsonl.gz")]
         words += ["--val", str(folder / "val.jsonl"), "--extract", "html", "url", "text", "--workers", "1"]
         begin = time.perf_counter()
-        process = subprocess.Popen([sys.executable, "-m", "data_prep.metadata.prepare", *words], stdout=subprocess.DEVNULL)
-        _, status, used = os.wait4(process.pid, 0)
-        assert status == 0
-        print(
-            f"preparation of {count / 1e9:.2f} GB of JSON lines: {time.perf_counter() - begin:.0f} s, peak {used.ru_maxrss / 1024:.0f} MiB"
-        )
+        done = subprocess.run([sys.executable, "-c", PREPARE, *words], check=True, capture_output=True, text=True)
+        peak = int(done.stdout.split()[-1]) / 1024
+        print(f"preparation of {count / 1e9:.2f} GB of JSON lines: {time.perf_counter() - begin:.0f} s, peak {peak:.0f} MiB")
 
 
 def main() -> None:
@@ -253,7 +257,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as kept:
         (Path(kept) / "data").symlink_to(args.data_path.resolve())
         measure_waiting(Path(kept))
-        measure_memory(sources[0][:200_000], args.gigabytes, Path(kept))
+        measure_memory(sources[0][:10_000], args.gigabytes, Path(kept))
 
 
 if __name__ == "__main__":

@@ -93,14 +93,14 @@ def _clean(body: Any, shortest: int) -> bool:
     while waiting:
         element, outer = waiting.pop()
         # outer: the division that `element` was folded into
-        kept = outer if element.tag == _FOLDED else element
+        tag = element.tag
+        kept = outer if tag == _FOLDED else element
         if kept.tag == "div" and len(element) == 1 and element[0].tag == "div":
             child = element[0]
             for name, value in child.attrib.items():
                 kept.set(name, f"{kept.get(name)} {value}" if name in kept.attrib else value)
             child.tag = _FOLDED
-        name = "div" if element.tag == _FOLDED else element.tag
-        if element.tag in LEFT_OUT or (name in LEFT_OUT_IF_SHORT and element.tag != _FOLDED and _length(element) <= shortest):
+        if tag in LEFT_OUT or (tag in LEFT_OUT_IF_SHORT and _length(element) <= shortest):
             if element is body:
                 return False
             _remove(element)
@@ -161,25 +161,37 @@ class _Text:
 def _text_and_tags(body: Any) -> tuple[str, list[Row]]:
     text, depth_of_pre = _Text(), 0
     counts = defaultdict[int, int](int)
-    opened, tags = list[Row](), list[Row]()
+    opened, tags = list[tuple[int, int]](), list[Row]()
     for event, element in etree.iterwalk(body, events=("start", "end")):
+        name, at = element.tag, text.length
+        place = counts[at]
+        counts[at] = place + 1
         if event == "start":
-            opened.append({"char_start_idx": text.length, "relative_start_pos": counts[text.length]})
-            counts[text.length] += 1
-            depth_of_pre += element.tag == "pre"
-            if element.tag == "br":
+            opened.append((at, place))
+            depth_of_pre += name == "pre"
+            if name == "br":
                 text.add("\n")
             content = element.text
         else:
-            tag = opened.pop()
-            tag |= {"char_end_idx": text.length, "relative_end_pos": counts[text.length]}
-            counts[text.length] += 1
-            depth_of_pre -= element.tag == "pre"
-            if element.tag not in ("br", _FOLDED):
-                attributes = {"attrs": list(element.attrib), "values": list(element.attrib.values())}
-                tags.append({"key": "html", "type": "local", **tag, "value": element.tag, "html_attrs": attributes})
+            start, start_place = opened.pop()
+            depth_of_pre -= name == "pre"
+            if name not in ("br", _FOLDED):
+                attributes = element.items()
+                tags.append(
+                    {
+                        "key": "html",
+                        "type": "local",
+                        "char_start_idx": start,
+                        "relative_start_pos": start_place,
+                        "char_end_idx": at,
+                        "relative_end_pos": place,
+                        "value": name,
+                        "html_attrs": {"attrs": [key for key, _ in attributes], "values": [value for _, value in attributes]},
+                    }
+                )
             content = element.tail
-        text.part("" if element.tag == "br" else element.tag)
+        if name != "br":
+            text.part(name)
         if content:
             (text.add if depth_of_pre else text.add_collapsed)(content)
     _renumber(tags)

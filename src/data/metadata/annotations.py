@@ -5,8 +5,8 @@ whose items may leave the key to the column. Both are those of BigScience's meta
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from src.config import unknown_text
 from src.data.jsonl import check_text
@@ -41,8 +41,7 @@ COLUMNS: Mapping[str, MetadataType] = {
 KEYS = list(dict.fromkeys(kind.key for kind in COLUMNS.values()))
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One piece of metadata."""
 
     key: str
@@ -69,7 +68,7 @@ class Annotated:
     """A document."""
 
     text: str
-    items: Sequence[Item] = field(default=())
+    items: Sequence[Item] = ()
 
     @property
     def columns(self) -> list[str]:
@@ -90,72 +89,73 @@ def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None =
         raise DataError(f"{where}: field 'text': expected text, got {text!r}.")
     check_text(text, f"{where}: field 'text'")
     if "metadata" in row:
-        raw = [(None, item, f"{where}: metadata[{i}]") for i, item in enumerate(_items(row["metadata"], f"{where}: field 'metadata'"))]
+        fields: list[tuple[str | None, str]] = [(None, "metadata")]
     else:
         names = [name.removeprefix(PREFIX) for name in row if name.startswith(PREFIX)]
         for name in columns or ():
             if name not in names:
                 raise DataError(f"{where}: {unknown_text('column', name, names)} It is listed in data.columns.")
-        raw = [
-            (name, item, f"{where}: {PREFIX}{name}[{i}]")
-            for name in names
-            if columns is None or name in columns
-            for i, item in enumerate(_items(row[PREFIX + name], f"{where}: {PREFIX}{name}"))
-        ]
-    items = [_read_item(column, item, text, place) for column, item, place in raw]
+        fields = [(name, PREFIX + name) for name in names if columns is None or name in columns]
+    items = list[Item]()
+    for column, field in fields:
+        for number, raw in enumerate(_items(row[field], where, field)):
+            try:
+                items.append(_read_item(column, raw, text))
+            except DataError as error:  # said there without its place, which most items need not be told
+                raise DataError(f"{where}: {field}[{number}]{error}") from None
     if columns is not None:
         items = [item for item in items if item.column in columns]
     _check_places(items, where)
     return Annotated(text, tuple(items))
 
 
-def _items(value: Any, where: str) -> list[Any]:
+def _items(value: Any, where: str, field: str) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise DataError(f"{where}: expected a list of items or null, got {value!r}.")
+        raise DataError(f"{where}: field {field!r}: expected a list of items or null, got {value!r}.")
     return value
 
 
-def _read_item(column: str | None, raw: Any, text: str, where: str) -> Item:
+def _read_item(column: str | None, raw: Any, text: str) -> Item:
     if not isinstance(raw, dict):
-        raise DataError(f"{where}: expected an item, got {raw!r}.")
+        raise DataError(f": expected an item, got {raw!r}.")
     known = COLUMNS.get(column or "")
     key = raw.get("key", known.key if known else column)
     kind = raw.get("type", known.kind if known else None)
     value = raw.get("value")
     if not isinstance(key, str) or not key:
-        raise DataError(f"{where}.key: expected text, got {key!r}.")
+        raise DataError(f".key: expected text, got {key!r}.")
     if kind not in ("global", "local"):
-        raise DataError(f"{where}.type: expected 'global' or 'local', got {kind!r}.")
+        raise DataError(f".type: expected 'global' or 'local', got {kind!r}.")
     if not isinstance(value, str):
-        raise DataError(f"{where}.value: expected text, got {value!r}.")
-    check_text(value, f"{where}.value")
+        raise DataError(f".value: expected text, got {value!r}.")
+    check_text(value, ".value")
     if kind == "global":
         return Item(key, value, column=column or key)
-    start, end = (_index(raw.get(name), f"{where}.{name}") for name in ("char_start_idx", "char_end_idx"))
+    start, end = _index(raw, "char_start_idx"), _index(raw, "char_end_idx")
     if not start <= end <= len(text):
-        raise DataError(f"{where}: the span [{start}, {end}) is not in the text of {len(text)} characters.")
-    places = [raw.get(name) for name in ("relative_start_pos", "relative_end_pos")]
+        raise DataError(f": the span [{start}, {end}) is not in the text of {len(text)} characters.")
+    places = [None if raw.get(name) is None else _index(raw, name) for name in ("relative_start_pos", "relative_end_pos")]
     if (places[0] is None) != (places[1] is None):
-        raise DataError(f"{where}: of relative_start_pos and relative_end_pos there is only one.")
-    start_place, end_place = (None if place is None else _index(place, f"{where}.relative_*_pos") for place in places)
-    return Item(key, value, start, end, start_place, end_place, _attributes(raw.get("html_attrs"), where), column or key)
+        raise DataError(": of relative_start_pos and relative_end_pos there is only one.")
+    return Item(key, value, start, end, *places, _attributes(raw.get("html_attrs")), column or key)
 
 
-def _index(value: Any, where: str) -> int:
+def _index(raw: Mapping[str, Any], name: str) -> int:
+    value = raw.get(name)
     if type(value) is not int or value < 0:
-        raise DataError(f"{where}: expected a number from 0 on, got {value!r}.")
+        raise DataError(f".{name}: expected a number from 0 on, got {value!r}.")
     return value
 
 
-def _attributes(raw: Any, where: str) -> tuple[tuple[str, str], ...]:
+def _attributes(raw: Any) -> tuple[tuple[str, str], ...]:
     if raw is None:
         return ()
     names, values = (raw.get("attrs"), raw.get("values")) if isinstance(raw, dict) else (None, None)
     if not isinstance(names, list) or not isinstance(values, list) or len(names) != len(values):
-        raise DataError(f"{where}.html_attrs: expected lists 'attrs' and 'values' of one length, got {raw!r}.")
-    return tuple((str(name), str(value)) for name, value in zip(names, values, strict=True))
+        raise DataError(f".html_attrs: expected lists 'attrs' and 'values' of one length, got {raw!r}.")
+    return tuple([(str(name), str(value)) for name, value in zip(names, values, strict=True)])
 
 
 def _check_places(items: Sequence[Item], where: str) -> None:

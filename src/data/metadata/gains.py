@@ -5,7 +5,6 @@ nothing stands before it. The wrong metadata are those of another document; mark
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -150,7 +149,7 @@ def _global_items(document: Annotated) -> list[Item]:
 def _move(item: Item, length: int, draws: Random) -> Item:
     start, end = item.span
     begin = draws.randint(0, length - (end - start))
-    return replace(item, start=begin, end=begin + end - start, start_place=None, end_place=None)
+    return item._replace(start=begin, end=begin + end - start, start_place=None, end_place=None)
 
 
 def _pairs(documents: Documents, blocks: Sequence[tuple[Piece, Piece]], losses: TokenLosses) -> list[Pair]:
