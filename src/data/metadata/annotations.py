@@ -38,6 +38,7 @@ COLUMNS: Mapping[str, MetadataType] = {
     "generation_length_text": MetadataType("length", "global"),
     "generation_length_sentence": MetadataType("length", "local"),
 }
+_SIDES = ("start", "end")
 KEYS = list(dict.fromkeys(kind.key for kind in COLUMNS.values()))
 
 
@@ -136,10 +137,10 @@ def _read_item(column: str | None, raw: Any, text: str) -> Item:
     start, end = _index(raw, "char_start_idx"), _index(raw, "char_end_idx")
     if not start <= end <= len(text):
         raise DataError(f": the span [{start}, {end}) is not in the text of {len(text)} characters.")
-    places = [None if raw.get(name) is None else _index(raw, name) for name in ("relative_start_pos", "relative_end_pos")]
-    if (places[0] is None) != (places[1] is None):
+    start_place, end_place = (None if raw.get(f"relative_{side}_pos") is None else _index(raw, f"relative_{side}_pos") for side in _SIDES)
+    if (start_place is None) != (end_place is None):
         raise DataError(": of relative_start_pos and relative_end_pos there is only one.")
-    return Item(key, value, start, end, *places, _attributes(raw.get("html_attrs")), column or key)
+    return Item(key, value, start, end, start_place, end_place, _attributes(raw.get("html_attrs")), column or key)
 
 
 def _index(raw: Mapping[str, Any], name: str) -> int:
