@@ -78,8 +78,8 @@ def rows_of(folder: Path, config: Any, processes: int, steps: int = 20) -> list[
 def test_rows_do_not_depend_on_the_number_of_processes(folder: Path, open_rows: int):
     raw = {**TOLD["data"], "open_rows": open_rows, "sequence_tokens": 40, "sampling": "weighted"}
     found = load_experiment({**TOLD, "data": raw, "gains": None}, "here")
-    one, two, four = (rows_of(folder, found.data, count) for count in (1, 2, 4))
-    assert one == two == four
+    one, two, three, four = (rows_of(folder, found.data, count) for count in (1, 2, 3, 4))
+    assert one == two == three == four
     assert len({json.dumps(sample) for step in one for sample in step}) > 60, "documents are read with and without"
     assert all(len(sample["lengths"]) == 1 for step in one for sample in step) == (open_rows == 0)
 
