@@ -4,8 +4,10 @@ A row of version 1 has "metadata", a list of items that name their key. One of v
 whose items may leave the key to the column. Both are those of BigScience's metadata project (bigscience-workshop/metadata).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 from src.config import unknown_text
@@ -39,6 +41,7 @@ COLUMNS: Mapping[str, MetadataType] = {
     "generation_length_sentence": MetadataType("length", "local"),
 }
 _SIDES = ("start", "end")
+_COLUMN_OF: Mapping[tuple[str, str], str] = {(kind.key, kind.kind): column for column, kind in COLUMNS.items()}
 KEYS = list(dict.fromkeys(kind.key for kind in COLUMNS.values()))
 
 
@@ -56,7 +59,7 @@ class Item(NamedTuple):
     attributes: tuple[tuple[str, str], ...] = ()
     """Names and values, of HTML tags."""
     column: str = ""
-    """By which types are drawn: that of version 2, or the key."""
+    """By which types are drawn: that of version 2, also in version 1; a key that has none there."""
 
     @property
     def span(self) -> tuple[int, int]:
@@ -80,7 +83,7 @@ class Annotated:
 def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None = None) -> Annotated:
     """The document of a row of either version.
 
-    columns: those of version 2, or keys of version 1, that are read; the row must have the former. None: all that it has.
+    columns: those that are read, by their names or their keys; a row of version 2 must have them. None: all that it has.
 
     Raises:
         DataError: the text is missing; a column is; an item is malformed, or its span is not in the text. The message begins with `where`.
@@ -94,9 +97,9 @@ def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None =
     else:
         names = [name.removeprefix(PREFIX) for name in row if name.startswith(PREFIX)]
         for name in columns or ():
-            if name not in names:
+            if name not in names and not any(key_of(column) == name for column in names):
                 raise DataError(f"{where}: {unknown_text('column', name, names)} It is listed in data.columns.")
-        fields = [(name, PREFIX + name) for name in names if columns is None or name in columns]
+        fields = [(name, PREFIX + name) for name in names if columns is None or name in columns or key_of(name) in columns]
     items = list[Item]()
     for column, field in fields:
         for number, raw in enumerate(_items(row[field], where, field)):
@@ -105,7 +108,7 @@ def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None =
             except DataError as error:  # said there without its place, which most items need not be told
                 raise DataError(f"{where}: {field}[{number}]{error}") from None
     if columns is not None:
-        items = [item for item in items if item.column in columns]
+        items = [item for item in items if item.column in columns or item.key in columns]
     _check_places(items, where)
     return Annotated(text, tuple(items))
 
@@ -129,18 +132,44 @@ def _read_item(column: str | None, raw: Any, text: str) -> Item:
         raise DataError(f".key: expected text, got {key!r}.")
     if kind not in ("global", "local"):
         raise DataError(f".type: expected 'global' or 'local', got {kind!r}.")
+    if known and key != known.key:
+        raise DataError(f".key: items of this column are {known.key!r}, got {key!r}.")
+    found = column or _COLUMN_OF.get((key, kind), key)
+    if key in KEYS and (kind != known.kind if known else (key, kind) not in _COLUMN_OF):
+        raise DataError(f".type: items of the key {key!r} are {'local' if kind == 'global' else 'global'} here, got {kind!r}.")
     if not isinstance(value, str):
         raise DataError(f".value: expected text, got {value!r}.")
     check_text(value, ".value")
+    if key == "timestamp":
+        read_date(value)
     if kind == "global":
-        return Item(key, value, column=column or key)
+        return Item(key, value, column=found)
     start, end = _index(raw, "char_start_idx"), _index(raw, "char_end_idx")
     if not start <= end <= len(text):
         raise DataError(f": the span [{start}, {end}) is not in the text of {len(text)} characters.")
     start_place, end_place = (None if raw.get(f"relative_{side}_pos") is None else _index(raw, f"relative_{side}_pos") for side in _SIDES)
     if (start_place is None) != (end_place is None):
         raise DataError(": of relative_start_pos and relative_end_pos there is only one.")
-    return Item(key, value, start, end, start_place, end_place, _attributes(raw.get("html_attrs")), column or key)
+    return Item(key, value, start, end, start_place, end_place, _attributes(raw.get("html_attrs")), found)
+
+
+def key_of(column: str) -> str:
+    """The key of a column's items; the column itself where it is not known."""
+    return COLUMNS[column].key if column in COLUMNS else column
+
+
+def read_date(value: str) -> datetime:
+    """A date in ISO's notation, with or without a time. A bare number is none: it could be a year, a day or seconds.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        if re.fullmatch(r"[\d.\s]*", value):
+            raise ValueError
+        return datetime.fromisoformat(value.strip())
+    except ValueError:
+        raise DataError(f".value: expected a date, such as 2018-12-10 or 2018-12-10T13:45:00.000Z, got {value!r}.") from None
 
 
 def _index(raw: Mapping[str, Any], name: str) -> int:

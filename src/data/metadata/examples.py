@@ -6,7 +6,7 @@ without them; or together with its markers and the space before it ("compatible"
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,8 @@ from src.data.metadata.processors import PROMPT_TITLES, Address, HtmlFilter, Sep
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
 
+_NO_CHARACTERS = 0xFDD0
+"""The first of 32 code points that Unicode keeps from ever being characters."""
 _MOST_MARKERS = 1 << 16
 """Whose ids are remembered."""
 
@@ -47,7 +49,7 @@ class Writing(Config):
     special_tokens: bool = False
     """Whether `run_starts` and `run_ends` are tokens of their own, which the tokenizer must have."""
     prefix_share: float = Field(default=0.5, gt=0, lt=1)
-    """Most of a row that the prefix may take; a longer one loses its end, but for the separator."""
+    """Most of a row that the prefix may take, without the space behind it; a longer one loses its end, but for the separator."""
 
     @model_validator(mode="after")
     def _keys_are_known(self) -> "Writing":
@@ -67,14 +69,25 @@ class Writing(Config):
         return list(dict.fromkeys(given))
 
 
+Span = tuple[int, int]
+"""Characters of a text, half open."""
+Tokens = tuple[list[int], list[Span | None]]
+"""Ids, and the span of each."""
+
+
 class Piece(NamedTuple):
     """Part of a document, with its prefix. Lists of one length."""
 
     ids: list[int]
     learned: list[bool]
     """Never the first."""
-    of_text: list[bool]
-    """Whether a token is of the text, not of metadata."""
+    spans: list[Span | None]
+    """Which characters of the text a token is of, the end being behind the last; None where it is of metadata."""
+
+    @property
+    def of_text(self) -> list[bool]:
+        """Whether each token is of the text, not of metadata."""
+        return [span is not None for span in self.spans]
 
 
 class ExampleMaker:
@@ -89,22 +102,29 @@ class ExampleMaker:
         self._writing, self._encoder, self._room = writing, encoder, room
         self._given = metadata_loss, end_token
         self._metadata_loss, self._end = metadata_loss, [encoder.eos_id] if end_token else []
-        self._around = {
-            key: (writing.run_starts.get(key, ""), writing.run_ends.get(key, "")) for key in {*writing.run_starts, *writing.run_ends}
-        }
         specials = writing.new_tokens()
+        # Until they are ids, new tokens are characters that no text has, so that nothing that is said can spell one.
+        self._specials = {chr(_NO_CHARACTERS + number): token for number, token in enumerate(specials)}
+        spelled = {token: character for character, token in self._specials.items()}
+        self._around = {
+            key: tuple(spelled.get(text, text) for text in (writing.run_starts.get(key, ""), writing.run_ends.get(key, "")))
+            for key in {*writing.run_starts, *writing.run_ends}
+        }
         if missing := [token for token in specials if encoder.control_id(token) is None]:
             raise ConfigError(f"data.writing.special_tokens: the model's tokenizer has no token {missing[0]!r}. Take one that has them.")
         self._marker_ids: dict[str, list[int]] = {}
-        self._special = re.compile("|".join(map(re.escape, specials))) if specials else None
+        self._special = re.compile(f"[{''.join(self._specials)}]") if specials else None
         self._nested = writing.linearisation == "nested"
         self._separator = encoder.encode(writing.separators.prefix_end)
         self._space = encoder.encode(" ")
         self._behind = [] if writing.separators.prefix_end[-1:].isspace() else self._space  # the prefix, where the text is apart
         if writing.separators.prefix_end and not self._separator:
             raise ConfigError(f"data.writing.separators.prefix_end: the tokenizer makes nothing of {writing.separators.prefix_end!r}.")
-        if len(self._separator) >= int(room * writing.prefix_share):
+        self._most = int(room * writing.prefix_share)
+        if len(self._separator) >= self._most:
             raise ConfigError(f"data.sequence_tokens: {room} tokens leave no room for a prefix and its separator.")
+        if self._most + len(self._space) >= room:
+            raise ConfigError(f"data.writing.prefix_share: {writing.prefix_share:g} of {room} tokens leaves no room for the text.")
 
     def rewritten(self, **changes: Any) -> "ExampleMaker":
         """Another maker, with `changes` of the writing."""
@@ -130,38 +150,50 @@ class ExampleMaker:
     def pieces(self, document: Annotated, written: bool = True) -> list[Piece]:
         """The document, cut where it is with its metadata. Pieces with nothing to learn are left out.
 
-        written: whether the metadata are. Without them the pieces have the same tokens of the text.
+        written: whether the metadata are. Without them it is the text alone, cut at the same characters.
         """
         prefix = self.prefix_ids(document)
-        ids, of_text = self._nested_text(document) if self._nested else self._compatible_text(document, " " if prefix else "")
-        ids, of_text = [*ids, *self._end], [*of_text, *([True] * len(self._end))]
-        found, begin = list[Piece](), 0
+        text = self._nested_text(document) if self._nested else self._compatible_text(document, " " if prefix else "")
+        ids, spans = self._with_end(document, text)
+        blocks, begin = list[tuple[list[int], list[int], list[Span | None]]](), 0
         while begin < len(ids):
-            before = prefix
-            if prefix and begin and not self._nested:
-                before = [*prefix, *self._space]  # with the first block the space is a part of the text
+            # With the first block of "compatible" the space is a part of the text.
+            before = [*prefix, *self._space] if prefix and begin and not self._nested else prefix
             block = slice(begin, begin := begin + self._room - len(before))
-            piece = self._piece(before if written else [], ids[block], of_text[block], written)
-            if any(piece.learned):
-                found.append(piece)
-        return found
-
-    def _piece(self, prefix: list[int], ids: list[int], of_text: list[bool], written: bool) -> Piece:
+            blocks.append((before, ids[block], spans[block]))
         if not written:
-            ids = [token for token, text in zip(ids, of_text, strict=True) if text]
-            of_text = [True] * len(ids)
-        learned = [False] * len(prefix) + [text or self._metadata_loss for text in of_text]
-        return Piece([*prefix, *ids], [False, *learned[1:]] if learned else [], [False] * len(prefix) + of_text)
+            blocks = [([], *block) for block in self._cut_text(document, [own for _, _, own in blocks])]
+        found = (self._piece(*block) for block in blocks)
+        return [piece for piece in found if any(piece.learned)]
+
+    def _piece(self, prefix: list[int], ids: list[int], spans: list[Span | None]) -> Piece:
+        learned = [False] * len(prefix) + [span is not None or self._metadata_loss for span in spans]
+        return Piece([*prefix, *ids], [False, *learned[1:]] if learned else [], [None] * len(prefix) + spans)
+
+    def _with_end(self, document: Annotated, tokens: Tokens) -> Tokens:
+        end = len(document.text)
+        return [*tokens[0], *self._end], [*tokens[1], *([(end, end + 1)] * len(self._end))]
+
+    def _cut_text(self, document: Annotated, blocks: Sequence[Sequence[Span | None]]) -> Iterator[Tokens]:
+        """The text alone, in blocks that begin with the same characters as `blocks`."""
+        ids, spans = self._with_end(document, self._encoder.encode_spans(document.text))
+        begins = [next((span[0] for span in block if span), None) for block in blocks]
+        read = 0
+        for number in range(len(blocks)):
+            following = next((begin for begin in begins[number + 1 :] if begin is not None), None)
+            end = len(ids) if following is None else bisect_left(spans, following, read, key=lambda span: span[0])
+            yield ids[read:end], list(spans[read:end])
+            read = end
 
     def prefix_ids(self, document: Annotated) -> list[int]:
         """Of what stands before each block of a document; none where nothing is known of the whole."""
-        text, most = self.prefix(document), int(self._room * self._writing.prefix_share)
+        text, most = self.prefix(document), self._most - len(self._separator)
         if not text:
             return []
         if self._nested:
-            return [*self._encoder.encode(text)[: most - len(self._separator)], *self._separator, *self._behind]
+            return [*self._encoder.encode(text)[:most], *self._separator, *self._behind]
         ids = self._encoder.encode(text + self._writing.separators.prefix_end)
-        return ids if len(ids) <= most else [*ids[: most - len(self._separator)], *self._separator]
+        return ids if len(ids) <= self._most else [*ids[:most], *self._separator]
 
     def _markers(self, document: Annotated) -> list:
         writing = self._writing
@@ -169,11 +201,14 @@ class ExampleMaker:
             return []
 
         def process(item: Item) -> tuple[str, str] | None:
-            return local_markers(item, writing.html, writing.entity_position)
+            found = local_markers(item, writing.html, writing.entity_position)
+            if found is None or self._special is None:
+                return found
+            return self._special.sub("", found[0]), self._special.sub("", found[1])
 
         return markers(document, writing.keys, process, self._around, writing.linearisation)
 
-    def _nested_text(self, document: Annotated) -> tuple[list[int], list[bool]]:
+    def _nested_text(self, document: Annotated) -> Tokens:
         """Markers go between the tokens of the text: one that opens before the token of its character, one that closes behind it."""
         ids, spans = self._encoder.encode_spans(document.text)
         starts, ends = zip(*spans, strict=True) if spans else ((), ())
@@ -181,13 +216,13 @@ class ExampleMaker:
         for index, text, closes in self._markers(document):
             place = max(place, bisect_left(starts, index) if closes else bisect_right(ends, index))
             at[place] = at.get(place, "") + text
-        found, of_text, read = list[int](), list[bool](), 0
+        found, found_spans, read = list[int](), list[Span | None](), 0
         for place, text in at.items():
             marker = self._encode_marker(text)
             found += [*ids[read:place], *marker]
-            of_text += [True] * (place - read) + [False] * len(marker)
+            found_spans += [*spans[read:place], *[None] * len(marker)]
             read = place
-        return found + ids[read:], of_text + [True] * (len(ids) - read)
+        return found + ids[read:], found_spans + spans[read:]
 
     def _encode_marker(self, text: str) -> list[int]:
         """As every other time: the same markers come again and again."""
@@ -195,27 +230,30 @@ class ExampleMaker:
             return known
         ids, read = list[int](), 0
         for match in self._special.finditer(text) if self._special else ():
-            ids += [*self._encoder.encode(text[read : match.start()]), *self._encoder.encode_token(match[0])]
+            ids += [*self._encoder.encode(text[read : match.start()]), *self._encoder.encode_token(self._specials[match[0]])]
             read = match.end()
         if len(self._marker_ids) == _MOST_MARKERS:
             self._marker_ids.clear()
         self._marker_ids[text] = ids = ids + self._encoder.encode(text[read:])
         return ids
 
-    def _compatible_text(self, document: Annotated, space: str) -> tuple[list[int], list[bool]]:
+    def _compatible_text(self, document: Annotated, space: str) -> Tokens:
+        """Tokens with a character of a marker are of metadata; the space before the text is of its first character."""
         text, mask = insert(document.text, self._markers(document))
         text, mask = space + text, [False] * len(space) + mask
         marked = [0, *accumulate(mask)]  # characters of markers before each
-        found, of_text, read = list[int](), list[bool](), 0
-        specials = [match for match in self._special.finditer(text) if all(mask[match.start() : match.end()])] if self._special else []
+        found, found_spans, read = list[int](), list[Span | None](), 0
+        specials = [match for match in self._special.finditer(text) if mask[match.start()]] if self._special else []
         for match in [*specials, None]:
             ids, spans = self._encoder.encode_spans(text[read : match.start() if match else None])
             found += ids
-            of_text += [marked[read + first] == marked[read + last] for first, last in spans]
+            for first, last in ((read + first, read + last) for first, last in spans):
+                before = marked[first] + len(space)
+                found_spans.append((max(first - before, 0), last - before) if marked[first] == marked[last] else None)
             if match:
-                own = self._encoder.encode_token(match[0])
-                found, of_text, read = found + own, of_text + [False] * len(own), match.end()
-        return found, of_text
+                own = self._encoder.encode_token(self._specials[match[0]])
+                found, found_spans, read = found + own, found_spans + [None] * len(own), match.end()
+        return found, found_spans
 
 
 def prompt(document: Annotated, keys: Sequence[str], separators: Separators) -> str:

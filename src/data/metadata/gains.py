@@ -1,10 +1,12 @@
 """What metadata are worth to a model: the loss of the same tokens of the same documents with and without them, and with wrong ones.
 
-A document counts where it fits into one block in each of the three. The first token of the text is not scored: without metadata
-nothing stands before it. The wrong metadata are those of another document; marked spans are moved to places drawn anew.
+A document counts where it fits into one block in each of the three. Scored are tokens of the same characters in both, but for the first of
+the text: without metadata nothing stands before it. The wrong metadata are those of another document; marked spans are moved to places
+drawn anew.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +15,7 @@ from pydantic import Field
 from src.config import Config
 from src.data.metadata.annotations import Annotated, Item
 from src.data.metadata.dataset import Documents, Sample, collate_rows
-from src.data.metadata.examples import PROMPT, Piece
+from src.data.metadata.examples import PROMPT, ExampleMaker, Piece
 from src.errors import DataError
 
 if TYPE_CHECKING:
@@ -55,36 +57,42 @@ class Gains(Config):
         return found
 
 
-class Blocks:
-    """Blocks of documents as samples, of which the tokens of the text are scored, but for the first."""
+class Scored(NamedTuple):
+    """A piece, and which of its tokens are scored."""
 
-    def __init__(self, documents: Documents, pieces: Sequence[Piece]) -> None:
+    piece: Piece
+    mask: list[bool]
+
+
+class Blocks:
+    """Pieces of documents as samples, of which the chosen tokens are scored."""
+
+    def __init__(self, documents: Documents, scored: Sequence[Scored]) -> None:
         self.fingerprint = documents.fingerprint
-        self._config, self._pieces = documents.config.model_copy(update={"open_rows": 0}), pieces
+        self._config, self._scored = documents.config.model_copy(update={"open_rows": 0}), scored
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._scored)
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """Block `index`."""
-        piece = self._pieces[index]
-        return {"input_ids": piece.ids, "loss_mask": text_mask(piece), "lengths": [len(piece.ids)]}
+        """Piece `index`."""
+        piece, mask = self._scored[index]
+        return {"input_ids": piece.ids, "loss_mask": mask, "lengths": [len(piece.ids)]}
 
     def collate(self, samples: Sequence[Sample]) -> "TokenBatch":
         """Padded to the longest."""
         return collate_rows(samples, self._config)
 
 
-def text_mask(piece: Piece) -> list[bool]:
-    """Tokens of the text, but for the first."""
-    mask = list(piece.of_text)
-    if True in mask:
-        mask[mask.index(True)] = False
-    return mask
+class Both(NamedTuple):
+    """The pieces of a document, with metadata and without."""
+
+    written: list[Piece]
+    plain: list[Piece]
 
 
 class Pair(NamedTuple):
-    """Losses of one document's tokens."""
+    """Losses of one document's tokens, the same ones in both."""
 
     with_metadata: list[float]
     without: list[float]
@@ -94,25 +102,69 @@ def measure(config: Gains, documents: Documents, losses: TokenLosses) -> dict[st
     """The scores `config.names()`: perplexities, gains in nats per token and their intervals. Collective.
 
     Raises:
-        DataError: no document of the split has one of the columns, and fits.
+        DataError: fewer than two documents of the split have one of the columns, and fit.
     """
     scores = dict[str, float]()
-    makers = {"val_gain": documents.maker, "val_gain_control": documents.maker}
-    if config.prompt:
-        makers["val_gain_prompt"] = documents.maker.rewritten(style="prompt", separators=PROMPT)
+    maker = documents.maker
+    prompts = maker.rewritten(style="prompt", separators=PROMPT) if config.prompt else maker
     for column in [*config.columns, *([TOGETHER] if len(config.columns) > 1 else [])]:
         wanted = config.columns if column == TOGETHER else [column]
         having = _having(documents, wanted, config.documents)
-        for name, maker in makers.items():
-            given = _wrong(having) if name == "val_gain_control" else having
-            blocks = [(maker.pieces(document), maker.pieces(document, written=False)) for document in given]
-            one = [(both[0], plain[0]) for both, plain in blocks if len(both) == len(plain) == 1]
-            scores |= _scores(config, name, column, _pairs(documents, one, losses))
+        told = {
+            "val_gain": [_both(maker, document) for document in having],
+            "val_gain_control": [_both(maker, document) for document in _wrong(having)],
+            **({"val_gain_prompt": [_both(prompts, document) for document in having]} if config.prompt else {}),
+        }
+        fits = [number for number in range(len(having)) if all(_is_one_block(found[number]) for found in told.values())]
+        if len(fits) < 2:
+            raise DataError(
+                f"gains.columns: fewer than two documents with {' and '.join(wanted)} fit into a block of data.sequence_tokens, with their "
+                "own metadata and with another's."
+            )
+        for name, found in told.items():
+            scores |= _scores(config, name, column, _pairs(documents, [found[number] for number in fits], losses))
         if config.chunked:
-            maker = documents.maker
-            chunks = [list(zip(maker.pieces(document), maker.pieces(document, written=False), strict=False)) for document in having]
-            scores |= _scores(config, "val_gain_chunked", column, _join_blocks(documents, chunks, losses))
+            scores |= _scores(config, "val_gain_chunked", column, _pairs(documents, told["val_gain"], losses))
     return {name: scores[name] for name in config.names()}
+
+
+def _both(maker: ExampleMaker, document: Annotated) -> Both:
+    return Both(maker.pieces(document), maker.pieces(document, written=False))
+
+
+def _is_one_block(both: Both) -> bool:
+    return len(both.written) == len(both.plain) == 1
+
+
+def _pairs(documents: Documents, found: Sequence[Both], losses: TokenLosses) -> list[Pair]:
+    """Of each document that has a token to score."""
+    scored = [_score_same(both) for both in found]
+    given = [piece for both in scored for side in both for piece in side]
+    order = sorted(range(len(given)), key=lambda i: len(given[i].piece.ids))  # those of a batch are of like lengths: little is padding
+    by_piece = dict(zip(order, losses(Blocks(documents, [given[i] for i in order])), strict=True))
+    read = iter(range(len(given)))
+    pairs = [Pair(*([value for _ in side for value in by_piece[next(read)]] for side in both)) for both in scored]
+    return [pair for pair in pairs if pair.without]
+
+
+def _score_same(both: Both) -> tuple[list[Scored], list[Scored]]:
+    """Both sides, scored at the tokens that are of the same characters in both, and in neither the first of a piece."""
+    same = set.intersection(*({key for piece in side for key in _keys(piece)[1:] if key} for side in both))
+    first = min((key for side in both for piece in side for key in _keys(piece) if key), default=None)
+    same.discard(first)  # nothing stands before it without metadata
+    written, plain = ([Scored(piece, [key in same for key in _keys(piece)]) for piece in side] for side in both)
+    return written, plain
+
+
+def _keys(piece: Piece) -> list[tuple[int, int, int] | None]:
+    """Which token of the text each is: its span, and a number among those of the same span; None for metadata."""
+    counts = Counter[tuple[int, int]]()
+    found = list[tuple[int, int, int] | None]()
+    for span in piece.spans:
+        found.append(None if span is None else (*span, counts[span]))
+        if span is not None:
+            counts[span] += 1
+    return found
 
 
 def _having(documents: Documents, columns: Sequence[str], most: int) -> list[Annotated]:
@@ -137,7 +189,7 @@ def _wrong(documents: Sequence[Annotated]) -> list[Annotated]:
         own = _global_items(document)
         others = (_global_items(documents[(number + step) % len(documents)]) for step in range(1, len(documents)))
         items = next((items for items in others if items != own), [])
-        items = [*items, *(_move(item, len(document.text), draws) for item in document.items if item.start is not None)]
+        items = [*items, *_move([item for item in document.items if item.start is not None], len(document.text), draws)]
         found.append(Annotated(document.text, tuple(items)))
     return found
 
@@ -146,38 +198,18 @@ def _global_items(document: Annotated) -> list[Item]:
     return [item for item in document.items if item.start is None]
 
 
-def _move(item: Item, length: int, draws: Random) -> Item:
-    start, end = item.span
-    begin = draws.randint(0, length - (end - start))
-    return item._replace(start=begin, end=begin + end - start, start_place=None, end_place=None)
-
-
-def _pairs(documents: Documents, blocks: Sequence[tuple[Piece, Piece]], losses: TokenLosses) -> list[Pair]:
-    if not blocks:
-        raise DataError("gains: no document fits into one block of data.sequence_tokens with and without its metadata.")
-    found = _losses_by_length(documents, [piece for pair in blocks for piece in pair], losses)
-    return [Pair(one, two) for one, two in zip(found[::2], found[1::2], strict=True) if one]
-
-
-def _losses_by_length(documents: Documents, pieces: Sequence[Piece], losses: TokenLosses) -> list[list[float]]:
-    """Of each piece, in order. Those of a batch are of like lengths, so that little is padding."""
-    order = sorted(range(len(pieces)), key=lambda i: len(pieces[i].ids))
-    found = dict(zip(order, losses(Blocks(documents, [pieces[i] for i in order])), strict=True))
-    return [found[i] for i in range(len(pieces))]
-
-
-def _join_blocks(documents: Documents, chunks: Sequence[Sequence[tuple[Piece, Piece]]], losses: TokenLosses) -> list[Pair]:
-    same = [[pair for pair in pairs if sum(text_mask(pair[0])) == sum(text_mask(pair[1]))] for pairs in chunks]
-    found = _losses_by_length(documents, [piece for pairs in same for pair in pairs for piece in pair], losses)
-    read, joined = iter(found), list[Pair]()
-    for pairs in same:
-        one, two = list[float](), list[float]()
-        for _ in pairs:
-            one += next(read)
-            two += next(read)
-        if one:
-            joined.append(Pair(one, two))
-    return joined
+def _move(items: Sequence[Item], length: int, draws: Random) -> Iterator[Item]:
+    """Spans at places drawn anew; of those with relative positions the later ones stand behind."""
+    counts = Counter[tuple[str, int]]()
+    for item in items:
+        start, end = item.span
+        begin = draws.randint(0, length - (end - start))
+        places: list[int | None] = [None, None]
+        if item.start_place is not None:
+            for side, index in enumerate((begin, begin + end - start)):
+                places[side] = counts[item.key, index]
+                counts[item.key, index] += 1
+        yield item._replace(start=begin, end=begin + end - start, start_place=places[0], end_place=places[1])
 
 
 def _scores(config: Gains, name: str, column: str, pairs: Sequence[Pair]) -> dict[str, float]:

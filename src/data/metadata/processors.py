@@ -3,7 +3,6 @@
 import calendar
 import re
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from functools import cached_property
 from typing import Literal
 from urllib.parse import unquote_plus, urlsplit
@@ -11,8 +10,7 @@ from urllib.parse import unquote_plus, urlsplit
 from pydantic import Field
 
 from src.config import Config
-from src.data.metadata.annotations import Item
-from src.errors import DataError
+from src.data.metadata.annotations import Item, read_date
 
 Markers = tuple[str, str]
 """What is put before a span, and behind it."""
@@ -63,17 +61,13 @@ class HtmlFilter(Config):
 
 
 def global_text(item: Item, separators: Separators, address: Address = "whole") -> str:
-    """What a prefix says of an item. address: how much of a URL.
-
-    Raises:
-        DataError: a timestamp is no date.
-    """
+    """What a prefix says of an item. address: how much of a URL."""
     if item.key == "timestamp":
-        date = _date(item.value)
+        date = read_date(item.value)
         month = f"Month{separators.key_value}{calendar.month_name[date.month]}"
         return f"Year{separators.key_value}{date.year}{separators.item}{month}"
     if item.key == "url" and address == "host":
-        return f"URL{separators.key_value}{urlsplit(item.value).netloc or item.value}"
+        return f"URL{separators.key_value}{_host(item.value)}"
     value = unquote_plus(item.value) if item.key == "url" else item.value
     return f"{_TITLES.get(item.key, item.key)}{separators.key_value}{value}"
 
@@ -88,14 +82,12 @@ PROMPT_TITLES = {"datasource": "Data source", "length": "Number of characters"}
 """Where a prompt names a key otherwise than a prefix."""
 
 
-def _date(value: str) -> datetime:
-    """Of a date in ISO's notation, with or without a time. A bare number is none: it could be a year, a day or seconds."""
+def _host(address: str) -> str:
+    """Without user and port; the address itself where no host can be found in it."""
     try:
-        if re.fullmatch(r"[\d.\s]*", value):
-            raise ValueError
-        return datetime.fromisoformat(value.strip())
-    except ValueError:
-        raise DataError(f"timestamp {value!r}: expected a date, such as 2018-12-10 or 2018-12-10T13:45:00.000Z.") from None
+        return urlsplit(address if "//" in address else f"//{address}").hostname or address
+    except ValueError:  # such as brackets that hold no address
+        return address
 
 
 def local_markers(item: Item, html: HtmlFilter, entity_position: Literal["beginning", "end"]) -> Markers | None:

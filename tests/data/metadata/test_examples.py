@@ -113,14 +113,25 @@ MERGES = (("a", "a"), ("Ġ", "a"), ("<", "b"), ("[", "["), ("Ã", "©"))
 
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
-def test_without_metadata_the_blocks_have_the_same_text(linearisation: str):
+def test_without_metadata_the_blocks_are_the_plain_text(linearisation: str):
     make, _ = maker(24, MERGES, linearisation=linearisation, end_token=True)
+    encoder = SafeTokenizer(byte_tokenizer(merges=MERGES))
     for seed in range(300):
         found = random_document(seed)
         both, plain = make.pieces(found), make.pieces(found, written=False)
-        text = [[token for token, text in zip(piece.ids, piece.of_text, strict=True) if text] for piece in both]
-        assert [ids for ids in text if len(ids) > 1] == [piece.ids for piece in plain if len(piece.ids) > 1]
-        assert all(any(piece.learned) and not piece.learned[0] and len(piece.ids) <= 24 for piece in [*both, *plain])
+        ids = iter([*encoder.encode(found.text), encoder.eos_id])
+        assert all(token in ids for piece in plain for token in piece.ids), (
+            "in their order; one alone in its block has nothing to learn from"
+        )
+        if linearisation == "nested":
+            text = [[token for token, text in zip(piece.ids, piece.of_text, strict=True) if text] for piece in both]
+            assert [ids for ids in text if len(ids) > 1] == [piece.ids for piece in plain if len(piece.ids) > 1]
+        for piece in [*both, *plain]:
+            assert any(piece.learned)
+            assert not piece.learned[0]
+            assert linearisation == "compatible" or len(piece.ids) <= 24
+            spans = [span for span in piece.spans if span]
+            assert spans == sorted(spans)
 
 
 def test_nested_text_has_the_tokens_of_the_plain_text():
