@@ -71,7 +71,7 @@ def read_rows(
     path: Path,
     fields: Mapping[str, Any],
     optional: Mapping[str, Any] | None = None,
-    check: "Callable[[dict[str, Any], str], None] | None" = None,
+    check: "Callable[[dict[str, Any], str], object] | None" = None,
     group: "Callable[[dict[str, Any]], str] | None" = None,
     rules: str | None = None,
 ) -> "Rows":

@@ -24,10 +24,9 @@ class Config(Pretraining):
         data = self.data.validation
         if self.gains and not isinstance(data, metadata.Config):
             raise ValueError(f"gains: they are of the data set 'metadata', and the validation data are {data.name!r}.")
-        if self.gains and isinstance(data, metadata.Config) and data.columns is not None:
+        if self.gains and isinstance(data, metadata.Config):
             for column in self.gains.columns:
-                if column not in data.columns:
-                    raise ValueError(f"gains.columns: {column!r} is not among data.columns: {', '.join(data.columns)}.")
+                data.require_written("gains.columns", column)
         return self
 
     def loss(self) -> Callable[..., Any]:

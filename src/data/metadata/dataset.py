@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from src.batches import TokenBatch
 from src.config import Places, unknown_text
 from src.data import jsonl
-from src.data.metadata.annotations import COLUMNS, KEYS, Annotated, read_row
+from src.data.metadata.annotations import COLUMNS, KEYS, Annotated, key_of, read_row
 from src.data.metadata.examples import ExampleMaker, Piece, Writing
 from src.data.packing.dataset import require_tested_model
 from src.data.packing.lanes import LaneOrder, Packing
@@ -59,16 +59,30 @@ class Config(DatasetConfig):
 
     @model_validator(mode="after")
     def _columns_are_known(self) -> "Config":
-        known = {*COLUMNS, *KEYS}
         for name, given in (("columns", self.columns or []), ("weights", self.weights)):
             for column in given:
-                if column not in known:
-                    raise ValueError(f"{name}: {unknown_text('column', column, known)}")
+                self.require_written(name, column)
         if bool(self.weights) != (self.sampling != "all"):
             raise ValueError("weights: they belong to sampling 'weighted' or 'independent', and to no other.")
+        if self.weights and not any(self.weights.values()):
+            raise ValueError("weights: all are 0, so no metadata would ever be drawn. Give one a weight, or set probability to 0.")
         if any(weight < 0 or (self.sampling == "independent" and weight > 1) for weight in self.weights.values()):
             raise ValueError("weights: expected numbers from 0 on, for sampling 'independent' probabilities.")
         return self
+
+    def require_written(self, field: str, column: str) -> None:
+        """Raises ValueError where a column that `field` names is unknown, is not read, or is not written."""
+        known = {*COLUMNS, *KEYS, *self.writing.own_keys}
+        if column not in known:
+            raise ValueError(f"{field}: {unknown_text('column', column, known)}")
+        if self.columns is not None and key_of(column) not in map(key_of, self.columns):
+            raise ValueError(f"{field}: {column!r} is not among data.columns: {', '.join(self.columns)}.")
+        if key_of(column) not in self.writing.keys:
+            raise ValueError(f"{field}: {column!r} would never be written: {key_of(column)!r} is not among writing.keys.")
+
+    def weight(self, column: str) -> float:
+        """Of a column, by its name or its key."""
+        return self.weights.get(column, self.weights.get(key_of(column), 0.0))
 
     def check(self, places: Places) -> None:
         jsonl.require_splits(places, self.corpus)
@@ -92,7 +106,8 @@ class Config(DatasetConfig):
         """
         folder = jsonl.corpus_folder(places, self.corpus)
         path = jsonl.require_file(folder, f"{split}.jsonl")
-        rows = jsonl.read_rows(path, {"text": str}, check=lambda row, where: void(read_row(row, where, self.columns)))
+        rules = f"metadata 1 {json.dumps(self.columns)}"
+        rows = jsonl.read_rows(path, {"text": str}, check=lambda row, where: read_row(row, where, self.columns), rules=rules)
         maker = ExampleMaker(self.writing, SafeTokenizer(tokenizer), self.sequence_tokens, self.metadata_loss, self.end_token)
         documents = Documents(self, rows, jsonl.fingerprint(folder), maker)
         if split == "train":
@@ -100,10 +115,6 @@ class Config(DatasetConfig):
         most = self.val_documents
         chosen = range(len(rows)) if most is None else jsonl.select_validation_rows(len(rows), most, path)
         return MetadataBlocks(documents, chosen)
-
-
-def void(_: object) -> None:
-    """Nothing."""
 
 
 class Documents:
@@ -130,9 +141,9 @@ def draw(document: Annotated, config: Config, draws: Random) -> Annotated:
     if "html" in columns and draws.random() >= config.html_rate:
         columns.remove("html")
     if config.sampling == "independent":
-        columns = [column for column in columns if draws.random() < config.weights.get(column, 0.0)]
+        columns = [column for column in columns if draws.random() < config.weight(column)]
     elif config.sampling == "weighted":
-        left = {column: config.weights[column] for column in columns if config.weights.get(column)}
+        left = {column: config.weight(column) for column in columns if config.weight(column)}
         columns = list[str]()
         for _ in range(draws.randint(1, len(left)) if left else 0):
             (column,) = draws.choices(list(left), list(left.values()))

@@ -30,6 +30,8 @@ class Writing(Config):
 
     keys: list[str] = Field(default=list(KEYS), min_length=1)
     """Which are written, in the order of the prefix."""
+    own_keys: list[str] = added_field([])
+    """Those among `keys` that this project does not know: items of them are written as "KEY: VALUE" and [KEY: VALUE]."""
     style: Literal["prefix", "prompt"] = "prefix"
     """prompt: all metadata are named in words before the text, and nothing is marked in it."""
     linearisation: Linearisation = "nested"
@@ -55,6 +57,13 @@ class Writing(Config):
     def _keys_are_known(self) -> "Writing":
         if len(set(self.keys)) < len(self.keys):
             raise ValueError(f"keys: {max(self.keys, key=self.keys.count)!r} stands there twice.")
+        for key in self.keys:
+            if key not in {*KEYS, *self.own_keys}:
+                raise ValueError(f"keys: {unknown_text('key', key, KEYS)} One of your own is declared in own_keys.")
+        if self.announced and not self.announce:
+            raise ValueError(
+                "announced: it says what local keys are called in the prefix, and announce is off. Leave it out, or turn it on."
+            )
         for name, by_key in (("announced", self.announced), ("run_starts", self.run_starts), ("run_ends", self.run_ends)):
             for key in by_key:
                 if key not in self.keys:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from src.config import Config
 from src.data.metadata.annotations import Annotated, Item
@@ -33,7 +33,7 @@ class Gains(Config):
 
     columns: list[str] = Field(min_length=1)
     """Each by itself, and "together" all of them, in documents that have every one."""
-    documents: int = Field(gt=0)
+    documents: int = Field(gt=1)
     """Of the validation split: at most so many for each."""
     prompt: bool = False
     """Whether also with metadata written as a prompt: val_gain_prompt/COLUMN."""
@@ -43,6 +43,14 @@ class Gains(Config):
     """Gains are told also for the tokens of the text before, between and after these: val_gain/COLUMN/0-8, ..."""
     resamples: int = Field(default=1000, gt=0)
     """Of documents, for the intervals of 95 % (paired bootstrap, Efron and Tibshirani 1993, chapter 13)."""
+
+    @model_validator(mode="after")
+    def _ascending(self) -> "Gains":
+        if sorted({*self.positions, 0}) != [0, *self.positions]:
+            raise ValueError(f"positions: expected ascending numbers above 0, got {self.positions}.")
+        if len(set(self.columns)) < len(self.columns):
+            raise ValueError(f"columns: {max(self.columns, key=self.columns.count)!r} stands there twice.")
+        return self
 
     def names(self) -> list[str]:
         """All scores."""
@@ -172,8 +180,9 @@ def _having(documents: Documents, columns: Sequence[str], most: int) -> list[Ann
     found = list[Annotated]()
     for number in range(len(documents)):
         document = documents[number]
-        if set(columns) <= set(document.columns):
-            found.append(Annotated(document.text, tuple(item for item in document.items if item.column in columns)))
+        items = tuple(item for item in document.items if {item.column, item.key} & {*columns})
+        if {*columns} <= {name for item in items for name in (item.column, item.key)}:
+            found.append(Annotated(document.text, items))
         if len(found) == most:
             break
     if len(found) < 2:
