@@ -8,6 +8,7 @@ it. Without --metadata nothing is.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,10 +17,10 @@ from typing import Any
 from src.command_line import make_parser, parse_arguments, run_command
 from src.config import Places, unknown_text
 from src.data.metadata import dataset as metadata
-from src.data.metadata.annotations import COLUMNS, Annotated, Item
+from src.data.metadata.annotations import COLUMNS, Annotated, Item, read_row
 from src.data.metadata.examples import ExampleMaker
 from src.data.text.tokenizers import SafeTokenizer, control_ids
-from src.errors import ConfigError
+from src.errors import ConfigError, DataError
 from src.interfaces import load_experiment
 from src.models.load import PLACES, checkpoint_folder, load, move
 from src.runs.metadata import expand_run, read_exp_dict
@@ -36,7 +37,7 @@ class Writer:
         """The metadata of `KEY=VALUE` each.
 
         Raises:
-            ConfigError: another form, or a key that the experiment does not write of whole texts.
+            ConfigError: another form, a key that the experiment does not write of whole texts, or a date that is none.
         """
         items = []
         for text in texts:
@@ -47,19 +48,30 @@ class Writer:
             known = [name for name in self._data.writing.keys if name not in spans]
             if key not in known:
                 raise ConfigError(f"--metadata: {unknown_text('key', key, known)}")
-            items.append(Item(key, value))
+            try:
+                items += read_row({"text": "", "metadata": [{"key": key, "type": "global", "value": value}]}, "--metadata").items
+            except DataError as error:
+                raise ConfigError(str(error)) from None
         return items
 
     def prompt(self, beginning: str, items: Sequence[Item]) -> list[int]:
         """Ids of the metadata and of the beginning; of the end token, with which documents follow each other, where there is neither."""
-        encoder = SafeTokenizer(self._tokenizer)
-        return [*self._maker.prefix_ids(Annotated(beginning, tuple(items))), *encoder.encode(beginning)] or [encoder.eos_id]
+        encoder, document = SafeTokenizer(self._tokenizer), Annotated(beginning, tuple(items))
+        return [*self._maker.prefix_ids(document), *self._maker.text_ids(document)] or [encoder.eos_id]
 
     def write(self, beginning: str, items: Sequence[Item] = (), **options: Any) -> str:
-        """The text that the model goes on with. options: of transformers' `generate`."""
+        """The text that the model goes on with. options: of transformers' `generate`.
+
+        Raises:
+            ConfigError: it would be longer than the model can read.
+        """
         import torch
 
         ids = torch.tensor([self.prompt(beginning, items)], device=self._model.device)
+        longest = getattr(self._model.config, "max_position_embeddings", None)
+        if longest and ids.shape[1] + options["max_new_tokens"] > longest:
+            given = f"{ids.shape[1]} tokens of metadata and text and --max_new_tokens {options['max_new_tokens']}"
+            raise ConfigError(f"{given} are more than the model's {longest}.")
         end = self._tokenizer.eos_token_id
         never = control_ids(self._tokenizer) or None
         with torch.no_grad():
@@ -96,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("run", type=Path, help="a save directory, the beginning of its id, or a checkpoint")
     add("beginnings", nargs="*", help="of texts; each is gone on with (default: lines from the keyboard)")
-    add("--metadata", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="what is known of the text")
+    add("--metadata", action="append", default=[], metavar="KEY=VALUE", help="what is known of the text; again for more")
     add("--max_new_tokens", type=int, default=100, help="(default: %(default)s)")
     add("--temperature", type=float, default=0.8, help="of sampling; 0 for the likeliest token each time (default: %(default)s)")
     add("--top_p", type=float, default=0.95, help="share of the probability that is sampled from (default: %(default)s)")
@@ -111,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _act(args: argparse.Namespace) -> int:
     import torch
 
-    if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
+    if args.max_new_tokens < 1 or not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
         raise ConfigError("expected --max_new_tokens of at least 1, --temperature from 0 on, and --top_p above 0 and up to 1.")
     writer, model = load_writer(args.run, Places(args.data_path, args.savedir_base))
     items = writer.items(args.metadata)

@@ -34,17 +34,20 @@ def test_given_metadata_steer_what_is_written(folder: Path, capsys: pytest.Captu
     said: dict[bool, list[bool]] = {True: [], False: []}
     for colour in toy.COLOURS:
         for given in (["--metadata", f"title={colour}"], []):
-            assert ask(folder, "the thing3 is", *given, "--temperature", "0", "--max_new_tokens", "1") == 0
+            assert ask(folder, *given, "the thing3 is", "--temperature", "0", "--max_new_tokens", "1") == 0
             said[bool(given)].append(capsys.readouterr().out == f"the thing3 is {colour}\n")
     assert sum(said[True]) >= 7
     assert sum(said[False]) <= 1
 
 
-def test_metadata_are_written_as_in_training(folder: Path):
+@pytest.mark.parametrize("linearisation", ["nested", "compatible"])
+def test_metadata_are_written_as_in_training(linearisation: str, folder: Path):
     writer, _ = chat.load_writer(folder / "runs" / exp_id(SURE), Places(folder / "data", folder / "runs"))
+    data = writer._data.model_copy(update={"writing": writer._data.writing.model_copy(update={"linearisation": linearisation})})
+    writer = chat.Writer(writer._model, writer._tokenizer, data)
     document = Annotated(row("thing1", "red")["text"], tuple(writer.items(["title=red"])))
     piece = writer._maker.pieces(document)[0]
-    assert writer.prompt(document.text[:10], document.items) == piece.ids[: len(writer.prompt(document.text[:10], document.items))]
+    assert writer.prompt(document.text, document.items) == piece.ids[:-1], "all but the end token"
     assert writer.prompt("", ()) == [writer._tokenizer.eos_token_id]
 
 
@@ -52,7 +55,7 @@ def test_lines_are_read_and_sampling_is_that_of_its_seed(folder: Path, capsys: p
     printed = []
     for seed in ("1", "1", "2"):
         monkeypatch.setattr("sys.stdin", io.StringIO("the thing1\nthe thing2\n"))
-        assert ask(folder, "--metadata", "title=red", "--seed", seed, "--temperature", "3") == 0
+        assert ask(folder, "--metadata", "title=red", "--seed", seed, "--temperature", "3", "--max_new_tokens", "9") == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] != printed[2]
     assert [line.split()[:2] for line in printed[0].splitlines()][:1] == [["the", "thing1"]]
@@ -64,6 +67,8 @@ def test_lines_are_read_and_sampling_is_that_of_its_seed(folder: Path, capsys: p
         (["--metadata", "titel=red"], "error: --metadata: unknown key 'titel'. Did you mean 'title'?"),
         (["--metadata", "entity=red"], "error: --metadata: unknown key 'entity'."),
         (["--metadata", "title"], "error: --metadata 'title': expected KEY=VALUE, such as url=docs.python.org."),
+        (["--temperature", "nan"], "error: expected --max_new_tokens of at least 1"),
+        (["--max_new_tokens", "1000"], "tokens of metadata and text and --max_new_tokens 1000 are more than the model's"),
         (["--temperature", "-1"], "error: expected --max_new_tokens of at least 1, --temperature from 0 on"),
         (["--device", "abacus"], "error: --device: 'abacus' cannot be used"),
     ],

@@ -60,14 +60,14 @@ class Writing(Config):
         for key in self.keys:
             if key not in {*KEYS, *self.own_keys}:
                 raise ValueError(f"keys: {unknown_text('key', key, KEYS)} One of your own is declared in own_keys.")
-        if self.announced and not self.announce:
-            raise ValueError(
-                "announced: it says what local keys are called in the prefix, and announce is off. Leave it out, or turn it on."
-            )
         for name, by_key in (("announced", self.announced), ("run_starts", self.run_starts), ("run_ends", self.run_ends)):
             for key in by_key:
                 if key not in self.keys:
                     raise ValueError(f"{name}: {unknown_text('key', key, self.keys)}")
+        if self.announced and not self.announce:
+            raise ValueError(
+                "announced: it says what local keys are called in the prefix, and announce is off. Leave it out, or turn it on."
+            )
         if self.special_tokens and not (self.run_starts and self.run_ends):
             raise ValueError("special_tokens: run_starts and run_ends say which, and one of them is empty.")
         return self
@@ -203,6 +203,10 @@ class ExampleMaker:
             return [*self._encoder.encode(text)[:most], *self._separator, *self._behind]
         ids = self._encoder.encode(text + self._writing.separators.prefix_end)
         return ids if len(ids) <= self._most else [*ids[:most], *self._separator]
+
+    def text_ids(self, document: Annotated) -> list[int]:
+        """Of the text and its markers, as they stand behind the prefix."""
+        return (self._nested_text(document) if self._nested else self._compatible_text(document, " " if self.prefix(document) else ""))[0]
 
     def _markers(self, document: Annotated) -> list:
         writing = self._writing
