@@ -1,5 +1,6 @@
 """The work on one file of pages: what extractors find becomes columns of its rows, and a file beside, which is whole or not there."""
 
+import glob
 import hashlib
 import os
 import struct
@@ -19,6 +20,8 @@ from src.files import read_json, write_atomic, write_json, writing
 Row = dict[str, Any]
 DIGEST = struct.Struct("16sQ")
 """Of a document: a digest of its text, and its place among the rows of the source."""
+ROWS = "rows"
+"""Under this name those are counted that are no rows with metadata, and left out."""
 _SHOWN = 3
 """Errors that are shown of a file."""
 
@@ -54,15 +57,19 @@ class Extractor(NamedTuple):
 
     name: str
     """In the columns that tell of its errors."""
+    columns: tuple[str, ...]
+    """That it makes; of a row that it fails on those of metadata are empty, unless they are there."""
     extract: Callable[[Row, Options], Mapping[str, Any]]
 
 
 EXTRACTORS: dict[str, Extractor] = {
-    "html": Extractor("HtmlPreprocessor", _from_html),
-    "url": Extractor("UrlPreprocessor", lambda row, options: url.extract(row, options.compatible)),
-    "description": Extractor("WebsiteDescPreprocessor", _describe),
-    "entities": Extractor("EntityPreprocessor", lambda row, options: entities.extract(row, entities.read_linker(options.mentions))),
-    "text": Extractor("TextPreprocessor", lambda row, options: text.extract(row, options.compatible)),
+    "html": Extractor("HtmlPreprocessor", html.COLUMNS, _from_html),
+    "url": Extractor("UrlPreprocessor", url.COLUMNS, lambda row, options: url.extract(row, options.compatible)),
+    "description": Extractor("WebsiteDescPreprocessor", description.COLUMNS, _describe),
+    "entities": Extractor(
+        "EntityPreprocessor", entities.COLUMNS, lambda row, options: entities.extract(row, entities.read_linker(options.mentions))
+    ),
+    "text": Extractor("TextPreprocessor", text.COLUMNS, lambda row, options: text.extract(row, options.compatible)),
 }
 """In the order in which they are called: later ones read what earlier ones found."""
 
@@ -88,6 +95,14 @@ class Part:
     def digests(self) -> Path:
         """A DIGEST of each row."""
         return self.stem.with_suffix(".digests")
+
+    def is_settled(self) -> bool:
+        """Whether they are whole, or it was told why they cannot be."""
+        return self.report.exists() or self.failure.exists()
+
+    def leftovers(self) -> list[Path]:
+        """Files that are being written, or were by a process that was killed."""
+        return [path for name in (self.rows, self.digests) for path in name.parent.glob(f".{glob.escape(name.name)}.*")]
 
     @property
     def failure(self) -> Path:
@@ -115,7 +130,7 @@ def make_part(part: Part, options: Options) -> None:
 
 
 def _write_part(part: Part, options: Options) -> None:
-    report: dict[str, Any] = {"rows": 0, "empty": 0, "columns": [], "errors": {name: [0, []] for name in options.extract}}
+    report: dict[str, Any] = {"rows": 0, "empty": 0, "columns": [], "errors": {name: [0, []] for name in (*options.extract, ROWS)}}
     columns = dict[str, None]()
     names = part.rows, part.digests
     beside = [path.with_name(f".{path.name}.{os.getpid()}") for path in names]  # another process may do the same
@@ -125,7 +140,11 @@ def _write_part(part: Part, options: Options) -> None:
             if not made.get("text", "html" not in options.extract):  # where nothing makes it, a row without the field is an error
                 report["empty"] += 1
                 continue
-            read_row(made, where)
+            try:
+                read_row(made, where)
+            except DataError as error:
+                _count_error(report["errors"][ROWS], str(error))
+                continue
             columns |= dict.fromkeys(name for name in made if name.startswith(PREFIX))
             try:
                 rows.write(orjson.dumps(made) + b"\n")
@@ -150,10 +169,15 @@ def _annotate(row: Row, where: str, options: Options, errors: dict[str, list[Any
             row |= extractor.extract(row, options)
         except Exception as error:  # noqa: BLE001  as BigScience's: one page must not end all; they are counted, shown and limited
             comment = " ".join(f"{'' if isinstance(error, DataError) else f'{type(error).__name__}: '}{error}".split())
-            errors[name][0] += 1
-            errors[name][1] = [*errors[name][1], f"{where}: {comment}"][:_SHOWN]
+            _count_error(errors[name], f"{where}: {comment}")
+            row = {**{column: [] for column in extractor.columns if column.startswith(PREFIX)}, **row}
         row |= {f"{extractor.name}_error": int(bool(comment)), f"{extractor.name}_error_comment": comment}
     return row
+
+
+def _count_error(found: list[Any], text: str) -> None:
+    found[0] += 1
+    found[1] = [*found[1], text][:_SHOWN]
 
 
 def read_report(part: Part) -> dict[str, Any]:

@@ -111,6 +111,6 @@ def _decode(page: bytes, content_type: str) -> str:
     for name in (named and named[1], inside and inside[1].decode()):
         try:
             return page.decode(name or "utf-8", "replace")
-        except LookupError:
+        except (LookupError, UnicodeError):  # of no character set, or of one that refuses, such as "undefined"
             continue
     return page.decode("utf-8", "replace")

@@ -7,14 +7,17 @@ of this machine, or as an array of Slurm. Started again after it was killed, it 
 """
 
 import argparse
+import concurrent.futures
 import hashlib
 import importlib.metadata
 import logging
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -94,10 +97,10 @@ def prepare(data_path: Path, asked: Request) -> None:
         "scripts_sha256": command.digest_files(_SCRIPTS),
     }
     beside = data_path / f"{asked.name}.parts"
-    if command.is_made([folder], made_from):
-        shutil.rmtree(beside, ignore_errors=True)  # of a command that was killed at its end
-        return
     with command.exclusive_lock(beside, f"{folder}: another process prepares it."):
+        if command.is_made([folder], made_from):
+            shutil.rmtree(beside)  # perhaps of a command that was killed at its end
+            return
         key = hashlib.sha256(orjson.dumps([needed, made_from["packages"], made_from["scripts_sha256"]])).hexdigest()
         parts = {
             split: [extraction.part_of(path, {**facts[path], "by": key}, options, beside) for path in own] for split, own in splits.items()
@@ -145,30 +148,45 @@ def _run(parts: Sequence[Part], options: Options, workers: int, settings: dict[s
         DataError: a source cannot be read; one line for each, after all others were made.
     """
     missing = [part for part in parts if not part.report.exists()]
-    shutil.rmtree(logs, ignore_errors=True)  # it takes for done what it did before, whole or not
     if missing:
         log.info("%d of %d sources are worked on ...", len(missing), len(parts))
-        try:
-            from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
-        except ModuleNotFoundError:
-            needs = f"pip install -r {page_sources.PACKAGES}"
-            raise ConfigError(f"a package that runs the preparation is not installed: {needs}") from None
-        given: dict[str, Any] = {
-            "pipeline": [Step(missing, options)],
-            "tasks": len(missing),
-            "logging_dir": str(logs),
-            "skip_completed": False,
-        }
         if settings:
-            environment = f"export PYTHONPATH={ROOT} PATH={Path(sys.executable).parent}:$PATH"
-            about = {"job_name": "metadata", "env_command": environment, "requeue": False, "sbatch_args": {"wait": ""}, "workers": workers}
-            _run_array(SlurmPipelineExecutor(**{**about, **given, **settings}))
+            _run_array(missing, options, workers, settings, logs)
         else:
-            LocalPipelineExecutor(**given, workers=min(workers, len(missing))).run()
+            _run_here(missing, options, workers)
     failed = [part for part in missing if not part.report.exists()]
     if failed:
-        unknown = f"nothing was told; see {logs}"
-        raise DataError("\n".join(part.failure.read_text() if part.failure.exists() else f"{part.source}: {unknown}" for part in failed))
+        unknown = "its process was killed, as for lack of memory. Start again, with fewer --workers"
+        raise DataError("\n".join(part.failure.read_text() if part.failure.exists() else f"{part.source}: {unknown}." for part in failed))
+
+
+def _run_here(parts: Sequence[Part], options: Options, workers: int) -> None:
+    """Make the parts in processes of this machine. Where one is killed, what was begun is tried again, each by itself, and then given up.
+
+    datatrove's own executor for this waits for ever for the task of a process that was killed (0.10.1).
+    """
+    left = list(parts) if workers > 1 else []
+    for part in parts if workers == 1 else ():
+        extraction.make_part(part, options)
+    while left and not _make_all(left, options, workers):
+        begun = [part for part in left if not part.is_settled() and part.leftovers()]
+        for part in begun:  # which of them had its process killed nobody tells
+            _make_all([part], options, 1)
+        left = [part for part in left if begun and not part.is_settled() and part not in begun]
+
+
+def _make_all(parts: Sequence[Part], options: Options, workers: int) -> bool:
+    """Whether no process was killed meanwhile."""
+    for leftover in (path for part in parts for path in part.leftovers()):
+        leftover.unlink()
+    with concurrent.futures.ProcessPoolExecutor(min(workers, len(parts)), multiprocessing.get_context("forkserver")) as pool:
+        futures = [pool.submit(extraction.make_part, part, options) for part in parts]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+        except BrokenProcessPool:
+            return False
+    return True
 
 
 class Step:
@@ -191,8 +209,30 @@ class Step:
         return f"{len(self.parts)} sources"
 
 
-def _run_array(executor: Any) -> None:
-    """Submit, and wait for the end of all of its jobs."""
+def _run_array(parts: Sequence[Part], options: Options, workers: int, settings: dict[str, Any], logs: Path) -> None:
+    """Make the parts as an array of Slurm, and wait for the end of all of its jobs."""
+    try:
+        from datatrove.executor import SlurmPipelineExecutor
+    except ModuleNotFoundError:
+        needs = f"pip install -r {page_sources.PACKAGES}"
+        raise ConfigError(f"--slurm: a package that submits the preparation is not installed: {needs}") from None
+    shutil.rmtree(logs, ignore_errors=True)  # it takes for done what it did before, whole or not
+    environment = f"export PYTHONPATH={ROOT} PATH={Path(sys.executable).parent}:$PATH"
+    given: dict[str, Any] = {
+        "pipeline": [Step(parts, options)],
+        "tasks": len(parts),
+        "logging_dir": str(logs),
+        "skip_completed": False,
+        "job_name": "metadata",
+        "env_command": environment,
+        "requeue": False,
+        "sbatch_args": {"wait": ""},
+        "workers": workers,
+    }
+    try:
+        executor = SlurmPipelineExecutor(**{**given, **settings})
+    except TypeError as error:
+        raise ConfigError(f"--slurm: datatrove's executor refuses it ({sources.first_line(error)})") from None
     executor.launch_merge_stats = lambda: None  # another job, for figures that nobody reads
     try:
         executor.run()
@@ -205,7 +245,7 @@ def _join(parts: dict[str, list[Part]], options: Options, most_errors: float, ne
     """Write both splits into the folder; returns their counts."""
     reports = {part: extraction.read_report(part) for own in parts.values() for part in own}
     _check_errors(reports, most_errors)
-    repeated = _require_apart(parts)
+    _require_apart(parts)
     columns = list(dict.fromkeys(column for report in reports.values() for column in report["columns"]))
     for split in jsonl.SPLITS:
         with open(new / f"{split}.jsonl", "wb") as file:
@@ -215,26 +255,25 @@ def _join(parts: dict[str, list[Part]], options: Options, most_errors: float, ne
     for split, count in counts.items():
         if not count:
             raise DataError(f"--{split}: no row has a text.")
-    errors = {name: sum(report["errors"][name][0] for report in reports.values()) for name in options.extract}
+    errors = {name: sum(report["errors"][name][0] for report in reports.values()) for name in next(iter(reports.values()))["errors"]}
     empty = sum(report["empty"] for report in reports.values())
-    print(f"{counts['train']} and {counts['val']} rows, {empty} without a text left out; rows that an extractor failed on: {errors or 0}")
-    print(f"{repeated} of training repeat a text; they are kept")
-    return {"counts": counts, "empty": empty, "repeated": repeated, "errors": errors}
+    print(f"{counts['train']} and {counts['val']} rows, {empty} without a text left out; errors: {errors}")
+    return {"counts": counts, "empty": empty, "errors": errors}
 
 
 def _check_errors(reports: dict[Part, dict[str, Any]], most: float) -> None:
-    rows = sum(report["rows"] + report["empty"] for report in reports.values())
+    rows = sum(report["rows"] + report["empty"] + report["errors"][extraction.ROWS][0] for report in reports.values())
     for name in next(iter(reports.values()))["errors"]:
         found = [report["errors"][name] for report in reports.values()]
         count = sum(number for number, _ in found)
         if count > most * rows:
             shown = "\n".join([line for _, lines in found for line in lines][:3])
-            raise DataError(f"--extract {name}: failed on {count} of {rows} rows, above --most_errors {most:g}:\n{shown}")
+            what = "no rows with metadata are" if name == extraction.ROWS else f"--extract {name}: failed on"
+            raise DataError(f"{what} {count} of {rows} rows, above --most_errors {most:g}:\n{shown}")
 
 
-def _require_apart(parts: dict[str, list[Part]]) -> int:
-    """How many documents of training repeat an earlier text. Raises DataError where a document is in both splits."""
-    seen, repeated = set[bytes](), 0
+def _require_apart(parts: dict[str, list[Part]]) -> None:
+    """Raises DataError where a document is in both splits. In memory are digests of the validation split."""
     held = {digest: (part, number) for part in parts["val"] for digest, number in extraction.digests_of(part)}
     for part in parts["train"]:
         for digest, number in extraction.digests_of(part):
@@ -244,9 +283,6 @@ def _require_apart(parts: dict[str, list[Part]]) -> int:
                     f"{part.source}: row {number}: the same text as row {place} of {other.source}, which is for validation. "
                     "Leave one of them out: a model must not be measured on what it has read."
                 )
-            repeated += digest in seen
-            seen.add(digest)
-    return repeated
 
 
 def _copy_rows(part: Part, missing: Sequence[str], file: BinaryIO) -> None:

@@ -1,8 +1,10 @@
 """What a text and its tags tell: its lengths, its title and its paragraphs (BigScience's rules, mended where they lose text)."""
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from html import unescape
 from itertools import count
 from typing import Any
 
@@ -23,7 +25,7 @@ PARAGRAPH_TAGS = frozenset(
 """Where one of these ends, a paragraph ends."""
 _TITLE = re.compile(r"<title[^>]*>(.*?)</title>", re.DOTALL | re.IGNORECASE)
 _TITLE_OF_THE_ORIGINAL = re.compile(r"<title.*>(.*)</title>")
-_SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)")
+_SENTENCE_END = re.compile(r"(?<![.!?])[.!?]+[\"')\]]*(?=\s|$)")
 
 
 def extract(row: Mapping[str, Any], compatible: bool = False) -> Row:
@@ -67,7 +69,7 @@ def sentence_lengths(text: str, compatible: bool = False) -> Iterator[Row]:
 def title_items(titles: Sequence[str], compatible: bool = False) -> list[Row]:
     """The first title of a page. compatible: the last on its line, and none that has a line's end in it."""
     match = (_TITLE_OF_THE_ORIGINAL if compatible else _TITLE).search(titles[0]) if titles else None
-    value = (match[1] if compatible else " ".join(match[1].split())) if match else ""
+    value = (match[1] if compatible else " ".join(unescape(match[1]).split())) if match else ""
     return [{"key": "title", "type": "global", "value": value}] if value else []
 
 
@@ -93,10 +95,13 @@ def place_entities(entities: Sequence[Mapping[str, Any]], paragraphs: Sequence[M
     """Each entity once for each paragraph that holds it, with places in their order where several are of one paragraph."""
     seen = set[tuple[int, int, str]]()
     counts: dict[int, count[int]] = defaultdict(count)
+    starts = [paragraph["char_start_idx"] for paragraph in paragraphs]
     for entity in entities:
         start, end = entity["char_start_idx"], entity["char_end_idx"]
-        holds = (p for p in paragraphs if p["char_start_idx"] <= start and end <= p["char_end_idx"])
-        if (paragraph := next(holds, None)) is None:
+        if not starts or start < starts[0]:
+            continue
+        paragraph = paragraphs[bisect_right(starts, start) - 1]
+        if end > paragraph["char_end_idx"]:  # it is of two
             continue
         span = paragraph["char_start_idx"], paragraph["char_end_idx"], entity["value"]
         if span in seen:

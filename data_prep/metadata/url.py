@@ -1,5 +1,6 @@
 """What the address of a page tells: itself, where it is from, and sometimes a date (BigScience's rules, mended where they lose text)."""
 
+import calendar
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -10,7 +11,8 @@ Row = dict[str, Any]
 COLUMNS = ("metadata_url", "metadata_generation_datasource", "metadata_timestamp")
 YEARS = range(1983, 2022)
 """Years of the pages that a date is believed for."""
-_MONTHS = {name: number for number, name in enumerate("jan feb mar apr may jun jul aug sep oct nov dec".split(), 1)}  # noqa: SIM905
+_MONTHS = {name.lower(): number for number in range(1, 13) for name in (calendar.month_name[number], calendar.month_abbr[number])}
+_MONTHS["sept"] = 9
 _PART = re.compile(r"[-_+.&=]")
 
 
@@ -19,10 +21,10 @@ def extract(row: Mapping[str, Any], compatible: bool = False) -> Row:
     url = row.get("url")
     if not isinstance(url, str) or not url:
         return {column: [] for column in COLUMNS}
-    date = date_of(url)
+    date, source = date_of(url), datasource(url, compatible)
     return {
         "metadata_url": [_item("url", url)],
-        "metadata_generation_datasource": [_item("datasource", datasource(url, compatible))],
+        "metadata_generation_datasource": [_item("datasource", source)] if source else [],
         "metadata_timestamp": [_item("timestamp", str(date))] if date else [],
     }
 
@@ -32,11 +34,14 @@ def _item(key: str, value: str) -> Row:
 
 
 def datasource(url: str, compatible: bool = False) -> str:
-    """The host and the words of each part of the path, "host > part > part", without numbers at the ends of a part.
+    """The host and the words of each part of the path, "host > part > part", without numbers at the ends of a part; empty of no address.
 
     compatible: of a part that begins with a number nothing is left, and an empty path leaves " > ".
     """
-    split = urlsplit(url)
+    try:
+        split = urlsplit(url)
+    except ValueError:  # such as brackets that hold no address
+        return ""
     parts = [words for part in split.path.split("/") if (words := _words(part, compatible))]
     if compatible and not parts:
         return f"{split.netloc} > "
@@ -89,7 +94,7 @@ def _day_of_three(words: list[str]) -> datetime | None:
 
 
 def _day(year: str, month: str, day: str) -> datetime | None:
-    number = _MONTHS.get(month[:3]) if month.isalpha() else int(month) if len(month) <= 2 else None
+    number = _MONTHS.get(month) if month.isalpha() else int(month) if len(month) <= 2 else None
     if number is None or not re.fullmatch(r"\d{4}", year) or not re.fullmatch(r"\d{1,2}", day):
         return None
     try:

@@ -38,6 +38,8 @@ def make_sets(data_path: Path, corpus: str, columns: Sequence[str], most: int | 
         DataError: the corpus is not prepared, or has no row with a column.
         ConfigError: a column is unknown.
     """
+    if most is not None and most < 1:
+        raise ConfigError(f"--most: expected at least 1, got {most}.")
     folder = data_path / corpus
     source = jsonl.require_file(folder, "val.jsonl")
     for column in columns:

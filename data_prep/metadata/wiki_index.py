@@ -49,6 +49,8 @@ def make_index(dump: Path, output: Path) -> None:
     """
     beside = output.with_name(f".{output.name}.{os.getpid()}")
     counts = {"paragraphs": 0, "redirects": 0}
+    if not output.parent.is_dir():
+        raise DataError(f"--output {output}: no such folder: {output.parent}.")
     try:
         with writing(output), sqlite3.connect(beside) as database:
             database.executescript(_TABLES)
@@ -84,6 +86,8 @@ def read_pages(dump: Path) -> Iterator[Page]:
                 element.clear()
                 while element.getprevious() is not None:
                     del element.getparent()[0]
+    except FileNotFoundError:
+        raise DataError(f"{dump}: no such file.") from None
     except (etree.XMLSyntaxError, EOFError, OSError) as bad:
         raise DataError(f"{dump}: cut, damaged, or no XML ({' '.join(str(bad).split())[:200]}). Get it again.") from None
 

@@ -33,6 +33,16 @@ def test_version_2_takes_keys_from_its_columns():
     )
 
 
+def test_columns_are_named_as_in_version_2_or_by_their_keys():
+    """A corpus may have rows of both versions."""
+    described = {"type": "global", "value": "d"}
+    rows = [{"text": "x", "metadata": [{"key": "website_description", **described}]}, {"text": "x", "metadata_website_desc": [described]}]
+    for row in rows:
+        assert read_row(row, "here").columns == ["website_desc"]
+        for name in ("website_desc", "website_description"):
+            assert len(read_row(row, "here", [name]).items) == 1
+
+
 def test_listed_columns_are_read_and_no_others():
     row = {"text": "x", "metadata_url": [], "metadata_title": [TITLE], "metadata_entity": None}
     assert read_row(row, "here", ["title", "url"]).columns == ["title"]
@@ -66,6 +76,10 @@ def test_listed_columns_are_read_and_no_others():
             {"metadata": [tag(0, 1, html_attrs={"attrs": ["a"], "values": []})]},
             "metadata[0].html_attrs: expected lists 'attrs' and 'values'",
         ),
+        ({"metadata_html": [{**TITLE, "key": "html"}]}, "metadata_html[0].type: items of the key 'html' are local here, got 'global'."),
+        ({"metadata_title": [{**TITLE, "key": "titel"}]}, "metadata_title[0].key: items of this column are 'title', got 'titel'."),
+        ({"metadata": [tag(0, 1, key="title")]}, "metadata[0].type: items of the key 'title' are global here, got 'local'."),
+        ({"metadata": [{**TITLE, "key": "timestamp", "value": "2018"}]}, "metadata[0].value: expected a date, such as 2018-12-10"),
         ({"metadata_html": [tag(0, 9)]}, "metadata_html[0]: the span [0, 9) is not in the text of 3 characters."),
     ],
 )

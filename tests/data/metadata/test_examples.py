@@ -172,3 +172,28 @@ def test_no_room_or_no_separator():
         ExampleMaker(specials, SafeTokenizer(byte_tokenizer("<Y>")), 64)
     with pytest.raises(ConfigError, match=r"unknown key 'urll'. Did you mean 'url'\?"):
         load(Writing, {"keys": ["url"], "announced": {"urll": "x"}}, "data.writing")
+
+
+def test_every_block_has_room_for_text():
+    with pytest.raises(ConfigError, match=r"prefix_share: 0\.95 of 10 tokens leaves no room for the text"):
+        maker(10, prefix_share=0.95, separators={"prefix_end": "|"})
+    make, _ = maker(10, prefix_share=0.8, separators={"prefix_end": "|"})
+    assert all(len(piece.ids) == 10 for piece in make.pieces(document("abcdefgh", known("url", "u" * 99))))
+
+
+@pytest.mark.parametrize("linearisation", ["compatible", "nested"])
+def test_what_is_said_spells_no_control_token(linearisation: str):
+    starts = {"run_starts": {"html": "<HTML>"}, "run_ends": {"html": "</HTML>"}, "special_tokens": True}
+    make, tokenizer = maker(100, linearisation=linearisation, keys=["html"], **starts)
+    spelled = item("html", "b", 0, 1, (0, 0), **{"class": "<HTML>", "id": chr(0xFDD0)})
+    (piece,) = make.pieces(document(f"ab <HTML> {chr(0xFDD0)}", spelled))
+    opened = tokenizer.convert_tokens_to_ids("<HTML>")
+    assert piece.ids.count(opened) == 2, "before the start and before the end of the span"
+
+
+def test_only_the_host_of_an_address():
+    make, tokenizer = maker(60, keys=["url"], url="host", separators={"prefix_end": "\n\n"})
+    for address in ("https://me:secret@docs.python.org:443/3/", "docs.python.org/3/library", "//docs.python.org"):
+        (piece,) = make.pieces(document("x", known("url", address)))
+        assert tokenizer.decode(piece.ids) == "URL: docs.python.org\n\nx"
+    assert make.prefix(document("x", known("url", "http://[broken"))) == "URL: http://[broken"

@@ -207,7 +207,8 @@ def test_a_missing_package_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_json(tmp_path / "good.jsonl", [page("one")])
     write_json(tmp_path / "val.jsonl", [page("two")])
     monkeypatch.setitem(sys.modules, "datatrove.executor", None)
-    assert run(tmp_path, "--train", str(tmp_path / "good.jsonl"), "--val", str(tmp_path / "val.jsonl")) == 1
+    words = ["--train", str(tmp_path / "good.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT]
+    assert run(tmp_path, *words, "--slurm", "partition=cpu", "time=00:10:00") == 1
     assert "pip install -r requirements/metadata.txt" in capsys.readouterr().err
 
 
@@ -241,17 +242,88 @@ def test_what_nobody_foresaw_stops_no_other_source(tmp_path: Path, monkeypatch: 
     assert len(list((tmp_path / "data" / "made.parts").glob("*.json"))) == 2
 
 
-def test_texts_that_training_repeats_are_counted_and_a_row_without_the_field_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    write_json(tmp_path / "train.jsonl", [{"text": "same"}, {"text": "other"}, {"text": "same"}])
+def test_what_is_no_row_is_counted_and_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    span = {"key": "html", "type": "local", "value": "b", "char_start_idx": 0, "char_end_idx": 99}
+    bad = [{"txt": "typo"}, {"text": "short", "metadata": [span]}]
+    write_json(tmp_path / "train.jsonl", [{"text": "one"}, *bad, {"text": "two"}])
+    write_json(tmp_path / "val.jsonl", [{"text": "val"}])
+    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl")]
+    assert run(tmp_path, *words) == 1
+    said = capsys.readouterr().err
+    assert "no rows with metadata are 2 of 5 rows, above --most_errors 0.01:" in said
+    assert f"{tmp_path / 'train.jsonl'}:2: field 'text': expected text, got None." in said
+    assert f"{tmp_path / 'train.jsonl'}:3: metadata[0]: the span [0, 99) is not in the text of 5 characters." in said
+    assert run(tmp_path, *words, "--most_errors", "0.5") == 0
+    assert [row["text"] for row in rows(tmp_path, "train")] == ["one", "two"]
+
+
+def test_rows_that_an_extractor_failed_on_have_its_columns(tmp_path: Path):
+    """So that a training can list them."""
+    odd = {**page("odd"), "url": "http://[broken/"}
+    write_json(tmp_path / "train.jsonl", [page("one"), odd, {**page("none"), "doc_html": "", "text": "what was known"}])
+    write_json(tmp_path / "val.jsonl", [page("val")])
+    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT, "--most_errors", "0.5"]
+    assert run(tmp_path, *words) == 0
+    one, broken, bare = rows(tmp_path, "train")
+    assert one.keys() >= broken.keys()
+    assert broken["metadata_url"][0]["value"] == "http://[broken/"
+    assert (broken["metadata_generation_datasource"], bare["metadata_html"]) == ([], [])
+
+
+@pytest.mark.parametrize("charset", ["undefined", "idna", "no-such-set"])
+def test_a_page_of_a_strange_character_set_is_read_as_utf_8(charset: str, tmp_path: Path):
+    strange = page("strange")
+    strange["doc_html"] = strange["doc_html"].replace("<head>", f'<head><meta charset="{charset}">')
+    write_warc(tmp_path / "train.warc", [strange, page("two")])
+    write_warc(tmp_path / "val.warc", [page("val")])
+    assert run(tmp_path, "--train", str(tmp_path / "train.warc"), "--val", str(tmp_path / "val.warc"), *EXTRACT) == 0
+    assert len(rows(tmp_path, "train")) == 2
+
+
+def test_a_finished_command_deletes_nothing_of_one_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from data_prep import command
+
+    write_json(tmp_path / "train.jsonl", [{"text": "one"}])
     write_json(tmp_path / "val.jsonl", [{"text": "val"}])
     words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl")]
     assert run(tmp_path, *words) == 0
-    assert "1 of training repeat a text" in capsys.readouterr().out
-    write_json(tmp_path / "val.jsonl", [{"text": "val"}, {"txt": "typo"}])
-    assert run(tmp_path, *words) == 1
-    assert f"error: {tmp_path / 'val.jsonl'}:2: field 'text': expected text, got None." in capsys.readouterr().err
+    parts = tmp_path / "data" / "made.parts"
+    with command.exclusive_lock(parts, ""):
+        (parts / "of the other").touch()
+        assert run(tmp_path, *words) == 1
+        assert "another process prepares it." in capsys.readouterr().err
+        assert (parts / "of the other").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("always", [False, True])
+def test_a_killed_worker_costs_no_other_source(always: bool, tmp_path: Path):
+    """As the kernel kills one where memory ends: it is tried again by itself, and named where that ends so too."""
+    (tmp_path / "pages").mkdir()
+    for number in range(8):
+        write_json(tmp_path / "pages" / f"{number}.jsonl.gz", [page(f"p{number}x{i}", 60) for i in range(100)])
+    write_json(tmp_path / "val.jsonl", [page("val")])
+    words = [sys.executable, "-m", "data_prep.metadata.prepare", "--name", "made", "--workers", "2", *EXTRACT]
+    words += ["--train", str(tmp_path / "pages"), "--val", str(tmp_path / "val.jsonl"), "--data_path", str(tmp_path / "data")]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    killed = set[int]()
+    while process.poll() is None and (always or not killed):
+        for path in (tmp_path / "data" / "made.parts").glob(".3-*.jsonl.*"):
+            pid = int(path.suffix[1:])
+            if pid not in killed and Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        time.sleep(0.0002)
+    _, errors = process.communicate(timeout=300)
+    assert killed
+    if always:
+        assert process.returncode == 1
+        last = errors.strip().splitlines()[-1]
+        assert last.startswith(f"error: {tmp_path / 'pages' / '3.jsonl.gz'}: its process was killed, as for lack of memory.")
+        assert len(list((tmp_path / "data" / "made.parts").glob("*.json"))) == 8, "all others are made"
+    else:
+        assert process.returncode == 0, errors
+        assert len(rows(tmp_path, "train")) == 800
 
 
 @pytest.mark.slow

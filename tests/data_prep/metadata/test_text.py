@@ -74,3 +74,16 @@ def test_rows_of_any_page_are_read():
         entities = [{"key": "entity", "type": "local", "char_start_idx": s, "char_end_idx": s + 1, "value": "E"} for s in starts]
         row = {**page.columns(), "metadata_entity": entities}
         read_row({**row, **of_text.extract(row)}, "row")
+
+
+def test_long_runs_of_dots_and_many_entities_take_no_longer_than_they_are():
+    """A page of a table of contents has thousands."""
+    assert len(list(of_text.sentence_lengths("a " + "." * 200_000 + "x. End."))) == 2
+    text = "word \n\n" * 4000
+    paragraphs = list(of_text.split_paragraphs(text, []))
+    entities = [{"char_start_idx": 7 * i, "char_end_idx": 7 * i + 4, "value": "W"} for i in range(4000)]
+    assert len(list(of_text.place_entities(entities, paragraphs))) == 4000
+
+
+def test_titles_are_text_and_not_markup():
+    assert of_text.title_items(["<title>A &amp; B</title>"]) == [{"key": "title", "type": "global", "value": "A & B"}]

@@ -40,6 +40,9 @@ def test_b8_the_original_loses_what_stands_behind_a_number():
         ("/23-december-2010", "2010-12-23 00:00:00"),
         ("/2010/02/31/", None),
         ("/99999999999999/1/2", None),
+        ("/marketing/12/2019", None),
+        ("/2019/decor/05/", None),
+        ("/2019/sept/05/", "2019-09-05 00:00:00"),
     ],
 )
 def test_a_date_in_an_address(path: str, date: str | None):
