@@ -125,6 +125,11 @@ def _nest(items: Sequence[Item], keys: Sequence[str], process: Process, around: 
     for index, here in sorted(empty.items()):
         sides = [_Side(index, found[0], False, item.start_place, item.key) for item, found in here]
         sides += [_Side(index, found[1], True, item.end_place, item.key) for item, found in reversed(here)]
+        if all(side.place is not None and side.key == sides[0].key for side in (*at[index], *sides)):
+            places = [side.place or 0 for side in at[index]]
+            if places == sorted(places):  # as those of a page are: thousands of empty tags may stand at one character
+                at[index] = sorted([*at[index], *sides], key=lambda side: side.place or 0)
+                continue
         default = ends.get(index, 0)
         for side in sorted(sides, key=lambda side: side.place if side.place is not None else -1):
             place = _position(at[index], side, default)
