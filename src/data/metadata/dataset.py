@@ -80,7 +80,7 @@ class Config(DatasetConfig):
         if key_of(column) not in self.writing.keys:
             raise ValueError(f"{field}: {column!r} would never be written: {key_of(column)!r} is not among writing.keys.")
 
-    def weight(self, column: str) -> float:
+    def column_weight(self, column: str) -> float:
         """Of a column, by its name or its key."""
         return self.weights.get(column, self.weights.get(key_of(column), 0.0))
 
@@ -141,9 +141,9 @@ def draw(document: Annotated, config: Config, draws: Random) -> Annotated:
     if "html" in columns and draws.random() >= config.html_rate:
         columns.remove("html")
     if config.sampling == "independent":
-        columns = [column for column in columns if draws.random() < config.weight(column)]
+        columns = [column for column in columns if draws.random() < config.column_weight(column)]
     elif config.sampling == "weighted":
-        left = {column: config.weight(column) for column in columns if config.weight(column)}
+        left = {column: config.column_weight(column) for column in columns if config.column_weight(column)}
         columns = list[str]()
         for _ in range(draws.randint(1, len(left)) if left else 0):
             (column,) = draws.choices(list(left), list(left.values()))

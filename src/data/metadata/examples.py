@@ -115,10 +115,10 @@ class ExampleMaker:
         # Until they are ids, new tokens are characters that no text has, so that nothing that is said can spell one.
         self._specials = {chr(_NO_CHARACTERS + number): token for number, token in enumerate(specials)}
         spelled = {token: character for character, token in self._specials.items()}
-        self._around = {
-            key: tuple(spelled.get(text, text) for text in (writing.run_starts.get(key, ""), writing.run_ends.get(key, "")))
-            for key in {*writing.run_starts, *writing.run_ends}
-        }
+        self._around: dict[str, tuple[str, str]] = {}
+        for key in {*writing.run_starts, *writing.run_ends}:
+            start, end = writing.run_starts.get(key, ""), writing.run_ends.get(key, "")
+            self._around[key] = spelled.get(start, start), spelled.get(end, end)
         if missing := [token for token in specials if encoder.control_id(token) is None]:
             raise ConfigError(f"data.writing.special_tokens: the model's tokenizer has no token {missing[0]!r}. Take one that has them.")
         self._marker_ids: dict[str, list[int]] = {}
@@ -163,7 +163,8 @@ class ExampleMaker:
         """
         prefix = self.prefix_ids(document)
         text = self._nested_text(document) if self._nested else self._compatible_text(document, " " if prefix else "")
-        ids, spans = self._with_end(document, text)
+        end = [(len(document.text), len(document.text) + 1)] * len(self._end)
+        ids, spans = [*text[0], *self._end], [*text[1], *end]
         blocks, begin = list[tuple[list[int], list[int], list[Span | None]]](), 0
         while begin < len(ids):
             # With the first block of "compatible" the space is a part of the text.
@@ -179,13 +180,10 @@ class ExampleMaker:
         learned = [False] * len(prefix) + [span is not None or self._metadata_loss for span in spans]
         return Piece([*prefix, *ids], [False, *learned[1:]] if learned else [], [None] * len(prefix) + spans)
 
-    def _with_end(self, document: Annotated, tokens: Tokens) -> Tokens:
-        end = len(document.text)
-        return [*tokens[0], *self._end], [*tokens[1], *([(end, end + 1)] * len(self._end))]
-
     def _cut_text(self, document: Annotated, blocks: Sequence[Sequence[Span | None]]) -> Iterator[Tokens]:
         """The text alone, in blocks that begin with the same characters as `blocks`."""
-        ids, spans = self._with_end(document, self._encoder.encode_spans(document.text))
+        ids, spans = self._encoder.encode_spans(document.text)
+        ids, spans = [*ids, *self._end], [*spans, *([(len(document.text), len(document.text) + 1)] * len(self._end))]
         begins = [next((span[0] for span in block if span), None) for block in blocks]
         read = 0
         for number in range(len(blocks)):
