@@ -1,0 +1,1 @@
+"""Tars of documents with images: their indexes, which training reads them by."""

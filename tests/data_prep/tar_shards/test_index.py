@@ -1,0 +1,60 @@
+"""The command that indexes tars: each once, the cut ones named, the others made."""
+
+from pathlib import Path
+
+import pytest
+
+from data_prep.tar_shards import index
+from src.data.streaming import tar_index
+from tests.data.streaming.test_tar_index import DOCUMENTS, WHOLE, tar_of
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_tars_are_indexed_once(processes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    incomplete = [*DOCUMENTS[0], *DOCUMENTS[1][:-1]]
+    for name, content in {"a.tar": WHOLE, "b.tar": tar_of(incomplete)}.items():
+        (tmp_path / name).write_bytes(content)
+    words = [str(tmp_path / "a.tar"), str(tmp_path / "b.tar"), "--processes", processes]
+    assert index.main(words) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'b.tar'}: 1 of 2 documents are bad: {{'incomplete': 1}}" in out
+    assert "2 tars, 5 documents, 5 images" in out
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.idx")}
+    assert sorted(before) == ["a.tar.idx", "b.tar.idx"]
+    assert index.main(words) == 0
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.idx")} == before
+    assert index.main([*words, "--verify"]) == 0
+    assert tar_index.load(tmp_path / "a.tar").facts["verified"]
+
+
+def test_a_cut_tar_is_named_and_the_others_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    between = int(tar_index.build(memoryview(WHOLE)).documents["offset"][2])
+    contents = {"between.tar": WHOLE[:between], "within.tar": WHOLE[: between + 600], "empty.tar": b"", "whole.tar": WHOLE}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    assert index.main([*(str(tmp_path / name) for name in contents), str(tmp_path / "none.tar")]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 4
+    assert f"between.tar: cut between two members: {between} bytes, and no end of archive. 2 documents before it are indexed." in said[0]
+    assert "within.tar: cut in a member of" in said[1]
+    assert "empty.tar: cut between two members: 0 bytes" in said[2]
+    assert "none.tar" in said[3]
+    assert len(tar_index.load(tmp_path / "whole.tar")) == 3
+    (tmp_path / "between.tar").write_bytes(WHOLE)
+    assert index.main([str(tmp_path / "between.tar")]) == 0, "after it was got again"
+    assert len(tar_index.load(tmp_path / "between.tar")) == 3
+
+
+def test_real_captions(shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of Conceptual Captions, by img2dataset: KEY.jpg, KEY.json and KEY.txt."""
+    tar = tmp_path / "cc12m.tar"
+    tar.write_bytes((shared_data / "image" / "cc12m_wds" / "cc12m-shared.tar").read_bytes())
+    assert index.main([str(tar), "--verify"]) == 0
+    assert "1 tars, 16 documents, 16 images" in capsys.readouterr().out
+    found = tar_index.load(tar)
+    with tar_index.open_tar(tar) as content:
+        for number in range(len(found)):
+            for part in found.parts_of(number):
+                data = bytes(content[int(part["offset"]) : int(part["offset"]) + int(part["size"])])
+                kind = tar_index.KINDS[part["kind"]]
+                assert data.startswith(b"\xff\xd8") if kind == "image" else data.decode()
