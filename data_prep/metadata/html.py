@@ -82,7 +82,7 @@ def extract(source: str, shortest: int = SHORT) -> Page:
 
 
 def _markup(element: Any) -> str:
-    return etree.tostring(element, method="html", encoding="unicode", with_tail=False)
+    return etree.tostring(element, encoding="unicode", with_tail=False)  # empty elements as <meta/>, as the original has them
 
 
 def _clean(body: Any, shortest: int) -> bool:

@@ -89,7 +89,8 @@ def test_whitespace_breaks_and_preformatted_text():
 
 
 def test_head_footer_and_title_are_kept_as_they_are():
-    page = extract("<html><head><title>T</title></head><body><footer>one</footer>text</body></html>", -1)
+    page = extract('<html><head><meta charset="utf-8"><title>T</title></head><body><footer>one</footer>text</body></html>', -1)
+    assert page.head == ['<head><meta charset="utf-8"/><title>T</title></head>'], "M40: serialised anew"
     assert page.title == ["<title>T</title>"]
     assert page.footer == ["<footer>one</footer>"]
     assert "<title>" in page.head[0]
