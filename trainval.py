@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = arguments.parse(argv, __doc__ or "", ROOT)
     from src import distributed
-    from src.errors import UserError, end_with_reader
+    from src.errors import LaunchError, UserError, end_with_reader
 
     logging.basicConfig(format="%(message)s")
     for name in LOGGERS:
@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return end_with_reader(act)(args)
     except UserError as error:
-        if distributed.is_main():
+        # What keeps a process from starting is told by each: the first to leave has the launcher end the others before they can.
+        if distributed.is_main() or isinstance(error, LaunchError):
             complain(str(error))
         return 1
     except KeyboardInterrupt:
