@@ -6,6 +6,7 @@ become one; what is left of the tags is kept as spans of the text.
 
 import re
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from lxml import etree  # pyright: ignore[reportAttributeAccessIssue]  a compiled module
@@ -55,8 +56,10 @@ class Page(NamedTuple):
         return dict(zip(COLUMNS, self, strict=True))
 
 
-def extract(source: str, shortest: int = SHORT) -> Page:
-    """The text and tags of a page. shortest: blocks of at most so many characters are left out; -1: none are.
+def extract(source: str, shortest: int = SHORT, left_out: Collection[str] = LEFT_OUT) -> Page:
+    """The text and tags of a page.
+
+    shortest: blocks of at most so many characters are left out; -1: none are. left_out: tags that go with all that they hold.
 
     Raises:
         DataError: the page is too long, or no HTML.
@@ -77,7 +80,7 @@ def extract(source: str, shortest: int = SHORT) -> Page:
     if body is None:
         return Page("", [], head, footer, title)
     body.tail = None
-    text, tags = _text_and_tags(body) if _clean(body, shortest) else ("", [])
+    text, tags = _text_and_tags(body) if _clean(body, shortest, left_out) else ("", [])
     return Page(text, tags, head, footer, title)
 
 
@@ -85,7 +88,7 @@ def _markup(element: Any) -> str:
     return etree.tostring(element, encoding="unicode", with_tail=False)  # empty elements as <meta/>, as the original has them
 
 
-def _clean(body: Any, shortest: int) -> bool:
+def _clean(body: Any, shortest: int, left_out: Collection[str]) -> bool:
     """Remove what is left out and fold nested divisions; parents before what they hold. Whether the body itself stays."""
     for hidden in [element for name in HIDDEN for element in body.iter(name)]:
         _remove(hidden)  # their text must not make a block long
@@ -100,7 +103,7 @@ def _clean(body: Any, shortest: int) -> bool:
             for name, value in child.attrib.items():
                 kept.set(name, f"{kept.get(name)} {value}" if name in kept.attrib else value)
             child.tag = _FOLDED
-        if tag in LEFT_OUT or (tag in LEFT_OUT_IF_SHORT and _length(element) <= shortest):
+        if tag in left_out or (tag in LEFT_OUT_IF_SHORT and _length(element) <= shortest):
             if element is body:
                 return False
             _remove(element)

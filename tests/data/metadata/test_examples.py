@@ -174,6 +174,16 @@ def test_no_room_or_no_separator():
         load(Writing, {"keys": ["url"], "announced": {"urll": "x"}}, "data.writing")
 
 
+@pytest.mark.parametrize("room", [4, 5, 7, 8])
+def test_blocks_are_cut_alike_in_all_their_lists(room: int):
+    """M16: consecutive blocks of n, the last one shorter; ids and masks stay aligned."""
+    make, tokenizer = maker(room, end_token=False, prefix_share=0.5, separators={"prefix_end": "|"})
+    text = "abcdefgh"
+    found = make.pieces(document(text))
+    assert [tokenizer.decode(piece.ids) for piece in found] == [text[i : i + room] for i in range(0, len(text), room) if len(text[i:]) > 1]
+    assert all(len(piece.ids) == len(piece.learned) == len(piece.spans) for piece in found)
+
+
 def test_every_block_has_room_for_text():
     with pytest.raises(ConfigError, match=r"prefix_share: 0\.95 of 10 tokens leaves no room for the text"):
         maker(10, prefix_share=0.95, separators={"prefix_end": "|"})

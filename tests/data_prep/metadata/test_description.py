@@ -130,6 +130,10 @@ def test_what_is_no_dump_or_no_index_is_told(tmp_path: Path, capsys: pytest.Capt
         (tmp_path / name).write_bytes(content)
         assert wiki_index.main([str(tmp_path / name), "--output", str(tmp_path / "out.sqlite")]) == 1
         assert capsys.readouterr().err.startswith(f"error: {tmp_path / name}: ")
+    assert wiki_index.main([str(tmp_path / "none.xml"), "--output", str(tmp_path / "out.sqlite")]) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'none.xml'}: no such file.\n"
+    assert wiki_index.main([str(tmp_path / "cut.xml"), "--output", str(tmp_path / "none" / "out.sqlite")]) == 1
+    assert "no such folder" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.sqlite*"))
     with pytest.raises(DataError, match="no index of Wikipedia"):
         Descriptions(tmp_path / "cut.xml")

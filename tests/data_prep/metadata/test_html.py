@@ -62,6 +62,14 @@ def test_positions_of_tags():
     assert [by_name["body"][name] for name in place] == [0, 101, 0, 0]
 
 
+def test_tags_that_go_with_all_that_they_hold():
+    """M30."""
+    inside, outside = "<div><p>This is a paragraph in a div</p></div>", "<p>This is a paragraph not in div</p>"
+    page = extract(f"<html><body><h1>This is a title</h1>{inside}{outside}</body></html>", -1, {"div"})
+    assert page.text == "This is a title\nThis is a paragraph not in div\n"
+    assert len(page.tags) == 3
+
+
 def test_a_chain_of_divisions_around_all_that_is_read():
     """M40, page 4: the chain is one division with the attributes of both, inside the body, of the same 80 characters."""
     words = "tidi tadada tidi tadada tidi tadada tidi tadada tidi tadada tidi tadada tidi ta"

@@ -188,6 +188,7 @@ def test_a_document_of_both_splits_is_an_error(tmp_path: Path, capsys: pytest.Ca
         (["--train", "."], ".: no file here ends with .warc"),
         (["--workers", "0"], "--workers of at least 1"),
         (["--slurm", "partition"], "--slurm partition: expected KEY=VALUE"),
+        (["--slurm", "colour=red", "partition=cpu", "time=00:01:00"], "--slurm: datatrove's executor refuses it"),
         (["--slurm", "partition=cpu"], "--slurm: it needs partition=NAME and time=HH:MM:SS."),
     ],
 )

@@ -79,6 +79,7 @@ def test_weights_are_inverse_frequencies(data: Path, capsys: pytest.CaptureFixtu
     [
         (validation.main, ["pages", "--columns", "titel"], "--columns: unknown column 'titel'. Did you mean 'title'?"),
         (validation.main, ["pages", "--columns", "html"], "has 'html'."),
+        (validation.main, ["pages", "--columns", "title", "--most", "0"], "--most: expected at least 1, got 0."),
         (weights.main, ["pages", "--documents", "0"], "--documents: expected at least 1, got 0."),
     ],
 )
