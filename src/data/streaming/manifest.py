@@ -1,0 +1,72 @@
+"""The list of the tars of a data set: shards.json in a prepared folder, with an index of each tar beside it.
+
+The tars may be in the folder or anywhere else; plans and orders read the folder alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from src import files
+from src.errors import DataError
+
+NAME = "shards.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A tar of documents."""
+
+    url: str
+    """Where its bytes are: a path, relative to the folder of the list or absolute; "s3://bucket/key"; or "pipe:COMMAND"."""
+    index: str
+    """File of its index, relative to the folder."""
+    documents: int
+    bytes: int
+    source: str = ""
+    """What it is counted as, such as "captions"."""
+    sha256: str | None = None
+    etag: str | None = None
+    """Of an object of S3 when it was indexed."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Tars of one split of a data set, in their order."""
+
+    folder: Path
+    shards: Sequence[Shard]
+    facts: dict[str, Any] = field(default_factory=dict)
+    """How they were made, such as the seed of the shuffle."""
+
+
+def load(folder: Path) -> Manifest:
+    """The list in a folder.
+
+    Raises:
+        DataError: there is none, or it is malformed.
+    """
+    path = folder / NAME
+    again = "Make it with python -m data_prep.tar_shards.index, or write the tars with this project."
+    if not path.is_file():
+        raise DataError(f"{path}: no such file. {again}")
+    raw = files.read_json(path, DataError)
+    try:
+        shards = [Shard(**shard) for shard in raw["shards"]]
+        facts = dict(raw["facts"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise DataError(f"{path}: no list of shards ({error}). {again}") from None
+    if not shards:
+        raise DataError(f"{path}: lists no shard. {again}")
+    return Manifest(folder, shards, facts)
+
+
+def save(manifest: Manifest) -> None:
+    """Write the list into its folder.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    shards = [{name: value for name, value in asdict(shard).items() if value is not None} for shard in manifest.shards]
+    files.write_json(manifest.folder / NAME, {"shards": shards, "facts": manifest.facts})
