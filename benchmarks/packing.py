@@ -91,7 +91,7 @@ def measure_order(packed: Packing, args: argparse.Namespace) -> list[Sequence[in
     begin = time.process_time()
     next(order.micro_batches(args.steps + 10, RankShare(args.lanes, args.lanes, 0, 1), json.loads(text)))
     restored = time.process_time() - begin
-    used = sum(packed.sizes(*key[i : i + 2])[key[i + 2]] for key in rows for i in range(0, len(key), 3))
+    used = sum(packed.sizes(*key[i : i + 2])[key[i + 2]][0] for key in rows for i in range(0, len(key), 3))
     pieces = sum(map(len, rows)) / 3 / len(rows)
     print(f"{args.documents:,} documents, {args.lanes} lanes, {len(rows):,} rows of {pieces:.2f} pieces")
     print(f"order: {1e6 * seconds / len(rows):.1f} us a row; fill {used / len(rows) / ROOM:.4f}")
@@ -112,7 +112,7 @@ def measure_training(packed: Packing, rows: Sequence[Sequence[int]], args: argpa
     batch_rows = args.rows
     for n in range(args.train + 1):
         keys = rows[n * batch_rows : (n + 1) * batch_rows]
-        lengths = [[packed.sizes(*key[i : i + 2])[key[i + 2]] for i in range(0, len(key), 3)] for key in keys]
+        lengths = [[packed.sizes(*key[i : i + 2])[key[i + 2]][0] for i in range(0, len(key), 3)] for key in keys]
         for name, group in (("packed", lengths), ("padded", [[n] for row in lengths for n in row])):
             begin = time.perf_counter()
             batch = _batch(group, ROOM if name == "packed" else max(map(sum, group)), name == "packed")

@@ -30,6 +30,19 @@ class PackedBatch(TokenBatch):
     """(B, T) int64: positions within each document, from 0. The padding at the end of a row is a document of its own."""
 
 
+class InterleavedBatch(PackedBatch):
+    """Packed rows of documents of text and images. N frames of all rows, E pixels of a side, S sources, K things that are counted."""
+
+    frames: "Tensor"
+    """(N, 3, E, E) float32: the frames of all images, row by row, in their order; N may be 0. None is padding."""
+    source_ids: "Tensor"
+    """(B, T) int64: the number of the source of each token; that of padding is not read."""
+    loss_weights: NotRequired["Tensor"]
+    """(B, T) float32: how much the loss of each token counts; without it all count 1."""
+    counted: "Tensor"
+    """(S, K) int64: what was read from each source, as `data.streaming.dataset.COUNTED` names it."""
+
+
 class ContextBatch(TokenBatch):
     """Sequences and the contexts that they may read."""
 

@@ -23,6 +23,7 @@ RECIPES = ComponentTable(
     {
         "crossattn": "src.recipes.crossattn",
         "fid": "src.recipes.fid",
+        "interleaved": "src.recipes.interleaved",
         "lm": "src.recipes.lm",
         "metadata_lm": "src.recipes.metadata_lm",
         "prompted": "src.recipes.prompted",
@@ -40,6 +41,7 @@ MODELS = ComponentTable(
         "hf": "src.models.hf",
         "lora": "src.models.lora",
         "t5": "src.models.t5.config",
+        "vision_language": "src.models.vision_language.config",
     },
 )
 DATASETS = ComponentTable(
@@ -56,6 +58,7 @@ DATASETS = ComponentTable(
         "prompted_qa": "src.data.qa.prompted",
         "qa": "src.data.qa.cross_attention",
         "span_corruption": "src.data.denoising.span_corruption",
+        "streamed": "src.data.streaming.dataset",
         "task": "src.data.tasks.dataset",
         "text": "src.data.text.dataset",
         "ul2": "src.data.denoising.ul2",

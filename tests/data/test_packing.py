@@ -16,7 +16,7 @@ from src.config import Problems, added_field
 from src.data.mixture.dataset import MixtureDataset
 from src.data.packing import dataset
 from src.data.packing.dataset import PackedDataset, PackedRows, require_token_ids
-from src.data.packing.lanes import Lane, LaneOrder, Packing, pack_epoch
+from src.data.packing.lanes import Lane, LaneOrder, Packing, Permuted, pack_epoch
 from src.errors import DataError, RunError, UserError
 from src.orders import Cursor, Key, RankShare
 from src.registry import DATASETS, bind
@@ -35,13 +35,13 @@ def lengths(count: int = COUNT, seed: int = 0) -> list[int]:
 
 
 def packing(tokens: Sequence[int], too_long: str = "cut", seed: int = 0, open_rows: int = 4, digest: str = "d") -> Packing:
-    def sizes(epoch: int, document: int) -> list[int]:
+    def sizes(epoch: int, document: int) -> list[tuple[int]]:
         n = tokens[document]
         if too_long == "drop":
-            return [n] if n <= ROOM else []
-        return [ROOM] * (n // ROOM) + [n % ROOM] * (n % ROOM > 0)
+            return [(n,)] if n <= ROOM else []
+        return [(ROOM,)] * (n // ROOM) + [(n % ROOM,)] * (n % ROOM > 0)
 
-    return Packing(len(tokens), sizes, ROOM, open_rows, seed, "data.documents", digest)
+    return Packing(Permuted(len(tokens), seed), sizes, (ROOM,), open_rows, "data.documents", digest)
 
 
 def through_json(cursor: Cursor) -> Cursor:
@@ -75,7 +75,7 @@ def pieces(steps: Sequence[Sequence[Sequence[int]]]) -> Pieces:
 
 
 def wanted(packed: Packing, epoch: int) -> Pieces:
-    return Counter((epoch, d, p) for d in range(packed.count) for p in range(len(packed.sizes(epoch, d))))
+    return Counter((epoch, d, p) for d in range(packed.arrangement.count) for p in range(len(packed.sizes(epoch, d))))
 
 
 @pytest.mark.parametrize("too_long", ["cut", "drop"])
@@ -92,7 +92,7 @@ def test_a_lane_reads_each_piece_of_an_epoch_exactly_once(lanes: int, too_long: 
         assert Counter({key: n for key, n in found.items() if key[0] == epoch}) == wanted(packed, epoch)
     assert max(found.values()) == 1
     for key in (key for step in read for key in step):
-        assert sum(packed.sizes(e, d)[p] for e, d, p in zip(key[::3], key[1::3], key[2::3], strict=True)) <= ROOM
+        assert sum(packed.sizes(e, d)[p][0] for e, d, p in zip(key[::3], key[1::3], key[2::3], strict=True)) <= ROOM
     left_out = sum(lane.left_out for lane in rows)
     assert (left_out == 0) == (too_long == "cut")
 
@@ -100,7 +100,7 @@ def test_a_lane_reads_each_piece_of_an_epoch_exactly_once(lanes: int, too_long: 
 def test_rows_are_well_filled_and_epochs_differ():
     packed = packing(lengths(), open_rows=16)
     steps, _ = read_steps(LaneOrder(packed, LANES), 80)
-    used = sum(packed.sizes(e, d)[p] for e, d, p in pieces(steps))
+    used = sum(packed.sizes(e, d)[p][0] for e, d, p in pieces(steps))
     assert used / (80 * LANES * ROOM) > 0.97
     places = {epoch: [d for e, d, _ in pieces(steps) if e == epoch] for epoch in (0, 1)}
     assert places[0] != places[1]
@@ -218,7 +218,7 @@ def test_counters_tell_of_documents_left_out_and_of_padding(world_size: int):
             assert each.counters.keys() == {"left_out", "padding"}
             for name, (total, count) in each.counters.items():
                 found += {name: total, f"all {name}": count}
-    used = sum(packed.sizes(e, d)[p] for e, d, p in pieces(steps))
+    used = sum(packed.sizes(e, d)[p][0] for e, d, p in pieces(steps))
     assert found == {
         "left_out": order.describe(60, cursor)["left_out"],
         "all left_out": sum(cursor[str(v)][0] for v in range(LANES)),
@@ -252,7 +252,7 @@ class Counting:
 def test_a_row_joins_its_pieces_and_positions_begin_anew():
     config = bind(DATASETS, {"name": "packed", "documents": {"name": "documents", "corpus": "any"}, "sequence_tokens": 4})
     data = PackedDataset(config, Counting())
-    assert [data.sizes(0, i) for i in range(6)] == [[1], [2], [3], [4], [4, 1], [4, 2]]
+    assert [data.sizes(0, i) for i in range(6)] == [[(1,)], [(2,)], [(3,)], [(4,)], [(4,), (1,)], [(4,), (2,)]]
     row, alone = data.sample(0, 5, 1, 1, 0, 0), data.sample(0, 4)
     assert row == {"input_ids": [54, 55, 0], "loss_mask": [False, True, False], "lengths": [2, 1]}
     assert alone == {"input_ids": [40, 41, 42, 43], "loss_mask": [False, True, False, True], "lengths": [4]}
@@ -262,7 +262,7 @@ def test_a_row_joins_its_pieces_and_positions_begin_anew():
     assert batch["attention_mask"].tolist() == [[True, True, True, False], [True] * 4]
     assert batch["loss_mask"].tolist() == [[False, True, False, False], [False, True, False, True]]
     dropping = PackedDataset(config.model_copy(update={"too_long": "drop"}), Counting())
-    assert [dropping.sizes(0, i) for i in range(6)] == [[1], [2], [3], [4], [], []]
+    assert [dropping.sizes(0, i) for i in range(6)] == [[(1,)], [(2,)], [(3,)], [(4,)], [], []]
     assert dropping.fingerprint != data.fingerprint
     streams = [data.order(seed, 2, 1, ()).micro_batches(0, RankShare(2, 2, 0, 1), {}) for seed in range(4)]
     assert len({tuple(next(stream)[0]) for stream in streams}) > 1, "the order depends on the seed"
@@ -312,7 +312,7 @@ def test_sizes_are_lengths_where_they_are_known_and_no_document_is_asked_for_a_p
     sys.setprofile(lambda frame, event, argument: called.add(frame.f_code.co_name))
     found = [data.sizes(0, i) for i in range(12)]
     sys.setprofile(before)
-    assert found == [[1], [2], [3], [4], [4, 1], [4, 2]] * 2
+    assert found == [[(1,)], [(2,)], [(3,)], [(4,)], [(4,), (1,)], [(4,), (2,)]] * 2
     assert {"sizes", "length", "sample"} <= called
     assert "__instancecheck__" not in called
 
@@ -353,7 +353,7 @@ def test_documents_of_a_mixture_are_packed_by_its_counts(places: Any, tokenizer:
     config = bind(DATASETS, {"name": "packed", "documents": MIXED, "sequence_tokens": 12})
     config.check(places)
     data = config.build(places, tokenizer, "train", 0)
-    assert [sorted(data.sizes(epoch, i)[0] for i in range(len(data))) for epoch in (0, 1)] == [[3, 3, 3, 10, 10, 10, 10]] * 2
+    assert [sorted(data.sizes(epoch, i)[0][0] for i in range(len(data))) for epoch in (0, 1)] == [[3, 3, 3, 10, 10, 10, 10]] * 2
     lane = Lane(data.packing(0), 0, 1)
     keys = [*iter(lambda: lane.fill(6 * len(data)), None), *lane.flush()]
     rows = [data.sample(*key) for key in keys]

@@ -15,7 +15,7 @@ from src.data import jsonl
 from src.data.metadata.annotations import COLUMNS, KEYS, Annotated, key_of, read_row
 from src.data.metadata.examples import ExampleMaker, Piece, Writing
 from src.data.packing.dataset import require_tested_model
-from src.data.packing.lanes import LaneOrder, Packing
+from src.data.packing.lanes import LaneOrder, Packing, Permuted
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
 from src.interfaces import Architecture, DatasetConfig, require_fit
@@ -184,15 +184,15 @@ class MetadataDataset:
         draws = Random(f"{self.seed}/{epoch}/{document}")
         return self.documents.maker.pieces(draw(self.documents[document], self.config, draws), self.config.written)
 
-    def sizes(self, epoch: int, document: int) -> list[int]:
+    def sizes(self, epoch: int, document: int) -> list[tuple[int]]:
         """Tokens of each piece of a document; empty if nothing of it can be learned."""
-        return [len(piece.ids) for piece in self._made(epoch, document)]
+        return [(len(piece.ids),) for piece in self._made(epoch, document)]
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
         """See `orders.OrderedDataset`. Rows do not depend on `steps`."""
         config = self.config
         digest = hashlib.sha256(f"{self.fingerprint}/{self.seed}/{seed}".encode()).hexdigest()[:16]
-        packing = Packing(len(self), self.sizes, config.sequence_tokens, config.open_rows, seed, "data", digest)
+        packing = Packing(Permuted(len(self), seed), self.sizes, (config.sequence_tokens,), config.open_rows, "data", digest)
         return LaneOrder(packing, per_step, branches)
 
     def sample(self, epoch: int, index: int, *more: int) -> Sample:

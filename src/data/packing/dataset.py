@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from src.batches import PackedBatch
 from src.config import Places, drop_absences
 from src.data.mixture.dataset import MixtureDataset
-from src.data.packing.lanes import LaneOrder, Packing, pack_epoch
+from src.data.packing.lanes import LaneOrder, Packing, Permuted, pack_epoch
 from src.data.parts import PartsConfig
 from src.data.text.documents import TextConfig
 from src.errors import ConfigError, DataError
@@ -125,21 +125,21 @@ class PackedDataset:
         """Documents in one epoch."""
         return len(self.documents)
 
-    def sizes(self, epoch: int, document: int) -> list[int]:
+    def sizes(self, epoch: int, document: int) -> list[tuple[int]]:
         """Tokens of each piece of a document; empty if it is left out."""
         most, (data, *key) = self.config.sequence_tokens, _locate(self.documents, epoch, document)
         tokens = cast(MeasuredDataset, data).length(*key) if self._measured[type(data)] else len(data.sample(*key)["input_ids"])
         if tokens <= most:
-            return [tokens] if tokens else []
+            return [(tokens,)] if tokens else []
         if self.config.too_long == "drop":
             return []
-        return [most] * (tokens // most) + [tokens % most] * (tokens % most > 0)
+        return [(most,)] * (tokens // most) + [(tokens % most,)] * (tokens % most > 0)
 
     def packing(self, seed: int) -> Packing:
         """The packing of its documents in an order that depends on `seed`."""
         config = self.config
         digest = hashlib.sha256(f"{self.fingerprint}/{seed}".encode()).hexdigest()[:16]
-        return Packing(len(self), self.sizes, config.sequence_tokens, config.open_rows, seed, "data.documents", digest)
+        return Packing(Permuted(len(self), seed), self.sizes, (config.sequence_tokens,), config.open_rows, "data.documents", digest)
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
         """See `orders.OrderedDataset`. Rows do not depend on `steps`."""

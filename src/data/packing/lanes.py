@@ -4,9 +4,10 @@ A lane takes every V-th document of an endless sequence of epochs, V being the s
 open rows that has room; where none has, it emits the fullest. Its state is how many documents it has taken and which are in open rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import ge, sub
+from typing import Any, Protocol
 
 from src.errors import DataError, RunError
 from src.orders import Cursor, Key, MicroBatch, RankShare, feistel_permute
@@ -14,22 +15,64 @@ from src.runs.history.branches import Branch
 
 HEADER = "of"
 """The entry of a cursor that says what it is of; it belongs to the process of lane 0."""
-Sizes = Callable[[int, int], Sequence[int]]
-"""(epoch, document) -> tokens of each piece that is packed, none above the room of a row; empty where the document is left out."""
+Size = tuple[int, ...]
+"""Tokens, and whatever else a row has limited room for, such as images."""
+Sizes = Callable[[int, int], Sequence[Size]]
+"""(epoch, document) -> size of each piece that is packed, none above the room of a row; empty where the document is left out."""
+
+
+class Arrangement(Protocol):
+    """Which document each lane takes when. In each epoch every document is taken once, by one of the lanes."""
+
+    @property
+    def count(self) -> int:
+        """Documents, each with a number below this."""
+        ...
+
+    def document(self, lane: int, lanes: int, number: int, reshuffles: Sequence[Sequence[int]] = ()) -> tuple[int, int]:
+        """(epoch, document) of the document that a lane takes after `number` others.
+
+        reshuffles: (number, branch): from this one on, what is left of its epoch comes in another order, which depends on the branch.
+        """
+        ...
+
+    def epoch(self, lane: int, lanes: int, number: int) -> int:
+        """The epoch of that document, whatever the reshuffles."""
+        ...
+
+
+@dataclass(frozen=True)
+class Permuted:
+    """Each epoch is a permutation of all documents, of which lane v of V takes the places v, v + V, ..."""
+
+    count: int
+    seed: int
+
+    def epoch(self, lane: int, lanes: int, number: int) -> int:
+        """See `Arrangement`."""
+        return (number * lanes + lane) // self.count
+
+    def document(self, lane: int, lanes: int, number: int, reshuffles: Sequence[Sequence[int]] = ()) -> tuple[int, int]:
+        """See `Arrangement`."""
+        epoch = self.epoch(lane, lanes, number)
+        for start, branch in reversed(reshuffles):
+            if start <= number and self.epoch(lane, lanes, start) == epoch:
+                end = -((lane - (epoch + 1) * self.count) // lanes)  # the first of the next epoch
+                number = start + feistel_permute(number - start, end - start, f"{self.seed}/{lane}/{branch}")
+        place = (number * lanes + lane) % self.count
+        return epoch, feistel_permute(place, self.count, f"{self.seed}/{epoch}")
 
 
 @dataclass(frozen=True)
 class Packing:
     """Documents of an endless sequence of epochs, and the rows that they are packed into."""
 
-    count: int
-    """Documents of an epoch."""
+    arrangement: Arrangement
     sizes: Sizes
-    room: int
-    """Tokens of a row."""
+    room: Size
+    """Of a row."""
     open_rows: int
     """Rows of a lane that are filled at the same time. 0: each piece is a row."""
-    seed: int
     name: str
     """Of the documents, in messages."""
     digest: str = ""
@@ -54,7 +97,9 @@ class Lane:
         """Open rows: of each piece its document's number and its own."""
         self.padding = 0
         """Tokens of padding in the rows that this object has given."""
-        self._room = [packing.room - sum(self._pieces(n)[p] for n, p in zip(row[::2], row[1::2], strict=True)) for row in self.rows]
+        self.denied: Collection[int] = ()
+        """Documents that are left out, and taken out of open rows when these are given."""
+        self._room = [self._room_left(row) for row in self.rows]
 
     def state(self) -> list[Any]:
         """What the lane goes on from, as JSON values; a copy."""
@@ -62,17 +107,11 @@ class Lane:
 
     def epoch(self, number: int) -> int:
         """The epoch of the lane's document `number`."""
-        return (number * self.lanes + self.number) // self.packing.count
+        return self.packing.arrangement.epoch(self.number, self.lanes, number)
 
     def document(self, number: int) -> tuple[int, int]:
         """(epoch, document) of the lane's document `number`."""
-        epoch, packing = self.epoch(number), self.packing
-        for start, branch in reversed(self.reshuffles):
-            if start <= number and self.epoch(start) == epoch:
-                end = -((self.number - (epoch + 1) * packing.count) // self.lanes)  # the first of the next epoch
-                number = start + feistel_permute(number - start, end - start, f"{packing.seed}/{self.number}/{branch}")
-        place = (number * self.lanes + self.number) % packing.count
-        return epoch, feistel_permute(place, packing.count, f"{packing.seed}/{epoch}")
+        return self.packing.arrangement.document(self.number, self.lanes, number, self.reshuffles)
 
     def reshuffle(self, branch: int) -> None:
         """Take what is left of the epoch in another order. Documents in open rows stay there."""
@@ -92,14 +131,16 @@ class Lane:
         """`next_row`; None once the lane has taken `end` documents."""
         misses, packing = 0, self.packing
         while self.taken != end:
-            sizes = self._pieces(self.taken)
+            denied = not self.piece and self.denied and self.document(self.taken)[1] in self.denied
+            sizes = () if denied else self._pieces(self.taken)
             misses = 0 if sizes else misses + 1
             self.left_out += not sizes
-            if misses == packing.count:  # those that fit, if any, were taken by other lanes
+            if misses == packing.arrangement.count:  # those that fit, if any, were taken by other lanes
                 epoch, misses = self.epoch(self.taken), 0
-                if not any(packing.sizes(epoch, document) for document in range(packing.count)):
+                every = range(packing.arrangement.count)
+                if not any(packing.sizes(epoch, document) for document in every if document not in self.denied):
                     raise DataError(
-                        f"{packing.name}: none of {packing.count} documents fits into a row of {packing.room} tokens. "
+                        f"{packing.name}: none of {len(every)} documents fits into a row of {packing.room[0]} tokens. "
                         "Write a larger sequence_tokens, or, for text, too_long 'cut'."
                     )
             row = None
@@ -115,27 +156,35 @@ class Lane:
         """The rows that are open, which are closed."""
         return [self._emit(0) for _ in range(len(self.rows))]
 
-    def _place_piece(self, size: int) -> list[int] | None:
+    def _place_piece(self, size: Size) -> list[int] | None:
         """Put the next piece into an open row, unless one must be emitted first. Returns a row that is emitted."""
-        fitting = next((i for i, room in enumerate(self._room) if room >= size), None)
+        fitting = next((i for i, room in enumerate(self._room) if all(map(ge, room, size))), None)
         if fitting is None:
             if self.rows and len(self.rows) == self.packing.open_rows:
-                return self._emit(min(range(len(self.rows)), key=self._room.__getitem__))
+                return self._emit(min(range(len(self.rows)), key=lambda i: self._room[i][0]))
             fitting = len(self.rows)
             self.rows.append([])
             self._room.append(self.packing.room)
         self.rows[fitting] += self.taken, self.piece
-        self._room[fitting] -= size
+        self._room[fitting] = tuple(map(sub, self._room[fitting], size))
         self.piece += 1
-        return None if self._room[fitting] and self.packing.open_rows else self._emit(fitting)
+        return None if self._room[fitting][0] and self.packing.open_rows else self._emit(fitting)
 
     def _emit(self, index: int) -> list[int]:
-        row = self.rows.pop(index)
-        self.padding += self._room.pop(index)
-        return [part for n, p in zip(row[::2], row[1::2], strict=True) for part in (*self.document(n), p)]
+        row, room = self.rows.pop(index), self._room.pop(index)
+        pieces = [(*self.document(n), p) for n, p in zip(row[::2], row[1::2], strict=True)]
+        if any(document in self.denied for _, document, _ in pieces):
+            sizes = [self._pieces(n)[p][0] for n, p in zip(row[::2], row[1::2], strict=True)]
+            self.padding += sum(size for (_, document, _), size in zip(pieces, sizes, strict=True) if document in self.denied)
+        self.padding += room[0]
+        return [part for piece in pieces if piece[1] not in self.denied for part in piece]
 
-    def _pieces(self, number: int) -> Sequence[int]:
+    def _pieces(self, number: int) -> Sequence[Size]:
         return self.packing.sizes(*self.document(number))
+
+    def _room_left(self, row: Sequence[int]) -> Size:
+        sizes = [self._pieces(n)[p] for n, p in zip(row[::2], row[1::2], strict=True)]
+        return tuple(room - sum(used) for room, *used in zip(self.packing.room, *sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -174,7 +223,7 @@ class LaneOrder:
                 keys: list[Key] = [tuple(lane.next_row()) for lane in lanes]
                 left_out, documents, padding = (now - then for now, then in zip(_totals(lanes), before, strict=True))
                 header = {HEADER: self._header()} if lanes[0].number == 0 else {}
-                counters = {"left_out": (left_out, documents), "padding": (padding, len(lanes) * self.packing.room)}
+                counters = {"left_out": (left_out, documents), "padding": (padding, len(lanes) * self.packing.room[0])}
                 yield MicroBatch(keys, {**header, **{str(lane.number): lane.state() for lane in lanes}}, counters)
             step += 1
 
@@ -219,5 +268,5 @@ def _apply(branch: Branch, lane: Lane) -> None:
 def pack_epoch(packing: Packing) -> list[list[int]]:
     """Rows with every piece of one epoch once, as `Lane.next_row` gives them; the last may have much room left."""
     lane = Lane(packing, 0, 1)
-    rows = list(iter(lambda: lane.fill(packing.count), None))
+    rows = list(iter(lambda: lane.fill(packing.arrangement.count), None))
     return [*rows, *lane.flush()]

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 SUFFIX = ".idx"
 _MAGIC, _FORMAT = b"tar index\n", 1
-KINDS = ("text", "image", "metadata", "other")
-TEXT, IMAGE, METADATA, OTHER = range(len(KINDS))
+KINDS = ("text", "image", "metadata", "other", "prompt")
+TEXT, IMAGE, METADATA, OTHER, PROMPT = range(len(KINDS))
+"""A prompt is text that a model reads, and does not learn to write."""
 _KIND_OF = {"txt": TEXT, "text": TEXT, "caption": TEXT, "image": IMAGE, "metadata": METADATA}
+_KIND_OF |= {"prompt": PROMPT, "question": PROMPT, "answer": TEXT}
 _KIND_OF |= dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp"), IMAGE)
 DOCUMENT = [("offset", "<u8"), ("first_part", "<u4"), ("parts", "<u2"), ("images", "<u2"), ("text_bytes", "<u4"), ("bad", "u1")]
 PART = [("position", "<u2"), ("offset", "<u8"), ("size", "<u4"), ("kind", "u1"), ("width", "<u2"), ("height", "<u2")]
@@ -49,7 +51,10 @@ class TarIndex:
     parts: "np.ndarray"
     """A record of each, as `PART` says: those of a document are together, by position."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of the file: "bytes"; "cut", why it ends too early and up to which byte it is whole; "verified", whether its images were decoded."""
+    """Of the file: "bytes"; "cut", why it ends too early and up to which byte it is whole; "verified", whether its images were decoded;
+    "tokenizer", the digest of the tokenizer that `tokens` are of."""
+    tokens: "np.ndarray | None" = None
+    """(parts,) uint32: tokens of each text, 0 for one that is left out and for all else. None where they were not counted."""
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -114,7 +119,7 @@ def build(tar: memoryview) -> TarIndex:
                 images += 1
                 size = image_size(tar[part.data : part.data + part.size]) or size
                 bad = bad or (NO_IMAGE if size == (0, 0) else GOOD)
-            elif part.kind == TEXT:
+            elif part.kind in (TEXT, PROMPT):
                 text_bytes += part.size
             parts.append((*part, *size))
         documents.append((members.headers[begin], first, end - begin, images, text_bytes, bad))
@@ -161,7 +166,7 @@ def verify(index: TarIndex, tar: memoryview) -> None:
 
 
 def save(index: TarIndex, tar: Path) -> Path:
-    """Write the index beside its tar; returns the path.
+    """Write the index of a tar as FILE.idx, for one that is beside it; returns the path.
 
     Raises:
         RunError: the disk refuses.
@@ -170,7 +175,7 @@ def save(index: TarIndex, tar: Path) -> Path:
 
     out = io.BytesIO()
     out.write(_MAGIC + json.dumps({"format": _FORMAT, **index.facts}).encode() + b"\n")
-    for array in (index.documents, index.parts):
+    for array in (index.documents, index.parts, *(() if index.tokens is None else (index.tokens,))):
         np.save(out, array, allow_pickle=False)
     path = tar.with_name(tar.name + SUFFIX)
     write_atomic(path, out.getvalue() + hashlib.sha256(out.getvalue()).digest())
@@ -183,15 +188,27 @@ def load(tar: Path) -> TarIndex:
     Raises:
         DataError: it is missing, damaged, or of a file of another size.
     """
+    path = tar.with_name(tar.name + SUFFIX)
+    with reading(tar, DataError):
+        if not tar.exists():
+            raise DataError(f"{tar}: no such file.")
+        return load_file(path, tar.stat().st_size, tar.name)
+
+
+def load_file(path: Path, size: int, tar: str) -> TarIndex:
+    """An index. size: bytes of the tar that it should be of, which is called `tar` in errors.
+
+    Raises:
+        DataError: it is missing, damaged, or of a file of another size.
+    """
     import numpy as np
 
-    path = tar.with_name(tar.name + SUFFIX)
     again = f"Make it with python -m data_prep.tar_shards.index {tar}"
     try:
         with reading(path, DataError):
-            content, size = path.read_bytes(), tar.stat().st_size
+            content = path.read_bytes()
     except FileNotFoundError:
-        raise DataError(f"{path if tar.exists() else tar}: no such file. {again}") from None
+        raise DataError(f"{path}: no such file. {again}") from None
     content, digest = content[:-32], content[-32:]
     if not content.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest:
         raise DataError(f"{path}: damaged, or no index. {again}")
@@ -200,6 +217,6 @@ def load(tar: Path) -> TarIndex:
     if facts.pop("format") != _FORMAT:
         raise DataError(f"{path}: of another version of this project. {again}")
     if facts["bytes"] != size:
-        raise DataError(f"{path}: of a tar of {facts['bytes']} bytes, and {tar.name} has {size}. {again}")
-    documents, parts = (np.load(read, allow_pickle=False) for _ in range(2))
-    return TarIndex(documents, parts, facts)
+        raise DataError(f"{path}: of a tar of {facts['bytes']} bytes, and {tar} has {size}. {again}")
+    documents, parts, *tokens = (np.load(read, allow_pickle=False) for _ in range(3 if "tokenizer" in facts else 2))
+    return TarIndex(documents, parts, facts, *tokens)

@@ -35,7 +35,7 @@ def rows_of(tmp_path: Path, text: str, items: list[dict[str, Any]], tokens: int,
     data = config.build(Places(tmp_path, tmp_path), tokenizer, "train", 0)
     pieces = data.documents.maker.pieces(data.documents[0], config.written)
     found = []
-    for number, size in enumerate(data.sizes(0, 0)):
+    for number, (size,) in enumerate(data.sizes(0, 0)):
         sample = data.sample(0, 0, number)
         batch = data.collate([sample])
         assert batch["input_ids"][0, :size].tolist() == sample["input_ids"]

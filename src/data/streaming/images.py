@@ -1,0 +1,184 @@
+"""From images to frames of one size, and to the tokens that stand for them: as transformers' Idefics3 processor makes them.
+
+A large image is cut into tiles, after which comes the whole image once more, made small; a small one is one frame. Each frame is
+`image_tokens` tokens `<image>` between tokens that say where it is.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from src.config import Config as StrictConfig
+from src.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FAKE, IMAGE, GLOBAL = "<fake_token_around_image>", "<image>", "<global-img>"
+MEAN = STD = 0.5
+_SMALLEST = 2**-24
+
+
+class Grid(NamedTuple):
+    """Tiles of an image; 0 and 0 where it is one frame."""
+
+    rows: int
+    columns: int
+
+    @property
+    def frames(self) -> int:
+        """Frames of the image: its tiles and itself."""
+        return self.rows * self.columns + 1
+
+
+class ImagesConfig(StrictConfig):
+    """How an image becomes frames and tokens. The sizes must be those of the model."""
+
+    style: Literal["idefics3", "idefics2"] = "idefics3"
+    """The text around frames, by transformers' name of the model family."""
+    frame_size: int = Field(gt=0)
+    """Pixels of a side of a frame."""
+    image_tokens: int = Field(gt=0)
+    """Tokens of a frame."""
+    max_size: int = Field(gt=0)
+    """Pixels of the longer side, above which an image is made smaller. A multiple of `frame_size`; equal to it, no image is cut."""
+    enlarge: bool = False
+    """Whether a smaller image is enlarged to `max_size`, as transformers does unless it is told not to."""
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "ImagesConfig":
+        if self.max_size % self.frame_size:
+            raise ValueError(f"max_size: expected a multiple of frame_size, {self.frame_size}, got {self.max_size}.")
+        if self.style == "idefics2" and self.max_size > self.frame_size:
+            raise ValueError("max_size: images are cut into tiles for 'idefics3' alone. Write that of frame_size.")
+        return self
+
+    def special_tokens(self) -> list[str]:
+        """Tokens that a tokenizer must have."""
+        most = self.max_size // self.frame_size
+        tiles = [f"<row_{row}_col_{column}>" for row in range(1, most + 1) for column in range(1, most + 1)]
+        return [FAKE, IMAGE, *((GLOBAL, *(tiles if most > 1 else ())) if self.style == "idefics3" else ())]
+
+    def grid(self, width: int, height: int) -> Grid:
+        """The tiles of an image of so many pixels."""
+        return _grid(self._sizes(width, height)[-1], self.frame_size)
+
+    def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        """(width, height) to which an image is brought, one after the other."""
+        sizes, longer = list[tuple[int, int]](), max(width, height)
+        if longer > self.max_size or (self.enlarge and longer < self.max_size):
+            aspect = width / height
+            if width >= height:
+                short = int(self.max_size / aspect)
+                width, height = self.max_size, max(1, short + short % 2)
+            else:
+                short = int(self.max_size * aspect)
+                width, height = max(1, short + short % 2), self.max_size
+            sizes.append((width, height))
+        if self.max_size == self.frame_size:
+            return [*sizes, (self.frame_size, self.frame_size)]
+        aspect = width / height
+        if width >= height:
+            width = _round_up(width, self.frame_size)
+            height = _round_up(int(width / aspect), self.frame_size)
+        else:
+            height = _round_up(height, self.frame_size)
+            width = _round_up(int(height * aspect), self.frame_size)
+        return [*sizes, (width, height)]
+
+    def frames(self, content: bytes) -> "np.ndarray":
+        """(frames, 3, frame_size, frame_size) float32: the frames of an encoded image, from -1 to 1; what is transparent is white.
+
+        Raises:
+            DataError: it cannot be decoded.
+        """
+        import numpy as np
+        from PIL import Image
+
+        try:
+            with Image.open(io.BytesIO(content)) as opened:
+                opened.load()
+                image: Any = opened if opened.mode == "RGB" else _on_white(opened)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise DataError(f"an image cannot be decoded ({' '.join(str(error).split())[:100]})") from None
+        for size in self._sizes(*image.size):
+            if size != image.size:
+                image = image.resize(size, Image.Resampling.LANCZOS)
+        side, grid = self.frame_size, _grid(image.size, self.frame_size)
+        corners = [(column * side, row * side) for row in range(grid.rows) for column in range(grid.columns)]
+        cut = [image.crop((x, y, x + side, y + side)) for x, y in corners]
+        whole = image.resize((side, side), Image.Resampling.LANCZOS) if corners else image
+        pixels = np.stack([np.asarray(frame) for frame in (*cut, whole)])
+        frames = (pixels.transpose(0, 3, 1, 2).astype(np.float32) * np.float32(1 / 255) - np.float32(MEAN)) / np.float32(STD)
+        for frame in frames:
+            if not frame.any():  # transformers takes a frame of zeros alone for padding
+                frame[0, 0, 0] = _SMALLEST
+        return frames
+
+
+class ImageTokens:
+    """Ids of the tokens of images, with a given tokenizer."""
+
+    def __init__(self, config: ImagesConfig, tokenizer: Any) -> None:
+        """Raises DataError: the tokenizer lacks a token."""
+        self.config = config
+        known = tokenizer.get_vocab()
+        missing = [token for token in config.special_tokens() if token not in known]
+        if missing:
+            raise DataError(f"the tokenizer has no token {missing[0]!r}: take a model that reads images, such as 'vision_language'.")
+        self._ids = {token: known[token] for token in config.special_tokens()}
+        self._line = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
+        self._lines = tuple(tokenizer("\n\n", add_special_tokens=False)["input_ids"])
+        self.made = lru_cache(4096)(self._make)
+        """Ids of an image's tokens by its grid."""
+
+    def __reduce__(self) -> Any:
+        return _restore, (self.config, self._ids, self._line, self._lines)
+
+    @cached_property
+    def image_id(self) -> int:
+        """That of `<image>`."""
+        return self._ids[IMAGE]
+
+    def _make(self, grid: Grid) -> tuple[int, ...]:
+        fake, frame = self._ids[FAKE], (self._ids[IMAGE],) * self.config.image_tokens
+        if self.config.style == "idefics2":
+            return (fake, *frame, fake)
+        whole = (fake, self._ids[GLOBAL], *frame, fake)
+        if grid == (0, 0):
+            return whole
+        ids = list[int]()
+        for row in range(1, grid.rows + 1):
+            for column in range(1, grid.columns + 1):
+                ids += fake, self._ids[f"<row_{row}_col_{column}>"], *frame
+            ids += self._line if row < grid.rows else self._lines
+        return (*ids, *whole)
+
+
+def _restore(config: ImagesConfig, ids: dict[str, int], line: tuple[int, ...], lines: tuple[int, ...]) -> ImageTokens:
+    made = ImageTokens.__new__(ImageTokens)
+    made.config, made._ids, made._line, made._lines = config, ids, line, lines
+    made.made = lru_cache(4096)(made._make)
+    return made
+
+
+def _grid(size: Sequence[int], side: int) -> Grid:
+    columns, rows = size[0] // side, size[1] // side
+    return Grid(rows, columns) if rows * columns > 1 else Grid(0, 0)
+
+
+def _round_up(pixels: int, side: int) -> int:
+    return max(1, math.ceil(pixels / side)) * side
+
+
+def _on_white(image: Any) -> Any:
+    from PIL import Image
+
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,79 @@
+"""From the texts of a document to tokens: the same when they are counted for an index and when they are read."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from src.data.streaming.images import FAKE, GLOBAL
+from src.data.streaming.images import IMAGE as IMAGE_TOKEN
+from src.data.streaming.tar_index import PROMPT, TEXT, TarIndex
+from src.data.text.tokenizers import SafeTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+RULES = 1
+"""Of what is below: counts of other rules are not taken."""
+END = "END_OF_DOCUMENT_TOKEN_TO_BE_REPLACED"
+"""In a text, where one document ends and another begins; as in the tars of m4."""
+_RESERVED = (FAKE, IMAGE_TOKEN, GLOBAL)
+
+
+class TextTokens:
+    """Ids of the texts of documents, by one tokenizer."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        self._safe = SafeTokenizer(tokenizer)
+        bos = tokenizer.bos_token_id
+        self.begin: list[int] = [bos] if isinstance(bos, int) and bos != self._safe.eos_id else []
+        """What a document begins with: the tokenizer's begin token, where it has one of its own."""
+        self.end = [self._safe.eos_id]
+        backend = tokenizer.backend_tokenizer.to_str()
+        self.digest = hashlib.sha256(f"{RULES}/{self.begin}/{self.end}/{backend}".encode()).hexdigest()[:16]
+        """Of the tokenizer and of the rules."""
+
+    def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
+        """Ids of each part of a document; none for parts that are no text, and for texts that are left out.
+
+        A text that follows another begins with a space. Left out are empty texts, and such as spell tokens of images.
+
+        Raises:
+            UnicodeDecodeError: a text is not UTF-8.
+        """
+        found, after_text = list[list[int]](), False
+        for kind, content in zip(kinds, contents, strict=True):
+            ids = list[int]()
+            if kind in (TEXT, PROMPT) and content is not None:
+                text = content.decode()
+                if text.strip() and not any(token in text for token in _RESERVED):
+                    first, *more = text.split(END)
+                    ids = self._safe.encode(f" {first}" if after_text else first)
+                    for piece in more:
+                        ids = [*ids, *self.end, *self.begin, *self._safe.encode(piece.lstrip())]
+            elif kind not in (TEXT, PROMPT):
+                after_text = False
+            after_text = after_text or bool(ids)
+            found.append(ids)
+        return found
+
+
+def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens) -> None:
+    """Add the tokens of each text of a tar to its index."""
+    import numpy as np
+
+    counts: np.ndarray = np.zeros(len(index.parts), dtype=np.uint32)
+    for number in range(len(index)):
+        if index.documents["bad"][number]:
+            continue
+        first = int(index.documents["first_part"][number])
+        parts = index.parts_of(number)
+        contents = [
+            bytes(tar[offset : offset + size]) if kind in (TEXT, PROMPT) else None
+            for kind, offset, size in zip(parts["kind"].tolist(), parts["offset"].tolist(), parts["size"].tolist(), strict=True)
+        ]
+        try:
+            encoded = texts.encode(parts["kind"].tolist(), contents)
+        except UnicodeDecodeError:
+            continue
+        counts[first : first + len(parts)] = [len(ids) for ids in encoded]
+    index.tokens, index.facts["tokenizer"] = counts, texts.digest
