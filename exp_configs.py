@@ -1,6 +1,6 @@
 """Every experiment: EXP_GROUPS maps the name of a group to a list of plain dicts. `python trainval.py -e NAME` runs a group."""
 
-from src.exp_groups import context_baselines, crossattn, demo, metadata, study, t5
+from src.exp_groups import context_baselines, crossattn, demo, metadata, streaming, study, t5
 from src.exp_groups.crossattn import BASE_TINY, CROSSATTN_TINY
 from src.experiments.grid import grid
 
@@ -15,6 +15,7 @@ EXP_GROUPS = {
     **crossattn.GROUPS,
     **context_baselines.GROUPS,
     **metadata.GROUPS,
+    **streaming.GROUPS,
     **study.GROUPS,
     **t5.GROUPS,
 }

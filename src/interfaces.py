@@ -102,6 +102,11 @@ class ModelConfig(Component):
         base = getattr(self, "base", None)
         return base.weight_type(places) if isinstance(base, ModelConfig) else getattr(self, "dtype", None)
 
+    def frame_sizes(self, places: Places) -> tuple[int, int] | None:
+        """Of a model that reads images: pixels of a side of a frame, and tokens of one. None where only loading it would tell."""
+        base = getattr(self, "base", None)
+        return base.frame_sizes(places) if isinstance(base, ModelConfig) else None
+
     def is_frozen(self) -> bool:
         """Whether its weights cannot be trained, only those of a wrapper around it."""
         return False

@@ -73,6 +73,7 @@ METRICS = ComponentTable(
         "meteor": "src.metrics.meteor",
         "rouge": "src.metrics.rouge",
         "squad": "src.metrics.squad",
+        "words": "src.metrics.words",
     },
 )
 LAUNCHERS = ComponentTable(

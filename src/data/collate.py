@@ -22,8 +22,8 @@ def pad_tokens(
     ids: Sequence[Sequence[int]], loss_masks: Sequence[Sequence[bool]], pad_id: int, left: bool = False, length: int | None = None
 ) -> TokenBatch:
     """Pad B sequences to (B, T): on the right, or on the left for generation. length: T, by default that of the longest."""
-    input_ids, attention_mask = _pad(ids, pad_id, length or 0, left)
-    loss_mask, _ = _pad(loss_masks, False, length or 0, left)
+    input_ids, attention_mask = pad_ids(ids, pad_id, length or 0, left)
+    loss_mask, _ = pad_ids(loss_masks, False, length or 0, left)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask.bool()}
 
 
@@ -44,7 +44,7 @@ def pad_chunks(samples: Sequence[Sequence[Sequence[int]]], pad_id: int) -> tuple
     A sample with fewer chunks gets all-False mask rows, never another sample's chunk.
     """
     most = max(map(len, samples))
-    ids, mask = _pad([chunk for chunks in samples for chunk in (*chunks, *[()] * (most - len(chunks)))], pad_id)
+    ids, mask = pad_ids([chunk for chunks in samples for chunk in (*chunks, *[()] * (most - len(chunks)))], pad_id)
     return ids.view(len(samples), most, -1), mask.view(len(samples), most, -1)
 
 
@@ -59,8 +59,8 @@ def seq2seq(
 
     pad_id: what both read at padding; the labels there are `NOT_LEARNED`. lengths: S and T at least.
     """
-    input_ids, attention_mask = _pad(inputs, pad_id, lengths[0])
-    labels, loss_mask = _pad(targets, NOT_LEARNED, lengths[1])
+    input_ids, attention_mask = pad_ids(inputs, pad_id, lengths[0])
+    labels, loss_mask = pad_ids(targets, NOT_LEARNED, lengths[1])
     decoder_input_ids = torch.full_like(labels, start_id)
     decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(~loss_mask[:, :-1], pad_id)
     return {
@@ -72,8 +72,8 @@ def seq2seq(
     }
 
 
-def _pad(sequences: "Sequence[Sequence[int] | np.ndarray]", fill: int, length: int = 0, left: bool = False) -> tuple[Tensor, Tensor]:
-    """(B, T) int64 with T >= length, and a mask (B, T), True on the sequences' own values."""
+def pad_ids(sequences: "Sequence[Sequence[int] | np.ndarray]", fill: int, length: int = 0, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Pad B lists with `fill`: (B, T) int64 with T >= length, and a mask (B, T), True on the sequences' own values."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     T = max(int(lengths.max()), length)
     ids = torch.full((len(sequences), T), fill, dtype=torch.int64)

@@ -7,9 +7,8 @@ from pydantic import model_validator
 
 from src.data.metadata import dataset as metadata
 from src.data.metadata.gains import Gains, measure
-from src.interfaces import Dataset
 from src.kinds import DECODER
-from src.recipes.pretraining import Pretraining
+from src.recipes.pretraining import Pretraining, Scorer
 
 
 class Config(Pretraining):
@@ -37,8 +36,8 @@ class Config(Pretraining):
     def score_names(self) -> list[str]:
         return [*super().score_names(), *(self.gains.names() if self.gains else [])]
 
-    def more_scores(self, val: Dataset, loss_sums: Callable[[Dataset], Any], losses: Callable[..., Any]) -> dict[str, float]:
+    def more_scores(self, val: Any, scorer: Scorer) -> dict[str, float]:
         if self.gains is None:
             return {}
         assert isinstance(val, metadata.MetadataBlocks), "the validator has checked the data"
-        return measure(self.gains, val.documents, losses)
+        return measure(self.gains, val.documents, scorer.token_losses)

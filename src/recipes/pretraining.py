@@ -1,7 +1,8 @@
 """Training on text, shared by `lm`, `metadata_lm` and `t5_pretrain`. Each adds its types of model and data, and the loss."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import model_validator
@@ -9,6 +10,7 @@ from pydantic import model_validator
 from src import distributed
 from src.call_once import call_once
 from src.config import Places, added_field
+from src.evaluation.config import Answers
 from src.interfaces import Dataset
 from src.kinds import KINDS
 from src.recipes.finetuning import Finetuning
@@ -18,6 +20,8 @@ from src.training.config import Evaluation
 
 if TYPE_CHECKING:
     import torch
+
+    from src.training.validation import LossSums
 
 
 class Pretraining(Finetuning):
@@ -73,7 +77,7 @@ class Pretraining(Finetuning):
         from src.training.checkpointing.folder import CheckpointMetadata
         from src.training.spec import TrainSpec
         from src.training.state import fingerprints
-        from src.training.validation import LossSums, measure, token_losses
+        from src.training.validation import LossSums
 
         loss = self.loss()
         torch.manual_seed(self.seed)
@@ -82,34 +86,67 @@ class Pretraining(Finetuning):
             tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
             val = self.data.build(run.places, tokenizer, "val", self.seed)
             train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val
+            self.begin(train, run)
             inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
 
         def evaluate(accelerator: Any) -> dict[str, float]:
-            def loss_sums(data: Dataset) -> LossSums:
-                return measure(model, data, loss, self.micro_batch, accelerator.device, self.measures_accuracy)
-
-            def losses(data: Dataset) -> list[list[float]]:
-                return token_losses(model, data, loss, self.micro_batch, accelerator.device, tokenizers.control_ids(tokenizer))
-
-            parts = {name: loss_sums(part) for name, part in getattr(val, "parts", {"": val}).items()}
+            scorer = Scorer(model, tokenizer, loss, self.micro_batch, accelerator.device, self.measures_accuracy)
+            parts = {name: scorer.loss_sums(part) for name, part in getattr(val, "parts", {"": val}).items()}
             whole = LossSums(*map(sum, zip(*parts.values(), strict=True)))
             scores = {"val_loss": whole.loss, "val_perplexity": float(torch.tensor(whole.loss).exp())}
             if self.measures_accuracy:
                 scores["val_accuracy"] = whole.accuracy
             if len(parts) > 1:
                 scores |= {f"val_loss/{name}": part.loss for name, part in parts.items()}
-            return scores | self.more_scores(val, loss_sums, losses)
+            return scores | self.more_scores(val, scorer)
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
-        spec = TrainSpec(model, about, train, inputs, self.training_loss(loss), evaluate, None if self.loop else lambda _: {})
+        finish = None if self.loop else lambda _: {}
+        spec = TrainSpec(model, about, train, inputs, self.training_loss(loss), evaluate, finish, count=self.count)
         self.fit_or_evaluate(spec, run)
 
-    def more_scores(
-        self, val: Dataset, loss_sums: Callable[[Dataset], Any], losses: Callable[[Dataset], list[list[float]]]
-    ) -> dict[str, float]:
-        """Further scores of the validation set. Collective.
+    def begin(self, train: Dataset, run: Run) -> None:
+        """Called on every rank before the training."""
 
-        loss_sums: data set -> `training.validation.LossSums`. losses: data set -> nats of each scored token of each sample, where the
-        tokenizer's control tokens but the end token have no probability.
-        """
+    def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
+        """What the training loss of a batch, on the CPU, is divided by: its learned tokens."""
+        from src.training.validation import count_loss_tokens
+
+        return count_loss_tokens(batch)
+
+    def more_scores(self, val: Any, scorer: "Scorer") -> dict[str, float]:
+        """Further scores of the validation set. Collective."""
         return {}
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model on its device, as an evaluation finds it."""
+
+    model: Any
+    tokenizer: Any
+    loss: "Callable[..., torch.Tensor]"
+    micro_batch: int
+    device: "torch.device"
+    measures_accuracy: bool
+
+    def loss_sums(self, data: Dataset) -> "LossSums":
+        """Summed loss and tokens of all samples. Collective."""
+        from src.training.validation import measure
+
+        return measure(self.model, data, self.loss, self.micro_batch, self.device, self.measures_accuracy)
+
+    def token_losses(self, data: Dataset) -> list[list[float]]:
+        """Nats of each scored token of each sample, where control tokens but the end token have no probability. Collective."""
+        from src.data.text import tokenizers
+        from src.training.validation import token_losses
+
+        control_ids = tokenizers.control_ids(self.tokenizer)
+        return token_losses(self.model, data, self.loss, self.micro_batch, self.device, control_ids)
+
+    def answers(self, asked: Answers, val: Any, shuffled: Any = None) -> dict[str, float]:
+        """Scores of generated answers to the first questions of a data set, and with other contexts. Collective."""
+        from src.evaluation import generation
+
+        generator = generation.AnswerGenerator(self.model, val, self.tokenizer, self.micro_batch, self.device, asked.decoding())
+        return generation.evaluate(asked, generator, shuffled)

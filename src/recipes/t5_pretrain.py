@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from src.config import Places
-from src.interfaces import Dataset
 from src.kinds import ENCODER_DECODER
-from src.recipes.pretraining import Pretraining
+from src.recipes.pretraining import Pretraining, Scorer
 
 SENTENCE_SCORES = ("val_sentence_loss", "val_sentence_accuracy")
 """Of data sets with `sentence_targets`."""
@@ -36,9 +35,9 @@ class Config(Pretraining):
     def checks(self, places: Places) -> list[Callable[[], object]]:
         return [*super().checks(places), lambda: self.model.check_kind(ENCODER_DECODER, places)]
 
-    def more_scores(self, val: Dataset, loss_sums: Callable[[Dataset], Any], losses: Callable[..., Any]) -> dict[str, float]:
+    def more_scores(self, val: Any, scorer: Scorer) -> dict[str, float]:
         sentence_targets = getattr(val, "sentence_targets", None)
         if sentence_targets is None:
             return {}
-        sentences = loss_sums(sentence_targets())
+        sentences = scorer.loss_sums(sentence_targets())
         return dict(zip(SENTENCE_SCORES, (sentences.loss, sentences.accuracy), strict=True))

@@ -33,11 +33,11 @@ def watch_cross_entropy(seen: Seen) -> Iterator[None]:
 def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int) -> Iterator[Tensor]:
     """Within the block, add each cross entropy of `batch` to the yielded (num_groups, 2) float64: loss in nats, tokens, by group.
 
-    groups_B: the group of each sample. Losses are without label smoothing; tokens whose loss is not finite are left out.
+    groups_B: the group of each sample, or (B, T) of each token. Losses are without label smoothing; infinite ones are left out.
     """
     mask_NT = batch["loss_mask"]
     groups_N = groups_B[batch["sample_of_row"]] if "sample_of_row" in batch else groups_B
-    groups = groups_N[:, None].expand_as(mask_NT)[mask_NT]
+    groups = (groups_N if groups_N.dim() == 2 else groups_N[:, None].expand_as(mask_NT))[mask_NT]
     sums = torch.zeros(num_groups, 2, dtype=torch.float64, device=mask_NT.device)
 
     @torch.no_grad()
@@ -84,6 +84,25 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothin
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
     targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
     return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), label_smoothing, z_loss)
+
+
+def interleaved_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    """Summed next-token loss of a model that reads images, on an InterleavedBatch; each token's times its weight where there are some.
+
+    A batch without an image reads one frame that nobody sees: see `models.vision_language.config`.
+    """
+    frames = batch["frames"] if len(batch["frames"]) else batch["frames"].new_ones(1, *batch["frames"].shape[1:])
+    logits_BTV = model(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], pixel_values=frames[None], use_cache=False
+    ).logits  # fmt: skip
+    targets_BT = F.pad(torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)[:, 1:], (0, 1), value=NOT_LEARNED)
+    logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
+    loss = cross_entropy(logits_NV, targets_N, label_smoothing, z_loss)
+    if "loss_weights" not in batch:
+        return loss
+    weights_N = F.pad(batch["loss_weights"][:, 1:], (0, 1), value=1.0).flatten()
+    each_N = F.cross_entropy(logits_NV.float(), targets_N, reduction="none", ignore_index=NOT_LEARNED, label_smoothing=label_smoothing)
+    return loss + ((weights_N - 1) * each_N).sum()
 
 
 def seq2seq_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:

@@ -77,6 +77,12 @@ class Packing:
     """Of the documents, in messages."""
     digest: str = ""
     """Of the documents and of how their pieces are made."""
+    groups: Sequence[str] = ()
+    """Names of which those are told apart that are left out."""
+    group_of: Callable[[int], int] | None = None
+    """The number of the group of a document."""
+    find: Callable[[str], Collection[int]] | None = None
+    """The documents that an entry of a deny list names; None where none can be denied."""
 
 
 class Lane:
@@ -97,7 +103,9 @@ class Lane:
         """Open rows: of each piece its document's number and its own."""
         self.padding = 0
         """Tokens of padding in the rows that this object has given."""
-        self.denied: Collection[int] = ()
+        self.by_group = [[0, 0] for _ in packing.groups]
+        """Of each group, documents that this object has left out, and all that it has taken."""
+        self.denied: frozenset[int] = frozenset()
         """Documents that are left out, and taken out of open rows when these are given."""
         self._room = [self._room_left(row) for row in self.rows]
 
@@ -135,6 +143,10 @@ class Lane:
             sizes = () if denied else self._pieces(self.taken)
             misses = 0 if sizes else misses + 1
             self.left_out += not sizes
+            if packing.group_of and not self.piece:
+                own = self.by_group[packing.group_of(self.document(self.taken)[1])]
+                own[0] += not sizes
+                own[1] += 1
             if misses == packing.arrangement.count:  # those that fit, if any, were taken by other lanes
                 epoch, misses = self.epoch(self.taken), 0
                 every = range(packing.arrangement.count)
@@ -145,7 +157,7 @@ class Lane:
                     )
             row = None
             while row is None and self.piece < len(sizes):
-                row = self._place_piece(sizes[self.piece])
+                row = self._place_piece(sizes[self.piece]) or None  # nothing is left of a row whose documents were all denied
             if self.piece == len(sizes):
                 self.taken, self.piece = self.taken + 1, 0
             if row is not None:
@@ -154,7 +166,7 @@ class Lane:
 
     def flush(self) -> list[list[int]]:
         """The rows that are open, which are closed."""
-        return [self._emit(0) for _ in range(len(self.rows))]
+        return [row for row in [self._emit(0) for _ in range(len(self.rows))] if row]
 
     def _place_piece(self, size: Size) -> list[int] | None:
         """Put the next piece into an open row, unless one must be emitted first. Returns a row that is emitted."""
@@ -212,18 +224,23 @@ class LaneOrder:
             [Lane(self.packing, v, self.lanes, cursor.get(str(v))) for v in range(g * share.micro_batch, (g + 1) * share.micro_batch)]
             for g in share.numbers
         ]
+        every = [lane for lanes in mine for lane in lanes]
+        self._deny(every, [branch for branch in self.branches if branch.from_step < first_step])
         step = first_step
         while True:
             for branch in self.branches:
                 if branch.from_step == step:
-                    for lane in (lane for lanes in mine for lane in lanes):
+                    self._deny(every, [branch])
+                    for lane in every:
                         _apply(branch, lane)
             for lanes in mine:
                 before = _totals(lanes)
                 keys: list[Key] = [tuple(lane.next_row()) for lane in lanes]
-                left_out, documents, padding = (now - then for now, then in zip(_totals(lanes), before, strict=True))
+                left_out, documents, padding, *by_group = (now - then for now, then in zip(_totals(lanes), before, strict=True))
                 header = {HEADER: self._header()} if lanes[0].number == 0 else {}
                 counters = {"left_out": (left_out, documents), "padding": (padding, len(lanes) * self.packing.room[0])}
+                for name, *own in zip(self.packing.groups, by_group[::2], by_group[1::2], strict=True):
+                    counters[f"left_out/{name}"] = (own[0], own[1])
                 yield MicroBatch(keys, {**header, **{str(lane.number): lane.state() for lane in lanes}}, counters)
             step += 1
 
@@ -237,6 +254,15 @@ class LaneOrder:
             "documents": sum(lane.taken - lane.left_out for lane in lanes) - still_open,
             "left_out": sum(lane.left_out for lane in lanes),
         }
+
+    def _deny(self, lanes: Sequence[Lane], branches: Sequence[Branch]) -> None:
+        """Have lanes leave out what the branches deny from now on."""
+        entries = [entry for branch in branches for entry in branch.denied]
+        if entries and self.packing.find is None:
+            raise RunError(f"{self.packing.name}: a deny list is for data that are streamed from tars, and these are not. Undo it.")
+        denied = frozenset(document for entry in entries if self.packing.find for document in self.packing.find(entry))
+        for lane in lanes:
+            lane.denied = lane.denied | denied
 
     def _header(self) -> list[Any]:
         return [self.lanes, self.packing.digest]
@@ -254,8 +280,9 @@ class LaneOrder:
 
 
 def _totals(lanes: Sequence[Lane]) -> list[int]:
-    """Documents that were left out, all that were taken, and tokens of padding."""
-    return [sum(values) for values in zip(*((lane.left_out, lane.taken, lane.padding) for lane in lanes), strict=True)]
+    """Documents that were left out, all that were taken, tokens of padding; and of each group the first two."""
+    rows = ((lane.left_out, lane.taken, lane.padding, *(n for own in lane.by_group for n in own)) for lane in lanes)
+    return [sum(values) for values in zip(*rows, strict=True)]
 
 
 def _apply(branch: Branch, lane: Lane) -> None:

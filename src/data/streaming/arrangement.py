@@ -86,7 +86,7 @@ class Streams:
         source, taken = self._schedule[place]
         return source, period * self.counts[source] + taken - self._before[first][source]
 
-    def taken(self, lane: int, lanes: int, number: int, source: int) -> int:
+    def count_of_source(self, lane: int, lanes: int, number: int, source: int) -> int:
         """Documents of a source among the first `number` of a lane."""
         if len(self.sources) == 1:
             return number
@@ -108,7 +108,7 @@ class Streams:
         own = self.sources[source]
         epoch = (turn * lanes + lane) // own.count
         for start, branch in reversed(reshuffles):
-            first = self.taken(lane, lanes, start, source)
+            first = self.count_of_source(lane, lanes, start, source)
             if first <= turn and (first * lanes + lane) // own.count == epoch:
                 end = -((lane - (epoch + 1) * own.count) // lanes)  # the first turn of the next epoch
                 turn = first + _permute_blocks(turn - first, end - first, self._block(own, lanes), f"{own.seed}/{branch}")

@@ -1,6 +1,7 @@
 """From the texts of a document to tokens: the same when they are counted for an index and when they are read."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,8 @@ class TextTokens:
         self.begin: list[int] = [bos] if isinstance(bos, int) and bos != self._safe.eos_id else []
         """What a document begins with: the tokenizer's begin token, where it has one of its own."""
         self.end = [self._safe.eos_id]
-        backend = tokenizer.backend_tokenizer.to_str()
-        self.digest = hashlib.sha256(f"{RULES}/{self.begin}/{self.end}/{backend}".encode()).hexdigest()[:16]
-        """Of the tokenizer and of the rules."""
+        self.digest = hashlib.sha256(f"{RULES}/{self.begin}/{self.end}/{_rules_of(tokenizer)}".encode()).hexdigest()[:16]
+        """Of the rules, and of what in the tokenizer decides about plain text: its control tokens do not."""
 
     def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
         """Ids of each part of a document; none for parts that are no text, and for texts that are left out.
@@ -55,6 +55,12 @@ class TextTokens:
             after_text = after_text or bool(ids)
             found.append(ids)
         return found
+
+
+def _rules_of(tokenizer: "PreTrainedTokenizerFast") -> str:
+    whole = json.loads(tokenizer.backend_tokenizer.to_str())
+    added = [token for token in whole["added_tokens"] if not token["special"]]
+    return json.dumps([whole["normalizer"], whole["pre_tokenizer"], whole["model"], added], sort_keys=True)
 
 
 def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens) -> None:

@@ -1,5 +1,6 @@
 """A decoder that reads images: transformers' Idefics3, whose frames pass through an encoder and a pixel shuffle."""
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -11,6 +12,7 @@ from src.kinds import VISION_LANGUAGE
 from src.models import tokenizer as prepared_tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import Idefics3ForConditionalGeneration
 
 
@@ -68,8 +70,6 @@ class Config(ModelConfig):
         """
         from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
-        from src.models.vision_language.modeling import require_encoder_passes
-
         tokenizer = prepared_tokenizer.load(places.data / self.tokenizer, self.new_tokens())
         text: dict[str, Any] = {
             "model_type": "llama",
@@ -112,6 +112,26 @@ class Config(ModelConfig):
         sizes = (self.num_layers, self.hidden_size, self.num_heads)
         return Architecture("llama", *sizes, num_key_value_heads=self.num_heads, max_positions=self.max_positions)
 
+    def frame_sizes(self, places: Places) -> tuple[int, int]:
+        side = self.vision.frame_size // self.vision.patch_size // self.scale_factor
+        return self.vision.frame_size, side * side
+
     def has_random_weights(self) -> bool:
         """Always."""
         return True
+
+
+def require_encoder_passes(model: Any) -> None:
+    """Have the features of frames that no token stands for take part in the result with weight 0.
+
+    A micro-batch without an image then reads one frame that nobody sees: where a model is shared, all processes must make the same passes.
+    """
+    inner = model.model
+    merge = inner.inputs_merger
+
+    def inputs_merger(self: Any, input_ids: "Tensor", inputs_embeds: "Tensor", image_hidden_states: "Tensor") -> "Tensor":
+        if input_ids is not None and not (input_ids == self.config.image_token_id).any():
+            return inputs_embeds + (image_hidden_states.sum() * 0).to(inputs_embeds.dtype)
+        return merge(input_ids, inputs_embeds, image_hidden_states)
+
+    inner.inputs_merger = MethodType(inputs_merger, inner)

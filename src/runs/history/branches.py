@@ -19,6 +19,7 @@ FILE = "branch.json"
 LEARNING_RATES = "'x0.75' (a factor), '=1e-4' (the first step's, and the schedule's shape from there) or 'hold0:20' (0 for 20 steps)"
 _NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?|\.[0-9]+(?:e[-+]?[0-9]+)?"
 _COUNT = r"[1-9][0-9]{0,11}"
+_DENIED = {"source": 2, "shard": 2, "document": 3}
 _DATA = re.compile(rf"same|reshuffle|skip:{_COUNT}(?:\+{_COUNT})*")
 
 
@@ -54,6 +55,8 @@ class Branch(Config):
     learning_rate: Rate | None = None
     reset_optimizer: bool = False
     """Whether its moments are reset at the beginning."""
+    denied: list[str] = []
+    """What is not read from here on, by lines of a deny list: see `parse_denied`."""
     wandb: str | None = None
     """Id of a new Weights & Biases run for the branch."""
 
@@ -99,8 +102,35 @@ def read(run: Path) -> tuple[Branch, ...]:
 
 
 def chain(before: Sequence[Branch], new: Branch) -> tuple[Branch, ...]:
-    """The branches of `before` that begin before `new`, and `new`. A rewind to the first step of a branch drops that branch."""
-    return (*(branch for branch in before if branch.from_step < new.from_step), new)
+    """The branches of `before` that begin before `new`, and `new`. A rewind to the first step of a branch drops that branch.
+
+    What was denied stays so: `new` takes over what branches that are dropped have denied.
+    """
+    kept = [branch for branch in before if branch.from_step < new.from_step]
+    denied = dict.fromkeys(entry for branch in (*before[len(kept) :], new) for entry in branch.denied)
+    return (*kept, new.model_copy(update={"denied": [*denied]}))
+
+
+def parse_denied(text: str, where: str) -> list[str]:
+    """The lines of a deny list but empty ones and comments (#), with single blanks.
+
+    Each is "source NAME", "shard URL" or "document NUMBER URL", with the number of a document in its shard, counted from 0.
+
+    Raises:
+        ConfigError: there is none, or a line is none of these; names `where` and the line.
+    """
+    found = list[str]()
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if words and (words[0] not in _DENIED or len(words) < _DENIED[words[0]]):
+            raise ConfigError(f'{where}:{number}: expected "source NAME", "shard URL" or "document NUMBER URL", got {line.strip()[:80]!r}.')
+        if words and words[0] == "document" and not (words[1].isascii() and words[1].isdigit()):
+            raise ConfigError(f"{where}:{number}: expected the number of a document, counted from 0, got {words[1]!r}.")
+        if words:
+            found.append(" ".join(words))
+    if not found:
+        raise ConfigError(f"{where}: lists nothing.")
+    return [*dict.fromkeys(found)]
 
 
 def parse_data(text: str) -> str:

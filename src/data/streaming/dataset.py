@@ -1,0 +1,306 @@
+"""Documents of text and images in packed rows, streamed from tars of one or several sources."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from src.batches import InterleavedBatch
+from src.config import Config as StrictConfig
+from src.config import Places
+from src.data.packing.lanes import LaneOrder, Packing
+from src.data.streaming import manifest
+from src.data.streaming.arrangement import Source, Streams
+from src.data.streaming.documents import Content, Documents, Piece, Rules, Swaps
+from src.data.streaming.images import ImagesConfig, ImageTokens
+from src.data.streaming.quarantine import ErrorPolicy, Quarantine
+from src.data.streaming.shard_files import ShardFiles
+from src.data.streaming.texts import TextTokens
+from src.errors import ConfigError, DataError, check_all
+from src.interfaces import DatasetConfig, require_fit
+from src.kinds import VISION_LANGUAGE
+from src.runs.history.branches import Branch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
+
+    from src.data.streaming.validation import ValidationRows
+
+COUNTED = ("documents", "images", "image_tokens", "text_tokens", "unreadable")
+"""What is counted of each source: whole documents count where they end."""
+SPLITS = ("train", "val")
+
+
+class SourceConfig(StrictConfig):
+    """A source of documents."""
+
+    path: str = Field(min_length=1)
+    """Folder below `--data_path`, with the lists of shards train/shards.json and val/shards.json."""
+    rate: float | None = Field(default=None, gt=0)
+    """Share of the documents that are read; rates need not sum to 1. None for all sources: in proportion to their documents."""
+    loss_weight: float = Field(default=1.0, gt=0)
+    """How much the loss of each of its tokens counts."""
+
+
+class Config(DatasetConfig):
+    """Which documents are read, and how they become rows."""
+
+    has_order: ClassVar[bool] = True
+
+    sources: dict[str, SourceConfig] = Field(min_length=1)
+    images: ImagesConfig
+    sequence_tokens: int = Field(gt=1)
+    """Tokens of a row."""
+    max_frames: int = Field(gt=0)
+    """Frames of a row."""
+    open_rows: int = Field(default=16, gt=0)
+    """Rows that each sequence of a step keeps open for documents that fit: with more, less padding."""
+    shuffle: Literal["none", "shards", "window"] = "window"
+    """The order of an epoch of a source. shards: in each epoch another order of the tars. window: and the documents of `window` mixed."""
+    window: int = Field(default=10_000, gt=1)
+    """Documents that are mixed with each other. Their tars are open at the same time."""
+    rules: Rules = Rules()
+    errors: ErrorPolicy = ErrorPolicy()
+    val_documents: int | None = Field(default=None, gt=0)
+    """Documents of each source that validation reads, the first ones; None for all."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Config":
+        without = [name for name, source in self.sources.items() if source.rate is None]
+        if without and len(without) < len(self.sources):
+            raise ValueError(f"sources.{without[0]}.rate: missing. Write a rate for each source, or for none.")
+        return self
+
+    @property
+    def reader(self) -> str:
+        return VISION_LANGUAGE
+
+    def check(self, places: Places) -> None:
+        def check_split(name: str, split: str) -> None:
+            listed = manifest.load(places.data / self.sources[name].path / split)
+            for shard in listed.shards:
+                if not (listed.folder / shard.index).is_file():
+                    raise DataError(f"data.sources.{name}: {listed.folder / shard.index}: no such file. Index the tars again.")
+
+        check_all(*(lambda name=name, split=split: check_split(name, split) for name in sorted(self.sources) for split in SPLITS))
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+        frame = len(self.images.special_tokens()) and self.images.image_tokens + 3
+        if frame > self.sequence_tokens:
+            raise ConfigError(f"data.sequence_tokens: a frame has {frame} tokens with those around it, and a row {self.sequence_tokens}.")
+
+    def batch_lengths(self) -> tuple[int, ...]:
+        return (self.sequence_tokens,)
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "StreamedDataset | ValidationRows":
+        """The rows of one split.
+
+        Raises:
+            DataError: a list of shards or an index is missing or damaged, the tokenizer has no tokens of images, or a source is too small
+                to be read at its rate.
+        """
+        from src.data.streaming.validation import ValidationRows
+
+        texts, images = TextTokens(tokenizer), ImageTokens(self.images, tokenizer)
+        sources = dict[str, Documents]()
+        for name in sorted(self.sources):
+            listed = manifest.load(places.data / self.sources[name].path / split)
+            sources[name] = Documents(listed, ShardFiles(listed.folder), texts, images, self.rules)
+        data = StreamedDataset(self, sources)
+        return data if split == "train" else ValidationRows(data, sorted(sources))
+
+
+@dataclass
+class Sample:
+    """One row."""
+
+    input_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each document."""
+    source_ids: list[int] = field(default_factory=list)
+    frames: "list[np.ndarray]" = field(default_factory=list)
+    """Of each image, (frames, 3, E, E) float32."""
+    counted: list[list[int]] = field(default_factory=list)
+    """(sources, COUNTED)."""
+
+
+class StreamedDataset:
+    """Rows of documents. A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its first piece.
+
+    Documents are numbered through the sources, by name.
+    """
+
+    def __init__(self, config: Config, sources: Mapping[str, Documents]) -> None:
+        self.config, self.documents = config, list(sources.values())
+        self.source_names = list(sources)
+        self._starts = [sum(map(len, self.documents[:i])) for i in range(len(self.documents))]
+        options = config.model_dump(mode="json", exclude={"errors", "val_documents", "sources"})
+        given = [config.sources[name].model_dump(mode="json", exclude={"path"}) for name in sources]
+        told = [[documents.fingerprint for documents in self.documents], options, given]
+        self.fingerprint = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        self.weights = [config.sources[name].loss_weight for name in sources]
+        shards = sum(len(documents.manifest.shards) for documents in self.documents)
+        self.quarantine = Quarantine(config.errors, len(self), shards)
+        self._room = (config.sequence_tokens, config.max_frames)
+
+    def __len__(self) -> int:
+        """Documents of all sources."""
+        return sum(map(len, self.documents))
+
+    def locate(self, document: int) -> tuple[int, int]:
+        """The number of its source, and its own there."""
+        source = max(i for i, start in enumerate(self._starts) if start <= document)
+        return source, document - self._starts[source]
+
+    def first(self, source: int) -> int:
+        """The number of the first document of a source."""
+        return self._starts[source]
+
+    def pieces(self, document: int) -> list[Piece]:
+        """The pieces of a document that are put into rows; none where it is left out."""
+        source, own = self.locate(document)
+        return self.documents[source].pieces(own, self._room)
+
+    def sizes(self, epoch: int, document: int) -> list[tuple[int, int]]:
+        """Tokens and frames of each piece of a document."""
+        return [(piece.tokens, piece.frames) for piece in self.pieces(document)]
+
+    def packing(self, arrangement: "Streams", digest: str = "") -> Packing:
+        """The packing of its documents in an order."""
+        return Packing(
+            arrangement,
+            self.sizes,
+            self._room,
+            self.config.open_rows,
+            "data",
+            digest,
+            self.source_names,
+            lambda document: self.locate(document)[0],
+            self.find,
+        )
+
+    def find(self, entry: str) -> range:
+        """The documents that an entry of a deny list names, as `branches.parse_denied` describes it.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        kind, _, name = entry.partition(" ")
+        number, _, name = name.partition(" ") if kind == "document" else ("", "", name)
+        for source, documents in enumerate(self.documents):
+            first = self._starts[source]
+            if kind == "source" and name == self.source_names[source]:
+                return range(first, first + len(documents))
+            for shard in documents.manifest.shards if kind != "source" else ():
+                if shard.url == name and (not number or int(number) < shard.documents):
+                    return range(first + int(number), first + int(number) + 1) if number else range(first, first + shard.documents)
+                first += shard.documents
+        raise ConfigError(f"deny list: {entry!r}: the data have no such {kind}.")
+
+    def arrangement(self, seed: int) -> Streams:
+        """The order of the documents of all sources.
+
+        Raises:
+            DataError: the share of a source is less than a document in so many as the schedule is made for.
+        """
+        config = self.config
+        made = [
+            Source(documents.sizes, config.shuffle, config.window, f"{seed}/{name}")
+            for name, documents in zip(self.source_names, self.documents, strict=True)
+        ]
+        rates = [config.sources[name].rate or source.count for name, source in zip(self.source_names, made, strict=True)]
+        streams = Streams(made, rates)
+        for name, count in zip(self.source_names, streams.counts, strict=True):
+            if not count:
+                raise DataError(f"data.sources.{name}: its share is less than one document of {sum(streams.counts)}. Write a larger rate.")
+        return streams
+
+    def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
+        """See `orders.OrderedDataset`. Rows do not depend on `steps`."""
+        digest = hashlib.sha256(f"{self.fingerprint}/{seed}".encode()).hexdigest()[:16]
+        return LaneOrder(self.packing(self.arrangement(seed), digest), per_step, branches)
+
+    def sample(self, epoch: int, index: int, *more: int, swaps: Swaps | None = None) -> Sample:
+        """The row of a key. swaps: other images that are read, by document of their own source.
+
+        What cannot be read is padding, from which nothing is learned, and stands in the quarantine.
+
+        Raises:
+            DataError: too much cannot be read, or the policy refuses it.
+        """
+        row = Sample(counted=[[0] * len(COUNTED) for _ in self.documents])
+        key = (epoch, index, *(more or (0,)))
+        for _, document, number in zip(key[::3], key[1::3], key[2::3], strict=True):
+            if not 0 <= document < len(self):
+                raise IndexError(f"document {document} of {len(self)}")
+            pieces = self.pieces(document)
+            if pieces:
+                self._add(row, document, pieces[number], swaps)
+        return row
+
+    def read_piece(self, document: int, piece: Piece, swaps: Swaps | None = None) -> Sample:
+        """A row of one piece of a document."""
+        row = Sample(counted=[[0] * len(COUNTED) for _ in self.documents])
+        self._add(row, document, piece, swaps)
+        return row
+
+    def _add(self, row: Sample, document: int, piece: Piece, swaps: Swaps | None) -> None:
+        source, own = self.locate(document)
+        content = self._read(source, own, piece, swaps)
+        counted = row.counted[source]
+        if content is None:
+            end = self.documents[source].texts.end[0]
+            content = Content([end] * piece.tokens, [False] * piece.tokens)
+            counted[4] += 1
+        else:
+            images = [element for element in piece.elements if element.grid]
+            image_tokens = sum(element.tokens for element in images)
+            for i, more in enumerate((piece.ends, len(images), image_tokens, piece.tokens - image_tokens)):
+                counted[i] += more
+        row.input_ids += content.ids
+        row.loss_mask += content.learned
+        row.frames += content.images
+        row.lengths.append(len(content.ids))
+        row.source_ids += [source] * len(content.ids)
+
+    def _read(self, source: int, own: int, piece: Piece, swaps: Swaps | None) -> Content | None:
+        documents, name = self.documents[source], self.source_names[source]
+        shard, number = documents.locate(own)
+        url = documents.manifest.shards[shard].url
+        if self.quarantine.holds(name, url, number):
+            return None
+        try:
+            content = documents.read(own, piece, swaps)
+        except DataError as error:
+            self.quarantine.add(error, name, url, number, documents.offset(own))
+            return None
+        self.quarantine.note_success()
+        return content
+
+    def collate(self, samples: Sequence[Sample]) -> InterleavedBatch:
+        """Padded to `sequence_tokens`; padding is masked, so its id does not matter."""
+        import numpy as np
+        import torch
+
+        from src.data import collate
+
+        ids, masks, most = [row.input_ids for row in samples], [row.loss_mask for row in samples], self.config.sequence_tokens
+        side = self.config.images.frame_size
+        found = [frames for row in samples for frames in row.frames]
+        frames = np.concatenate(found) if found else np.zeros((0, 3, side, side), dtype=np.float32)
+        source_ids, _ = collate.pad_ids([row.source_ids for row in samples], 0, most)
+        batch: InterleavedBatch = {
+            **collate.pack_tokens(ids, masks, [row.lengths for row in samples], 0, most),
+            "frames": torch.from_numpy(frames),
+            "source_ids": source_ids,
+            "counted": torch.tensor([row.counted for row in samples]).sum(0),
+        }
+        if set(self.weights) != {1.0}:
+            batch["loss_weights"] = torch.tensor(self.weights, dtype=torch.float32)[source_ids]
+        return batch

@@ -1,0 +1,239 @@
+"""Documents of the tars of one source: planned from their indexes alone, and read when they are needed."""
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pydantic import Field
+
+from src.config import Config as StrictConfig
+from src.data.streaming import tar_index
+from src.data.streaming.images import Grid, ImageTokens
+from src.data.streaming.manifest import Manifest, Shard
+from src.data.streaming.shard_files import ShardFiles
+from src.data.streaming.tar_index import GOOD, IMAGE, PROMPT, TEXT, TarIndex
+from src.data.streaming.texts import TextTokens
+from src.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_INDEXES = 64
+"""Indexes of shards that are held at the same time."""
+_WEB_TOKENS = 5
+Swaps = Mapping[tuple[int, int], tuple[int, int]]
+"""(document, part) -> (document, part): the image that is read instead of another of the same size."""
+
+
+class Rules(StrictConfig):
+    """Which documents are read, and how those are cut that are longer than a row."""
+
+    which: Literal["all", "web"] = "all"
+    """all: those with a text. web: as m4 chooses pages of the web: with an image and a text, without three images in a row or two at the
+    end, and with at least 5 tokens."""
+    max_images: int | None = Field(default=None, gt=0)
+    """A document of more images is left out."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """A document that is larger than a row is cut between its parts, where a part that is larger than a row is left out; or left out."""
+
+
+class Element(NamedTuple):
+    """A part of a document that is read."""
+
+    part: int
+    kind: int
+    tokens: int
+    grid: Grid | None
+    """Of an image."""
+
+
+class Piece(NamedTuple):
+    """What becomes one document of a row."""
+
+    elements: Sequence[Element]
+    begins: bool
+    """Whether the document begins with it."""
+    ends: bool
+    tokens: int
+    frames: int
+
+
+@dataclass
+class Content:
+    """A piece as a model reads it."""
+
+    ids: list[int] = field(default_factory=list)
+    learned: list[bool] = field(default_factory=list)
+    images: "list[np.ndarray]" = field(default_factory=list)
+    """Of each image its frames, (frames, 3, E, E) float32."""
+
+
+class Documents:
+    """The documents of a manifest. They are numbered through its shards."""
+
+    def __init__(self, manifest: Manifest, files: ShardFiles, texts: TextTokens, images: ImageTokens, rules: Rules) -> None:
+        self.manifest, self.files, self.texts, self.images, self.rules = manifest, files, texts, images, rules
+        self.sizes = [shard.documents for shard in manifest.shards]
+        self._ends = list(accumulate(self.sizes))
+        told = [[shard.documents, shard.bytes, shard.sha256 or shard.etag] for shard in manifest.shards]
+        options = [rules.model_dump(mode="json"), images.config.model_dump(mode="json"), texts.digest]
+        self.fingerprint = hashlib.sha256(json.dumps([told, options]).encode()).hexdigest()
+        self._make_caches()
+
+    def _make_caches(self) -> None:
+        self._index = lru_cache(_INDEXES)(self._load_index)
+        self.elements = lru_cache(4096)(self._make_elements)
+        """The elements of a document by its number, in their order; none where it is left out."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name not in ("_index", "elements")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._make_caches()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def locate(self, document: int) -> tuple[int, int]:
+        """The number of its shard, and its own there."""
+        shard = bisect_right(self._ends, document)
+        return shard, document - self._ends[shard] + self.sizes[shard]
+
+    def shard(self, document: int) -> Shard:
+        """Where a document is."""
+        return self.manifest.shards[self.locate(document)[0]]
+
+    def offset(self, document: int) -> int:
+        """The byte of its shard at which a document begins."""
+        shard, number = self.locate(document)
+        return int(self._index(shard).documents["offset"][number])
+
+    def pieces(self, document: int, room: tuple[int, int]) -> list[Piece]:
+        """The pieces of a document in rows with `room` for tokens and frames. Reads no document where the index has counts of tokens."""
+        elements = self.elements(document)
+        before, after = len(self.texts.begin), len(self.texts.end)
+        pieces, own, tokens, frames = list[Piece](), list[Element](), before, 0
+        cut = False
+        for element in elements:
+            more = element.grid.frames if element.grid else 0
+            if before + element.tokens + after > room[0] or more > room[1]:
+                cut = True  # even alone it is larger than a row
+                continue
+            if tokens + element.tokens + after > room[0] or frames + more > room[1]:
+                cut = True
+                pieces.append(Piece(own, not pieces, False, tokens, frames))
+                own, tokens, frames = [], 0, 0
+            own.append(element)
+            tokens, frames = tokens + element.tokens, frames + more
+        if cut and self.rules.too_long == "drop":
+            return []
+        pieces.append(Piece(own, not pieces, True, tokens + after, frames))
+        return [piece for piece in pieces if any(element.kind == TEXT for element in piece.elements)]
+
+    def read(self, document: int, piece: Piece, swaps: Swaps | None = None) -> Content:
+        """A piece of a document. swaps: other images that are read instead of its own.
+
+        Raises:
+            ShardError: its shard cannot be read.
+            DataError: an image or a text of it cannot be decoded, or is not what the index says.
+        """
+        shard, number = self.locate(document)
+        parts = self._index(shard).parts_of(number)
+        whole = self._read_parts(shard, parts)
+        ids_of = self._encode(parts, whole)
+        content = Content(list(self.texts.begin) if piece.begins else [])
+        content.learned = [False] * len(content.ids)
+        for element in piece.elements:
+            if element.grid is not None:
+                ids = self.images.made(element.grid)
+                content.images.append(self.images.config.frames(self._image(document, element.part, whole, swaps)))
+                if len(content.images[-1]) != element.grid.frames:
+                    raise DataError("an image has another size than the index says")
+            else:
+                ids = ids_of[element.part]
+                if len(ids) != element.tokens:
+                    raise DataError("a text has other tokens than the index says")
+            content.ids += ids
+            content.learned += [element.kind == TEXT] * len(ids)
+        if piece.ends:
+            content.ids += self.texts.end
+            content.learned += [True] * len(self.texts.end)
+        content.learned[:1] = [False]
+        return content
+
+    def text(self, document: int, part: int) -> str:
+        """A text of a document."""
+        shard, number = self.locate(document)
+        record = self._index(shard).parts_of(number)[part]
+        return self.files.read(self.manifest.shards[shard], int(record["offset"]), int(record["size"])).decode()
+
+    def _image(self, document: int, part: int, whole: Sequence[bytes], swaps: Swaps | None) -> bytes:
+        other = swaps.get((document, part)) if swaps else None
+        if other is None:
+            return whole[part]
+        shard, number = self.locate(other[0])
+        record = self._index(shard).parts_of(number)[other[1]]
+        return self.files.read(self.manifest.shards[shard], int(record["offset"]), int(record["size"]))
+
+    def _make_elements(self, document: int) -> list[Element]:
+        shard, number = self.locate(document)
+        index = self._index(shard)
+        if index.documents["bad"][number] != GOOD:
+            return []
+        first, parts = int(index.documents["first_part"][number]), index.parts_of(number)
+        if index.tokens is not None and index.facts.get("tokenizer") == self.texts.digest:
+            counts = index.tokens[first : first + len(parts)].tolist()
+        else:
+            try:
+                counts = [len(ids) for ids in self._encode(parts, self._read_parts(shard, parts, (TEXT, PROMPT)))]
+            except DataError:
+                counts = [0] * len(parts)
+        elements = []
+        for part, (kind, width, height) in enumerate(zip(*(parts[name].tolist() for name in ("kind", "width", "height")), strict=True)):
+            if kind == IMAGE:
+                grid = self.images.config.grid(width, height)
+                elements.append(Element(part, kind, len(self.images.made(grid)), grid))
+            elif counts[part]:
+                elements.append(Element(part, kind, counts[part], None))
+        return elements if self._is_read(elements) else []
+
+    def _is_read(self, elements: Sequence[Element]) -> bool:
+        """Whether the rules take a document."""
+        images = "".join("i" if element.grid else "t" for element in elements)
+        if "t" not in images or images.count("i") > (self.rules.max_images or len(elements)):
+            return False
+        if self.rules.which == "all":
+            return True
+        enough = sum(element.tokens for element in elements) >= _WEB_TOKENS
+        return "i" in images and "iii" not in images and not images.endswith("ii") and enough
+
+    def _read_parts(self, shard: int, parts: "np.ndarray", kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)) -> list[bytes]:
+        """The contents of parts of these kinds, b"" for all others: one read of all bytes from the first to the last."""
+        begins, sizes, found = parts["offset"].tolist(), parts["size"].tolist(), parts["kind"].tolist()
+        wanted = [i for i, kind in enumerate(found) if kind in kinds]
+        if not wanted:
+            return [b""] * len(found)
+        first, last = min(begins[i] for i in wanted), max(begins[i] + sizes[i] for i in wanted)
+        content = self.files.read(self.manifest.shards[shard], first, last - first)
+        return [
+            content[begins[i] - first : begins[i] - first + sizes[i]] if kind in kinds else b"" for i, kind in enumerate(found)
+        ]  # fmt: skip
+
+    def _encode(self, parts: "np.ndarray", contents: Sequence[bytes]) -> list[list[int]]:
+        try:
+            return self.texts.encode(parts["kind"].tolist(), contents)
+        except UnicodeDecodeError as error:
+            raise DataError(f"a text is not UTF-8 ({error.reason})") from None
+
+    def _load_index(self, shard: int) -> TarIndex:
+        own = self.manifest.shards[shard]
+        index = tar_index.load_file(self.manifest.folder / own.index, own.bytes, own.url)
+        if len(index) != own.documents:
+            raise DataError(f"{own.index}: of {len(index)} documents, and the list says {own.documents}. Index the tars again.")
+        return index

@@ -1,0 +1,46 @@
+"""Models that read images, trained on documents that are streamed from tars."""
+
+from typing import Any
+
+# Pages of handwritten digits (python -m data_prep.digit_pages): which digits stand between the words, and what their sum is.
+INTERLEAVED_TINY: dict[str, Any] = {
+    "recipe": "interleaved",
+    "seed": 0,
+    "model": {
+        "name": "vision_language",
+        "tokenizer": "digit_pages/tokenizer",
+        "vision": {"frame_size": 8, "patch_size": 2, "hidden_size": 64, "num_layers": 2, "num_heads": 4},
+        "scale_factor": 2,
+        "max_tiles": 3,
+        "hidden_size": 96,
+        "num_layers": 3,
+        "num_heads": 4,
+        "max_positions": 256,
+    },
+    "data": {
+        "name": "streamed",
+        "sources": {"digits": {"path": "digit_pages"}},
+        "images": {"frame_size": 8, "image_tokens": 4, "max_size": 24},
+        "sequence_tokens": 192,
+        "max_frames": 16,
+        "open_rows": 8,
+        "window": 1000,
+    },
+    "loop": {
+        "steps": 400,
+        "sequences_per_step": 8,
+        "micro_batch": 8,
+        "learning_rate": 3e-3,
+        "schedule": "cosine",
+        "warmup_rate": 0.1,
+        "eval_every": 200,
+    },
+    "answers": {
+        "questions": 200,
+        "max_new_tokens": 24,
+        "metrics": [{"name": "words"}, {"name": "squad"}],
+        "shuffled_context": True,
+    },
+}
+
+GROUPS = {"interleaved_tiny": [INTERLEAVED_TINY]}
