@@ -3,21 +3,36 @@
 Beside each tar FILE.tar.idx is written: where each document and each of its parts is, the sizes of its images, and which documents are bad
 and why. Only headers are read; --verify decodes each image once. A tar that is cut, in any way, is an error that names it; its index has
 the documents before the cut. A tar whose index is of its size is passed over.
+
+--output FOLDER writes the indexes and the list of the tars, shards.json, into a folder of their own, for tars that are elsewhere:
+s3://BUCKET/KEY or pipe:COMMAND, which are read once. What was indexed before is passed over, unless its size or ETag has changed.
+With --slice I/N, as of an array of Slurm, one command of N indexes its share; the one that ends last writes shards.json.
 """
 
 import argparse
 import concurrent.futures
+import functools
+import hashlib
+import json
+import mmap
 import multiprocessing
 import os
+import re
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data_prep import command
-from src.data.streaming import tar_index
+from src.data.streaming import manifest, tar_index
+from src.data.streaming.manifest import Manifest, Shard
+from src.data.streaming.remote.transfer import PIPE, REMOTE, Source, source_of, transfer
+from src.data.streaming.shard_lists import Listed, list_shards
 from src.errors import ConfigError, DataError
+from src.files import writing
 
 COMMAND = "python -m data_prep.tar_shards.index"
 
@@ -25,7 +40,7 @@ COMMAND = "python -m data_prep.tar_shards.index"
 class Indexed(NamedTuple):
     """What was found in a tar."""
 
-    tar: Path
+    tar: Path | str
     documents: int
     images: int
     bad: Counter[str]
@@ -34,9 +49,14 @@ class Indexed(NamedTuple):
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("tars", nargs="+", type=Path, metavar="FILE", help="tars of documents, not compressed")
-    parser.add_argument("--verify", action="store_true", help="decode each image once; documents with one that cannot be are bad")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(default: one for each core)")
+    add = parser.add_argument
+    what = "tars of documents, not compressed: files, s3://BUCKET/KEY, pipe:COMMAND, patterns, ranges {000..123}, lists NAME.txt, folders"
+    add("tars", nargs="+", metavar="SHARD", help=what)
+    add("--verify", action="store_true", help="decode each image once; documents with one that cannot be are bad")
+    add("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(default: one for each core)")
+    add("--output", type=Path, metavar="FOLDER", help="where indexes and shards.json are written (default: each index beside its tar)")
+    add("--source", default="", metavar="NAME", help="of --output: what the documents are counted as in a training")
+    add("--slice", default="0/1", metavar="I/N", help="index every N-th shard, from the I-th on, which is counted from 0")
 
 
 def index_tars(tars: Sequence[Path], verify: bool = False, processes: int = 1) -> list[Indexed]:
@@ -46,20 +66,45 @@ def index_tars(tars: Sequence[Path], verify: bool = False, processes: int = 1) -
         DataError: tars cannot be read, or are cut: one line for each, after all others were indexed.
         ConfigError: there would be no process.
     """
+    return _index_all(functools.partial(index_tar, verify=verify), tars, processes)
+
+
+def index_into(
+    output: Path, listed: Sequence[Listed], verify: bool = False, processes: int = 1, part: slice = slice(None)
+) -> list[Indexed]:
+    """Write the indexes into a folder, and the list where the indexes of all shards are there. part: of the list, which is indexed now.
+
+    Raises:
+        DataError: as `index_tars`.
+        RunError: the disk refuses.
+        ConfigError: there would be no process.
+    """
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+    found = _index_all(functools.partial(_index_listed, output=output, verify=verify), listed[part], processes)
+    indexed = [_load_listed(output, one) for one in listed]
+    shards = [_shard(output, one, index) for one, index in zip(listed, indexed, strict=True) if index]
+    if len(shards) == len(listed):
+        manifest.save(Manifest(output, shards, {"command": COMMAND}))
+    return found
+
+
+def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: int) -> list[Indexed]:
     if processes < 1:
         raise ConfigError(f"--processes: expected at least 1, got {processes}.")
     errors, found = list[str](), list[Indexed]()
     workers = min(processes, len(tars))
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver")) as pool:
-        futures = [pool.submit(index_tar, tar, verify) for tar in tars] if workers > 1 else []
+    with concurrent.futures.ProcessPoolExecutor(max(workers, 1), multiprocessing.get_context("forkserver")) as pool:
+        futures = [pool.submit(index, tar) for tar in tars] if workers > 1 else []
         for number, tar in enumerate(tars):
             try:
-                found.append(futures[number].result() if futures else index_tar(tar, verify))
+                found.append(futures[number].result() if futures else index(tar))
             except DataError as error:
                 errors.append(str(error))
             else:
                 if found[-1].cut:
-                    errors.append(f"{tar}: {found[-1].cut}. {found[-1].documents} documents before it are indexed. Get it again.")
+                    name, count = found[-1].tar, found[-1].documents
+                    errors.append(f"{name}: {found[-1].cut}. {count} documents before it are indexed. Get it again.")
     if errors:
         raise DataError("\n".join(errors))
     return found
@@ -78,6 +123,10 @@ def index_tar(tar: Path, verify: bool) -> Indexed:
             if verify:
                 tar_index.verify(index, content)
         tar_index.save(index, tar)
+    return _summary(tar, index)
+
+
+def _summary(tar: Path | str, index: tar_index.TarIndex) -> Indexed:
     bad = Counter(tar_index.REASONS[reason] for reason in index.documents["bad"] if reason)
     return Indexed(tar, len(index), int(index.documents["images"].sum()), bad, index.facts.get("cut", [""])[0])
 
@@ -90,12 +139,84 @@ def _load_index(tar: Path, verify: bool) -> tar_index.TarIndex | None:
     return None if "cut" in index.facts or (verify and not index.facts.get("verified")) else index
 
 
-def _print(tars: Sequence[Path], verify: bool, processes: int) -> None:
-    found = index_tars(tars, verify, processes)
+def _index_listed(one: Listed, output: Path, verify: bool) -> Indexed:
+    """Write the index of a shard into a folder, if it is not there."""
+    is_file = not one.url.startswith(REMOTE)
+    if is_file and not Path(one.url).is_file():
+        raise DataError(f"{one.url}: no such file.")
+    source = Source(one.url, Path(one.url).stat().st_size) if is_file else source_of(one.url)
+    index = _load_listed(output, one)
+    known = index and (source.url.startswith(PIPE) or (index.facts["bytes"], index.facts["etag"]) == source[1:])
+    if index is None or not known or (verify and not index.facts.get("verified")):
+        with tar_index.open_tar(Path(one.url)) if is_file else _fetch(source, output) as content:
+            index = tar_index.build(content)
+            if verify:
+                tar_index.verify(index, content)
+            sha256 = None if is_file else hashlib.sha256(content).hexdigest()
+        index.facts |= {"url": one.url, "etag": source.etag, "sha256": sha256}
+        tar_index.save(index, _place(output, one))
+    return _summary(one.url, index)
+
+
+@contextmanager
+def _fetch(source: Source, output: Path) -> Iterator[memoryview]:
+    """The bytes of a shard that is elsewhere, in a file without a name, which ends with the process."""
+    with writing(output), tempfile.TemporaryFile(dir=output, buffering=0) as file:
+        transfer(source, file)
+        if not os.fstat(file.fileno()).st_size:
+            yield memoryview(b"")
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as tar:
+            yield tar
+
+
+def _place(output: Path, one: Listed) -> Path:
+    """Where the tar would be whose index is in the folder: tars of one name in several places have several."""
+    name = re.sub(r"[^\w.-]", "_", "pipe" if one.url.startswith(PIPE) else one.url.rpartition("/")[2])[-100:]
+    return output / f"{name}-{hashlib.sha256(one.url.encode()).hexdigest()[:16]}"
+
+
+def _load_listed(output: Path, one: Listed) -> tar_index.TarIndex | None:
+    """The whole index of a shard, if it is in the folder."""
+    place = _place(output, one)
+    path = place.with_name(place.name + tar_index.SUFFIX)
+    try:
+        with open(path, "rb") as file:
+            facts = json.loads(file.readlines(1 << 16)[1])
+        index = tar_index.load_file(path, facts["bytes"], one.url)
+    except (OSError, DataError, ValueError, LookupError):
+        return None
+    return index if index.facts.get("url") == one.url and "cut" not in index.facts else None
+
+
+def _shard(output: Path, one: Listed, index: tar_index.TarIndex) -> Shard:
+    place, within, facts = _place(output, one), Path(one.url), index.facts
+    url = str(within.relative_to(output.resolve())) if within.is_relative_to(output.resolve()) else one.url
+    return Shard(url, place.name + tar_index.SUFFIX, len(index), facts["bytes"], one.source, facts["sha256"], facts["etag"])
+
+
+def _print(tars: Sequence[str], output: Path | None, source: str, verify: bool, processes: int, **given: str) -> None:
+    part, listed = _slice(given["slice"]), list_shards(tars)
+    if output is None:
+        elsewhere = next((one.url for one in listed if one.url.startswith(REMOTE)), None)
+        if elsewhere or source:
+            raise ConfigError(f"{elsewhere or '--source'}: --output is needed, a folder for shards.json and the indexes.")
+        found = index_tars([Path(one.url) for one in listed[part]], verify, processes)
+    else:
+        found = index_into(output, [Listed(one.url, source or one.source) for one in listed], verify, processes, part)
     for one in found:
         if one.bad:
             print(f"{one.tar}: {sum(one.bad.values())} of {one.documents} documents are bad: {dict(one.bad)}")
     print(f"{len(found)} tars, {sum(one.documents for one in found):,} documents, {sum(one.images for one in found):,} images")
+    if output is not None and not (output / manifest.NAME).exists():
+        print(f"{output}: shards.json is written when all slices of the {len(listed)} tars are indexed.")
+
+
+def _slice(text: str) -> slice:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise ConfigError(f"--slice {text}: expected I/N, with I from 0 to N - 1, such as $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT.")
+    return slice(int(number), None, int(count))
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, _print)

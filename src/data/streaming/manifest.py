@@ -14,6 +14,18 @@ from src.errors import DataError
 NAME = "shards.json"
 
 
+class ShardError(DataError):
+    """A shard cannot be read: all of its documents are lost to this attempt."""
+
+
+class ShardUnavailable(ShardError):
+    """It may be there another time: the network, a server or a disk failed."""
+
+
+class ShardChanged(ShardError):
+    """It is not the one that was indexed: another size, ETag or hash."""
+
+
 @dataclass(frozen=True)
 class Shard:
     """A tar of documents."""

@@ -1,47 +1,75 @@
-"""Bytes of shards by offset, wherever the shards are."""
+"""Bytes of shards by offset, wherever the shards are: files, objects of S3, or what a command writes."""
 
+import io
 import os
-from collections import OrderedDict
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from src.data.streaming.manifest import Shard
-from src.errors import DataError
+from src.data.streaming.manifest import Shard, ShardChanged, ShardError, ShardUnavailable
+from src.data.streaming.remote.cache import ShardCache
+from src.data.streaming.remote.transfer import PATIENCE, REMOTE, Source, transfer
+from src.errors import ConfigError
 
+__all__ = ["ShardChanged", "ShardError", "ShardFiles", "ShardUnavailable"]
 _OPEN = 64
 
 
-class ShardError(DataError):
-    """A shard cannot be read: all of its documents are lost to this attempt."""
-
-
-class ShardUnavailable(ShardError):
-    """It may be there another time: the network, a server or a disk failed."""
-
-
-class ShardChanged(ShardError):
-    """It is not the one that was indexed: another size, ETag or hash."""
-
-
 class ShardFiles:
-    """Reads from shards, of which the last used are held open. Local files are read where they are, and never deleted."""
+    """Reads from shards, of which the last used are held open. Local files are read where they are, and never deleted.
 
-    def __init__(self, folder: Path, most_open: int = _OPEN) -> None:
-        """folder: of the manifest, from which relative paths go."""
-        self.folder, self.most_open = folder, most_open
+    Shards that are elsewhere are fetched whole into the folder `cache`, which has at most `cache_bytes` and may be shared by processes.
+    Where other processes hold all of it, what is asked of an object of S3 is read from the server each time; a command waits for room.
+    An object may be pickled and forked, and opens its files anew in the other process. It is for one thread; another one has its own.
+    """
+
+    counters: Counter[str]
+    """Reads of shards that are elsewhere: "hits" were in the cache, "misses" had to be fetched, or waited for."""
+
+    def __init__(
+        self,
+        folder: Path,
+        most_open: int = _OPEN,
+        cache: Path | None = None,
+        cache_bytes: int = 0,
+        patience: float = PATIENCE,
+    ) -> None:
+        """folder: of the manifest, from which relative paths go. patience: seconds without a new byte after which a shard is given up."""
+        self.folder, self.most_open, self.counters = folder, most_open, Counter()
+        self.cache = None if cache is None else ShardCache(cache, cache_bytes, patience)
+        self._given = folder, most_open, cache, cache_bytes, patience
         self._open: OrderedDict[str, int] = OrderedDict()
+        self._elsewhere, self._assigned = set[str](), set[str]()
+        _all.add(self)
+
+    def __reduce__(self) -> Any:
+        return ShardFiles, self._given
+
+    def __del__(self) -> None:
+        if hasattr(self, "_open"):
+            self.close()
 
     def read(self, shard: Shard, offset: int, size: int) -> bytes:
         """`size` bytes of a shard from `offset` on.
 
         Raises:
             ShardChanged: it is not the one that was indexed, or has no such bytes.
-            ShardUnavailable: it cannot be read.
+            ShardUnavailable: it cannot be read, or not be kept in the cache.
+            ConfigError: it needs a cache, or a larger one.
         """
         descriptor = self._open.get(shard.url)
-        if descriptor is None:
-            descriptor = self._open_shard(shard)
-        else:
+        if descriptor is not None:
             self._open.move_to_end(shard.url)
+            if shard.url in self._elsewhere:
+                self.counters["hits"] += 1
+        elif shard.url.startswith(REMOTE):
+            descriptor = self._open_cached(shard)
+            if descriptor is None:
+                return self._read_around(shard, offset, size)
+        else:
+            descriptor = self._open_local(shard)
         try:
             content = os.pread(descriptor, size, offset)
         except OSError as error:
@@ -50,12 +78,38 @@ class ShardFiles:
             raise ShardChanged(f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed.")
         return content
 
-    def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+    def assign(self, shards: Iterable[Shard]) -> None:
+        """Keep these in the cache until the next call, from now on where they are there, else once they are read; let others go."""
+        wanted = {shard.url: shard for shard in shards if shard.url.startswith(REMOTE)}
+        for url in [url for url in self._elsewhere if url in self._assigned and url not in wanted]:
+            self._close(url)
+        self._assigned = set(wanted)
+        for shard in wanted.values():
+            if shard.url not in self._open and (found := self._cache_of(shard).find(shard)) is not None:
+                self._keep(shard.url, found)
+                self._elsewhere.add(shard.url)
 
-    def _open_shard(self, shard: Shard) -> int:
+    def close(self) -> None:
+        """Close all files, which ends all references."""
+        self._assigned.clear()
+        for url in list(self._open):
+            self._close(url)
+
+    def _close(self, url: str) -> None:
+        descriptor = self._open.pop(url)
+        if url in self._elsewhere:
+            self._elsewhere.remove(url)
+            ShardCache.release(descriptor)
+        else:
+            os.close(descriptor)
+
+    def _keep(self, url: str, descriptor: int) -> None:
+        """Hold a file open, in the place of the one that was used longest ago if they are many."""
+        while len(self._open) >= self.most_open and (oldest := next((url for url in self._open if url not in self._assigned), None)):
+            self._close(oldest)
+        self._open[url] = descriptor
+
+    def _open_local(self, shard: Shard) -> int:
         path = self.folder / shard.url
         try:
             descriptor = os.open(path, os.O_RDONLY)
@@ -65,7 +119,51 @@ class ShardFiles:
         if size != shard.bytes:
             os.close(descriptor)
             raise ShardChanged(f"{path}: has {size} bytes, and had {shard.bytes} when it was indexed. Index it again.")
-        if len(self._open) == self.most_open:
-            os.close(self._open.popitem(last=False)[1])
-        self._open[shard.url] = descriptor
+        self._keep(shard.url, descriptor)
         return descriptor
+
+    def _open_cached(self, shard: Shard) -> int | None:
+        """A descriptor of a shard that is elsewhere; None where the cache has no room for it."""
+        cached = self._cache_of(shard).open(shard, self._let_go)
+        self.counters["hits" if cached and cached.was_there else "misses"] += 1
+        if cached is None:
+            return None
+        self._keep(shard.url, cached.descriptor)
+        self._elsewhere.add(shard.url)
+        return cached.descriptor
+
+    def _cache_of(self, shard: Shard) -> ShardCache:
+        if self.cache is None:
+            raise ConfigError(
+                f"{shard.url}: a shard that is not a file needs a folder to be kept in, and its size: a cache, and cache_bytes."
+            )
+        return self.cache
+
+    def _let_go(self) -> bool:
+        """Whether there was a cached file that was not assigned; the reference to the one that was used longest ago has ended."""
+        url = next((url for url in self._open if url in self._elsewhere and url not in self._assigned), None)
+        if url is not None:
+            self._close(url)
+        return url is not None
+
+    def _read_around(self, shard: Shard, offset: int, size: int) -> bytes:
+        """Bytes of an object of S3, from the server."""
+        if offset + size > shard.bytes:
+            raise ShardChanged(f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed.")
+        content = io.BytesIO()
+        source = Source(shard.url, shard.bytes, shard.etag)
+        transfer(source, content, self._cache_of(shard).patience, offset, offset + size)
+        return content.getvalue()
+
+
+_all: "weakref.WeakSet[ShardFiles]" = weakref.WeakSet()
+
+
+def _begin_anew() -> None:
+    """In a forked process: the references are the parent's, and so is what it counted."""
+    for files in list(_all):
+        files.close()
+        files.counters.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

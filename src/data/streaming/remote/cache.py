@@ -1,0 +1,236 @@
+"""A folder of this machine with the last used of the shards that are elsewhere, which several processes share.
+
+A file is KEY.tar, once it is whole, and KEY.part while it is fetched; the key is a digest of URL, size and ETag. Who reads a file holds a
+shared lock on it, its reference, which ends with the process at the latest; who fetches one holds an exclusive lock on its part. Only a
+file that nobody holds is deleted, the one that was used longest ago first. The locks are flock's: the folder must be on a local disk.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from src.data.streaming.manifest import Shard, ShardChanged, ShardUnavailable
+from src.data.streaming.remote.transfer import PIPE, Source, transfer
+from src.errors import ConfigError
+
+_LOCK = ".lock"
+_OURS = re.compile(r"[0-9a-f]{64}\.(tar|part)")
+_POLL = 0.01
+
+
+class Cached(NamedTuple):
+    """A file of the cache."""
+
+    descriptor: int
+    """Whose closing ends the reference."""
+    was_there: bool
+    """It had not to be fetched, or waited for."""
+
+
+class ShardCache:
+    """Files of shards, of `limit` bytes at most."""
+
+    def __init__(self, folder: Path, limit: int, patience: float) -> None:
+        """patience: seconds without progress, of a server or of another process, after which a shard is given up."""
+        self.folder, self.limit, self.patience = folder, limit, patience
+
+    def find(self, shard: Shard) -> int | None:
+        """A descriptor of a shard's file, with a reference; None where it is not there."""
+        while True:
+            try:
+                descriptor = os.open(self.path(shard), os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                return None
+            try:
+                self._lock(descriptor, fcntl.LOCK_SH, shard.url)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            facts = os.fstat(descriptor)
+            if facts.st_nlink and facts.st_size == shard.bytes:
+                return descriptor
+            os.close(descriptor)
+            if facts.st_nlink:
+                return None  # damaged: it is replaced
+
+    def open(self, shard: Shard, let_go: Callable[[], bool]) -> Cached | None:
+        """A shard's file, fetched if it is not there; None where others hold all the room, and its bytes can be had without a file.
+
+        let_go: ends a reference of this process that it can do without, if there is one.
+
+        Raises:
+            ConfigError: the limit is below the size of the shard, or the folder cannot be used.
+            ShardUnavailable, ShardChanged: it cannot be fetched.
+        """
+        if shard.bytes > self.limit:
+            raise ConfigError(f"{self.folder}: a cache of {self.limit} bytes is too small for {shard.url}, which has {shard.bytes}.")
+        deadline, was_there = time.monotonic() + self.patience, True
+        while True:
+            if (found := self.find(shard)) is not None:
+                return Cached(found, was_there)
+            was_there = False
+            with self._claim(shard) as part:
+                if part is None:
+                    continue
+                if self._reserve(part, shard, let_go):
+                    self._fetch(part, shard)
+                    if (found := self.find(shard)) is not None:
+                        return Cached(found, was_there)
+                    continue
+            if not shard.url.startswith(PIPE):
+                return None
+            if time.monotonic() > deadline:
+                raise ShardUnavailable(
+                    f"{shard.url}: no room in {self.folder} for {self.patience:g} s: other shards that are being read fill its "
+                    f"{self.limit} bytes. Give it more, for at least one shard of each process."
+                )
+            time.sleep(_POLL)
+
+    def path(self, shard: Shard, ending: str = "tar") -> Path:
+        """Where its file is, or will be."""
+        key = f"{shard.url}\n{shard.bytes}\n{shard.etag or ''}"
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.{ending}"
+
+    @staticmethod
+    def release(descriptor: int) -> None:
+        """End a reference. The file counts as used now."""
+        with contextlib.suppress(PermissionError):  # another user's: only the order of deletions suffers
+            os.utime(descriptor)
+        os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _claim(self, shard: Shard) -> Iterator[int | None]:
+        """A descriptor of the shard's part, which no other process has; None where another has fetched it meanwhile, or given it up.
+
+        What is left of the part at the end of the block is deleted.
+        """
+        path = self.path(shard, "part")
+        with self._refusals(shard):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock(part, fcntl.LOCK_EX, shard.url)
+            if not _is_at(part, path):
+                yield None
+                return
+            try:
+                if (found := self.find(shard)) is not None:
+                    os.close(found)
+                    yield None
+                else:
+                    yield part
+            finally:
+                if _is_at(part, path):
+                    path.unlink()
+        finally:
+            os.close(part)
+
+    def _reserve(self, part: int, shard: Shard, let_go: Callable[[], bool]) -> bool:
+        """Whether there is room for a shard; it is the part's from then on. Deletes what others have left, and files that nobody holds."""
+        with self._refusals(shard):
+            folder = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock(folder, fcntl.LOCK_EX, f"{self.folder / _LOCK}")
+            own, files = self.path(shard, "part").name, self._list_files()
+            for name in [name for name in files if name.endswith(".part") and name != own]:
+                if self._delete(name):
+                    del files[name]
+            used = sum(facts.st_size for name, facts in files.items() if name != own)
+            unused = sorted((name for name in files if name.endswith(".tar")), key=lambda name: files[name].st_mtime_ns)
+            while used + shard.bytes > self.limit:
+                name = next((name for name in unused if self._delete(name)), None)
+                if name is not None:
+                    unused.remove(name)
+                    used -= files[name].st_size
+                elif not let_go():
+                    return False
+            with self._refusals(shard):
+                os.ftruncate(part, 0)
+                os.ftruncate(part, shard.bytes)
+            return True
+        finally:
+            os.close(folder)
+
+    def _fetch(self, part: int, shard: Shard) -> None:
+        """Fill a part, and make it the shard's file."""
+        with self._refusals(shard):
+            if shard.bytes:
+                os.posix_fallocate(part, 0, shard.bytes)  # a full disk is found before anything is sent
+            for attempt in range(2):
+                with open(part, "r+b", buffering=0, closefd=False) as file:
+                    file.seek(0)
+                    digest = transfer(Source(shard.url, shard.bytes, shard.etag), file, self.patience)
+                if shard.sha256 in (None, digest):
+                    break
+                if attempt:
+                    raise ShardChanged(f"{shard.url}: its sha256 is not the one that was indexed, twice. Index it again.")
+            os.fsync(part)
+            os.replace(self.path(shard, "part"), self.path(shard))
+        self._lock(part, fcntl.LOCK_SH, shard.url)  # so that it is not deleted until the caller has found it
+
+    def _list_files(self) -> dict[str, os.stat_result]:
+        """Files of the cache, and no others that may be in its folder."""
+        found = dict[str, os.stat_result]()
+        for entry in os.scandir(self.folder):
+            with contextlib.suppress(FileNotFoundError):  # published or given up meanwhile
+                if _OURS.fullmatch(entry.name):
+                    found[entry.name] = entry.stat(follow_symlinks=False)
+        return found
+
+    def _delete(self, name: str) -> bool:
+        """Whether a file was there that nobody holds; it is deleted."""
+        try:
+            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, self.folder / name):
+                (self.folder / name).unlink()
+                return True
+        except OSError:  # it is held, or is another user's
+            pass
+        finally:
+            os.close(descriptor)
+        return False
+
+    def _lock(self, descriptor: int, kind: int, what: str) -> None:
+        """Wait for a lock. Raises ShardUnavailable where its holder leaves the file unchanged for long."""
+        since, changed = time.monotonic(), None
+        while True:
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                facts = os.fstat(descriptor)
+                if (facts.st_mtime_ns, facts.st_nlink) != changed:
+                    since, changed = time.monotonic(), (facts.st_mtime_ns, facts.st_nlink)
+                elif time.monotonic() > since + self.patience:
+                    raise ShardUnavailable(f"{what}: another process fetches it, and has not gone on for {self.patience:g} s.") from None
+                time.sleep(_POLL)
+            except OSError as error:
+                raise ConfigError(f"{self.folder}: its disk has no locks ({error.strerror}). Choose one of this machine's own.") from None
+
+    @contextlib.contextmanager
+    def _refusals(self, shard: Shard) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ShardUnavailable(
+                f"{shard.url}: its {shard.bytes} bytes cannot be kept in {self.folder}: {error.strerror}. "
+                "Make room there, or choose another folder or a smaller limit."
+            ) from None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether a path leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

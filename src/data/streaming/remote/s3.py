@@ -1,0 +1,177 @@
+"""Objects of S3 and of servers that speak its language: ranges of their bytes, sizes, names; read by obstore.
+
+Which server and whose keys: the variables AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and so on, or the role of the machine. obstore's
+threads do not survive a fork, and what is asked of them in a forked process never returns. A process that was forked after its parent
+read from S3, such as a worker of a DataLoader, therefore reads through a process of its own, this module's `main`.
+"""
+
+import fnmatch
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Generator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from src.data.streaming.manifest import ShardChanged, ShardUnavailable
+from src.errors import ConfigError
+
+SCHEME = "s3://"
+_CHUNK = 1 << 16
+_started_in = set[int]()
+"""The process in which obstore has begun its threads."""
+
+
+class Interruption(Exception):
+    """A transfer was cut off; another try may go on where it ended."""
+
+
+class Range(NamedTuple):
+    """Bytes of an object."""
+
+    total: int
+    """Bytes of the whole object."""
+    etag: str | None
+    chunks: Generator[bytes]
+    """Raises Interruption where they are cut off."""
+
+
+def read_range(url: str, etag: str | None, begin: int, end: int, seconds: float) -> Range:
+    """Bytes of an object from `begin` up to `end`. etag: of the object that is meant; None: any. seconds: that the request may take.
+
+    Raises:
+        ShardChanged: the object has another ETag.
+        ShardUnavailable: there is no such object, or it may not be read.
+        Interruption: the server cannot be reached, or fails.
+    """
+    if _started_in and os.getpid() not in _started_in:
+        return _read_elsewhere(url, etag, begin, end, seconds)
+    obstore, (store, key) = _import(url), _place(url, seconds)
+    options: Any = {"range": (begin, end), **({"if_match": etag} if etag else {})}
+    try:
+        found = obstore.get(store, key, options=options)
+    except (OSError, obstore.exceptions.BaseError) as error:
+        raise _explain(url, error) from None
+    return Range(found.meta["size"], found.meta["e_tag"], _chunks_of(url, found))
+
+
+def head(url: str, seconds: float) -> tuple[int, str | None]:
+    """Size and ETag of an object. Not in a forked process. Raises as `read_range` does."""
+    obstore, (store, key) = _import(url), _place(url, seconds)
+    try:
+        found = obstore.head(store, key)
+    except (OSError, obstore.exceptions.BaseError) as error:
+        raise _explain(url, error) from None
+    return found["size"], found["e_tag"]
+
+
+def list_urls(pattern: str, seconds: float) -> list[str]:
+    """The URLs of objects that a pattern with *, ? or [] matches, sorted. Not in a forked process. Raises as `read_range` does."""
+    bucket, _, key = pattern.removeprefix(SCHEME).partition("/")
+    prefix = re.split(r"[*?\[]", key)[0].rpartition("/")[0]
+    obstore, (store, _) = _import(pattern), _place(f"{SCHEME}{bucket}/", seconds)
+    try:
+        keys = [meta["path"] for batch in obstore.list(store, prefix or None) for meta in batch]
+    except (OSError, obstore.exceptions.BaseError) as error:
+        raise _explain(pattern, error) from None
+    return [f"{SCHEME}{bucket}/{found}" for found in sorted(keys) if fnmatch.fnmatchcase(found, key)]
+
+
+def _import(url: str) -> Any:
+    try:
+        import obstore
+        import obstore.exceptions
+    except ModuleNotFoundError:
+        raise ConfigError(f"{url}: the package that reads from S3 is not installed: pip install -r requirements/streaming.txt") from None
+    return obstore
+
+
+def _place(url: str, seconds: float) -> tuple[Any, str]:
+    """The bucket, as obstore takes it, and the key."""
+    bucket, _, key = url.removeprefix(SCHEME).partition("/")
+    _started_in.add(os.getpid())
+    endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
+    return _open_bucket(bucket, seconds, endpoint), key
+
+
+@lru_cache(64)
+def _open_bucket(bucket: str, seconds: float, endpoint: str) -> Any:
+    from obstore.store import S3Store
+
+    client: Any = {"timeout": f"{max(round(seconds * 1000), 1)}ms", "connect_timeout": "5s", "allow_http": endpoint.startswith("http:")}
+    where: Any = {"endpoint": endpoint} if endpoint else {}
+    return S3Store(bucket, client_options=client, retry_config={"max_retries": 0}, **where)
+
+
+def _chunks_of(url: str, found: Any) -> Generator[bytes]:
+    from obstore.exceptions import BaseError
+
+    try:
+        yield from map(bytes, found.stream(min_chunk_size=_CHUNK))
+    except (OSError, BaseError) as error:
+        raise _explain(url, error) from None
+
+
+def _explain(url: str, error: Exception) -> Exception:
+    """The error of ours that says what one of obstore means."""
+    text = str(error).partition("\n\nDebug source")[0]
+    said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
+    reason = (said[1] if said else text.rpartition(" - ")[2]).split("\n", 1)[0].rstrip(".")
+    name = type(error).__name__
+    if name == "PreconditionError":
+        return ShardChanged(f"{url}: is another object than the one that was indexed: its ETag has changed. Index it again.")
+    if name in ("FileNotFoundError", "PermissionDeniedError", "UnauthenticatedError"):
+        return ShardUnavailable(f"{url}: cannot be read: {reason}.")
+    return Interruption(reason)
+
+
+def _read_elsewhere(url: str, etag: str | None, begin: int, end: int, seconds: float) -> Range:
+    """`read_range` in a new process, whose output is a line of JSON and then the bytes."""
+    command = [sys.executable, "-m", "src.data.streaming.remote.s3", url, etag or "", str(begin), str(end), str(seconds)]
+    root = Path(__file__).resolve().parents[4]
+    process = subprocess.Popen(command, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    assert process.stdout
+    first = json.loads(process.stdout.readline() or '["Interruption", "the process that reads from S3 has ended"]')
+    if isinstance(first, list):
+        process.communicate()
+        raise {"ShardChanged": ShardChanged, "ShardUnavailable": ShardUnavailable}.get(first[0], Interruption)(first[1])
+
+    chunks = _chunks_from(process)
+    next(chunks)
+    return Range(first["total"], first["etag"], chunks)
+
+
+def _chunks_from(process: subprocess.Popen[bytes]) -> Generator[bytes]:
+    """What a process writes, after an empty chunk: from there on, the process ends with the iterator."""
+    with process:
+        try:
+            yield b""
+            while process.stdout and (chunk := process.stdout.read(_CHUNK)):
+                yield chunk
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    """Write bytes of an object to the standard output, for `_read_elsewhere`. An error behind the first line ends the bytes."""
+    url, etag, begin, end, seconds = sys.argv[1:]
+    try:
+        found = read_range(url, etag or None, int(begin), int(end), float(seconds))
+    except (ShardChanged, ShardUnavailable, Interruption) as error:
+        sys.stdout.write(json.dumps([type(error).__name__, str(error)]) + "\n")
+        return
+    out = sys.stdout.buffer
+    out.write(json.dumps({"total": found.total, "etag": found.etag}).encode() + b"\n")
+    try:
+        for chunk in found.chunks:
+            out.write(chunk)
+        out.flush()
+    except (Interruption, BrokenPipeError):
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

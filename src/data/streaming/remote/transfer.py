@@ -1,0 +1,151 @@
+"""All bytes of a shard that is elsewhere, into a file: what is cut off goes on at the last good byte; a command begins again.
+
+A transfer is given up when no new byte has come for a time, however often it was cut before.
+"""
+
+import contextlib
+import hashlib
+import os
+import random
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Generator
+from typing import IO, NamedTuple
+
+from src.data.streaming.manifest import ShardChanged, ShardUnavailable
+from src.data.streaming.remote import s3
+from src.data.streaming.remote.s3 import Interruption
+
+PIPE = "pipe:"
+REMOTE = (s3.SCHEME, PIPE)
+PATIENCE = 25.0
+"""Seconds without a new byte after which a shard is given up."""
+_FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_REQUEST = 0.1, 5.0, 30.0
+_AT_ONCE = 1 << 20
+
+
+class Source(NamedTuple):
+    """What is read."""
+
+    url: str
+    size: int | None
+    """Bytes of the whole; None: as many as a command gives."""
+    etag: str | None = None
+
+
+class _Tries:
+    """The pauses between tries, and when it is enough."""
+
+    def __init__(self, url: str, patience: float) -> None:
+        self.url, self.patience = url, patience
+        self.pause, self.best, self.since = _FIRST_PAUSE, 0, time.monotonic()
+        self.jitter = random.SystemRandom()
+
+    def wait(self, at: int, error: Interruption) -> None:
+        """Pause before the next try. at: how many bytes there were when this one was cut off.
+
+        Raises:
+            ShardUnavailable: no new byte came for long.
+        """
+        if at > self.best:
+            self.best, self.since, self.pause = at, time.monotonic(), _FIRST_PAUSE
+        if time.monotonic() + self.pause > self.since + self.patience:
+            raise ShardUnavailable(f"{self.url}: given up at byte {at}: no new byte in {self.patience:g} s: {error}.") from None
+        time.sleep(self.pause * self.jitter.uniform(0.5, 1))
+        self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+
+
+def source_of(url: str, patience: float = PATIENCE) -> Source:
+    """What is at a place now. Not in a forked process.
+
+    Raises:
+        ShardUnavailable: there is no such object, or the server does not answer.
+    """
+    tries = _Tries(url, patience)
+    while url.startswith(s3.SCHEME):
+        try:
+            return Source(url, *s3.head(url, min(patience / 2, _LONGEST_REQUEST)))
+        except Interruption as error:
+            tries.wait(0, error)
+    return Source(url, None)
+
+
+def transfer(source: Source, file: IO[bytes], patience: float = PATIENCE, begin: int = 0, end: int | None = None) -> str:
+    """Write bytes of a shard from `begin` to `end`, by default all, into an empty file; returns their sha256. A command gives all alone.
+
+    Raises:
+        ShardChanged: it has another size or ETag.
+        ShardUnavailable: no new byte came for `patience` seconds, or there is no such shard.
+        OSError: the file cannot be written.
+    """
+    end = source.size if end is None else end
+    is_command, tries = source.url.startswith(PIPE), _Tries(source.url, patience)
+    digest, written = hashlib.sha256(), 0
+    while begin + written != end:
+        try:
+            if is_command:
+                chunks = _run(source, patience)
+            else:
+                found = s3.read_range(source.url, source.etag, begin + written, end or 0, min(patience / 2, _LONGEST_REQUEST))
+                source = source._replace(etag=source.etag or found.etag)  # what is read later is of the same object
+                chunks = _check(source, found, (end or 0) - begin - written)
+            with contextlib.closing(chunks):
+                for chunk in chunks:
+                    file.write(chunk)
+                    digest.update(chunk)
+                    written += len(chunk)
+            break
+        except Interruption as error:
+            tries.wait(begin + written, error)
+            if is_command:
+                file.seek(0)
+                digest, written = hashlib.sha256(), 0
+    return digest.hexdigest()
+
+
+def _check(source: Source, found: s3.Range, size: int) -> Generator[bytes]:
+    """The bytes that were found of an object of S3; raises Interruption where they are not `size`."""
+    with contextlib.closing(found.chunks):
+        if found.total != source.size:
+            raise ShardChanged(f"{source.url}: has {found.total} bytes, and had {source.size} when it was indexed. Index it again.")
+        for chunk in found.chunks:
+            yield chunk
+            size -= len(chunk)
+    if size:
+        raise Interruption(f"{size} bytes are missing")
+
+
+def _run(source: Source, patience: float) -> Generator[bytes]:
+    """What a command writes; raises Interruption where it fails, says nothing for long, or writes too little."""
+    command, count = ["bash", "-o", "pipefail", "-c", source.url.removeprefix(PIPE)], 0
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, start_new_session=True) as process,
+    ):
+        assert process.stdout
+        try:
+            while True:
+                if not select.select([process.stdout], [], [], patience)[0]:
+                    raise Interruption(f"the command wrote nothing for {patience:g} s")
+                if not (chunk := os.read(process.stdout.fileno(), _AT_ONCE)):
+                    break
+                count += len(chunk)
+                if source.size is not None and count > source.size:
+                    raise ShardChanged(f"{source.url}: the command writes more than the {source.size} bytes that were indexed.")
+                yield chunk
+            status = process.wait(patience)
+        except subprocess.TimeoutExpired:
+            raise Interruption(f"the command does not end after its last byte, {count}") from None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
+        last = f": {lines[-1][:200].rstrip('.')}" if lines else ""
+        if status:
+            raise Interruption(f"the command ended with exit status {status}{last}")
+        if source.size is not None and count < source.size:
+            raise Interruption(f"the command ended with {count} of {source.size} bytes{last}")

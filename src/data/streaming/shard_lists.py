@@ -1,0 +1,132 @@
+"""What a user may give as shards, as a list of their places: files, patterns, ranges such as s-{000..123}.tar, lists, prepared folders."""
+
+import glob
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from src.data.streaming import manifest
+from src.data.streaming.remote import s3
+from src.data.streaming.remote.s3 import Interruption
+from src.data.streaming.remote.transfer import PATIENCE, PIPE, REMOTE
+from src.errors import DataError
+from src.files import reading
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_PATTERN = re.compile(r"[*?\[]")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
+_COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
+
+
+class Listed(NamedTuple):
+    """A shard that was given."""
+
+    url: str
+    """An absolute path, "s3://BUCKET/KEY" or "pipe:COMMAND"."""
+    source: str = ""
+    """What it is counted as, by the prepared folder that lists it."""
+
+
+def list_shards(given: Sequence[str]) -> list[Listed]:
+    """The shards that are given, in order: each a path, "s3://BUCKET/KEY" or "pipe:COMMAND", or several of them as
+
+    - a file NAME.txt with one on each line; paths go from the folder of that file;
+    - a folder with shards.json;
+    - a pattern with *, ? or [], of paths or of keys of S3, in the order of names;
+    - a range {000..123} in any of them, also within a command.
+
+    Raises:
+        DataError: nothing is given or matched, a shard is given twice, or is compressed; names the place.
+        ConfigError: obstore is not installed, which lists keys of S3.
+    """
+    found, places = list[Listed](), dict[str, str]()
+    for name in given:
+        for place, one in _entries(name):
+            for listed in one:
+                if before := places.get(listed.url):
+                    raise DataError(f"{place}: {listed.url} is given twice, first by {before}. Each document would be read twice.")
+                places[listed.url] = place
+                found.append(listed)
+    if not found:
+        raise DataError("no shards are given.")
+    return found
+
+
+def _entries(name: str) -> Iterator[tuple[str, list[Listed]]]:
+    """(Where it was said, shards) of a word that was given."""
+    path = Path(name)
+    if name.startswith(PIPE) or path.suffix != ".txt":
+        yield name, _expand(name, Path(), name)
+        return
+    try:
+        with reading(path, DataError):
+            lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: no list of shards: it is not UTF-8 text at byte {error.start}.") from None
+    if not any(line.strip() for line in lines):
+        raise DataError(f"{path}: lists no shard. Expected a path, s3://BUCKET/KEY or pipe:COMMAND on each line.")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield f"{path}:{number}", _expand(line.strip(), path.parent, f"{path}:{number}")
+
+
+def _expand(text: str, folder: Path, place: str) -> list[Listed]:
+    """The shards of a path, URL or command. folder: from which paths go."""
+    return [listed for each in _expand_ranges(text, place) for listed in _match(each, folder, place)]
+
+
+def _expand_ranges(text: str, place: str) -> list[str]:
+    """A text with each number of its ranges, the last of which changes fastest; zeros before a number are kept, as a shell does."""
+    found = _RANGE.search(text)
+    if not found:
+        return [text]
+    first, last = found.groups()
+    if int(first) > int(last):
+        raise DataError(f"{place}: the range {found[0]} is empty.")
+    width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
+    rest = _expand_ranges(text[found.end() :], place)
+    return [f"{text[: found.start()]}{number:0{width}}{end}" for number in range(int(first), int(last) + 1) for end in rest]
+
+
+def _match(text: str, folder: Path, place: str) -> list[Listed]:
+    if text.startswith(PIPE):
+        return [Listed(text)]
+    if text.endswith(_COMPRESSED):
+        reader = "gzip -dc FILE" if text.endswith("gz") else "COMMAND"
+        raise DataError(
+            f'{place}: {text}: a compressed tar cannot be read in any order. Give "pipe:{reader}", which unpacks it, or unpack it.'
+        )
+    if text.startswith(s3.SCHEME):
+        found = _list_keys(text) if _PATTERN.search(text) else [text]
+        if not all(url.removeprefix(s3.SCHEME).partition("/")[2] for url in found):
+            raise DataError(f"{place}: {text}: no key. Expected s3://BUCKET/KEY.")
+        return [Listed(url) for url in found]
+    if _SCHEME.match(text):
+        raise DataError(f"{place}: {text}: expected a path, s3://BUCKET/KEY or pipe:COMMAND, such as pipe:curl -sSf {text}")
+    path = folder / text
+    if path.is_dir():
+        listed = manifest.load(path).shards
+        return [Listed(_absolute(path, shard.url), shard.source) for shard in listed]
+    if path.is_file() or not _PATTERN.search(text):
+        return [Listed(_absolute(folder, text))]
+    matched = sorted(glob.glob(str(path), recursive=True))
+    if not matched:
+        raise DataError(f"{place}: no file is matched by {path}.")
+    return [Listed(_absolute(Path(), each)) for each in matched]
+
+
+def _absolute(folder: Path, url: str) -> str:
+    return url if url.startswith(REMOTE) else str((folder / url).resolve())
+
+
+def _list_keys(pattern: str) -> list[str]:
+    try:
+        found = s3.list_urls(pattern, PATIENCE)
+    except Interruption as error:
+        raise DataError(f"{pattern}: the server cannot be asked for its keys: {error}.") from None
+    if not found:
+        raise DataError(f"{pattern}: no key is matched.")
+    return found

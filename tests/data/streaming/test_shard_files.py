@@ -1,0 +1,353 @@
+"""Local shards, commands, and the cache: who holds what, what is deleted, and what a kill leaves at any moment."""
+
+import fcntl
+import gc
+import hashlib
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.data.streaming.manifest import Shard, ShardChanged, ShardUnavailable
+from src.data.streaming.shard_files import ShardFiles
+from src.errors import ConfigError
+
+SIZE = 1000
+FORK = multiprocessing.get_context("fork")
+
+
+def content_of(name: str) -> bytes:
+    return hashlib.shake_128(name.encode()).digest(SIZE)
+
+
+@pytest.fixture
+def piped(tmp_path: Path) -> Callable[..., Shard]:
+    """Makes a file, and the shard that a command writes from it."""
+
+    def make(name: str, command: str = "cat {file}", **facts: Any) -> Shard:
+        file = tmp_path / f"{name}.bytes"
+        file.write_bytes(content_of(name))
+        return Shard(f"pipe:{command.format(file=file, folder=tmp_path)}", "", 1, SIZE, **facts)
+
+    return make
+
+
+def reader(folder: Path, shards: int = 2, patience: float = 20) -> ShardFiles:
+    """With a cache for so many shards."""
+    return ShardFiles(folder, cache=folder / "cache", cache_bytes=shards * SIZE, patience=patience)
+
+
+def cached(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "cache").iterdir()} - {".lock"}
+
+
+def name_in(files: ShardFiles, shard: Shard) -> str:
+    assert files.cache
+    return files.cache.path(shard).name
+
+
+def test_local_shards_are_read_where_they_are(tmp_path: Path):
+    """mosaicml/streaming #988: a cache limit deleted the only copy of local shards."""
+    shards = [Shard(f"{n}.tar", "", 1, SIZE) for n in range(5)]
+    for shard in shards:
+        (tmp_path / shard.url).write_bytes(content_of(shard.url))
+    files = ShardFiles(tmp_path, most_open=2, cache=tmp_path, cache_bytes=1)
+    files.assign(shards)
+    for shard in shards * 2:
+        assert files.read(shard, 10, 20) == content_of(shard.url)[10:30]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [shard.url for shard in shards]
+    assert not files.counters
+    with pytest.raises(ShardUnavailable, match=r"none\.tar: cannot be opened \(No such file or directory\)"):
+        files.read(Shard("none.tar", "", 1, SIZE), 0, 1)
+    with pytest.raises(ShardChanged, match=r"0\.tar: has 1000 bytes, and had 999 when it was indexed"):
+        ShardFiles(tmp_path).read(Shard("0.tar", "", 1, SIZE - 1), 0, 1)
+
+
+def test_a_cache_in_the_folder_of_the_shards_leaves_them(piped: Callable[..., Shard], tmp_path: Path):
+    own = ["0.tar", "a.part", f"{'0' * 63}.tar", f"{'g' * 64}.tar"]
+    for name in own:
+        (tmp_path / name).write_bytes(content_of(name))
+    files = ShardFiles(tmp_path, cache=tmp_path, cache_bytes=SIZE)
+    for name in ("x", "y"):
+        assert files.read(piped(name), 0, SIZE) == content_of(name)
+    assert all((tmp_path / name).read_bytes() == content_of(name) for name in own)
+
+
+def test_the_one_that_was_used_longest_ago_goes(piped: Callable[..., Shard], tmp_path: Path):
+    a, b, c = shards = [piped(name) for name in "abc"]
+    files = reader(tmp_path)
+    for shard in (a, b, a, c, a):
+        assert files.read(shard, 5, 10) == content_of(shard.url[-7])[5:15]
+    assert cached(tmp_path) == {name_in(files, a), name_in(files, c)}
+    assert files.counters == {"misses": 3, "hits": 2}
+    files.close()
+    later = reader(tmp_path)
+    later.read(c, 0, 1)
+    later.close()
+    assert reader(tmp_path).read(b, 0, 5) == content_of("b")[:5]
+    assert cached(tmp_path) == {name_in(files, b), name_in(files, c)}, "use by other readers counts, too"
+    assert len(shards) == 3
+
+
+def test_a_shard_that_was_assigned_stays(piped: Callable[..., Shard], tmp_path: Path):
+    """litdata #846: references were counted only when a slow worker came to read, and a fast one had deleted its shard by then."""
+    a, b, c = (piped(name, "echo x >> {folder}/log; cat {file}") for name in "abc")
+    fast, slow = reader(tmp_path), reader(tmp_path)
+    fast.read(a, 0, 1)
+    fast.close()
+    slow.assign([a])
+    for shard in (b, c, b):
+        fast.read(shard, 0, 1)
+    assert slow.read(a, 0, 5) == content_of("a")[:5]
+    assert slow.counters == {"hits": 1}
+    slow.assign([])
+    fast.read(c, 0, 1)
+    assert cached(tmp_path) == {name_in(fast, b), name_in(fast, c)}
+    assert (tmp_path / "log").read_text().count("x") == 5
+
+
+def test_a_reference_ends_with_its_reader(piped: Callable[..., Shard], tmp_path: Path):
+    a, b = piped("a"), piped("b")
+    holders, other = [reader(tmp_path, 1, 0.2)], reader(tmp_path, 1, 0.2)
+    holders[0].read(a, 0, 1)
+    with pytest.raises(ShardUnavailable, match=r"no room in .*cache for 0\.2 s: other shards that are being read fill its 1000 bytes"):
+        other.read(b, 0, 1)
+    inside, outside = FORK.Pipe()
+
+    def child() -> None:
+        assert not holders[0].counters
+        outside.send(os.getpid())
+        signal.pause()
+
+    process = FORK.Process(daemon=True, target=child)
+    process.start()
+    inside.recv()
+    holders.clear()
+    gc.collect()
+    assert other.read(b, 0, 1) == content_of("b")[:1], "a process that was forked meanwhile holds nothing"
+    process.kill()
+    process.join()
+
+    def read_and_wait() -> None:
+        files = reader(tmp_path, 1)
+        files.read(a, 0, 1)
+        outside.send(0)
+        signal.pause()
+
+    other.close()
+    process = FORK.Process(daemon=True, target=read_and_wait)
+    process.start()
+    inside.recv()
+    with pytest.raises(ShardUnavailable, match="no room"):
+        other.read(b, 0, 1)
+    process.kill()
+    process.join()
+    assert other.read(b, 0, 1) == content_of("b")[:1]
+
+
+def test_an_object_may_be_pickled_and_forked(piped: Callable[..., Shard], tmp_path: Path):
+    a = piped("a")
+    files = reader(tmp_path)
+    files.read(a, 0, 1)
+    assert pickle.loads(pickle.dumps(files)).read(a, 3, 4) == content_of("a")[3:7]
+    answers: Any = FORK.SimpleQueue()
+    process = FORK.Process(daemon=True, target=lambda: answers.put((files.read(a, 3, 4), dict(files.counters))))
+    process.start()
+    assert answers.get() == (content_of("a")[3:7], {"hits": 1})
+    process.join()
+
+
+def test_processes_fetch_a_shard_once(piped: Callable[..., Shard], tmp_path: Path):
+    wait = "echo x >> {folder}/log; while [ ! -e {folder}/go ]; do sleep 0.01; done; cat {file}"
+    shard = piped("a", wait)
+    answers: Any = FORK.SimpleQueue()
+    processes = [FORK.Process(daemon=True, target=lambda: answers.put(reader(tmp_path).read(shard, 0, SIZE))) for _ in range(4)]
+    for process in processes:
+        process.start()
+    until((tmp_path / "log").exists)
+    (tmp_path / "go").touch()
+    assert [answers.get() for _ in processes] == [content_of("a")] * 4
+    for process in processes:
+        process.join()
+    assert (tmp_path / "log").read_text() == "x\n"
+
+
+def test_a_fetcher_that_is_stopped_or_killed(piped: Callable[..., Shard], tmp_path: Path):
+    shard = piped("a", "head -c 500 {file}; echo x >> {folder}/log; while [ ! -e {folder}/go ]; do sleep 0.01; done; tail -c 500 {file}")
+    process = FORK.Process(daemon=True, target=lambda: reader(tmp_path).read(shard, 0, 1))
+    process.start()
+    until((tmp_path / "log").exists)
+    assert process.pid
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(ShardUnavailable, match=r"another process fetches it, and has not gone on for 0\.2 s"):
+        reader(tmp_path, patience=0.2).read(shard, 0, 1)
+    process.kill()
+    process.join()
+    assert [name[-5:] for name in cached(tmp_path)] == [".part"]
+    assert reader(tmp_path).read(piped("b"), 0, 1) == content_of("b")[:1]
+    assert [name[-4:] for name in cached(tmp_path)] == [".tar"], "what the killed process has left is gone"
+    (tmp_path / "go").touch()
+    assert reader(tmp_path).read(shard, 0, SIZE) == content_of("a")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+EVENTS = ("open", "os.remove", "os.rename", "os.truncate", "fcntl.flock", "subprocess.Popen", "os.utime")
+
+
+def test_a_kill_at_any_call_loses_nothing(piped: Callable[..., Shard], tmp_path: Path):
+    """Of a fetch with a deletion before it: before its first call of the system that changes anything, its second, and so on."""
+    a, b = piped("a"), piped("b")
+    ended = False
+    for number in range(200):
+        keeper = reader(tmp_path, 1)
+        keeper.read(a, 0, 1)
+        keeper.close()
+
+        def child(number: int = number) -> None:
+            calls = iter(range(number))
+
+            def hook(event: str, _: object) -> None:
+                if event in EVENTS and next(calls, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            files = reader(tmp_path, 1)
+            sys.addaudithook(hook)
+            assert files.read(b, 0, SIZE) == content_of("b")
+            os._exit(0)
+
+        process = FORK.Process(daemon=True, target=child)
+        process.start()
+        process.join(60)
+        assert process.exitcode in (0, -signal.SIGKILL)
+        for name in cached(tmp_path):
+            if name.endswith(".tar"):
+                assert (tmp_path / "cache" / name).read_bytes() in (content_of("a"), content_of("b"))
+        assert sum((tmp_path / "cache" / name).stat().st_size for name in cached(tmp_path)) <= SIZE
+        files = reader(tmp_path, 1)
+        assert files.read(b, 0, SIZE) == content_of("b")
+        assert cached(tmp_path) == {name_in(files, b)}
+        files.close()
+        if ended := process.exitcode == 0:
+            break
+    assert ended
+    assert number > 10
+
+
+def test_two_commands_and_keys(piped: Callable[..., Shard], tmp_path: Path):
+    """Another size or ETag is another file."""
+    a = piped("a")
+    files = reader(tmp_path)
+    names = {name_in(files, shard) for shard in (a, piped("b"), Shard(a.url, "", 1, SIZE - 1), Shard(a.url, "", 1, SIZE, etag='"1"'))}
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "said"),
+    [
+        ("head -c 999 {file}", ShardUnavailable, "the command ended with 999 of 1000 bytes"),
+        ("cat {file}; echo one; exit 0", ShardChanged, "the command writes more than the 1000 bytes that were indexed"),
+        ("cat {file}; echo reset >&2; echo by peer. >&2; exit 3", ShardUnavailable, "the command ended with exit status 3: by peer"),
+        ("false | cat {file}", ShardUnavailable, "the command ended with exit status 1"),
+        ("none-such {file}", ShardUnavailable, "the command ended with exit status 127: .*none-such: command not found"),
+        ("head -c 10 {file}; sleep 100", ShardUnavailable, r"the command wrote nothing for 0\.5 s"),
+        ("cat {file}; exec >&-; sleep 100", ShardUnavailable, "the command does not end after its last byte, 1000"),
+    ],
+)
+def test_a_command_that_fails(command: str, error: type[Exception], said: str, piped: Callable[..., Shard], tmp_path: Path):
+    shard = piped("a", command)
+    with pytest.raises(error, match=f"{said}\\.") as raised:
+        reader(tmp_path, patience=0.5).read(shard, 0, 1)
+    assert str(raised.value).startswith(shard.url)
+    assert cached(tmp_path) == set()
+    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False).stdout == b"", "no process is left"
+
+
+def test_a_command_that_fails_is_run_again(piped: Callable[..., Shard], tmp_path: Path):
+    command = "head -c 500 {file}; if [ $(wc -l < {folder}/log) -lt 2 ]; then exit 1; fi; tail -c 500 {file}"
+    shard = piped("a", "echo x >> {folder}/log; " + command, sha256=hashlib.sha256(content_of("a")).hexdigest())
+    assert reader(tmp_path).read(shard, 0, SIZE) == content_of("a")
+    assert (tmp_path / "log").read_text() == "x\nx\n"
+
+
+def test_other_bytes_than_were_indexed(piped: Callable[..., Shard], tmp_path: Path):
+    shard = piped("a", "echo x >> {folder}/log; cat {file}", sha256=hashlib.sha256(content_of("b")).hexdigest())
+    with pytest.raises(ShardChanged, match="its sha256 is not the one that was indexed, twice"):
+        reader(tmp_path).read(shard, 0, 1)
+    assert (tmp_path / "log").read_text() == "x\nx\n"
+    assert cached(tmp_path) == set()
+
+
+def test_a_damaged_file_is_fetched_again(piped: Callable[..., Shard], tmp_path: Path):
+    a = piped("a")
+    files = reader(tmp_path)
+    files.read(a, 0, 1)
+    files.close()
+    os.truncate(tmp_path / "cache" / name_in(files, a), SIZE - 1)
+    assert files.read(a, 0, SIZE) == content_of("a")
+    assert cached(tmp_path) == {name_in(files, a)}
+
+
+def test_a_cache_that_is_missing_or_too_small(piped: Callable[..., Shard], tmp_path: Path):
+    with pytest.raises(
+        ConfigError, match=r"a shard that is not a file needs a folder to be kept in, and its size: a cache, and cache_bytes"
+    ):
+        ShardFiles(tmp_path).read(piped("a"), 0, 1)
+    with pytest.raises(ConfigError, match=r"a cache of 999 bytes is too small for pipe:.*, which has 1000"):
+        ShardFiles(tmp_path, cache=tmp_path / "cache", cache_bytes=SIZE - 1).read(piped("a"), 0, 1)
+    (tmp_path / "file").touch()
+    with pytest.raises(ShardUnavailable, match=r"cannot be kept in .*file: "):
+        ShardFiles(tmp_path, cache=tmp_path / "file", cache_bytes=SIZE).read(piped("a"), 0, 1)
+
+
+def test_a_full_disk(piped: Callable[..., Shard], tmp_path: Path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12k", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        files = ShardFiles(tmp_path, cache=disk / "cache", cache_bytes=100 * SIZE)
+        big = Shard(f"pipe:yes | head -c {5 * 4096}", "", 1, 5 * 4096)
+        with pytest.raises(ShardUnavailable, match=r"its 20480 bytes cannot be kept in .*cache: No space left on device\. Make room there"):
+            files.read(big, 0, 1)
+        assert [path.name for path in (disk / "cache").iterdir()] == [".lock"]
+        assert files.read(piped("a"), 0, SIZE) == content_of("a")
+        files.close()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_limit_of_file_sizes(piped: Callable[..., Shard], tmp_path: Path):
+    shard = piped("a")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE - 1, limits[1]))
+    try:
+        with pytest.raises(ShardUnavailable, match=r"cannot be kept in .*: File too large"):
+            reader(tmp_path).read(shard, 0, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert cached(tmp_path) == set()
+
+
+def test_a_lock_that_is_never_given_back(piped: Callable[..., Shard], tmp_path: Path):
+    """Never a hang: also of the lock under which room is made."""
+    (tmp_path / "cache").mkdir()
+    with open(tmp_path / "cache" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ShardUnavailable, match=r"cache/\.lock: another process"):
+            reader(tmp_path, patience=0.2).read(piped("a"), 0, 1)
+    assert cached(tmp_path) == set()
