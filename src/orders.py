@@ -11,6 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from src.config import added_field
+from src.errors import RunError
 from src.interfaces import Dataset, DatasetConfig
 from src.runs.history.branches import Branch
 
@@ -115,6 +116,8 @@ def order_of(dataset: Dataset, seed: int, per_step: int, steps: int, branches: S
     """The order of a training: the data set's own if it has one, else permutations of its indices."""
     if isinstance(dataset, OrderedDataset):
         return dataset.order(seed, per_step, steps, branches)
+    if any(branch.denied for branch in branches):
+        raise RunError("a deny list is for data that are streamed from tars, and these are not. Undo it.")
     shuffle = dataset.shuffle if isinstance(dataset, ShuffledDataset) else "numpy"
     return IndexedOrder(seed, len(dataset), per_step, branches, shuffle)
 

@@ -1,7 +1,8 @@
 """Interventions in a run that goes wrong: rewind, undo, and hold its job.
 
 python -m src.operations.interventions rewind RUN --to 2000 --data skip:50 --lr x0.75 --why "loss spike at 2140"
-python -m src.operations.interventions undo RUN                     as it was before the last rewind, to the byte
+python -m src.operations.interventions undo RUN                     as it was before the last rewind or deny, to the byte
+python -m src.operations.interventions deny RUN LIST                from here on, leave out the documents that a file lists (streamed data)
 python -m src.operations.interventions rollback-evals RUN [--to STEP]
 python -m src.operations.interventions hold RUN / release RUN       Slurm does not start its job, until it is released
 python -m src.operations.interventions ledger RUN                   who did what, when and why
@@ -23,7 +24,7 @@ from typing import Any, Literal
 
 from src.command_line import make_parser, run_command
 from src.errors import ConfigError, LaunchError, RunError
-from src.files import read_json
+from src.files import read_json, reading
 from src.launch import submissions
 from src.launch.job import LauncherConfig, bind_launcher
 from src.runs import environment, lease, ledger
@@ -114,6 +115,26 @@ def _rewind(run: Path, options: argparse.Namespace) -> list[str]:
     return change(run, decide, is_same, options.dry_run)
 
 
+def _deny(run: Path, options: argparse.Namespace) -> list[str]:
+    """A branch from the newest checkpoint, with what the last branch changes if that began there."""
+    with reading(options.list, ConfigError):
+        entries = branches.parse_denied(options.list.read_text(), str(options.list))
+    newest = checkpoints.newest_whole(run)
+    if newest is None:
+        raise RunError(f"{run}: has no whole checkpoint from which the list could hold. Leave the documents out of the data.")
+    step = checkpoints.step_of(newest)
+
+    def branch(number: int) -> Branch:
+        before = [branch for branch in branches.read(run) if branch.from_step == step]
+        base = before[-1] if before else Branch(number=number, from_step=step)
+        return base.model_copy(update={"number": number, "denied": [*dict.fromkeys([*base.denied, *entries])], "wandb": None})
+
+    def decide() -> Plan:
+        return rewind.plan(run, branch(archive.next_number(run)), options.why)
+
+    return change(run, decide, lambda ended: ended["event"] == "rewind" and ended["branch"].get("denied") == entries, options.dry_run)
+
+
 def _undo(run: Path, options: argparse.Namespace) -> list[str]:
     return change(run, lambda: rewind.plan_undo(run, options.why), lambda ended: ended["event"] == "undo", options.dry_run)
 
@@ -187,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help=f"folder of save directories (default: {RUNS})")
         if name != "ledger":
             command.add_argument("--why", default="", metavar="TEXT", help="for the ledger")
-        if name in ("rewind", "undo", "rollback-evals"):
+        if name in ("rewind", "deny", "undo", "rollback-evals"):
             command.add_argument("--dry-run", action="store_true", help="print the plan and change nothing")
     back = made["rewind"]
     back.add_argument("--to", type=int, required=True, metavar="STEP", help="of an intact checkpoint")
@@ -195,6 +216,9 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("--lr", metavar="x0.75|=1e-4|hold0:K", help=branches.LEARNING_RATES)
     back.add_argument("--reset-optimizer", action="store_true", help="reset its moments, once")
     back.add_argument("--new-wandb-run", action="store_true", help="log to another Weights & Biases run from there on")
+    made["deny"].add_argument(
+        "list", type=Path, metavar="LIST", help='a file with a line "source NAME", "shard URL" or "document NUMBER URL" for each'
+    )
     made["rollback-evals"].add_argument("--to", type=int, metavar="STEP", help="remove rows after it (default: the newest checkpoint's)")
     made["ledger"].add_argument("--json", action="store_true", help="one complete event per line")
     return parser
@@ -204,7 +228,8 @@ Decide = Callable[[], Plan]
 IsSame = Callable[[dict[str, Any]], bool]
 _HELP = {
     "rewind": "go back to a checkpoint; later training is archived",
-    "undo": "restore what was before the last rewind or rollback-evals",
+    "deny": "from the newest checkpoint on, leave out documents, shards or sources",
+    "undo": "restore what was before the last rewind, deny or rollback-evals",
     "rollback-evals": "archive the rows of evaluations*.jsonl after a step",
     "hold": "keep the run's Slurm job from starting",
     "release": "let the run's Slurm job start",
@@ -212,6 +237,7 @@ _HELP = {
 }
 _COMMANDS: Mapping[str, Callable[[Path, argparse.Namespace], list[str]]] = {
     "rewind": _rewind,
+    "deny": _deny,
     "undo": _undo,
     "rollback-evals": _rollback,
     "hold": _hold,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FAKE, IMAGE, GLOBAL = "<fake_token_around_image>", "<image>", "<global-img>"
 MEAN = STD = 0.5
-_SMALLEST = 2**-24
+"""No value of 8 bits becomes 0 by them: transformers takes a frame of zeros alone for padding."""
 
 
 class Grid(NamedTuple):
@@ -113,11 +113,7 @@ class ImagesConfig(StrictConfig):
         cut = [image.crop((x, y, x + side, y + side)) for x, y in corners]
         whole = image.resize((side, side), Image.Resampling.LANCZOS) if corners else image
         pixels = np.stack([np.asarray(frame) for frame in (*cut, whole)])
-        frames = (pixels.transpose(0, 3, 1, 2).astype(np.float32) * np.float32(1 / 255) - np.float32(MEAN)) / np.float32(STD)
-        for frame in frames:
-            if not frame.any():  # transformers takes a frame of zeros alone for padding
-                frame[0, 0, 0] = _SMALLEST
-        return frames
+        return (pixels.transpose(0, 3, 1, 2).astype(np.float32) * np.float32(1 / 255) - np.float32(MEAN)) / np.float32(STD)
 
 
 class ImageTokens:

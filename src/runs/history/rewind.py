@@ -125,6 +125,8 @@ def describe(branch: Branch) -> str:
         words.append(f"learning rate {rate.value:g}, then the schedule's shape")
     elif rate is not None:
         words.append(f"learning rate 0 for {rate.hold_steps} steps")
+    if branch.denied:
+        words.append(f"without {len(branch.denied)} denied: {', '.join(branch.denied[:3])}{' ...' if len(branch.denied) > 3 else ''}")
     if branch.reset_optimizer:
         words.append("the optimizer's moments begin anew")
     return ", ".join([*words, *([f"Weights & Biases run {branch.wandb}"] if branch.wandb else [])])

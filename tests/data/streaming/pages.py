@@ -1,0 +1,69 @@
+"""Small tars of pages, whose texts and images tell which page they are of."""
+
+import io
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from data_prep.tar_shards.write import Document, Part, Writing, write
+from src.data.streaming.images import ImagesConfig
+from src.data.streaming.manifest import Manifest
+from src.data.streaming.texts import TextTokens
+
+SIDE = 8
+IMAGES: dict[str, Any] = {"frame_size": SIDE, "image_tokens": 2, "max_size": 2 * SIDE}
+TOKENS = ImagesConfig(**IMAGES).special_tokens()
+
+
+def picture(number: int, size: tuple[int, int] = (SIDE, SIDE), kind: str = "PNG") -> bytes:
+    """An image whose first pixel is of the colour `number`."""
+    out = io.BytesIO()
+    image = Image.new("RGB", size, (number % 256, number // 256 % 256, 77))
+    image.save(out, kind)
+    return out.getvalue()
+
+
+def tokenizer() -> Any:
+    """Of bytes, with the tokens of images."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    made.add_special_tokens({"extra_special_tokens": TOKENS}, replace_extra_special_tokens=False)
+    return made
+
+
+def page(number: int, draw: random.Random, longest: int = 12) -> Document:
+    """Texts and up to three images, which tell the number."""
+    parts = [Part("text", f"{number} {'x' * draw.randint(0, longest)}".encode())]
+    for _ in range(draw.randint(0, 3)):
+        parts.append(Part("image", picture(number, draw.choice(((SIDE, SIDE), (2 * SIDE, SIDE)))), "png"))
+        if draw.random() < 0.5:
+            parts.append(Part("text", b"y" * draw.randint(1, longest)))
+    parts.append(Part("text", f"end {number}".encode()))
+    return Document(f"{number:06}", parts)
+
+
+def write_pages(folder: Path, count: int, source: str = "pages", per_shard: int = 25, seed: int = 0, counted: bool = True) -> Manifest:
+    """Pages 0, 1, ... as tars. counted: with counts of tokens in the indexes."""
+    draw = random.Random(seed)
+    texts = TextTokens(tokenizer()) if counted else None
+    return write(folder, [page(i, draw) for i in range(count)], {"count": count, "seed": seed}, Writing(per_shard, source, texts=texts))
+
+
+def config(sources: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A data set of these sources."""
+    sizes = {"sequence_tokens": 80, "max_frames": 6, "open_rows": 3, "window": 40}
+    return {"name": "streamed", "sources": sources, "images": IMAGES, **sizes, **more}
+
+
+def numbers_of(text: str, documents: Sequence[int] = ()) -> list[int]:
+    """The numbers that a row's text tells."""
+    return [int(word) for word in text.split("end ")[1:] for word in word.split("<")[:1]]

@@ -1,0 +1,97 @@
+"""Which lane takes which document when: each of a source once in each of its epochs, whatever the lanes."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from src.data.streaming.arrangement import PERIOD, Source, Streams
+
+SHUFFLES = ("none", "shards", "window")
+sizes = st.lists(st.integers(1, 30), min_size=1, max_size=8)
+
+
+def numbers(streams: Streams, lanes: int, each: int, reshuffles: tuple[tuple[int, int], ...] = ()) -> list[list[tuple[int, int]]]:
+    return [[streams.document(lane, lanes, n, reshuffles) for n in range(each)] for lane in range(lanes)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, st.sampled_from(SHUFFLES), st.integers(2, 50), st.integers(1, 7), st.integers(0, 3))
+def test_an_epoch_has_every_document_once(own: list[int], shuffle: str, window: int, lanes: int, seed: int):
+    source = Source(own, shuffle, window, str(seed))  # pyright: ignore[reportArgumentType]
+    streams = Streams([source], [1.0])
+    epochs = 3
+    each = -(-epochs * source.count // lanes)
+    found = Counter(pair for lane in numbers(streams, lanes, each) for pair in lane)
+    for epoch in range(epochs):
+        assert [found[epoch, document] for document in range(source.count)] == [1] * source.count
+    if shuffle == "none":
+        assert [source.document(1, place) for place in range(source.count)] == list(range(source.count))
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, st.sampled_from(SHUFFLES), st.integers(2, 50), st.integers(1, 5), st.integers(0, 20), st.integers(0, 20))
+def test_a_reshuffle_changes_only_the_order_of_what_is_left(own: list[int], shuffle: str, window: int, lanes: int, first: int, second: int):
+    source = Source(own, shuffle, window, "s")  # pyright: ignore[reportArgumentType]
+    streams = Streams([source], [1.0])
+    each = -(-2 * source.count // lanes)
+    plain = numbers(streams, lanes, each)
+    again = numbers(streams, lanes, each, ((first, 1), (first + second, 2)))
+    for before, after in zip(plain, again, strict=True):
+        assert before[:first] == after[:first]
+    wanted, found = (Counter(pair for lane in lanes_ for pair in lane) for lanes_ in (plain, again))
+    assert {pair: n for pair, n in wanted.items() if pair[0] == 0} == {pair: n for pair, n in found.items() if pair[0] == 0}
+
+
+def test_another_epoch_and_another_seed_have_another_order():
+    source, other = Source([10] * 10, "window", 30, "a"), Source([10] * 10, "window", 30, "b")
+    orders = [[each.document(epoch, place) for place in range(100)] for each in (source, other) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_shards_stay_together_and_windows_mix_few_of_them():
+    shards = Source([10] * 20, "shards", 2, "s")
+    places = [shards.document(0, place) // 10 for place in range(200)]
+    assert [places[i] for i in range(0, 200, 10)] == [places[i] for i in range(9, 200, 10)]
+    assert places[::10] != sorted(places[::10])
+    window = Source([10] * 20, "window", 40, "s")
+    for first in range(0, 200, 40):
+        inside = [window.document(0, place) for place in range(first, first + 40)]
+        assert len({document // 10 for document in inside}) == 4
+        assert inside != sorted(inside)
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 16])
+def test_sources_have_their_rates_and_epochs_of_their_own(lanes: int):
+    """Bug 5 of m4: where one source ended, all began anew, and of a large one most was never seen."""
+    made = [Source([5], "window", 3, "small"), Source([50, 50], "window", 30, "big")]
+    streams = Streams(made, [0.5, 0.5])
+    each = 4 * 100 // lanes + 8
+    for lane, own in enumerate(numbers(streams, lanes, each)):
+        for end in range(1, each):
+            taken = sum(document < 5 for _, document in own[:end])
+            assert abs(taken - end / 2) <= 1, f"lane {lane} after {end} documents"
+    found = Counter(pair for lane in numbers(streams, lanes, each) for pair in lane)
+    assert all(found[0, document] == 1 for document in range(5, 105))
+    assert all(found[epoch, document] == 1 for epoch in range(20) for document in range(5))
+
+
+def test_a_step_has_a_share_of_each_source():
+    """Lanes begin at different places of the schedule: else all would take the rare source in the same step."""
+    streams = Streams([Source([1000], "none", 2, ""), Source([1000], "none", 2, "")], [0.9, 0.1])
+    for number in range(50):
+        rare = sum(streams.document(lane, 100, number)[1] >= 1000 for lane in range(100))
+        assert 8 <= rare <= 12
+
+
+def test_documents_of_a_source_are_counted():
+    streams = Streams([Source([7], "none", 2, ""), Source([9], "none", 2, "")], [2, 1])
+    for lane in range(3):
+        for number in (0, 1, 50, PERIOD - 1, PERIOD, 3 * PERIOD + 17):
+            wanted = [0, 0]
+            if number <= 50:
+                for n in range(number):
+                    wanted[streams.turn(lane, 3, n)[0]] += 1
+                assert [streams.count_of_source(lane, 3, number, source) for source in (0, 1)] == wanted
+            assert sum(streams.count_of_source(lane, 3, number, source) for source in (0, 1)) == number
