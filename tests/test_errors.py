@@ -13,6 +13,7 @@ from src.errors import ConfigError, print_errors
 ROOT = Path(__file__).resolve().parents[1]
 ENCODING = ["--embedding_model", "none", "--maximum_input_length", "8", "--data_cache_path", "data", "--corpus", "none"]
 BAD_INPUT = {
+    "data_prep.digit_pages": ["--pages", "0"],
     "data_prep.context_cache": [*ENCODING, "--cache", "cache", "--max_bytes", "0"],
     "data_prep.llama2c": ["none.bin", "none.bin"],
     "data_prep.metadata.prepare": ["--data_path", "data", "--name", "toy", "--train", "none.jsonl", "--val", "none.jsonl"],

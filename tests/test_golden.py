@@ -15,7 +15,7 @@ import pytest
 from src.experiments.identity import exp_id
 from src.registry import RECIPES
 from tests import toy
-from tests.recipes import test_metadata_lm, test_seq2seq, test_t5_pretrain
+from tests.recipes import test_metadata_lm, test_seq2seq, test_t5_pretrain, train_pages
 from tests.recipes.test_fid import FID
 from tests.recipes.test_prompted import PROMPTED
 
@@ -25,7 +25,7 @@ NAMES = ("train_loss", "grad_norm", "val_loss", "val_loss_shuffled_context", "va
 
 GROUPS: dict[str, list[dict[str, Any]]] = {"lm": [toy.BASE]} | {
     exp["recipe"]: [{**exp, "loop": {**exp["loop"], "steps": 8, "eval_every": 4}}]
-    for exp in (toy.CROSSATTN, PROMPTED, FID, test_t5_pretrain.T5, test_seq2seq.EXP, test_metadata_lm.TOLD)
+    for exp in (toy.CROSSATTN, PROMPTED, FID, test_t5_pretrain.T5, test_seq2seq.EXP, test_metadata_lm.TOLD, train_pages.PAGES)
 }
 
 
@@ -39,6 +39,7 @@ def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
     test_seq2seq.write_data(folder)
     test_t5_pretrain.write_tokenizer(folder / "data")
     test_metadata_lm.write_metadata(folder / "data")
+    train_pages.write_data(folder / "data")
     train(folder)
     rows = {name: [row for row in toy.rows(folder, exp_id(group[0])) if "val_loss" in row] for name, group in GROUPS.items()}
     return {name: [{"step": row["step"], **{k: row[k] for k in NAMES if k in row}} for row in found] for name, found in rows.items()}

@@ -83,9 +83,7 @@ def replay(run: Path, data_path: Path, step: int | None = None) -> Delivered:
         left_out += row.counters["left_out"][0]
         cursor |= row.cursor
     if cursor != state["cursor"]:
-        raise RunError(
-            f"{folder}: its lanes are not where the data and the branches lead. Were the data changed, or branch.json by hand?"
-        )
+        raise RunError(f"{folder}: its lanes are not where the data and the branches lead. Were the data changed, or branch.json by hand?")
     quarantine = run / FILE
     unreadable = len(quarantine.read_text().splitlines()) if quarantine.exists() else 0
     return Delivered(data, step, pieces, int(left_out), unreadable)

@@ -127,7 +127,7 @@ def _deny(run: Path, options: argparse.Namespace) -> list[str]:
     def branch(number: int) -> Branch:
         before = [branch for branch in branches.read(run) if branch.from_step == step]
         base = before[-1] if before else Branch(number=number, from_step=step)
-        return base.model_copy(update={"number": number, "denied": [*dict.fromkeys([*base.denied, *entries])], "wandb": None})
+        return base.model_copy(update={"number": number, "denied": [*dict.fromkeys([*(base.denied or ()), *entries])], "wandb": None})
 
     def decide() -> Plan:
         return rewind.plan(run, branch(archive.next_number(run)), options.why)

@@ -5,6 +5,7 @@ import json
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,26 @@ import numpy as np
 import pytest
 import torch
 
-from src.batches import ContextBatch, DepthBatch, PackedBatch, Seq2SeqBatch, TokenBatch
+from src.batches import ContextBatch, DepthBatch, InterleavedBatch, PackedBatch, Seq2SeqBatch, TokenBatch
 from src.config import Places, Problems
 from src.files import new_directory
 from src.interfaces import Dataset
-from src.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER
+from src.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER, VISION_LANGUAGE
 from src.orders import IndexedOrder, RankShare, order_of
 from src.registry import DATASETS, MODELS, bind
 from src.training import loader, loss
 from src.training.config import LoopConfig
 from src.training.state import State
+from tests.data.streaming import pages
 
-CONTROLS = ("<|endoftext|>", "<|pad|>", *(f"<extra_id_{n}>" for n in range(40)), "<eosen>", *(f"<sent_{n}>" for n in range(4)))
+CONTROLS = (
+    "<|endoftext|>",
+    "<|pad|>",
+    *pages.TOKENS,
+    *(f"<extra_id_{n}>" for n in range(40)),
+    "<eosen>",
+    *(f"<sent_{n}>" for n in range(4)),
+)
 TEXTS = [f"Document {i} says {'more and ' * (i % 5)}no more. Does it? It does." for i in range(9)]
 QUESTIONS = [
     {"question": f"what {'ever ' * (i % 3)}{i}?", "answer": f"a{i}", "contexts_list": [f"context {i}", "other"][: 1 + i % 2]}
@@ -35,6 +44,7 @@ CORPORA: dict[str, list[dict[str, Any]]] = {
     "pages": [{"text": text, "metadata": [{"key": "title", "type": "global", "value": f"page {i}"}]} for i, text in enumerate(TEXTS)],
     "rte": [{"index": i, "sentence1": "a" * i, "sentence2": "b", "label": "entailment"} for i in range(10)],
 }
+STREAMED = pages.config({"shown": {"path": "shown"}}, sequence_tokens=48)
 DENOISERS = [{"rate": 1.0, "mode": "R", "mean_span_tokens": 3.0, "noise_density": 0.15}, {"rate": 1.0}]
 CASES: dict[str, dict[str, Any]] = {
     "depth": {"corpus": "texts", "input_tokens": 96, "target_tokens": 64, "num_sentences": 4},
@@ -58,12 +68,15 @@ CASES: dict[str, dict[str, Any]] = {
     "prompted_qa": {"corpus": "questions", "contexts": "all", "context_tokens": 32, "sequence_tokens": 64, "loss_on": "answer"},
     "qa": {"corpus": "questions", "context_tokens": 48, "sequence_tokens": 64, "loss_on": "answer", "include_contexts": True},
     "span_corruption": {"corpus": "texts", "input_tokens": 32, "mean_span_tokens": 1.5},
+    "streamed": {key: value for key, value in STREAMED.items() if key != "name"},
     "task": {"corpus": "rte", "task": "rte"},
     "text": {"corpus": "texts", "sequence_tokens": 16},
     "ul2": {"corpus": "texts", "input_tokens": 24, "denoisers": DENOISERS},
 }
 BATCHES = {DECODER: TokenBatch, CROSS_ATTENTION: ContextBatch, FUSION_IN_DECODER: ContextBatch, ENCODER_DECODER: Seq2SeqBatch}
+BATCHES |= {VISION_LANGUAGE: InterleavedBatch}
 LOSSES = {DECODER: loss.causal_lm_loss, CROSS_ATTENTION: loss.context_lm_loss, FUSION_IN_DECODER: loss.context_lm_loss}
+LOSSES |= {VISION_LANGUAGE: loss.interleaved_lm_loss}
 GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_positions": 128}
 T5 = {"name": "t5", "random": {"tokenizer": "tokenizer", "hidden_size": 16, "feed_forward_size": 16, "num_layers": 1, "num_heads": 2}}
 READERS: dict[str, dict[str, Any]] = {
@@ -71,6 +84,12 @@ READERS: dict[str, dict[str, Any]] = {
     CROSS_ATTENTION: {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT, "train_all_params": True},
     ENCODER_DECODER: T5,
     FUSION_IN_DECODER: {"name": "fusion_in_decoder", "base": T5},
+    VISION_LANGUAGE: {
+        "name": "vision_language",
+        "vision": {"frame_size": pages.SIDE, "patch_size": 4, "hidden_size": 16, "num_layers": 1, "num_heads": 2},
+        "max_tiles": 2,
+        **{key: value for key, value in GPT.items() if key != "name"},
+    },
 }
 NOISY = {"depth", "metadata", "mixture", "phases", "prefix_lm", "qa", "span_corruption", "ul2"}
 """Data sets whose samples differ from epoch to epoch and by seed; of others only the order does."""
@@ -85,6 +104,8 @@ def write_world(folder: Path, tokenizer: Any, corpora: dict[str, list[dict[str, 
         with new_directory(folder / corpus) as beside:
             for split in ("train", "val"):
                 (beside / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for split in ("train", "val"):
+        pages.write_pages(folder / "shown" / split, len(corpora["texts"]), per_shard=4)
     tokenizer.save_pretrained(folder / "tokenizer")
     return Places(folder, folder)
 
@@ -113,6 +134,8 @@ def plain(value: Any) -> Any:
     """A sample, a batch or a list of them such that == compares every bit and type."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return str(value.dtype), value.tolist()
+    if is_dataclass(value):
+        return plain(vars(value))
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -166,7 +189,7 @@ def test_workers_and_resumption_change_no_batch(build: Build, name: str, workers
     assert read_steps(data, 2, start, workers=workers) == alone[3:]
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"metadata", "packed", "phases", "task"}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"metadata", "packed", "phases", "streamed", "task"}))
 def test_epochs_may_be_permuted_without_memory(build: Build, name: str):
     data, other = build(name, shuffle="feistel"), build(name)
     orders = [order_of(made, 0, PER_STEP, STEPS) for made in (data, other)]
@@ -247,8 +270,8 @@ def test_the_reader_learns_from_a_batch_what_it_learns_from_its_samples(build: B
     declared = {"depth": DepthBatch, "packed": PackedBatch}.get(name, BATCHES[kind])
     assert declared.__required_keys__ <= batch.keys() <= declared.__required_keys__ | declared.__optional_keys__
     for key, tensor in batch.items():
-        assert len(tensor) == 4, key
-        assert tensor.dtype == (torch.bool if "mask" in key else torch.int64), key
+        assert len(tensor) == 4 or key in ("frames", "counted"), key
+        assert tensor.dtype == (torch.bool if "mask" in key else torch.float32 if key == "frames" else torch.int64), key
     if "labels" in batch:
         assert batch["loss_mask"].equal(batch["labels"] != -100)
     else:

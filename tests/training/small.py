@@ -58,21 +58,21 @@ def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, options: Options | None = None) -> Iterator[Run]:
+def opened(folder: Path, options: Options | None = None, exp: dict[str, Any] = EXP) -> Iterator[Run]:
     """The run below `folder`, new or to be continued; `folder` has data/toy_tokenizer."""
-    with RunDir.open(folder / "runs", EXP, EXP) as run_dir:
+    with RunDir.open(folder / "runs", exp, exp) as run_dir:
         yield Run(run_dir, Places(folder / "data", folder / "runs"), options or Options())
 
 
 @contextlib.contextmanager
-def opened_together(folder: Path, options: Options | None = None) -> Iterator[Run]:
+def opened_together(folder: Path, options: Options | None = None, exp: dict[str, Any] = EXP) -> Iterator[Run]:
     """`opened` by rank 0; the other processes attach. Collective."""
     options = options or Options()
     with contextlib.ExitStack() as stack:
         own: list[Run] = []
 
         def begin() -> Path:
-            own.append(stack.enter_context(opened(folder, options)))
+            own.append(stack.enter_context(opened(folder, options, exp)))
             return own[0].path
 
         path = distributed.broadcast_from_rank0(begin)

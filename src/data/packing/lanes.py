@@ -257,7 +257,7 @@ class LaneOrder:
 
     def _deny(self, lanes: Sequence[Lane], branches: Sequence[Branch]) -> None:
         """Have lanes leave out what the branches deny from now on."""
-        entries = [entry for branch in branches for entry in branch.denied]
+        entries = [entry for branch in branches for entry in branch.denied or ()]
         if entries and self.packing.find is None:
             raise RunError(f"{self.packing.name}: a deny list is for data that are streamed from tars, and these are not. Undo it.")
         denied = frozenset(document for entry in entries if self.packing.find for document in self.packing.find(entry))

@@ -90,7 +90,7 @@ class Config(DatasetConfig):
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
-        frame = len(self.images.special_tokens()) and self.images.image_tokens + 3
+        frame = self.images.image_tokens + 3
         if frame > self.sequence_tokens:
             raise ConfigError(f"data.sequence_tokens: a frame has {frame} tokens with those around it, and a row {self.sequence_tokens}.")
 
@@ -238,7 +238,7 @@ class StreamedDataset:
         key = (epoch, index, *(more or (0,)))
         for _, document, number in zip(key[::3], key[1::3], key[2::3], strict=True):
             if not 0 <= document < len(self):
-                raise IndexError(f"document {document} of {len(self)}")
+                raise IndexError(f"sample {document} of {len(self)}")
             pieces = self.pieces(document)
             if pieces:
                 self._add(row, document, pieces[number], swaps)

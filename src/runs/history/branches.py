@@ -55,7 +55,7 @@ class Branch(Config):
     learning_rate: Rate | None = None
     reset_optimizer: bool = False
     """Whether its moments are reset at the beginning."""
-    denied: list[str] = []
+    denied: list[str] | None = None
     """What is not read from here on, by lines of a deny list: see `parse_denied`."""
     wandb: str | None = None
     """Id of a new Weights & Biases run for the branch."""
@@ -107,8 +107,8 @@ def chain(before: Sequence[Branch], new: Branch) -> tuple[Branch, ...]:
     What was denied stays so: `new` takes over what branches that are dropped have denied.
     """
     kept = [branch for branch in before if branch.from_step < new.from_step]
-    denied = dict.fromkeys(entry for branch in (*before[len(kept) :], new) for entry in branch.denied)
-    return (*kept, new.model_copy(update={"denied": [*denied]}))
+    denied = dict.fromkeys(entry for branch in (*before[len(kept) :], new) for entry in branch.denied or ())
+    return (*kept, new.model_copy(update={"denied": [*denied] or None}))
 
 
 def parse_denied(text: str, where: str) -> list[str]:

@@ -14,7 +14,7 @@ from src.data.streaming.manifest import Manifest
 from src.data.streaming.texts import TextTokens
 
 SIDE = 8
-IMAGES: dict[str, Any] = {"frame_size": SIDE, "image_tokens": 2, "max_size": 2 * SIDE}
+IMAGES: dict[str, Any] = {"frame_size": SIDE, "image_tokens": 1, "max_size": 2 * SIDE}
 TOKENS = ImagesConfig(**IMAGES).special_tokens()
 
 
@@ -40,22 +40,30 @@ def tokenizer() -> Any:
     return made
 
 
-def page(number: int, draw: random.Random, longest: int = 12) -> Document:
-    """Texts and up to three images, which tell the number."""
+def page(number: int, draw: random.Random, longest: int = 12, asking: bool = False) -> Document:
+    """Texts and up to three images, which tell the number. asking: the end is an answer."""
     parts = [Part("text", f"{number} {'x' * draw.randint(0, longest)}".encode())]
     for _ in range(draw.randint(0, 3)):
         parts.append(Part("image", picture(number, draw.choice(((SIDE, SIDE), (2 * SIDE, SIDE)))), "png"))
         if draw.random() < 0.5:
             parts.append(Part("text", b"y" * draw.randint(1, longest)))
+    parts += [Part("prompt", b"?")] if asking else []
     parts.append(Part("text", f"end {number}".encode()))
     return Document(f"{number:06}", parts)
 
 
-def write_pages(folder: Path, count: int, source: str = "pages", per_shard: int = 25, seed: int = 0, counted: bool = True) -> Manifest:
+def write_pages(
+    folder: Path, count: int, source: str = "pages", *, per_shard: int = 25, seed: int = 0, counted: bool = True, asking: bool = False
+) -> Manifest:
     """Pages 0, 1, ... as tars. counted: with counts of tokens in the indexes."""
     draw = random.Random(seed)
     texts = TextTokens(tokenizer()) if counted else None
-    return write(folder, [page(i, draw) for i in range(count)], {"count": count, "seed": seed}, Writing(per_shard, source, texts=texts))
+    return write(
+        folder,
+        [page(i, draw, asking=asking) for i in range(count)],
+        {"count": count, "seed": seed},
+        Writing(per_shard, source, texts=texts),
+    )
 
 
 def config(sources: dict[str, Any], **more: Any) -> dict[str, Any]:

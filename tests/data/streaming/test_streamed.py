@@ -74,7 +74,7 @@ def test_a_row_has_whole_pages_their_frames_and_counts(two: Path):
             assert wanted <= 6
             frames += wanted
             first = made["frames"][frames - wanted : frames]
-            assert int((ids[row] == TOKENIZER.convert_tokens_to_ids(IMAGE)).sum()) == 2 * len(first)
+            assert int((ids[row] == TOKENIZER.convert_tokens_to_ids(IMAGE)).sum()) == len(first)
             restarts = (made["position_ids"][row][made["attention_mask"][row]] == 0).sum()
             assert restarts == len(documents), "no page reads another"
         assert len(made["frames"]) == frames
@@ -120,7 +120,7 @@ def test_long_documents_are_cut_between_parts_or_left_out(tmp_path: Path):
     found = data.pieces(0)
     assert [(piece.begins, piece.ends) for piece in found] == [(True, False), (False, True)]
     rows = [data.read_piece(0, piece) for piece in found]
-    shown = [TOKENIZER.decode(row.input_ids).replace(f"{FAKE}<global-img>{IMAGE * 2}{FAKE}", "#") for row in rows]
+    shown = [TOKENIZER.decode(row.input_ids).replace(f"{FAKE}<global-img>{IMAGE}{FAKE}", "#") for row in rows]
     assert shown == ["a" * 30 + "#" + "b" * 30 + "#", "c" * 30 + "#" + "d" * 30 + "<end>"]
     assert built(folder, rules={"too_long": "drop"}).pieces(0) == []
     assert len(built(folder, sequence_tokens=300).pieces(0)) == 1
@@ -324,7 +324,7 @@ def test_questions_are_the_first_prompts(tmp_path: Path):
     batch = rows.collate_prompts([rows.prompt(0), rows.prompt(1)])
     assert batch["pixel_values"].shape == (1, 2, 3, 8, 8)
     shown = [TOKENIZER.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-    assert shown[0] == f"see{FAKE}<global-img>{IMAGE * 2}{FAKE}what"
+    assert shown[0] == f"see{FAKE}<global-img>{IMAGE}{FAKE}what"
     assert batch["attention_mask"][:, -1].all(), "padding is on the left"
     wrong = rows.with_shuffled_contexts().prompt(0)
     assert round((float(wrong.frames[0][0, 0, 0, 0]) + 1) * 255 / 2) == 6
@@ -343,7 +343,7 @@ def test_rows_survive_pickling(two: Path):
     ("sources", "more", "match"),
     [
         ({"a": {"path": "pages", "rate": 1}, "b": {"path": "more"}}, {}, r"sources\.b\.rate: missing\. Write a rate for each source"),
-        (ONE, {"sequence_tokens": 4}, r"a frame has 5 tokens with those around it, and a row 4"),
+        (ONE, {"sequence_tokens": 3}, r"a frame has 4 tokens with those around it, and a row 3"),
         ({"pages": {"path": "nowhere"}}, {}, r"shards\.json: no such file"),
     ],
 )

@@ -1,0 +1,243 @@
+"""Trainings on streamed pages: what images are worth, kills and other numbers of processes, deny lists, and the audit of what was read."""
+
+import json
+import random
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from src.config import Places
+from src.errors import ConfigError, DataError, RunError
+from src.experiments.grid import override
+from src.experiments.identity import exp_id
+from src.interfaces import load_experiment
+from src.operations import audit, interventions
+from src.runs.history import branches
+from tests import toy
+from tests.data.streaming import pages, test_streamed
+from tests.faults import harness
+from tests.recipes import train_pages
+from tests.recipes.train_pages import PAGES, write_data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interleaved")
+    write_data(folder / "data")
+    assert toy.main(["-e", "pages"], {"pages": [PAGES]}, folder) == 0
+    return folder
+
+
+def test_scores_tell_the_sources_and_the_control(folder: Path):
+    *_, last = toy.evaluations(folder, exp_id(PAGES))
+    for kind in ("documents", "images", "image_tokens", "text_tokens", "unreadable", "loss"):
+        assert {f"{kind}/more", f"{kind}/pages"} <= last.keys()
+    assert last["documents/pages"] / last["documents/more"] == pytest.approx(2, rel=0.2), "by their rates"
+    assert {"data/padding", "data/left_out", "data/left_out/pages", "val_loss/more", "val_loss_shuffled_context/pages"} <= last.keys()
+    assert {"word_accuracy", "word_accuracy_shuffled_context"} <= last.keys()
+    assert last["val_loss"] != last["val_loss_shuffled_context"], "other images give another loss"
+    tokens = last["loss/more"], last["loss/pages"]
+    assert min(tokens) < last["train_loss"] < max(tokens)
+
+
+def test_weights_of_sources_change_the_loss_and_its_count(folder: Path, tmp_path: Path):
+    """Both halved, nothing changes; one alone changes the mean."""
+    (tmp_path / "data").symlink_to(folder / "data")
+    halved = override(PAGES, {"data.sources.pages.loss_weight": 0.5, "data.sources.more.loss_weight": 0.5, "loop.steps": 8})
+    one = override(PAGES, {"data.sources.pages.loss_weight": 0.25, "loop.steps": 8})
+    plain = override(PAGES, {"loop.steps": 8})
+    assert toy.main(["-e", "pages"], {"pages": [halved, one, plain]}, tmp_path) == 0
+    losses = [toy.evaluations(tmp_path, exp_id(exp))[-1] for exp in (halved, one, plain)]
+    assert losses[0]["train_loss"] == pytest.approx(losses[2]["train_loss"], rel=1e-5)
+    assert losses[0]["val_loss"] == pytest.approx(losses[2]["val_loss"], rel=1e-4)
+    assert losses[1]["train_loss"] != pytest.approx(losses[2]["train_loss"], rel=1e-4)
+
+
+def audited(folder: Path, run: Path, step: int | None = None) -> audit.Delivered:
+    return audit.replay(run, folder / "data", step)
+
+
+def test_an_audit_tells_what_was_read(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    run = folder / "runs" / exp_id(PAGES)
+    found = audited(folder, run)
+    assert found.step == 24
+    assert audited(folder, run, 16).documents() <= found.documents()
+    arguments = [str(run), "--data_path", str(folder / "data"), "--documents", str(tmp_path / "documents.tsv")]
+    assert audit.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "up to step 24" in said
+    assert "shard-00002.tar" in said
+    counts = [int(line.split("\t")[3]) for line in (tmp_path / "documents.tsv").read_text().splitlines()]
+    assert len(counts) == 100
+    assert sum(counts) == found.documents().total()
+    assert audit.main([str(run), "--data_path", str(folder / "data"), "--step", "5"]) == 1
+    assert "no checkpoint of step 5" in capsys.readouterr().err
+
+
+def test_an_audit_refuses_another_history(folder: Path, tmp_path: Path):
+    run = tmp_path / exp_id(PAGES)
+    shutil.copytree(folder / "runs" / exp_id(PAGES), run)
+    state = run / "checkpoints" / "step-00000024" / "state.json"
+    raw = json.loads(state.read_text())
+    raw["cursor"]["1"][0] += 1
+    state.write_text(json.dumps(raw))
+    with pytest.raises(RunError, match=r"its lanes are not where the data and the branches lead"):
+        audit.replay(run, folder / "data", 24)
+
+
+def test_what_is_denied_is_trained_on_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """From the newest checkpoint on; undone to the byte; and kept by a rewind to before it."""
+    write_data(tmp_path / "data")
+    whole, run = {"pages": [PAGES]}, tmp_path / "runs" / exp_id(PAGES)
+    assert toy.main(["-e", "pages"], whole, tmp_path) == 0
+    assert interventions.main(["rewind", str(run), "--to", "16"]) == 0
+    listed = tmp_path / "list.txt"
+    listed.write_text("# spoilt\nsource more\nshard  shard-00001.tar\n")
+    before = json.loads((run / "checkpoints" / "step-00000016" / "state.json").read_text())
+    assert interventions.main(["deny", str(run), str(listed), "--why", "spoilt"]) == 0
+    assert "without 2 denied: source more, shard shard-00001.tar" in capsys.readouterr().out
+    assert interventions.main(["undo", str(run)]) == 0
+    assert [branch.denied for branch in branches.read(run)] == [None]
+    assert interventions.main(["deny", str(run), str(listed), "--why", "spoilt"]) == 0
+    assert toy.main(["-e", "pages"], whole, tmp_path) == 0
+    found, first = audited(tmp_path, run), audited(tmp_path, run, 16)
+    later = found.documents() - first.documents()
+    data = found.data
+    denied = {*data.find("source more"), *data.find("shard shard-00001.tar")}
+    assert first.documents().keys() & denied
+    assert not later.keys() & denied
+    assert later.keys() - denied
+    assert json.loads((run / "checkpoints" / "step-00000016" / "state.json").read_text()) == before
+    assert interventions.main(["rewind", str(run), "--to", "16", "--data", "skip:2"]) == 0
+    (branch,) = branches.read(run)
+    assert (branch.denied, branch.data) == (["source more", "shard shard-00001.tar"], "skip:2")
+    listed.write_text("source pages\n")
+    assert interventions.main(["deny", str(run), str(listed)]) == 0
+    (branch,) = branches.read(run)
+    assert (branch.denied, branch.data) == (["source more", "shard shard-00001.tar", "source pages"], "skip:2")
+    assert toy.main(["-e", "pages"], whole, tmp_path) == 1
+    assert "none of 100 documents fits into a row" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "lists nothing"),
+        ("source\n", 'list.txt:1: expected "source NAME"'),
+        ("\n# x\nshards a\n", "list.txt:3: expected"),
+        ("document a.tar 3", "expected the number of a document, counted from 0, got 'a.tar'"),
+    ],
+)
+def test_a_wrong_deny_list_is_an_error(folder: Path, tmp_path: Path, text: str, match: str, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "list.txt").write_text(text)
+    assert interventions.main(["deny", str(folder / "runs" / exp_id(PAGES)), str(tmp_path / "list.txt"), "--dry-run"]) == 1
+    assert match in capsys.readouterr().err
+
+
+def test_other_data_have_no_deny_list(tmp_path: Path):
+    from src.data.text import tokenizers
+    from src.orders import order_of
+    from src.registry import DATASETS, bind
+    from src.runs.history.branches import Branch
+
+    toy.write_data(tmp_path / "data")
+    data = bind(DATASETS, toy.BASE["data"]).build(
+        Places(tmp_path / "data", tmp_path), tokenizers.load(tmp_path / "data" / "toy_tokenizer"), "train", 0
+    )
+    with pytest.raises(RunError, match="a deny list is for data that are streamed from tars"):
+        order_of(data, 0, 4, 10, [Branch(number=1, from_step=2, denied=["source a"])])
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"data": toy.BASE["data"]}, "data: the data of this recipe are 'streamed'|this recipe trains"),
+        ({"model": toy.BASE["model"]}, "model: expected a decoder that reads images"),
+        ({"answers.num_beams": 2}, "answers.num_beams: beams are not for models that read images"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(changes: dict[str, Any], match: str):
+    with pytest.raises(ConfigError, match=match):
+        load_experiment(override(PAGES, changes), "here")
+
+
+def test_frames_must_be_those_of_the_model(folder: Path):
+    found: Any = load_experiment(override(PAGES, {"data.images.image_tokens": 4}), "here")
+    with pytest.raises(
+        ConfigError, match="the model reads frames of 8 pixels a side as 1 tokens each, and frame_size is 8 and image_tokens 4"
+    ):
+        found.check(Places(folder / "data", folder / "runs"))
+
+
+def test_bad_documents_are_told_and_left_in_the_run(tmp_path: Path):
+    write_data(tmp_path / "data")
+    (tmp_path / "data" / "pages").symlink_to("toy_pages")
+    for chosen in (3, 20):
+        test_streamed.damage(tmp_path / "data", chosen, image=False)
+    assert toy.main(["-e", "pages"], {"pages": [PAGES]}, tmp_path) == 0
+    run = tmp_path / "runs" / exp_id(PAGES)
+    records = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
+    assert {record["document"] for record in records} <= {3, 20}
+    assert sum(row["unreadable/pages"] for row in toy.evaluations(tmp_path, exp_id(PAGES))) > 0
+    strict = override(PAGES, {"data.errors": {"bad_document": "raise"}})
+    assert toy.main(["-e", "pages"], {"pages": [strict]}, tmp_path) == 1
+    found: Any = load_experiment(strict, "here")
+    data = found.data.build(Places(tmp_path / "data", tmp_path), pages.tokenizer(), "train", 0)
+    with pytest.raises(DataError, match=r"pages: document 3 of shard-00000\.tar"):
+        data.sample(0, data.first(1) + 3)
+
+
+@pytest.mark.slow
+def test_ten_trainings_are_killed_and_end_with_the_same_bits(tmp_path: Path):
+    """And the audit agrees with what the processes themselves have written down."""
+    write_data(tmp_path / "data")
+    draw, log = random.Random(3), tmp_path / "log"
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
+    command = [sys.executable, *launcher, "--rdzv-endpoint", "localhost:0", train_pages.__file__, str(tmp_path)]
+    training = harness.Training(command, tmp_path / "runs" / exp_id(train_pages.EXP), toy.environment(), warm=True)
+    wanted = harness.undisturbed(training, log)
+    for number in range(10):
+        for path in tmp_path.glob("keys-*.jsonl"):
+            path.unlink()
+        report = harness.Report(("SIGKILL", "SIGTERM"))
+        harness._train(training, 2, draw, log, 2, report)
+        assert training.fingerprints() == wanted, f"training {number}: {report.faults}"
+        found = audited(tmp_path, training.run)
+        assert found.pieces == train_pages.delivered(tmp_path, found.step), f"training {number}: {report.faults}"
+        shutil.rmtree(training.run)
+
+
+@pytest.mark.slow
+def test_trainings_go_on_with_other_numbers_of_processes(tmp_path: Path):
+    """One, three and two: the same rows; the weights differ in their last digits."""
+    write_data(tmp_path / "data")
+    ends: list[Counter[Any]] = []
+    for worlds in ((2,), (1, 3, 2)):
+        for path in tmp_path.glob("keys-*.jsonl"):
+            path.unlink()
+        for number, world_size in enumerate(worlds):
+            stop = [str((number + 1) * 7)] if number + 1 < len(worlds) else []
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--master-port", "0"]
+            words = [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", train_pages.__file__, str(tmp_path), *stop]
+            training = harness.Training(words, tmp_path / "runs" / exp_id(train_pages.EXP), toy.environment(), warm=True)
+            training.start(tmp_path / "log").wait(300)
+        found = audited(tmp_path, training.run)
+        ends.append(train_pages.delivered(tmp_path, found.step))
+        assert found.pieces == ends[-1]
+        shutil.rmtree(training.run)
+    assert ends[0] == ends[1]
+
+
+def test_a_control_token_of_an_image_is_never_learned(folder: Path):
+    found: Any = load_experiment(PAGES, "here")
+    data = found.data.build(Places(folder / "data", folder), pages.tokenizer(), "train", 0)
+    ids = torch.tensor([pages.tokenizer().convert_tokens_to_ids(token) for token in pages.TOKENS])
+    for document in range(len(data)):
+        for piece in data.pieces(document):
+            row = data.read_piece(document, piece)
+            assert not (torch.isin(torch.tensor(row.input_ids), ids) & torch.tensor(row.loss_mask)).any()
