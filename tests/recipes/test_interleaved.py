@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from src.config import Places
+from src.data.streaming import audit
 from src.errors import ConfigError, DataError, RunError
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.interfaces import load_experiment
-from src.operations import audit, interventions
+from src.operations import interventions
 from src.runs.history import branches
 from tests import toy
 from tests.data.streaming import pages, test_streamed

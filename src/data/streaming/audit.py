@@ -1,4 +1,4 @@
-"""Which documents a training on streamed data has read: python -m src.operations.audit RUN [--step N] [--documents FILE].
+"""Which documents a training on streamed data has read: python -m src.data.streaming.audit RUN [--step N] [--documents FILE].
 
 The cursor of a checkpoint says how far each lane of rows has come. From that, the branches of the run and the indexes of the tars the rows
 of every step are made again, without reading a document; at the end the lanes must be where the checkpoint says.
@@ -23,11 +23,10 @@ from src.data.streaming.quarantine import FILE
 from src.errors import CheckpointError, ConfigError, RunError
 from src.files import read_json, write_atomic, writing
 from src.interfaces import load_experiment
-from src.operations.interventions import RUNS, find
 from src.orders import RankShare
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
-from src.runs.metadata import read_exp_dict
+from src.runs.metadata import expand_run, read_exp_dict
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
 
     def act() -> int:
-        found = replay(find(options.run, options.runs), options.data_path, options.step)
+        found = replay(expand_run(Path(options.run), options.runs), options.data_path, options.step)
         sys.stdout.write("".join(f"{line}\n" for line in report(found)))
         if options.documents:
             write_documents(found, options.documents)
@@ -145,9 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("src.operations.audit", __doc__)
+    parser = make_parser("src.data.streaming.audit", __doc__)
     parser.add_argument("run", metavar="RUN", help="save directory, or the beginning of an id")
-    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help=f"folder of save directories (default: {RUNS})")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("results/runs"), metavar="DIR", help="folder of save directories (default: %(default)s)"
+    )
     parser.add_argument("--data_path", type=Path, default=Path("results/data"), metavar="DIR", help="of the data (default: %(default)s)")
     parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the newest)")
     parser.add_argument("--documents", type=Path, metavar="FILE", help="write how often each document was read")
