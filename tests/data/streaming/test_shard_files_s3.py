@@ -20,6 +20,7 @@ import pytest
 
 from src.data.streaming.manifest import Shard, ShardChanged, ShardUnavailable
 from src.data.streaming.shard_files import ShardFiles
+from src.errors import ConfigError
 from tests.conftest import ROOT
 from tests.data.streaming.s3_server import Cutter, S3Server
 
@@ -122,6 +123,9 @@ def test_an_object_that_was_replaced_is_refused(shard: Shard, s3: S3Server, tmp_
     without = Shard(shard.url, "", 1, shard.bytes - 1)
     with pytest.raises(ShardChanged, match=r"has 3000000 bytes, and had 2999999 when it was indexed"):
         reader(tmp_path).read(without, 0, 10)
+    s3.put(f"{key}.empty", b"")
+    with pytest.raises(ShardChanged, match="its size has changed"):
+        reader(tmp_path).read(Shard(f"{shard.url}.empty", "", 1, 10), 0, 10)
     lied = Shard(shard.url, "", 1, shard.bytes, sha256=shard.sha256)
     with pytest.raises(ShardChanged, match="its sha256 is not the one that was indexed, twice"):
         reader(tmp_path).read(lied, 0, 10)
@@ -138,14 +142,29 @@ def test_one_that_is_replaced_in_the_middle_is_never_mixed(s3: S3Server, tmp_pat
 
 def test_what_is_not_there_or_not_allowed(shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     start = time.monotonic()
-    with pytest.raises(ShardUnavailable, match=r"s3://shards/none\.tar: cannot be read: The specified key does not exist\."):
+    with pytest.raises(ShardUnavailable, match=r"s3://shards/none\.tar: no such object \(NoSuchKey\)\."):
         reader(tmp_path).read(Shard("s3://shards/none.tar", "", 1, 10), 0, 10)
-    with pytest.raises(ShardUnavailable, match=r"s3://none/none\.tar: cannot be read: The specified bucket does not exist\."):
+    with pytest.raises(ShardUnavailable, match=r"s3://none/none\.tar: no such object \(NoSuchBucket\)\."):
         reader(tmp_path).read(Shard("s3://none/none.tar", "", 1, 10), 0, 10)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(ShardUnavailable, match=r"cannot be read: The request signature we calculated does not match"):
+    with pytest.raises(ShardUnavailable, match=r"00\.tar: not allowed \(SignatureDoesNotMatch\)\."):
         reader(tmp_path, patience=19).read(shard, 0, 10)  # another time limit is another connection, which reads the keys anew
     assert time.monotonic() < start + 10, "without trying again"
+
+
+def test_keys_of_a_profile(shard: Shard, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As `aws configure` writes them."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    key, secret = s3.environment["AWS_ACCESS_KEY_ID"], s3.environment["AWS_SECRET_ACCESS_KEY"]
+    file = tmp_path / "credentials"
+    file.write_text(f"[default]\naws_access_key_id = x\n[mine]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    assert reader(tmp_path, patience=18).read(shard, 0, 10) == CONTENT[:10]
+    file.write_text("[mine")
+    with pytest.raises(ConfigError, match=r"credentials: cannot be read: "):
+        reader(tmp_path / "other", patience=17).read(shard, 0, 10)
 
 
 def test_two_shards_of_one_name(s3: S3Server, tmp_path: Path):
@@ -177,7 +196,7 @@ def test_a_forked_process_reads_too(shard: Shard, s3: S3Server, tmp_path: Path, 
     process.start()
     process.join(60)
     assert process.exitcode == 0
-    assert answers.get() == "s3://shards/none.tar: cannot be read: The specified key does not exist."
+    assert answers.get() == "s3://shards/none.tar: no such object (NoSuchKey)."
     assert answers.get() == (CONTENT[::-1][:10], CONTENT[10:20], {"hits": 1, "misses": 1})
     assert answers.get() == (CONTENT[::-1][5:10], CONTENT[20:30])
 

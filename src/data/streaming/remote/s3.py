@@ -1,10 +1,12 @@
 """Objects of S3 and of servers that speak its language: ranges of their bytes, sizes, names; read by obstore.
 
-Which server and whose keys: the variables AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and so on, or the role of the machine. obstore's
-threads do not survive a fork, and what is asked of them in a forked process never returns. A process that was forked after its parent
-read from S3, such as a worker of a DataLoader, therefore reads through a process of its own, this module's `main`.
+Which server and whose keys: the variables AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and so on; else the profile AWS_PROFILE of
+~/.aws/credentials; else the role of the machine. obstore's threads do not survive a fork, and what is asked of them in a forked process
+never returns. A process that was forked after its parent read from S3, such as a worker of a DataLoader, therefore reads through a process
+of its own, this module's `main`.
 """
 
+import configparser
 import fnmatch
 import json
 import os
@@ -103,7 +105,23 @@ def _open_bucket(bucket: str, seconds: float, endpoint: str) -> Any:
 
     client: Any = {"timeout": f"{max(round(seconds * 1000), 1)}ms", "connect_timeout": "5s", "allow_http": endpoint.startswith("http:")}
     where: Any = {"endpoint": endpoint} if endpoint else {}
-    return S3Store(bucket, client_options=client, retry_config={"max_retries": 0}, **where)
+    return S3Store(bucket, client_options=client, retry_config={"max_retries": 0}, **where, **_keys_of_profile())
+
+
+def _keys_of_profile() -> dict[str, Any]:
+    """The keys of ~/.aws/credentials, which the command aws and s5cmd read and obstore does not; none where the environment has some."""
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        return {}
+    profiles = configparser.RawConfigParser()
+    path = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials"
+    try:
+        profiles.read(path)
+    except configparser.Error as error:
+        raise ConfigError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
+    name = os.environ.get("AWS_PROFILE", "default")
+    profile = dict(profiles[name]) if profiles.has_section(name) else {}
+    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key", "aws_session_token": "token"}
+    return {ours: profile[theirs] for theirs, ours in names.items() if theirs in profile}
 
 
 def _chunks_of(url: str, found: Any) -> Generator[bytes]:
@@ -115,17 +133,20 @@ def _chunks_of(url: str, found: Any) -> Generator[bytes]:
         raise _explain(url, error) from None
 
 
+_LACKS = {"FileNotFoundError": "no such object", "PermissionDeniedError": "not allowed", "UnauthenticatedError": "not allowed"}
+"""Errors after which another try would say the same."""
+
+
 def _explain(url: str, error: Exception) -> Exception:
-    """The error of ours that says what one of obstore means."""
-    text = str(error).partition("\n\nDebug source")[0]
-    said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
-    reason = (said[1] if said else text.rpartition(" - ")[2]).split("\n", 1)[0].rstrip(".")
-    name = type(error).__name__
-    if name == "PreconditionError":
-        return ShardChanged(f"{url}: is another object than the one that was indexed: its ETag has changed. Index it again.")
-    if name in ("FileNotFoundError", "PermissionDeniedError", "UnauthenticatedError"):
-        return ShardUnavailable(f"{url}: cannot be read: {reason}.")
-    return Interruption(reason)
+    """The error of ours that says what one of obstore means, with the server's own word for it."""
+    name, text = type(error).__name__, str(error).partition("\n\nDebug source")[0]
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    if name == "PreconditionError" or (code and code[1] == "InvalidRange"):
+        what = "ETag" if name == "PreconditionError" else "size"
+        return ShardChanged(f"{url}: is another object than the one that was indexed: its {what} has changed. Index it again.")
+    if name in _LACKS:
+        return ShardUnavailable(f"{url}: {_LACKS[name]}{f' ({code[1]})' if code else ''}.")
+    return Interruption(code[1] if code else text.rpartition(" - ")[2].split("\n", 1)[0].rstrip("."))
 
 
 def _read_elsewhere(url: str, etag: str | None, begin: int, end: int, seconds: float) -> Range:
