@@ -83,19 +83,20 @@ def test_a_cache_in_the_folder_of_the_shards_leaves_them(piped: Callable[..., Sh
 
 
 def test_the_one_that_was_used_longest_ago_goes(piped: Callable[..., Shard], tmp_path: Path):
-    a, b, c = shards = [piped(name) for name in "abc"]
+    a, b, c = (piped(name) for name in "abc")
     files = reader(tmp_path)
     for shard in (a, b, a, c, a):
         assert files.read(shard, 5, 10) == content_of(shard.url[-7])[5:15]
     assert cached(tmp_path) == {name_in(files, a), name_in(files, c)}
     assert files.counters == {"misses": 3, "hits": 2}
     files.close()
-    later = reader(tmp_path)
-    later.read(c, 0, 1)
-    later.close()
+    for long_ago, shard in enumerate((a, c)):
+        os.utime(tmp_path / "cache" / name_in(files, shard), (long_ago, long_ago))
+    other = reader(tmp_path)
+    other.read(a, 0, 1)
+    other.close()
     assert reader(tmp_path).read(b, 0, 5) == content_of("b")[:5]
-    assert cached(tmp_path) == {name_in(files, b), name_in(files, c)}, "use by other readers counts, too"
-    assert len(shards) == 3
+    assert cached(tmp_path) == {name_in(files, a), name_in(files, b)}, "use by other readers counts, too"
 
 
 def test_a_shard_that_was_assigned_stays(piped: Callable[..., Shard], tmp_path: Path):
@@ -113,6 +114,13 @@ def test_a_shard_that_was_assigned_stays(piped: Callable[..., Shard], tmp_path: 
     fast.read(c, 0, 1)
     assert cached(tmp_path) == {name_in(fast, b), name_in(fast, c)}
     assert (tmp_path / "log").read_text().count("x") == 5
+    full = reader(tmp_path, 1, 0.2)
+    fast.close()
+    full.assign([b])
+    with pytest.raises(ShardUnavailable, match="no room"):
+        full.read(a, 0, 1)
+    assert full.read(b, 0, 5) == content_of("b")[:5]
+    assert full.counters["hits"] == 1
 
 
 def test_a_reference_ends_with_its_reader(piped: Callable[..., Shard], tmp_path: Path):
@@ -178,6 +186,26 @@ def test_processes_fetch_a_shard_once(piped: Callable[..., Shard], tmp_path: Pat
     assert [answers.get() for _ in processes] == [content_of("a")] * 4
     for process in processes:
         process.join()
+    assert (tmp_path / "log").read_text() == "x\n"
+
+
+def test_one_that_was_fetched_in_the_moment_before(piped: Callable[..., Shard], tmp_path: Path):
+    """Between a look into the cache and the lock on the part."""
+    shard, others = piped("a", "echo x >> {folder}/log; cat {file}"), [reader(tmp_path)]
+
+    def child() -> None:
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "open" and str(arguments[0]).endswith(".part") and others:
+                others.pop().read(shard, 0, 1)
+
+        sys.addaudithook(hook)
+        assert reader(tmp_path).read(shard, 0, SIZE) == content_of("a")
+        assert not others
+
+    process = FORK.Process(daemon=True, target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
     assert (tmp_path / "log").read_text() == "x\n"
 
 
