@@ -91,6 +91,7 @@ def test_a_cut_tar_is_in_no_list(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "1.tar: cut between two members" in said[1]
     assert said[1].startswith("error: pipe:cat ")
     assert said[2].endswith("none.tar: no such file.")
+    assert index.main([str(tmp_path / "*.tar"), "--output", str(out), "--slice", "0/2"]) == 0, "the whole one alone"
     assert not (out / "shards.json").exists()
 
 
