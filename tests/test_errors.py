@@ -28,6 +28,7 @@ BAD_INPUT = {
     "data_prep.stdlib_pages": ["--data_path", "/dev/null/x"],
     "data_prep.stdlib_qa": ["--data_path", "data", "--vocab_size", "100"],
     "data_prep.t5_tokenizer": ["--data_path", "data", "--name", "toy", "--from", "./none"],
+    "data_prep.tar_shards.convert": ["wd", "none.tar", "--output", "out"],
     "data_prep.tar_shards.index": ["none.tar"],
     "data_prep.tokenize": ["--data_path", "data", "--name", "toy", "--tokenizer", "none", "--train", "none.txt"],
     "results.answers": ["none"],

@@ -1,0 +1,87 @@
+"""What the readers of other layouts yield: rows of parts, one for each document that is to be written."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from data_prep.tar_shards.write import Part
+from src.errors import DataError
+from src.files import reading
+
+MARKER = "<image>"
+"""In a turn: where an image stands."""
+QUESTION = "Question: {question}\nAnswer:"
+NOT_WHOLE, NOT_TEXT, MARKERS = "incomplete", "a text is not UTF-8", "its texts have other places for images than it has images"
+"""Why a row is left out."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Options of the readers."""
+
+    images: Path | None = None
+    """Folder of image files."""
+    question: str = QUESTION
+    """What is read before an answer, with {question} in it."""
+
+
+class Row(NamedTuple):
+    """A document, or why it is none. An image that is not there is a part without content."""
+
+    key: str
+    """Of its own in its file, without dots and slashes."""
+    parts: Sequence[Part]
+    left_out: str = ""
+
+
+def text_part(text: str) -> Part:
+    """A text that is learned."""
+    return Part("text", text.encode())
+
+
+def question_part(question: str, given: Given) -> Part:
+    """A question as it is read, and not learned."""
+    return Part("prompt", given.question.replace("{question}", question.strip()).encode())
+
+
+def make_turns(key: str, images: Sequence[bytes], turns: Sequence[tuple[str, str]], given: Given) -> Row:
+    """A conversation of (question, answer): each question is read, each answer is learned, with the end of its line unless it is the last.
+
+    The images stand where the texts say `MARKER`, or before the first turn.
+    """
+    texts = list[Part]()
+    for number, (question, answer) in enumerate(turns, start=1):
+        if question.strip():
+            texts.append(question_part(question, given))
+        if answer.strip():
+            texts.append(text_part(answer.strip() + ("\n" if number < len(turns) else "")))
+    marker = MARKER.encode()
+    marked = sum(part.content.count(marker) for part in texts)
+    if marked == 0:
+        return Row(key, [*(Part("image", image) for image in images), *texts])
+    if marked != len(images):
+        return Row(key, [], MARKERS)
+    parts, left = list[Part](), list(images)
+    for part in texts:
+        for place, content in enumerate(part.content.split(marker)):
+            if place:
+                parts.append(Part("image", left.pop(0)))
+            if content.strip():
+                parts.append(Part(part.kind, content))
+    return Row(key, parts)
+
+
+def read_image(name: str, given: Given, where: str) -> bytes:
+    """The content of an image file; b"" where it is not there. where: of the row, in errors.
+
+    Raises:
+        DataError: there is no folder of images, or the name leads out of it.
+    """
+    if given.images is None:
+        raise DataError(f"{where}: its images are files. Write --images FOLDER.")
+    path = given.images / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DataError(f"{where}: the image {name!r} is not in {given.images}.")
+    with reading(path, DataError):
+        return path.read_bytes() if path.is_file() else b""
