@@ -102,8 +102,8 @@ _DECODERS: dict[str, Callable[[Any], Stack]] = {
     "starcoder2": _starcoder2,
     **dict.fromkeys(_LLAMA_LIKE, _llama),
 }
-KNOWN = {*_DECODERS, "t5"}
-"""The model_type of the families whose operations are known."""
+KNOWN = {*_DECODERS, "t5", "idefics2", "idefics3", "smolvlm"}
+"""The model_type of the families whose operations are known. Models that read images tell them by `training_flops`."""
 
 
 def t5_flops(config: Any, passages: tuple[int, int], answers: tuple[int, int], P: int, passes: Passes) -> int:

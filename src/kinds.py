@@ -7,5 +7,5 @@ KINDS = {
     CROSS_ATTENTION: "'cross_attention' around a decoder",
     ENCODER_DECODER: "an encoder-decoder, such as 't5'",
     FUSION_IN_DECODER: "'fusion_in_decoder' around an encoder-decoder",
-    VISION_LANGUAGE: "a decoder that reads images, 'vision_language'",
+    VISION_LANGUAGE: "a decoder that reads images, such as 'vision_language'",
 }

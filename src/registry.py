@@ -42,6 +42,8 @@ MODELS = ComponentTable(
         "lora": "src.models.lora",
         "t5": "src.models.t5.config",
         "vision_language": "src.models.vision_language.config",
+        "vision_language_hf": "src.models.vision_language.pretrained",
+        "vision_language_parts": "src.models.vision_language.assembled",
     },
 )
 DATASETS = ComponentTable(

@@ -3,7 +3,9 @@
 A plain model is saved as a transformers model. Of a cross-attention model the new blocks are saved in the layout of XC-Cache, whose own
 loader needs --with_base; and the base in base/ if it has adapters, was trained, or is nowhere else.
 
-With --standalone it is instead a folder that transformers loads by itself, with its code:
+A model that reads images is saved with the processor of its frames: AutoModelForImageTextToText and AutoProcessor load the folder.
+
+With --standalone a cross-attention model is instead a folder that transformers loads by itself, with its code:
 AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).generate(input_ids, context=context_ids).
 
 python -m src.models.export results/runs/EXP_ID exported                        its last checkpoint
@@ -22,10 +24,12 @@ from src.config import Places
 from src.errors import CheckpointError, ConfigError
 from src.files import new_directory, read_json, write_json
 from src.interfaces import ModelConfig
-from src.models import hf, lora
+from src.models import hf, lora, tokenizer
 from src.models.cross_attention import xc_cache_weights
 from src.models.load import PLACES, checkpoint_folder
 from src.models.trained_model import from_checkpoint
+from src.models.vision_language import processor
+from src.models.vision_language.parts import FAMILIES
 from src.runs.metadata import expand_run
 
 log = logging.getLogger(__name__)
@@ -68,6 +72,8 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None,
             _write(model, made, folder)
         for own in (made, made / "base") if (made / "base").is_dir() else (made,):
             _copy_tokenizer(folder / "tokenizer", own)
+        if getattr(model.config, "model_type", None) in FAMILIES:
+            processor.save(made, folder, tokenizer.load(made))
     log.info("%s: %d adapters merged.", target, merged)
 
 

@@ -73,7 +73,7 @@ class Config(ModelConfig):
         from safetensors import SafetensorError
 
         self.require_files(places)
-        folder = self._folder(places)
+        folder = self.folder(places)
         if self.attention == "flex_attention" and not torch.cuda.is_available():
             raise ConfigError("model.attention: 'flex_attention' cannot train without a GPU: it has no backward pass. Take 'sdpa'.")
         try:
@@ -123,14 +123,14 @@ class Config(ModelConfig):
 
     def check(self, places: Places) -> None:
         self.require_files(places)
-        path = self._folder(places) / "config.json"
+        path = self.folder(places) / "config.json"
         if read_json(path, ConfigError).get("is_encoder_decoder") is True:
             raise ConfigError(f"{path}: of an encoder-decoder, and 'hf' reads decoders. The model part 't5' reads a T5.")
 
     def require_files(self, places: Places) -> None:
         """As `check`, for a model of any kind."""
         self.architecture(places)
-        folder = self._folder(places)
+        folder = self.folder(places)
         if self.quantization is not None and find_spec("bitsandbytes") is None:
             raise ConfigError(f"quantization {self.quantization!r} needs a package that is not installed: pip install -r {BITSANDBYTES}")
         self._check_attention(places)
@@ -151,17 +151,41 @@ class Config(ModelConfig):
         if self.attention == "flex_attention" and sizes and sizes.model_type in WITHOUT_FLEX:
             raise ConfigError(f"model.attention: the family {sizes.model_type!r} has no {self.attention!r}. Take 'sdpa'.")
 
-    def architecture(self, places: Places) -> Architecture | None:
-        path = self._folder(places) / "config.json"
+    def read_config(self, places: Places) -> dict[str, Any]:
+        """The content of config.json.
+
+        Raises:
+            ConfigError: it is not there, or none that save_pretrained made.
+        """
+        path = self.folder(places) / "config.json"
         raw = read_json(path, ConfigError)
         if not isinstance(raw, dict):
             raise ConfigError(f"{path}: expected a dict, got {type(raw).__name__}. Name a folder that save_pretrained made.")
         if "model_type" not in raw:
             raise ConfigError(f'{path}: "model_type" is missing, so its family is not known. Name a folder that save_pretrained made.')
+        return raw
+
+    def load_config(self, places: Places) -> Any:
+        """The same as transformers reads it, with what it takes for what is not there.
+
+        Raises:
+            ConfigError: as `read_config`, or transformers can make nothing of it.
+        """
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import AutoConfig
+
+        self.read_config(places)
         try:
-            sizes = from_dict(raw)
+            return AutoConfig.from_pretrained(self.folder(places), local_files_only=True)
+        except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"{self.folder(places) / 'config.json'}: no model can be made of it ({reason[:300]}).") from error
+
+    def architecture(self, places: Places) -> Architecture | None:
+        try:
+            sizes = from_dict(self.read_config(places))
         except ValueError as error:
-            raise ConfigError(f"{path}: {error}") from None
+            raise ConfigError(f"{self.folder(places) / 'config.json'}: {error}") from None
         return sizes and replace(sizes, attention=self.attention)
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
@@ -177,13 +201,13 @@ class Config(ModelConfig):
             UserError: what `check` raises.
         """
         self.require_files(places)
-        folder = self._folder(places)
+        folder = self.folder(places)
         weights = _find_weights(folder)
         assert weights, "check found them"
         listed = {path.name: [path.stat().st_size, sample_digest(path)] for path in _weight_files(weights)}
         return hashlib.sha256(json.dumps([sha256(folder / "config.json"), listed], sort_keys=True).encode()).hexdigest()
 
-    def _folder(self, places: Places) -> Path:
+    def folder(self, places: Places) -> Path:
         """The folder that has the model's config.json."""
         given = self._local_folder(places)
         if given is not None:

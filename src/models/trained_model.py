@@ -81,6 +81,9 @@ class Config(ModelConfig):
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
         return self.parent(places).cache_bytes(places, value_bytes)
 
+    def frame_sizes(self, places: Places) -> tuple[int, int] | None:
+        return self.parent(places).frame_sizes(places)
+
     def kind(self, places: Places | None) -> str | None:
         return None if places is None else self.parent(places).kind(places)
 

@@ -106,7 +106,7 @@ class Config(DatasetConfig):
         """
         from src.data.streaming.validation import ValidationRows
 
-        texts, images = TextTokens(tokenizer), ImageTokens(self.images, tokenizer)
+        texts, images = TextTokens(tokenizer, self.images.style), ImageTokens(self.images, tokenizer)
         sources = dict[str, Documents]()
         for name in sorted(self.sources):
             listed = manifest.load(places.data / self.sources[name].path / split)

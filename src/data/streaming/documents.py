@@ -151,7 +151,8 @@ class Documents:
         content.learned = [False] * len(content.ids)
         for element in piece.elements:
             if element.grid is not None:
-                ids = self.images.made(element.grid)
+                made = self.images.made(element.grid)
+                ids = made[len(made) - element.tokens :]
                 content.images.append(self.images.config.frames(self._image(document, element.part, whole, swaps)))
                 if len(content.images[-1]) != element.grid.frames:
                     raise DataError("an image has another size than the index says")
@@ -198,7 +199,8 @@ class Documents:
         for part, (kind, width, height) in enumerate(zip(*(parts[name].tolist() for name in ("kind", "width", "height")), strict=True)):
             if kind == IMAGE:
                 grid = self.images.config.grid(width, height)
-                elements.append(Element(part, kind, len(self.images.made(grid)), grid))
+                shared = self.images.shared_tokens if elements and elements[-1].grid else 0
+                elements.append(Element(part, kind, len(self.images.made(grid)) - shared, grid))
             elif counts[part]:
                 elements.append(Element(part, kind, counts[part], None))
         return elements if self._is_read(elements) else []

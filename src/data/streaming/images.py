@@ -55,6 +55,8 @@ class ImagesConfig(StrictConfig):
             raise ValueError(f"max_size: expected a multiple of frame_size, {self.frame_size}, got {self.max_size}.")
         if self.style == "idefics2" and self.max_size > self.frame_size:
             raise ValueError("max_size: images are cut into tiles for 'idefics3' alone. Write that of frame_size.")
+        if self.style == "idefics2" and self.enlarge:
+            raise ValueError("enlarge: for 'idefics2' every image is brought to the size of a frame, so it would be ignored. Remove it.")
         return self
 
     def special_tokens(self) -> list[str]:
@@ -69,8 +71,10 @@ class ImagesConfig(StrictConfig):
 
     def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:
         """(width, height) to which an image is brought, one after the other."""
+        if self.max_size == self.frame_size and not (self.enlarge and self.style == "idefics3"):
+            return [(self.frame_size, self.frame_size)]
         sizes, longer = list[tuple[int, int]](), max(width, height)
-        if longer > self.max_size or (self.enlarge and longer < self.max_size):
+        if longer > self.max_size or self.enlarge:
             aspect = width / height
             if width >= height:
                 short = int(self.max_size / aspect)
@@ -134,6 +138,11 @@ class ImageTokens:
 
     def __reduce__(self) -> Any:
         return _restore, (self.config, self._ids, self._line, self._lines)
+
+    @property
+    def shared_tokens(self) -> int:
+        """With how many tokens an image ends that the next one begins with, if it follows at once: Idefics2 writes them once."""
+        return int(self.config.style == "idefics2")
 
     @cached_property
     def image_id(self) -> int:

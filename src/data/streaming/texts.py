@@ -23,13 +23,16 @@ _RESERVED = (FAKE, IMAGE_TOKEN, GLOBAL)
 class TextTokens:
     """Ids of the texts of documents, by one tokenizer."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", style: str = "idefics3") -> None:
+        """style: of images, see `ImagesConfig`. In that of Idefics2 a text that follows an image begins with a space, too."""
+        self._spaced = style == "idefics2"
         self._safe = SafeTokenizer(tokenizer)
         bos = tokenizer.bos_token_id
         self.begin: list[int] = [bos] if isinstance(bos, int) and bos != self._safe.eos_id else []
         """What a document begins with: the tokenizer's begin token, where it has one of its own."""
         self.end = [self._safe.eos_id]
-        self.digest = hashlib.sha256(f"{RULES}/{self.begin}/{self.end}/{_rules_of(tokenizer)}".encode()).hexdigest()[:16]
+        rules = f"{RULES}/{self.begin}/{self.end}/{_rules_of(tokenizer)}{'/spaced' if self._spaced else ''}"
+        self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
         """Of the rules, and of what in the tokenizer decides about plain text: its control tokens do not."""
 
     def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
@@ -40,19 +43,21 @@ class TextTokens:
         Raises:
             UnicodeDecodeError: a text is not UTF-8.
         """
-        found, after_text = list[list[int]](), False
+        found, after_text, after_image = list[list[int]](), False, False
         for kind, content in zip(kinds, contents, strict=True):
             ids = list[int]()
             if kind in (TEXT, PROMPT) and content is not None:
                 text = content.decode()
                 if text.strip() and not any(token in text for token in _RESERVED):
                     first, *more = text.split(END)
-                    ids = self._safe.encode(f" {first}" if after_text else first)
+                    spaced = after_text or (after_image and self._spaced and not (first[:1].isspace() or first[:1] == "<"))
+                    ids = self._safe.encode(f" {first}" if spaced else first)
                     for piece in more:
                         ids = [*ids, *self.end, *self.begin, *self._safe.encode(piece.lstrip())]
             elif kind not in (TEXT, PROMPT):
-                after_text = False
-            after_text = after_text or bool(ids)
+                after_text, after_image = False, True
+            if ids:
+                after_text, after_image = True, False
             found.append(ids)
         return found
 

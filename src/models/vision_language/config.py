@@ -1,6 +1,6 @@
-"""A decoder that reads images: transformers' Idefics3, whose frames pass through an encoder and a pixel shuffle."""
+"""A decoder that reads images, with random weights: transformers' Idefics3, or with a resampler Idefics2."""
 
-from types import MethodType
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -10,10 +10,10 @@ from src.config import Places
 from src.interfaces import Architecture, ModelConfig
 from src.kinds import VISION_LANGUAGE
 from src.models import tokenizer as prepared_tokenizer
+from src.models.vision_language import parts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import Idefics3ForConditionalGeneration
+    from transformers import PreTrainedModel
 
 
 class Vision(StrictConfig):
@@ -39,8 +39,10 @@ class Config(ModelConfig):
     tokenizer: str = Field(min_length=1)
     """Name of a prepared tokenizer's folder."""
     vision: Vision
-    scale_factor: int = Field(default=2, gt=0)
-    """Patches of a side that the pixel shuffle makes one token."""
+    scale_factor: int | None = Field(default=None, gt=0)
+    """Patches of a side that the pixel shuffle of Idefics3 makes one token; None: 2, where there is no resampler."""
+    resampler: parts.Resampler | None = None
+    """Instead of the pixel shuffle: the model is then an Idefics2."""
     max_tiles: int = Field(default=1, gt=0)
     """Most rows, and columns, of tiles of an image."""
     hidden_size: int = Field(gt=0)
@@ -51,28 +53,25 @@ class Config(ModelConfig):
 
     @model_validator(mode="after")
     def _tokens_are_whole(self) -> "Config":
-        if self.vision.frame_size // self.vision.patch_size % self.scale_factor:
-            raise ValueError(f"scale_factor {self.scale_factor}: the patches of a side do not divide by it.")
+        patches = self.vision.frame_size // self.vision.patch_size
+        parts.require_connector(self.scale_factor, self.resampler, patches, self.max_tiles, self.hidden_size)
         return self
 
     def kind(self, places: Places | None) -> str | None:
         return VISION_LANGUAGE
 
     def new_tokens(self) -> list[str]:
-        tiles = [f"<row_{row}_col_{column}>" for row in range(1, self.max_tiles + 1) for column in range(1, self.max_tiles + 1)]
-        return ["<fake_token_around_image>", "<image>", "<global-img>", *(tiles if self.max_tiles > 1 else [])]
+        return parts.image_tokens(self.max_tiles, self.resampler)
 
-    def build(self, places: Places) -> "Idefics3ForConditionalGeneration":
+    def build(self, places: Places) -> "PreTrainedModel":
         """The model, its weights drawn from torch's global generator.
 
         Raises:
             DataError: the tokenizer is missing or damaged.
         """
-        from transformers import Idefics3Config, Idefics3ForConditionalGeneration
-
         tokenizer = prepared_tokenizer.load(places.data / self.tokenizer, self.new_tokens())
         text: dict[str, Any] = {
-            "model_type": "llama",
+            "model_type": self._family(),
             "vocab_size": len(tokenizer),
             "hidden_size": self.hidden_size,
             "intermediate_size": 4 * self.hidden_size,
@@ -92,17 +91,10 @@ class Config(ModelConfig):
             "image_size": self.vision.frame_size,
             "patch_size": self.vision.patch_size,
         }
-        config = Idefics3Config(
-            vision_config=vision,
-            text_config=text,
-            scale_factor=self.scale_factor,
-            image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-            tie_word_embeddings=False,
-        )
-        model = Idefics3ForConditionalGeneration(config)
-        require_encoder_passes(model)
+        image_id = tokenizer.convert_tokens_to_ids(parts.IMAGE)
+        model = parts.build_random(vision, text, self.scale_factor, self.resampler, image_id, tied=False)
         model.name_or_path = str(places.data / self.tokenizer)
-        return model
+        return parts.complete(model)
 
     def check(self, places: Places) -> None:
         prepared_tokenizer.require(places.data / self.tokenizer)
@@ -110,28 +102,19 @@ class Config(ModelConfig):
     def architecture(self, places: Places) -> Architecture:
         del places  # they are in the config
         sizes = (self.num_layers, self.hidden_size, self.num_heads)
-        return Architecture("llama", *sizes, num_key_value_heads=self.num_heads, max_positions=self.max_positions)
+        return Architecture(self._family(), *sizes, num_key_value_heads=self.num_heads, max_positions=self.max_positions)
 
     def frame_sizes(self, places: Places) -> tuple[int, int]:
-        side = self.vision.frame_size // self.vision.patch_size // self.scale_factor
-        return self.vision.frame_size, side * side
+        patches = self.vision.frame_size // self.vision.patch_size
+        return self.vision.frame_size, parts.tokens_of_frame(self.scale_factor, self.resampler, patches)
+
+    def tokenizer_folder(self, places: Places) -> Path:
+        return places.data / self.tokenizer
 
     def has_random_weights(self) -> bool:
         """Always."""
         return True
 
-
-def require_encoder_passes(model: Any) -> None:
-    """Have the features of frames that no token stands for take part in the result with weight 0.
-
-    A micro-batch without an image then reads one frame that nobody sees: where a model is shared, all processes must make the same passes.
-    """
-    inner = model.model
-    merge = inner.inputs_merger
-
-    def inputs_merger(self: Any, input_ids: "Tensor", inputs_embeds: "Tensor", image_hidden_states: "Tensor") -> "Tensor":
-        if input_ids is not None and not (input_ids == self.config.image_token_id).any():
-            return inputs_embeds + (image_hidden_states.sum() * 0).to(inputs_embeds.dtype)
-        return merge(input_ids, inputs_embeds, image_hidden_states)
-
-    inner.inputs_merger = MethodType(inputs_merger, inner)
+    def _family(self) -> str:
+        """Of the decoder."""
+        return "mistral" if self.resampler else "llama"
