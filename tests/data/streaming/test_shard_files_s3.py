@@ -74,6 +74,12 @@ def test_cut_connections_go_on_at_the_last_good_byte(shard: Shard, tmp_path: Pat
     assert cutter.sent < len(CONTENT) + 4 * 200_000
 
 
+def test_as_long_as_bytes_come_it_is_not_given_up(shard: Shard, tmp_path: Path, cutter: Cutter):
+    cutter.cut(*range(200_000, 2_800_000, 200_000))
+    assert reader(tmp_path, patience=2).read(shard, 0, len(CONTENT)) == CONTENT
+    assert len(cutter.ranges) == 14
+
+
 def test_a_server_that_falls_silent_is_asked_again(shard: Shard, tmp_path: Path, cutter: Cutter):
     cutter.stall(1_000_000)
     assert reader(tmp_path, patience=2).read(shard, 0, len(CONTENT)) == CONTENT
