@@ -176,17 +176,31 @@ def test_an_object_may_be_pickled_and_forked(piped: Callable[..., Shard], tmp_pa
 
 def test_processes_fetch_a_shard_once(piped: Callable[..., Shard], tmp_path: Path):
     wait = "echo x >> {folder}/log; while [ ! -e {folder}/go ]; do sleep 0.01; done; cat {file}"
-    shard = piped("a", wait)
-    answers: Any = FORK.SimpleQueue()
-    processes = [FORK.Process(daemon=True, target=lambda: answers.put(reader(tmp_path).read(shard, 0, SIZE))) for _ in range(4)]
+    shard, answers, end = piped("a", wait), FORK.SimpleQueue(), FORK.Event()
+
+    def child() -> None:
+        files = reader(tmp_path)
+        try:
+            answers.put(files.read(shard, 0, SIZE))
+        except ShardUnavailable as error:
+            answers.put(error)
+        end.wait()  # with the file open: nobody may wait for its lock
+
+    processes = [FORK.Process(daemon=True, target=child) for _ in range(4)]
     for process in processes:
         process.start()
     until((tmp_path / "log").exists)
+    until(lambda: all(has_part_open(process.pid) for process in processes))
     (tmp_path / "go").touch()
     assert [answers.get() for _ in processes] == [content_of("a")] * 4
+    end.set()
     for process in processes:
         process.join()
     assert (tmp_path / "log").read_text() == "x\n"
+
+
+def has_part_open(process: int | None) -> bool:
+    return any(os.readlink(link).endswith(".part") for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink())
 
 
 def test_one_that_was_fetched_in_the_moment_before(piped: Callable[..., Shard], tmp_path: Path):

@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from src.data.streaming.manifest import Shard, ShardChanged, ShardUnavailable
@@ -197,6 +198,14 @@ def test_a_forked_process_reads_too(shard: Shard, s3: S3Server, tmp_path: Path, 
         crowded = reader(tmp_path / "crowded", limit=len(CONTENT))
         crowded.assign([other])
         answers.put((crowded.read(other, 5, 5), crowded.read(shard, 20, 10)))
+        os.kill(psutil.Process().children()[0].pid, signal.SIGKILL)
+        answers.put(crowded.read(shard, 30, 10))
+        replaced = Shard(shard.url, "", 1, shard.bytes - 1)
+        try:
+            reader(tmp_path).read(replaced, 0, 10)
+        except ShardChanged as error:
+            answers.put(str(error))
+        answers.put(crowded.read(shard, 40, 10))
 
     process = context.Process(daemon=True, target=child)
     process.start()
@@ -205,6 +214,9 @@ def test_a_forked_process_reads_too(shard: Shard, s3: S3Server, tmp_path: Path, 
     assert answers.get() == "s3://shards/none.tar: no such object (NoSuchKey)."
     assert answers.get() == (CONTENT[::-1][:10], CONTENT[10:20], {"hits": 1, "misses": 1})
     assert answers.get() == (CONTENT[::-1][5:10], CONTENT[20:30])
+    assert answers.get() == CONTENT[30:40], "also after its reader was killed"
+    assert answers.get() == f"{shard.url}: has 3000000 bytes, and had 2999999 when it was indexed. Index it again."
+    assert answers.get() == CONTENT[40:50], "and not what is left of another answer"
 
 
 def test_what_others_hold_is_read_around(shard: Shard, s3: S3Server, tmp_path: Path, cutter: Cutter):

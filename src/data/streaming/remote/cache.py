@@ -115,7 +115,7 @@ class ShardCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             part = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            self._lock(part, fcntl.LOCK_EX, shard.url)
+            self._lock(part, fcntl.LOCK_EX, shard.url, path)
             if not _is_at(part, path):
                 yield None
                 return
@@ -200,14 +200,20 @@ class ShardCache:
             os.close(descriptor)
         return False
 
-    def _lock(self, descriptor: int, kind: int, what: str) -> None:
-        """Wait for a lock. Raises ShardUnavailable where its holder leaves the file unchanged for long."""
+    def _lock(self, descriptor: int, kind: int, what: str, path: Path | None = None) -> None:
+        """Wait for a lock, or until the file is no more at `path`: who reads it from then on does not give it back.
+
+        Raises:
+            ShardUnavailable: its holder leaves the file unchanged for long.
+        """
         since, changed = time.monotonic(), None
         while True:
             try:
                 fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
+                if path is not None and not _is_at(descriptor, path):
+                    return
                 facts = os.fstat(descriptor)
                 if (facts.st_mtime_ns, facts.st_nlink) != changed:
                     since, changed = time.monotonic(), (facts.st_mtime_ns, facts.st_nlink)

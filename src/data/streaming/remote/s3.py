@@ -7,16 +7,18 @@ of its own, this module's `main`.
 """
 
 import configparser
+import contextlib
 import fnmatch
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Generator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from src.data.streaming.manifest import ShardChanged, ShardUnavailable
 from src.errors import ConfigError
@@ -149,50 +151,69 @@ def _explain(url: str, error: Exception) -> Exception:
     return Interruption(code[1] if code else text.rpartition(" - ")[2].split("\n", 1)[0].rstrip("."))
 
 
-def _read_elsewhere(url: str, etag: str | None, begin: int, end: int, seconds: float) -> Range:
-    """`read_range` in a new process, whose output is a line of JSON and then the bytes."""
-    command = [sys.executable, "-m", "src.data.streaming.remote.s3", url, etag or "", str(begin), str(end), str(seconds)]
-    root = Path(__file__).resolve().parents[4]
-    process = subprocess.Popen(command, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-    assert process.stdout
-    first = json.loads(process.stdout.readline() or '["Interruption", "the process that reads from S3 has ended"]')
-    if isinstance(first, list):
-        process.communicate()
-        raise {"ShardChanged": ShardChanged, "ShardUnavailable": ShardUnavailable}.get(first[0], Interruption)(first[1])
+_readers: dict[int, subprocess.Popen[bytes]] = {}
+"""By the process that asks it."""
 
-    chunks = _chunks_from(process)
+
+def _read_elsewhere(url: str, etag: str | None, begin: int, end: int, seconds: float) -> Range:
+    """`read_range` in this process's reader, which answers with a line of JSON and then the bytes, in chunks with their sizes before."""
+    reader = _readers.get(os.getpid())
+    if reader is None or reader.poll() is not None:
+        command, root = [sys.executable, "-m", "src.data.streaming.remote.s3"], Path(__file__).resolve().parents[4]
+        reader = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        _readers[os.getpid()] = reader
+    assert reader.stdin
+    assert reader.stdout
+    try:
+        reader.stdin.write(json.dumps([url, etag, begin, end, seconds]).encode() + b"\n")
+        reader.stdin.flush()
+        first = json.loads(reader.stdout.readline())
+    except (OSError, ValueError):
+        _end_reader()
+        raise Interruption("the process that reads from S3 has ended") from None
+    if isinstance(first, list):
+        raise {"ShardChanged": ShardChanged, "ShardUnavailable": ShardUnavailable}.get(first[0], Interruption)(first[1])
+    chunks = _chunks_from(reader.stdout)
     next(chunks)
     return Range(first["total"], first["etag"], chunks)
 
 
-def _chunks_from(process: subprocess.Popen[bytes]) -> Generator[bytes]:
-    """What a process writes, after an empty chunk: from there on, the process ends with the iterator."""
-    with process:
-        try:
-            yield b""
-            while process.stdout and (chunk := process.stdout.read(_CHUNK)):
-                yield chunk
-        finally:
-            process.kill()
+def _chunks_from(output: IO[bytes]) -> Generator[bytes]:
+    """What the reader answers, after an empty chunk. The reader ends where that is not wanted to its end."""
+    whole = False
+    try:
+        yield b""
+        while size := int.from_bytes(output.read(4)):
+            yield output.read(size)
+        whole = True
+    finally:
+        if not whole:
+            _end_reader()
+
+
+def _end_reader() -> None:
+    with contextlib.suppress(OSError), _readers.pop(os.getpid()) as reader:
+        reader.kill()
 
 
 def main() -> None:
-    """Write bytes of an object to the standard output, for `_read_elsewhere`. An error behind the first line ends the bytes."""
-    url, etag, begin, end, seconds = sys.argv[1:]
-    try:
-        found = read_range(url, etag or None, int(begin), int(end), float(seconds))
-    except (ShardChanged, ShardUnavailable, Interruption) as error:
-        sys.stdout.write(json.dumps([type(error).__name__, str(error)]) + "\n")
-        return
+    """Read bytes of objects for a forked process, as long as it asks. An error behind the first line of an answer ends the bytes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     out = sys.stdout.buffer
-    out.write(json.dumps({"total": found.total, "etag": found.etag}).encode() + b"\n")
-    try:
-        for chunk in found.chunks:
-            out.write(chunk)
+    for line in sys.stdin:
+        try:
+            found = read_range(*json.loads(line))
+        except (ShardChanged, ShardUnavailable, Interruption) as error:
+            out.write(json.dumps([type(error).__name__, str(error)]).encode() + b"\n")
+        else:
+            out.write(json.dumps({"total": found.total, "etag": found.etag}).encode() + b"\n")
+            with contextlib.suppress(Interruption):
+                for chunk in found.chunks:
+                    out.write(len(chunk).to_bytes(4) + chunk)
+            out.write(bytes(4))
         out.flush()
-    except (Interruption, BrokenPipeError):
-        os._exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(BrokenPipeError):
+        main()
