@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -222,9 +223,21 @@ def agreed_stop(step: int | None) -> TrainingStopped:
 
 
 def ignore_stops(_: int = 0) -> None:
-    """For worker processes: a signal to the process group stops the main process, and the workers end with it."""
+    """For worker processes: a signal to the process group stops the main process, and the workers end with it, also where it is killed."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_after(parent: int) -> None:
+    """End this process once its parent has ended.
+
+    A worker of torch's DataLoader whose parent was killed waits for ever to hand over what it has read: the other end of the pipe is open
+    in the worker itself. It would keep its memory, its ports, and the shards of the cache that it has open.
+    """
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _on_signal(number: int, _: FrameType | None) -> None:
