@@ -26,8 +26,8 @@ def picture(number: int, size: tuple[int, int] = (SIDE, SIDE), kind: str = "PNG"
     return out.getvalue()
 
 
-def tokenizer() -> Any:
-    """Of bytes, with the tokens of images."""
+def tokenizer(images: bool = True) -> Any:
+    """Of bytes. images: with the tokens of images."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -36,7 +36,7 @@ def tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
-    made.add_special_tokens({"extra_special_tokens": TOKENS}, replace_extra_special_tokens=False)
+    made.add_special_tokens({"extra_special_tokens": TOKENS if images else []}, replace_extra_special_tokens=False)
     return made
 
 
