@@ -167,6 +167,13 @@ class MeasuredDataset(Dataset, Protocol):
 
 
 @runtime_checkable
+class DecodedDataset(Dataset, Protocol):
+    """A data set whose samples take long to make, as images are decoded for them."""
+
+    decodes: ClassVar[bool]
+
+
+@runtime_checkable
 class SourcedDataset(Dataset, Protocol):
     """A data set whose samples come from several sources: the training loss of each is logged by name."""
 

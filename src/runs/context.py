@@ -56,7 +56,7 @@ class Options:
     """Optimizer steps between the records of statistics.jsonl; 0: none."""
     limits: Limits = field(default_factory=Limits)
     num_workers: int | None = None
-    """Data loading processes per rank; None: 2 with a GPU, else 0."""
+    """Data loading processes per rank; None: see `training.loader.StepLoader`."""
     keep: RotationRule = field(default_factory=RotationRule)
     """Which checkpoints are kept."""
     launcher_settings: Mapping[str, str | float] = field(default_factory=dict)

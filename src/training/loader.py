@@ -1,5 +1,6 @@
 """The micro-batches of this process, optimizer step by optimizer step."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,15 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from src import distributed
-from src.interfaces import Dataset, SourcedDataset
+from src.errors import UserError
+from src.interfaces import Dataset, DecodedDataset, SourcedDataset
 from src.orders import Cursor, Key, MicroBatch, Order, RankShare
 from src.training.config import LoopConfig
 from src.training.state import State
 from src.training.validation import count_loss_tokens, count_true, to_device
+
+_SMALL = 2**20
+"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +50,29 @@ class Step:
 class _Samples(TorchDataset):
     """Adapts a data set to torch's DataLoader: samples by their keys, with the numbers of their sources."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Dataset, pinned: bool = False) -> None:
+        """pinned: batches are copied to memory from which a GPU reads."""
+        self.dataset, self.pinned = dataset, pinned
         names = sources(dataset)
         self.numbers = {name: number for number, name in enumerate(names)} if len(names) > 1 else {}
 
-    def __getitem__(self, key: Key) -> tuple[Any, int | None]:
+    def __getitem__(self, key: Key) -> tuple[Any, int | None] | UserError:
         number = None
-        if self.numbers and isinstance(self.dataset, SourcedDataset):
-            number = self.numbers[self.dataset.sample_source(*key)]
-        return self.dataset.sample(*key), number
+        try:
+            if self.numbers and isinstance(self.dataset, SourcedDataset):
+                number = self.numbers[self.dataset.sample_source(*key)]
+            return self.dataset.sample(*key), number
+        except UserError as error:  # raised in a process that reads, torch would bury it in a traceback
+            return error
 
-    def collate(self, samples: Sequence[tuple[Any, int | None]]) -> tuple[Mapping[str, Tensor], Tensor | None]:
-        """A micro-batch, and the numbers of its sources."""
+    def collate(self, samples: Sequence[Any]) -> tuple[Mapping[str, Tensor], Tensor | None] | UserError:
+        """A micro-batch, and the numbers of its sources; or what is wrong with its first bad sample."""
+        errors = [sample for sample in samples if isinstance(sample, UserError)]
+        if errors:
+            return errors[0]
         batch = self.dataset.collate([sample for sample, _ in samples])
+        if get_worker_info() and not self.pinned:  # each tensor has a file of its own on its way, which takes longer than a small one
+            batch = {name: tensor.numpy() if tensor.nbytes < _SMALL else tensor for name, tensor in batch.items()}
         return batch, torch.tensor([number for _, number in samples]) if self.numbers else None
 
 
@@ -92,7 +106,7 @@ class StepLoader:
     """What the summed loss of a batch, on the CPU, is divided by; see `TrainSpec`."""
     num_workers: int | None = None
     """Processes that read beside this one, which changes no number; None: 2 beside a GPU, else none, as they would take the cores that
-    train."""
+    train; but one for data that are decoded (`DecodedDataset`), where a core is left."""
 
     def steps(self, start: State) -> Generator[Step]:
         """Yield what each optimizer step after those that `start` has finished reads, on the device. Endless.
@@ -101,13 +115,13 @@ class StepLoader:
         """
         share = RankShare(self.config.sequences_per_step, self.config.micro_batch, distributed.rank(), distributed.world_size())
         gpu = self.device.type == "cuda"
-        samples = _Samples(self.dataset)
+        samples = _Samples(self.dataset, gpu)
         sampler = _BatchSampler(self.order.micro_batches(start.step, share, dict(start.cursor)))
         batches = DataLoader(
             samples,
             batch_sampler=sampler,
             collate_fn=samples.collate,
-            num_workers=(2 if gpu else 0) if self.num_workers is None else self.num_workers,
+            num_workers=self._count_workers(gpu) if self.num_workers is None else self.num_workers,
             worker_init_fn=distributed.ignore_stops,
             pin_memory=gpu,
             generator=torch.Generator(),  # else it draws from the global one
@@ -115,7 +129,11 @@ class StepLoader:
         stream = iter(batches)
         behind: Cursor = {}
         while True:
-            batches, numbers = zip(*(next(stream) for _ in share.numbers), strict=True)
+            read = [next(stream) for _ in share.numbers]
+            for error in (each for each in read if isinstance(each, UserError)):
+                raise error
+            batches, numbers = zip(*read, strict=True)
+            batches = [{name: torch.as_tensor(tensor) for name, tensor in batch.items()} for batch in batches]
             keys, cursors, counters = zip(*(sampler.ahead.popleft() for _ in share.numbers), strict=True)
             behind = {name: value for part in (behind, *cursors) for name, value in part.items()}
             yield Step(
@@ -130,3 +148,9 @@ class StepLoader:
                 counters={name: [sum(values) for values in zip(*(each[name] for each in counters), strict=True)] for name in counters[0]},
                 passes=share.passes,
             )
+
+    def _count_workers(self, gpu: bool) -> int:
+        if gpu:
+            return 2
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return int(isinstance(self.dataset, DecodedDataset) and cores > int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -136,6 +136,8 @@ class StreamedDataset:
     Documents are numbered through the sources, by name.
     """
 
+    decodes: ClassVar[bool] = True
+
     def __init__(self, config: Config, sources: Mapping[str, Documents]) -> None:
         self.config, self.documents = config, list(sources.values())
         self.source_names = list(sources)

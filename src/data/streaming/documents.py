@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _INDEXES = 64
 """Indexes of shards that are held at the same time."""
+_PLANNED = 4096
+"""Documents whose pieces are held: an order asks for them more than once."""
 _WEB_TOKENS = 5
 Swaps = Mapping[tuple[int, int], tuple[int, int]]
 """(document, part) -> (document, part): the image that is read instead of another of the same size."""
@@ -63,6 +65,19 @@ class Piece(NamedTuple):
     frames: int
 
 
+class _Plan(NamedTuple):
+    """What an index says of the sizes of documents and parts, as lists, which are read faster."""
+
+    bad: list[int]
+    first_parts: list[int]
+    """And behind the last document's the number of all parts."""
+    tokens: list[int]
+    """Empty where they were not counted."""
+    kinds: list[int]
+    widths: list[int]
+    heights: list[int]
+
+
 @dataclass
 class Content:
     """A piece as a model reads it."""
@@ -87,11 +102,14 @@ class Documents:
 
     def _make_caches(self) -> None:
         self._index = lru_cache(_INDEXES)(self._load_index)
-        self.elements = lru_cache(4096)(self._make_elements)
+        self._plan = lru_cache(_INDEXES)(self._load_plan)
+        self.elements = lru_cache(_PLANNED)(self._make_elements)
         """The elements of a document by its number, in their order; none where it is left out."""
+        self.pieces = lru_cache(_PLANNED)(self._make_pieces)
+        """(document, (tokens, frames) of a row) -> its pieces in rows. Reads no document where the index has counts of tokens."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name not in ("_index", "elements")}
+        return {name: value for name, value in vars(self).items() if name not in ("_index", "_plan", "elements", "pieces")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
@@ -114,8 +132,7 @@ class Documents:
         shard, number = self.locate(document)
         return int(self._index(shard).documents["offset"][number])
 
-    def pieces(self, document: int, room: tuple[int, int]) -> list[Piece]:
-        """The pieces of a document in rows with `room` for tokens and frames. Reads no document where the index has counts of tokens."""
+    def _make_pieces(self, document: int, room: tuple[int, int]) -> list[Piece]:
         elements = self.elements(document)
         before, after = len(self.texts.begin), len(self.texts.end)
         pieces, own, tokens, frames = list[Piece](), list[Element](), before, 0
@@ -184,23 +201,24 @@ class Documents:
 
     def _make_elements(self, document: int) -> list[Element]:
         shard, number = self.locate(document)
-        index = self._index(shard)
-        if index.documents["bad"][number] != GOOD:
+        plan = self._plan(shard)
+        if plan.bad[number] != GOOD:
             return []
-        first, parts = int(index.documents["first_part"][number]), index.parts_of(number)
-        if index.tokens is not None and index.facts.get("tokenizer") == self.texts.digest:
-            counts = index.tokens[first : first + len(parts)].tolist()
-        else:
+        first, end = plan.first_parts[number], plan.first_parts[number + 1]
+        counts = plan.tokens[first:end]
+        if not counts:
             try:
+                parts = self._index(shard).parts_of(number)
                 counts = [len(ids) for ids in self._encode(parts, self._read_parts(shard, parts, (TEXT, PROMPT)))]
             except DataError:
-                counts = [0] * len(parts)
+                counts = [0] * (end - first)
         elements = []
-        for part, (kind, width, height) in enumerate(zip(*(parts[name].tolist() for name in ("kind", "width", "height")), strict=True)):
+        for part in range(end - first):
+            kind = plan.kinds[first + part]
             if kind == IMAGE:
-                grid = self.images.config.grid(width, height)
+                grid, tokens = self.images.grid_and_tokens(plan.widths[first + part], plan.heights[first + part])
                 shared = self.images.shared_tokens if elements and elements[-1].grid else 0
-                elements.append(Element(part, kind, len(self.images.made(grid)) - shared, grid))
+                elements.append(Element(part, kind, tokens - shared, grid))
             elif counts[part]:
                 elements.append(Element(part, kind, counts[part], None))
         return elements if self._is_read(elements) else []
@@ -232,6 +250,16 @@ class Documents:
             return self.texts.encode(parts["kind"].tolist(), contents)
         except UnicodeDecodeError as error:
             raise DataError(f"a text is not UTF-8 ({error.reason})") from None
+
+    def _load_plan(self, shard: int) -> "_Plan":
+        index = self._index(shard)
+        counted = index.tokens is not None and index.facts.get("tokenizer") == self.texts.digest
+        return _Plan(
+            index.documents["bad"].tolist(),
+            [*index.documents["first_part"].tolist(), len(index.parts)],
+            index.tokens.tolist() if counted and index.tokens is not None else [],
+            *(index.parts[name].tolist() for name in ("kind", "width", "height")),
+        )
 
     def _load_index(self, shard: int) -> TarIndex:
         own = self.manifest.shards[shard]

@@ -133,8 +133,13 @@ class ImageTokens:
         self._ids = {token: known[token] for token in config.special_tokens()}
         self._line = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
         self._lines = tuple(tokenizer("\n\n", add_special_tokens=False)["input_ids"])
+        self._make_caches()
+
+    def _make_caches(self) -> None:
         self.made = lru_cache(4096)(self._make)
         """Ids of an image's tokens by its grid."""
+        self.grid_and_tokens = lru_cache(4096)(self._measure)
+        """(width, height) of an image -> its grid, and how many tokens stand for it."""
 
     def __reduce__(self) -> Any:
         return _restore, (self.config, self._ids, self._line, self._lines)
@@ -148,6 +153,10 @@ class ImageTokens:
     def image_id(self) -> int:
         """That of `<image>`."""
         return self._ids[IMAGE]
+
+    def _measure(self, width: int, height: int) -> tuple[Grid, int]:
+        grid = self.config.grid(width, height)
+        return grid, len(self.made(grid))
 
     def _make(self, grid: Grid) -> tuple[int, ...]:
         fake, frame = self._ids[FAKE], (self._ids[IMAGE],) * self.config.image_tokens
@@ -167,7 +176,7 @@ class ImageTokens:
 def _restore(config: ImagesConfig, ids: dict[str, int], line: tuple[int, ...], lines: tuple[int, ...]) -> ImageTokens:
     made = ImageTokens.__new__(ImageTokens)
     made.config, made._ids, made._line, made._lines = config, ids, line, lines
-    made.made = lru_cache(4096)(made._make)
+    made._make_caches()
     return made
 
 
