@@ -41,6 +41,8 @@ class InterleavedBatch(PackedBatch):
     """(B, T) float32: how much the loss of each token counts; without it all count 1."""
     counted: "Tensor"
     """(S, K) int64: what was read from each source, as `data.streaming.dataset.COUNTED` names it."""
+    cached: "Tensor"
+    """(2,) int64: reads of shards that are elsewhere, those from the cache and all."""
 
 
 class ContextBatch(TokenBatch):

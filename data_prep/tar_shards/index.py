@@ -55,6 +55,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--verify", action="store_true", help="decode each image once; documents with one that cannot be are bad")
     add("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(default: one for each core)")
     add("--output", type=Path, metavar="FOLDER", help="where indexes and shards.json are written (default: each index beside its tar)")
+    add("--tokenizer", metavar="FOLDER", help="count the tokens of each text, so that a training plans its rows without reading a tar")
     add("--source", default="", metavar="NAME", help="of --output: what the documents are counted as in a training")
     add("--slice", default="0/1", metavar="I/N", help="index every N-th shard, from the I-th on, which is counted from 0")
 

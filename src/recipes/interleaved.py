@@ -60,6 +60,7 @@ class Config(Pretraining):
                 for source, name in enumerate(names)
                 for number, kind in enumerate(streamed.COUNTED)
             }
+            counted["cache_hits"] = batch["cached"][0], batch["cached"][1]
             return summed, {**counted, **{f"loss/{name}": (by_source[i, 0], by_source[i, 1]) for i, name in enumerate(names)}}
 
         return loss_and_sums
@@ -67,8 +68,10 @@ class Config(Pretraining):
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
         return float(batch["loss_weights"][batch["loss_mask"]].sum()) if "loss_weights" in batch else super().count(batch)
 
-    def begin(self, train: Dataset, run: Run) -> None:
-        """Pass over what the run has found to be unreadable."""
+    def begin(self, train: Dataset, val: Any, run: Run) -> None:
+        """Check what is asked, and pass over what the run has found to be unreadable."""
+        if self.answers:
+            self.answers.require(val)
         if isinstance(train, streamed.StreamedDataset):
             train.quarantine.open(run.path)
 
@@ -91,6 +94,8 @@ class Config(Pretraining):
 
     def more_scores(self, val: Any, scorer: Scorer) -> dict[str, float]:
         """val_loss_shuffled_context: that of the same documents with other documents' images; and the scores of `answers`."""
+        if not val.reads_contexts:
+            return scorer.answers(self.answers, val) if self.answers else {}
         shuffled = val.with_shuffled_contexts()
         parts = {name: scorer.loss_sums(part) for name, part in shuffled.parts.items()}
         scores = {SHUFFLED: sum(part.loss_sum for part in parts.values()) / sum(part.tokens for part in parts.values())}

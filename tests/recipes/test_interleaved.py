@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from data_prep.tar_shards.write import Document, Part, Writing, write
 from src.config import Places
 from src.data.streaming import audit
 from src.errors import ConfigError, DataError, RunError
@@ -167,6 +168,31 @@ def test_what_cannot_be_trained_is_refused(changes: dict[str, Any], match: str):
         load_experiment(override(PAGES, changes), "here")
 
 
+@pytest.mark.parametrize(
+    ("questions", "match"),
+    [(13, "answers.questions: 13 of a validation set of 10"), (2, None)],
+)
+def test_questions_must_be_there(folder: Path, tmp_path: Path, questions: int, match: str | None, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "data").symlink_to(folder / "data")
+    exp = override(PAGES, {"answers.questions": questions, "loop.steps": 2, "loop.eval_every": 2})
+    assert toy.main(["-e", "pages"], {"pages": [exp]}, tmp_path) == (1 if match else 0)
+    assert (match or "") in capsys.readouterr().err
+
+
+def test_pages_without_images_have_no_control(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_data(tmp_path / "data")
+    plain = [Document(f"{i:03}", [Part("text", b"text alone")]) for i in range(8)]
+    for split in ("train", "val"):
+        write(tmp_path / "data" / "plain" / split, plain, {}, Writing(source="plain"))
+    exp = override(PAGES, {"data.sources": {"plain": {"path": "plain"}}, "loop.steps": 2, "loop.eval_every": 2})
+    asking, exp = exp, {name: value for name, value in exp.items() if name != "answers"}
+    assert toy.main(["-e", "pages"], {"pages": [exp]}, tmp_path) == 0
+    assert not [name for name in toy.evaluations(tmp_path, exp_id(exp))[-1] if "shuffled" in name]
+    asking = override(asking, {"answers.questions": 1})
+    assert toy.main(["-e", "pages"], {"pages": [asking]}, tmp_path) == 1
+    assert "answers.shuffled_context: these data are read without contexts" in capsys.readouterr().err
+
+
 def test_frames_must_be_those_of_the_model(folder: Path):
     found: Any = load_experiment(override(PAGES, {"data.images.image_tokens": 4}), "here")
     with pytest.raises(
@@ -191,6 +217,21 @@ def test_bad_documents_are_told_and_left_in_the_run(tmp_path: Path):
     data = found.data.build(Places(tmp_path / "data", tmp_path), pages.tokenizer(), "train", 0)
     with pytest.raises(DataError, match=r"pages: document 3 of shard-00000\.tar"):
         data.sample(0, data.first(1) + 3)
+
+
+def test_a_shard_that_was_replaced_between_two_starts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """By another of the same size."""
+    write_data(tmp_path / "data")
+    assert toy.main(["-e", "pages"], {"pages": [PAGES]}, tmp_path) == 0
+    run = tmp_path / "runs" / exp_id(PAGES)
+    (run / "status.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-00000024")
+    path = tmp_path / "data" / "more_pages" / "train" / "shard-00001.tar"
+    content = bytearray(path.read_bytes())
+    content[512:514] = b"zz"
+    path.write_bytes(content)
+    assert toy.main(["-e", "pages"], {"pages": [PAGES]}, tmp_path) == 1
+    assert "content of more_pages: no longer what this run began with" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from src.data.streaming.arrangement import Source, Streams
 from src.data.streaming.documents import Content, Documents, Piece, Rules, Swaps
 from src.data.streaming.images import ImagesConfig, ImageTokens
 from src.data.streaming.quarantine import ErrorPolicy, Quarantine
-from src.data.streaming.shard_files import ShardFiles
+from src.data.streaming.shard_files import open_files
 from src.data.streaming.texts import TextTokens
 from src.errors import ConfigError, DataError, check_all
 from src.interfaces import DatasetConfig, require_fit
@@ -110,7 +110,7 @@ class Config(DatasetConfig):
         sources = dict[str, Documents]()
         for name in sorted(self.sources):
             listed = manifest.load(places.data / self.sources[name].path / split)
-            sources[name] = Documents(listed, ShardFiles(listed.folder), texts, images, self.rules)
+            sources[name] = Documents(listed, open_files(listed.folder, places.data), texts, images, self.rules)
         data = StreamedDataset(self, sources)
         return data if split == "train" else ValidationRows(data, sorted(sources))
 
@@ -128,6 +128,8 @@ class Sample:
     """Of each image, (frames, 3, E, E) float32."""
     counted: list[list[int]] = field(default_factory=list)
     """(sources, COUNTED)."""
+    cached: tuple[int, int] = (0, 0)
+    """Reads of shards that are elsewhere: those from the cache, and all."""
 
 
 class StreamedDataset:
@@ -254,7 +256,11 @@ class StreamedDataset:
 
     def _add(self, row: Sample, document: int, piece: Piece, swaps: Swaps | None) -> None:
         source, own = self.locate(document)
+        counters = self.documents[source].files.counters
+        before = counters["hits"], counters["misses"]
         content = self._read(source, own, piece, swaps)
+        hits, misses = counters["hits"] - before[0], counters["misses"] - before[1]
+        row.cached = row.cached[0] + hits, row.cached[1] + hits + misses
         counted = row.counted[source]
         if content is None:
             end = self.documents[source].texts.end[0]
@@ -302,6 +308,7 @@ class StreamedDataset:
             "frames": torch.from_numpy(frames),
             "source_ids": source_ids,
             "counted": torch.tensor([row.counted for row in samples]).sum(0),
+            "cached": torch.tensor([row.cached for row in samples]).sum(0),
         }
         if set(self.weights) != {1.0}:
             batch["loss_weights"] = torch.tensor(self.weights, dtype=torch.float32)[source_ids]

@@ -3,6 +3,8 @@
 The tars may be in the folder or anywhere else; plans and orders read the folder alone.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +14,8 @@ from src import files
 from src.errors import DataError
 
 NAME = "shards.json"
+_SAMPLED = 512
+"""Tars at most of which samples are taken, and samples in all."""
 
 
 class ShardError(DataError):
@@ -72,6 +76,20 @@ def load(folder: Path) -> Manifest:
     if not shards:
         raise DataError(f"{path}: lists no shard. {again}")
     return Manifest(folder, shards, facts)
+
+
+def sample_digest(manifest: Manifest) -> str:
+    """Digest of samples of the tars that are files here, of some of them where they are many: of one that is changed in place it differs.
+
+    Raises:
+        DataError: one of them cannot be read.
+    """
+    local = [path for shard in manifest.shards if (path := manifest.folder / shard.url).is_file()]
+    samples = []
+    for path in local[:: -(-len(local) // _SAMPLED) or 1]:
+        with files.reading(path, DataError):
+            samples.append([path.name, files.sample_digest(path, edge=4096, pieces=max(4, _SAMPLED // len(local)))])
+    return hashlib.sha256(json.dumps(samples).encode()).hexdigest()
 
 
 def save(manifest: Manifest) -> None:

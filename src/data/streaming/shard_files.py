@@ -156,6 +156,23 @@ class ShardFiles:
         return content.getvalue()
 
 
+def open_files(folder: Path, data: Path) -> ShardFiles:
+    """Reads the shards of the manifest in `folder`. Those that are elsewhere are kept in DATA/shard_cache, in at most 100 GB, or where and
+    how much SHARD_CACHE and SHARD_CACHE_GB say: a property of the machine, not of an experiment.
+
+    Raises:
+        ConfigError: SHARD_CACHE_GB is no number above 0.
+    """
+    given = os.environ.get("SHARD_CACHE_GB", "100")
+    try:
+        size = int(float(given) * 1e9)
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ConfigError(f"SHARD_CACHE_GB: expected a number above 0, got {given!r}.")
+    return ShardFiles(folder, cache=Path(os.environ.get("SHARD_CACHE") or data / "shard_cache"), cache_bytes=size)
+
+
 _all: "weakref.WeakSet[ShardFiles]" = weakref.WeakSet()
 
 

@@ -2,13 +2,13 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from src.batches import InterleavedBatch
 from src.data.packing.lanes import Packing, pack_epoch
 from src.data.streaming.documents import Piece, Swaps
 from src.data.streaming.tar_index import PROMPT, TEXT
-from src.errors import DataError
 from src.interfaces import Batch
 
 if TYPE_CHECKING:
@@ -58,10 +58,11 @@ class ValidationRows:
         self._rows = [(name, row) for name, own in self._ranges.items() for row in self._pack(own)]
         self._questions = [question for own in self._ranges.values() for document in own if (question := self._ask(document))]
 
-    @property
+    @cached_property
     def parts(self) -> "Mapping[str, ValidationRows]":
-        """The rows of each source, by name."""
-        return {name: ValidationRows(self.data, [name], self.shuffled) for name in self.names} if len(self.names) > 1 else {"": self}
+        """The rows of each source, by name; of those with other images only the sources that have some."""
+        own = [name for name in self.names if self._swaps.get(name) or not self.shuffled]
+        return {name: ValidationRows(self.data, [name], self.shuffled) for name in own} if len(self.names) > 1 else {"": self}
 
     def __len__(self) -> int:
         """Rows."""
@@ -80,8 +81,14 @@ class ValidationRows:
         batch.pop("loss_weights", None)
         return batch
 
-    reads_contexts = True
-    """Images are to these documents what contexts are to a question."""
+    @property
+    def reads_contexts(self) -> bool:
+        """Whether there are images that can be swapped. They are to documents what contexts are to a question."""
+        return any(self._control._swaps.values())
+
+    @cached_property
+    def _control(self) -> "ValidationRows":
+        return ValidationRows(self.data, self.names, shuffled=True)
 
     @property
     def num_questions(self) -> int:
@@ -128,12 +135,8 @@ class ValidationRows:
         return {**batch, **({"pixel_values": torch.from_numpy(np.concatenate(frames))[None]} if frames else {})}
 
     def with_shuffled_contexts(self) -> "ValidationRows":
-        """The same documents, each with images of others of the same size: a control.
-
-        Raises:
-            DataError: no image has another of its size in another document.
-        """
-        return ValidationRows(self.data, self.names, shuffled=True)
+        """The same documents, each with images of others of the same size: a control."""
+        return self._control
 
     def _pack(self, documents: Sequence[int]) -> list[list[int]]:
         data = self.data
@@ -167,6 +170,4 @@ class ValidationRows:
                 other = images[(place + most) % len(images)]
                 if other[0] != image[0]:
                     swaps[image] = other
-        if not swaps:
-            raise DataError("data: the validation documents have no two images of one size, so none can be read instead of another.")
         return swaps
