@@ -70,7 +70,12 @@ GROUPS = {
         "training/parallel/test_engine.py",
         "training/checkpointing/test_full_disk.py",
     ],
-    "s3": ["data/streaming/test_shard_files_s3.py", "data/streaming/test_remote_index.py", "data/streaming/test_shard_lists.py"],
+    "s3": [
+        "data/streaming/test_shard_files_s3.py",
+        "data/streaming/test_remote_index.py",
+        "data/streaming/test_shard_lists.py",
+        "data/streaming/test_training_from_s3.py",
+    ],
     "deepspeed": ["test_flagship.py", "test_readme_scripts.py"],
 }
 """Files whose tests share what is started or trained once a session, or DeepSpeed's default port, and so run in one process."""

@@ -31,6 +31,8 @@ from src.data.streaming import manifest, tar_index
 from src.data.streaming.manifest import Manifest, Shard
 from src.data.streaming.remote.transfer import PIPE, REMOTE, Source, source_of, transfer
 from src.data.streaming.shard_lists import Listed, list_shards
+from src.data.streaming.texts import TextTokens, count_tokens
+from src.data.text import tokenizers
 from src.errors import ConfigError, DataError
 from src.files import writing
 
@@ -60,20 +62,27 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--slice", default="0/1", metavar="I/N", help="index every N-th shard, from the I-th on, which is counted from 0")
 
 
-def index_tars(tars: Sequence[Path], verify: bool = False, processes: int = 1) -> list[Indexed]:
-    """Write the indexes that are not there; what is known of all, in order.
+def index_tars(tars: Sequence[Path], verify: bool = False, processes: int = 1, texts: TextTokens | None = None) -> list[Indexed]:
+    """Write the indexes that are not there; what is known of all, in order. texts: whose tokens are counted.
 
     Raises:
         DataError: tars cannot be read, or are cut: one line for each, after all others were indexed.
         ConfigError: there would be no process.
     """
-    return _index_all(functools.partial(index_tar, verify=verify), tars, processes)
+    return _index_all(functools.partial(index_tar, verify=verify, texts=texts), tars, processes)
 
 
 def index_into(
-    output: Path, listed: Sequence[Listed], verify: bool = False, processes: int = 1, part: slice = slice(None)
+    output: Path,
+    listed: Sequence[Listed],
+    verify: bool = False,
+    processes: int = 1,
+    part: slice = slice(None),
+    texts: TextTokens | None = None,
 ) -> list[Indexed]:
     """Write the indexes into a folder, and the list where the indexes of all shards are there. part: of the list, which is indexed now.
+
+    texts: whose tokens are counted.
 
     Raises:
         DataError: as `index_tars`.
@@ -82,7 +91,7 @@ def index_into(
     """
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
-    found = _index_all(functools.partial(_index_listed, output=output, verify=verify), listed[part], processes)
+    found = _index_all(functools.partial(_index_listed, output=output, verify=verify, texts=texts), listed[part], processes)
     indexed = [_load_listed(output, one) for one in listed]
     shards = [_shard(output, one, index) for one, index in zip(listed, indexed, strict=True) if index]
     if len(shards) == len(listed):
@@ -111,18 +120,16 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
     return found
 
 
-def index_tar(tar: Path, verify: bool) -> Indexed:
+def index_tar(tar: Path, verify: bool, texts: TextTokens | None = None) -> Indexed:
     """Write the index of a tar, if it is not there.
 
     Raises:
         DataError: it cannot be read.
     """
-    index = _load_index(tar, verify)
-    if index is None:
+    index = _load_index(tar)
+    if index is None or _lacks(index, verify, texts):
         with tar_index.open_tar(tar) as content:
-            index = tar_index.build(content)
-            if verify:
-                tar_index.verify(index, content)
+            index = _build(content, verify, texts)
         tar_index.save(index, tar)
     return _summary(tar, index)
 
@@ -132,15 +139,29 @@ def _summary(tar: Path | str, index: tar_index.TarIndex) -> Indexed:
     return Indexed(tar, len(index), int(index.documents["images"].sum()), bad, index.facts.get("cut", [""])[0])
 
 
-def _load_index(tar: Path, verify: bool) -> tar_index.TarIndex | None:
+def _build(content: memoryview, verify: bool, texts: TextTokens | None) -> tar_index.TarIndex:
+    index = tar_index.build(content)
+    if verify:
+        tar_index.verify(index, content)
+    if texts:
+        count_tokens(index, content, texts)
+    return index
+
+
+def _lacks(index: tar_index.TarIndex, verify: bool, texts: TextTokens | None) -> bool:
+    """Whether something is asked for that an index does not have."""
+    return (verify and not index.facts.get("verified")) or (texts is not None and index.facts.get("tokenizer") != texts.digest)
+
+
+def _load_index(tar: Path) -> tar_index.TarIndex | None:
     try:
         index = tar_index.load(tar)
     except DataError:
         return None
-    return None if "cut" in index.facts or (verify and not index.facts.get("verified")) else index
+    return None if "cut" in index.facts else index
 
 
-def _index_listed(one: Listed, output: Path, verify: bool) -> Indexed:
+def _index_listed(one: Listed, output: Path, verify: bool, texts: TextTokens | None) -> Indexed:
     """Write the index of a shard into a folder, if it is not there."""
     is_file = not one.url.startswith(REMOTE)
     if is_file and not Path(one.url).is_file():
@@ -148,11 +169,9 @@ def _index_listed(one: Listed, output: Path, verify: bool) -> Indexed:
     source = Source(one.url, Path(one.url).stat().st_size) if is_file else source_of(one.url)
     index = _load_listed(output, one)
     known = index and (source.url.startswith(PIPE) or (index.facts["bytes"], index.facts["etag"]) == source[1:])
-    if index is None or not known or (verify and not index.facts.get("verified")):
+    if index is None or not known or _lacks(index, verify, texts):
         with tar_index.open_tar(Path(one.url)) if is_file else _fetch(source, output) as content:
-            index = tar_index.build(content)
-            if verify:
-                tar_index.verify(index, content)
+            index = _build(content, verify, texts)
             sha256 = None if is_file else hashlib.sha256(content).hexdigest()
         index.facts |= {"url": one.url, "etag": source.etag, "sha256": sha256}
         tar_index.save(index, _place(output, one))
@@ -196,15 +215,16 @@ def _shard(output: Path, one: Listed, index: tar_index.TarIndex) -> Shard:
     return Shard(url, place.name + tar_index.SUFFIX, len(index), facts["bytes"], one.source, facts["sha256"], facts["etag"])
 
 
-def _print(tars: Sequence[str], output: Path | None, source: str, verify: bool, processes: int, **given: str) -> None:
-    part, listed = _slice(given["slice"]), list_shards(tars)
+def _print(tars: Sequence[str], output: Path | None, source: str, verify: bool, processes: int, **given: str | None) -> None:
+    part, listed = _slice(given["slice"] or ""), list_shards(tars)
+    texts = TextTokens(tokenizers.load(given["tokenizer"])) if given["tokenizer"] else None
     if output is None:
         elsewhere = next((one.url for one in listed if one.url.startswith(REMOTE)), None)
         if elsewhere or source:
             raise ConfigError(f"{elsewhere or '--source'}: --output is needed, a folder for shards.json and the indexes.")
-        found = index_tars([Path(one.url) for one in listed[part]], verify, processes)
+        found = index_tars([Path(one.url) for one in listed[part]], verify, processes, texts)
     else:
-        found = index_into(output, [Listed(one.url, source or one.source) for one in listed], verify, processes, part)
+        found = index_into(output, [Listed(one.url, source or one.source) for one in listed], verify, processes, part, texts)
     for one in found:
         if one.bad:
             print(f"{one.tar}: {sum(one.bad.values())} of {one.documents} documents are bad: {dict(one.bad)}")

@@ -6,6 +6,7 @@ import pytest
 
 from data_prep.tar_shards import index
 from src.data.streaming import tar_index
+from tests.data.streaming import pages
 from tests.data.streaming.test_tar_index import DOCUMENTS, WHOLE, tar_of
 
 
@@ -58,3 +59,24 @@ def test_real_captions(shared_data: Path, tmp_path: Path, capsys: pytest.Capture
                 data = bytes(content[int(part["offset"]) : int(part["offset"]) + int(part["size"])])
                 kind = tar_index.KINDS[part["kind"]]
                 assert data.startswith(b"\xff\xd8") if kind == "image" else data.decode()
+
+
+def test_tokens_are_counted_where_a_tokenizer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """As the writer counts them; an index without them, or with those of another tokenizer, is made again."""
+    listed = pages.write_pages(tmp_path / "pages", 30)
+    pages.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tars = [listed.folder / shard.url for shard in listed.shards]
+    wanted = [tar_index.load(tar).tokens for tar in tars]
+    for tar in tars:
+        tar.with_name(f"{tar.name}.idx").unlink()
+    assert index.main([*map(str, tars)]) == 0
+    assert [tar_index.load(tar).tokens for tar in tars] == [None, None]
+    assert index.main([*map(str, tars), "--tokenizer", str(tmp_path / "tokenizer")]) == 0
+    for tar, tokens in zip(tars, wanted, strict=True):
+        found = tar_index.load(tar).tokens
+        assert found is not None
+        assert tokens is not None
+        assert found.tolist() == tokens.tolist()
+    capsys.readouterr()
+    assert index.main([str(tars[0]), "--tokenizer", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().err
