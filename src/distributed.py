@@ -79,6 +79,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def local_world_size() -> int:
+    """Number of those that are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def is_main() -> bool:
     """Whether this is rank 0, which writes the files."""
     return rank() == 0

@@ -7,6 +7,7 @@ from pydantic import model_validator
 
 from src.config import Places
 from src.data.streaming import dataset as streamed
+from src.data.streaming import manifest
 from src.errors import ConfigError
 from src.evaluation.config import Answers
 from src.interfaces import Dataset
@@ -68,12 +69,15 @@ class Config(Pretraining):
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
         return float(batch["loss_weights"][batch["loss_mask"]].sum()) if "loss_weights" in batch else super().count(batch)
 
-    def begin(self, train: Dataset, val: Any, run: Run) -> None:
-        """Check what is asked, and pass over what the run has found to be unreadable."""
+    def begin(self, train: Dataset, val: Any, run: Run) -> Mapping[str, str]:
+        """Check what is asked, and pass over what the run has found to be unreadable. Returns digests of samples of the tars."""
         if self.answers:
             self.answers.require(val)
-        if isinstance(train, streamed.StreamedDataset):
-            train.quarantine.open(run.path)
+        if not isinstance(train, streamed.StreamedDataset):
+            return {}
+        train.quarantine.open(run.path)
+        sources = zip(train.source_names, train.documents, strict=True)
+        return {f"content of data.sources.{name}": manifest.sample_digest(documents.manifest) for name, documents in sources}
 
     def score_names(self) -> list[str]:
         return [*super().score_names(), SHUFFLED, *(self.answers.score_names() if self.answers else [])]

@@ -86,8 +86,7 @@ class Pretraining(Finetuning):
             tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
             val = self.data.build(run.places, tokenizer, "val", self.seed)
             train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val
-            self.begin(train, val, run)
-            inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
+            inputs = {**fingerprints(run, train, tokenizer, self.model.fingerprint(run.places)), **self.begin(train, val, run)}
 
         def evaluate(accelerator: Any) -> dict[str, float]:
             scorer = Scorer(model, tokenizer, loss, self.micro_batch, accelerator.device, self.measures_accuracy)
@@ -105,8 +104,12 @@ class Pretraining(Finetuning):
         spec = TrainSpec(model, about, train, inputs, self.training_loss(loss), evaluate, finish, count=self.count)
         self.fit_or_evaluate(spec, run)
 
-    def begin(self, train: Dataset, val: Any, run: Run) -> None:
-        """Called on every rank before the training; raises a UserError where it could not be evaluated."""
+    def begin(self, train: Dataset, val: Any, run: Run) -> Mapping[str, str]:
+        """Called on every rank before the training, which could not be evaluated where it raises a UserError.
+
+        Returns more fingerprints of inputs by name, which must not change between starts.
+        """
+        return {}
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
         """What the training loss of a batch, on the CPU, is divided by: its learned tokens."""

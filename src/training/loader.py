@@ -128,29 +128,34 @@ class StepLoader:
         )
         stream = iter(batches)
         behind: Cursor = {}
-        while True:
-            read = [next(stream) for _ in share.numbers]
-            for error in (each for each in read if isinstance(each, UserError)):
-                raise error
-            batches, numbers = zip(*read, strict=True)
-            batches = [{name: torch.as_tensor(tensor) for name, tensor in batch.items()} for batch in batches]
-            keys, cursors, counters = zip(*(sampler.ahead.popleft() for _ in share.numbers), strict=True)
-            behind = {name: value for part in (behind, *cursors) for name, value in part.items()}
-            yield Step(
-                [to_device(batch, self.device) for batch in batches],
-                [number if number is None else number.to(self.device, non_blocking=True) for number in numbers],
-                count=sum(self.count(batch) for batch in batches),
-                loss_tokens=count_true(batches, "loss_mask"),
-                read_tokens=count_true(batches, "attention_mask") + count_true(batches, "context_mask"),
-                sequences=sum(len(batch["input_ids"]) for batch in batches),
-                keys=keys,
-                cursor=behind,
-                counters={name: [sum(values) for values in zip(*(each[name] for each in counters), strict=True)] for name in counters[0]},
-                passes=share.passes,
-            )
+        try:
+            while True:
+                read = [next(stream) for _ in share.numbers]
+                for error in (each for each in read if isinstance(each, UserError)):
+                    raise error
+                batches, numbers = zip(*read, strict=True)
+                batches = [{name: torch.as_tensor(tensor) for name, tensor in batch.items()} for batch in batches]
+                keys, cursors, counters = zip(*(sampler.ahead.popleft() for _ in share.numbers), strict=True)
+                behind = {name: value for part in (behind, *cursors) for name, value in part.items()}
+                yield Step(
+                    [to_device(batch, self.device) for batch in batches],
+                    [number if number is None else number.to(self.device, non_blocking=True) for number in numbers],
+                    count=sum(self.count(batch) for batch in batches),
+                    loss_tokens=count_true(batches, "loss_mask"),
+                    read_tokens=count_true(batches, "attention_mask") + count_true(batches, "context_mask"),
+                    sequences=sum(len(batch["input_ids"]) for batch in batches),
+                    keys=keys,
+                    cursor=behind,
+                    counters={
+                        name: [sum(values) for values in zip(*(each[name] for each in counters), strict=True)] for name in counters[0]
+                    },
+                    passes=share.passes,
+                )
+        finally:
+            del stream  # a traceback would keep it, and the end of this process would wait for those that read
 
     def _count_workers(self, gpu: bool) -> int:
         if gpu:
             return 2
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return int(isinstance(self.dataset, DecodedDataset) and cores > int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return int(isinstance(self.dataset, DecodedDataset) and cores > distributed.local_world_size())

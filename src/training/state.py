@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from src import files
-from src.data.streaming import manifest
 from src.errors import CheckpointError, DataError
 from src.interfaces import Dataset
 from src.orders import Cursor
@@ -144,8 +143,7 @@ def content_samples(run: Run) -> dict[str, str]:
     """{"content of NAME": digest} of each prepared data set that the experiment's data name.
 
     Its fingerprint is that of its manifest; this is of samples of the files themselves, about 6 MiB of a data set. So a file that was
-    changed in place is noticed, unless few bytes of a large one were. Stores of encoded contexts are not sampled;
-    of tars that are streamed those that are files here are.
+    changed in place is noticed, unless few bytes of a large one were. Stores of encoded contexts are not sampled.
     """
     found = {}
     for name in sorted({value for value in _texts(run.dir.exp.get("data")) if os.path.isfile(run.places.data / value / files.MANIFEST)}):
@@ -155,9 +153,6 @@ def content_samples(run: Run) -> dict[str, str]:
         with files.reading(folder, DataError):
             samples = [[file, files.sample_digest(folder / file, 1024 * pieces, pieces)] for file in listed]
         found[CONTENT + name] = hashlib.sha256(json.dumps(samples).encode()).hexdigest()
-    for name in sorted({*_texts(run.dir.exp.get("data"))}):
-        if os.path.isfile(run.places.data / name / "train" / manifest.NAME):
-            found[CONTENT + name] = manifest.sample_digest(manifest.load(run.places.data / name / "train"))
     return found
 
 

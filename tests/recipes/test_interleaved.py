@@ -1,6 +1,7 @@
 """Trainings on streamed pages: what images are worth, kills and other numbers of processes, deny lists, and the audit of what was read."""
 
 import json
+import multiprocessing
 import random
 import shutil
 import sys
@@ -213,6 +214,7 @@ def test_bad_documents_are_told_and_left_in_the_run(tmp_path: Path):
     assert sum(row["unreadable/pages"] for row in toy.evaluations(tmp_path, exp_id(PAGES))) > 0
     strict = override(PAGES, {"data.errors": {"bad_document": "raise"}})
     assert toy.main(["-e", "pages"], {"pages": [strict]}, tmp_path) == 1
+    assert not multiprocessing.active_children(), "a process that reads ends with the training, also where that fails"
     found: Any = load_experiment(strict, "here")
     data = found.data.build(Places(tmp_path / "data", tmp_path), pages.tokenizer(), "train", 0)
     with pytest.raises(DataError, match=r"pages: document 3 of shard-00000\.tar"):
@@ -231,7 +233,7 @@ def test_a_shard_that_was_replaced_between_two_starts_is_refused(tmp_path: Path,
     content[512:514] = b"zz"
     path.write_bytes(content)
     assert toy.main(["-e", "pages"], {"pages": [PAGES]}, tmp_path) == 1
-    assert "content of more_pages: no longer what this run began with" in capsys.readouterr().err
+    assert "content of data.sources.more: no longer what this run began with" in capsys.readouterr().err
 
 
 @pytest.mark.slow
