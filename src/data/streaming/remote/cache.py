@@ -175,12 +175,13 @@ class ShardCache:
         self._lock(part, fcntl.LOCK_SH, shard.url)  # so that it is not deleted until the caller has found it
 
     def _list_files(self) -> dict[str, os.stat_result]:
-        """Files of the cache, and no others that may be in its folder."""
-        found = dict[str, os.stat_result]()
+        """Files of the cache, and no others that may be in its folder. One that is published meanwhile is there once."""
+        found, inodes = dict[str, os.stat_result](), set[int]()
         for entry in os.scandir(self.folder):
             with contextlib.suppress(FileNotFoundError):  # published or given up meanwhile
-                if _OURS.fullmatch(entry.name):
-                    found[entry.name] = entry.stat(follow_symlinks=False)
+                if _OURS.fullmatch(entry.name) and (facts := entry.stat(follow_symlinks=False)).st_ino not in inodes:
+                    found[entry.name] = facts
+                    inodes.add(facts.st_ino)
         return found
 
     def _delete(self, name: str) -> bool:
