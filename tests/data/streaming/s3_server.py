@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from tests.conftest import ROOT
 
 SCRIPT = ["bash", str(ROOT / ".ci" / "s3")]
@@ -51,7 +53,10 @@ class S3Server:
         subprocess.run([*SCRIPT, "proxy", str(self.folder)], check=True)
 
     def stop(self) -> None:
+        """Stop all of it."""
         subprocess.run([*SCRIPT, "stop", str(self.folder)], check=True)
+        left = [process.pid for process in psutil.process_iter(["cmdline"]) if f"{self.folder}/" in " ".join(process.info["cmdline"] or ())]
+        assert not left, "servers that were not stopped"
 
 
 class Cutter:
