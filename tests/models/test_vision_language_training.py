@@ -87,13 +87,18 @@ def test_it_trains_goes_on_and_is_exported(name: str, folder: Path, tmp_path: Pa
         assert torch.equal(theirs.state_dict()[key], tensor), key
 
 
-def test_adapters_train_around_a_trained_model(folder: Path, tmp_path: Path):
+def test_adapters_train_around_a_trained_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "data").symlink_to(folder / "data")
     lora = {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q_proj"], "base": ref(PLAIN)}
     exp = override(PLAIN, {"model": lora, "loop.steps": 4})
     assert toy.main(["-e", "child", "--with-parents"], {"pages": [PLAIN], "child": [exp]}, tmp_path) == 0
     *_, last = toy.evaluations(tmp_path, exp_id(exp))
     assert last["val_loss"] > 0
+    timings = (tmp_path / "runs" / exp_id(exp) / "perf.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["model_flops_per_second"] > 0 for line in timings)
+    wrong = override(exp, {"data.images.image_tokens": 2})
+    assert toy.main(["-e", "child", "--dry-run"], {"pages": [PLAIN], "child": [wrong]}, tmp_path) == 1
+    assert "the model reads frames of 8 pixels a side as 1 tokens each, and frame_size is 8 and image_tokens 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
