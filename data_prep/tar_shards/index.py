@@ -212,7 +212,8 @@ def _load_listed(output: Path, one: Listed) -> tar_index.TarIndex | None:
 def _shard(output: Path, one: Listed, index: tar_index.TarIndex) -> Shard:
     place, within, facts = _place(output, one), Path(one.url), index.facts
     url = str(within.relative_to(output.resolve())) if within.is_relative_to(output.resolve()) else one.url
-    return Shard(url, place.name + tar_index.SUFFIX, len(index), facts["bytes"], one.source, facts["sha256"], facts["etag"])
+    name = place.name + tar_index.SUFFIX
+    return Shard(url, name, len(index), facts["bytes"], one.source, facts["sha256"], facts["etag"], tar_index.digest_of(output / name))
 
 
 def _print(tars: Sequence[str], output: Path | None, source: str, verify: bool, processes: int, **given: str | None) -> None:

@@ -145,9 +145,9 @@ def _write_shards(folder: Path, documents: Iterable[bytes], how: Writing) -> lis
         content = b"".join(own) + b"\0" * _END
         index = _index(content, len(own), how)
         files.write_atomic(path, content)
-        tar_index.save(index, path)
+        of_index = tar_index.digest_of(tar_index.save(index, path))
         digest = hashlib.sha256(content).hexdigest()
-        shards.append(Shard(path.name, path.name + tar_index.SUFFIX, len(own), len(content), how.source, digest))
+        shards.append(Shard(path.name, path.name + tar_index.SUFFIX, len(own), len(content), how.source, digest, None, of_index))
     raise AssertionError("an endless count")
 
 

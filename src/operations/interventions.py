@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("--reset-optimizer", action="store_true", help="reset its moments, once")
     back.add_argument("--new-wandb-run", action="store_true", help="log to another Weights & Biases run from there on")
     made["deny"].add_argument(
-        "list", type=Path, metavar="LIST", help='a file with a line "source NAME", "shard URL" or "document NUMBER URL" for each'
+        "list", type=Path, metavar="LIST", help='a file with lines "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL"'
     )
     made["rollback-evals"].add_argument("--to", type=int, metavar="STEP", help="remove rows after it (default: the newest checkpoint's)")
     made["ledger"].add_argument("--json", action="store_true", help="one complete event per line")

@@ -14,6 +14,7 @@ from typing import Literal
 from src.data.mixture.interleaving import Interleaving, shares
 from src.orders import feistel_permute
 
+_EPOCHS = 4
 PERIOD = 4096
 """Documents after which the schedule of sources begins anew."""
 
@@ -28,8 +29,8 @@ class Source:
     window: int
     """Documents among which `window` mixes."""
     seed: str
-    _ends: tuple[int, list[int], list[int]] | None = field(default=None, repr=False)
-    """Of the epoch that was asked for last: its number, its shards in their order, and the places at which they end."""
+    _ends: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict, repr=False)
+    """Of the last epochs that were asked for: the shards in their order, and the places at which they end. Lanes are in two at a time."""
 
     def __post_init__(self) -> None:
         self.count = sum(self.sizes)
@@ -44,10 +45,12 @@ class Source:
             number = place // self.window
             first = number * self.window
             place = first + feistel_permute(place - first, min(self.window, self.count - first), f"{self.seed}/{epoch}/{number}")
-        if self._ends is None or self._ends[0] != epoch:
+        if epoch not in self._ends:
+            while len(self._ends) >= _EPOCHS:
+                del self._ends[next(iter(self._ends))]
             order = [feistel_permute(i, len(self.sizes), f"{self.seed}/{epoch}") for i in range(len(self.sizes))]
-            self._ends = epoch, order, list(accumulate(self.sizes[shard] for shard in order))
-        _, order, ends = self._ends
+            self._ends[epoch] = order, list(accumulate(self.sizes[shard] for shard in order))
+        order, ends = self._ends[epoch]
         at = bisect_right(ends, place)
         return self.starts[order[at]] + place - (ends[at] - self.sizes[order[at]])
 
@@ -55,12 +58,15 @@ class Source:
 class Streams:
     """An `Arrangement` of the documents of several sources, by rates. Document numbers count through the sources."""
 
-    def __init__(self, sources: Sequence[Source], rates: Sequence[float]) -> None:
-        """rates: shares of the documents; they need not sum to 1."""
+    def __init__(self, sources: Sequence[Source], rates: Sequence[float] = ()) -> None:
+        """rates: shares of the documents; they need not sum to 1. None: in proportion to the documents of each source."""
         self.sources = sources
         self.starts = [0, *accumulate(source.count for source in sources)]
         self.count = self.starts[-1]
-        self.counts = shares(rates, PERIOD)
+        self.counts = shares(rates or [source.count for source in sources], PERIOD)
+        if not rates:  # in proportion, but each at least once
+            self.counts = [max(1, count) for count in self.counts]
+            self.counts[self.counts.index(max(self.counts))] -= sum(self.counts) - PERIOD
         """Documents of each source in a period."""
         spread = Interleaving(self.counts)
         self._schedule = [spread.place(place) for place in range(PERIOD if len(sources) > 1 else 0)]
@@ -112,7 +118,8 @@ class Streams:
             if first <= turn and (first * lanes + lane) // own.count == epoch:
                 end = -((lane - (epoch + 1) * own.count) // lanes)  # the first turn of the next epoch
                 turn = first + _permute_blocks(turn - first, end - first, self._block(own, lanes), f"{own.seed}/{branch}")
-        return epoch, self.starts[source] + own.document(epoch, (turn * lanes + lane) % own.count)
+        place = (turn * lanes + lane + epoch) % own.count  # moved on in each epoch: else a lane may meet the same few for ever
+        return epoch, self.starts[source] + own.document(epoch, place)
 
     @staticmethod
     def _block(source: Source, lanes: int) -> int:

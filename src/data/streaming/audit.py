@@ -39,17 +39,18 @@ class Delivered:
     """How often each (epoch, document, piece) was in a row."""
     left_out: int
     """Documents that were passed over, as they do not fit, are bad, or are denied."""
-    unreadable: int
-    """Documents and shards in the quarantine, which were padding."""
+    unreadable: set[tuple[int, int, int]]
+    """Those of `pieces` that are in the quarantine, and were padding."""
 
     def documents(self) -> Counter[int]:
-        """How often each document was begun."""
+        """How often each document was begun, but for what could not be read."""
         return Counter({document: count for (document, piece), count in self._by_piece().items() if piece == 0})
 
     def _by_piece(self) -> Counter[tuple[int, int]]:
         found: Counter[tuple[int, int]] = Counter()
-        for (_, document, piece), count in self.pieces.items():
-            found[document, piece] += count
+        for (epoch, document, piece), count in self.pieces.items():
+            if (epoch, document, piece) not in self.unreadable:
+                found[document, piece] += count
         return found
 
 
@@ -83,8 +84,8 @@ def replay(run: Path, data_path: Path, step: int | None = None) -> Delivered:
         cursor |= row.cursor
     if cursor != state["cursor"]:
         raise RunError(f"{folder}: its lanes are not where the data and the branches lead. Were the data changed, or branch.json by hand?")
-    quarantine = run / FILE
-    unreadable = len(quarantine.read_text().splitlines()) if quarantine.exists() else 0
+    data.quarantine.open(run)
+    unreadable = {key for key in pieces if data.is_unreadable(key[1], key[2])}
     return Delivered(data, step, pieces, int(left_out), unreadable)
 
 
@@ -104,7 +105,7 @@ def report(found: Delivered) -> list[str]:
     lines.append(_line("all", f"up to step {found.step}", total))
     lines.append(f"{found.left_out} times a document was left out: it does not fit into a row, is bad, or is denied.")
     if found.unreadable:
-        lines.append(f"{found.unreadable} documents or shards could not be read, and were padding: {FILE}.")
+        lines.append(f"{len(found.unreadable)} times a part of a row could not be read, and was padding: {FILE}.")
     return lines
 
 

@@ -195,17 +195,21 @@ class StreamedDataset:
         Raises:
             ConfigError: there are none.
         """
-        kind, _, name = entry.partition(" ")
-        number, _, name = name.partition(" ") if kind == "document" else ("", "", name)
-        for source, documents in enumerate(self.documents):
+        kind, _, rest = entry.partition(" ")
+        number, _, rest = rest.partition(" ") if kind == "document" else ("", "", rest)
+        name, _, url = rest.partition(" ")
+        if name in self.source_names:
+            source = self.source_names.index(name)
             first = self._starts[source]
-            if kind == "source" and name == self.source_names[source]:
-                return range(first, first + len(documents))
-            for shard in documents.manifest.shards if kind != "source" else ():
-                if shard.url == name and (not number or int(number) < shard.documents):
-                    return range(first + int(number), first + int(number) + 1) if number else range(first, first + shard.documents)
+            if kind == "source":
+                return range(first, first + len(self.documents[source]))
+            for shard in self.documents[source].manifest.shards:
+                if shard.url == url and not number:
+                    return range(first, first + shard.documents)
+                if shard.url == url and int(number) < shard.documents:
+                    return range(first + int(number), first + int(number) + 1)
                 first += shard.documents
-        raise ConfigError(f"deny list: {entry!r}: the data have no such {kind}.")
+        raise ConfigError(f"deny list: {entry!r}: the data have no such {kind}. Undo it: python -m src.operations.interventions undo RUN.")
 
     def arrangement(self, seed: int) -> Streams:
         """The order of the documents of all sources.
@@ -218,7 +222,7 @@ class StreamedDataset:
             Source(documents.sizes, config.shuffle, config.window, f"{seed}/{name}")
             for name, documents in zip(self.source_names, self.documents, strict=True)
         ]
-        rates = [config.sources[name].rate or source.count for name, source in zip(self.source_names, made, strict=True)]
+        rates = [rate for name in self.source_names if (rate := config.sources[name].rate) is not None]
         streams = Streams(made, rates)
         for name, count in zip(self.source_names, streams.counts, strict=True):
             if not count:
@@ -245,20 +249,21 @@ class StreamedDataset:
                 raise IndexError(f"sample {document} of {len(self)}")
             pieces = self.pieces(document)
             if pieces:
-                self._add(row, document, pieces[number], swaps)
+                self._add(row, document, pieces[number], number, swaps)
         return row
 
     def read_piece(self, document: int, piece: Piece, swaps: Swaps | None = None) -> Sample:
         """A row of one piece of a document."""
         row = Sample(counted=[[0] * len(COUNTED) for _ in self.documents])
-        self._add(row, document, piece, swaps)
+        self._add(row, document, piece, 0, swaps)
         return row
 
-    def _add(self, row: Sample, document: int, piece: Piece, swaps: Swaps | None) -> None:
+    def _add(self, row: Sample, document: int, piece: Piece, place: int, swaps: Swaps | None) -> None:
+        """place: of the piece in its document."""
         source, own = self.locate(document)
         counters = self.documents[source].files.counters
         before = counters["hits"], counters["misses"]
-        content = self._read(source, own, piece, swaps)
+        content = self._read(source, own, piece, place, swaps)
         hits, misses = counters["hits"] - before[0], counters["misses"] - before[1]
         row.cached = row.cached[0] + hits, row.cached[1] + hits + misses
         counted = row.counted[source]
@@ -277,19 +282,26 @@ class StreamedDataset:
         row.lengths.append(len(content.ids))
         row.source_ids += [source] * len(content.ids)
 
-    def _read(self, source: int, own: int, piece: Piece, swaps: Swaps | None) -> Content | None:
+    def _read(self, source: int, own: int, piece: Piece, place: int, swaps: Swaps | None) -> Content | None:
         documents, name = self.documents[source], self.source_names[source]
         shard, number = documents.locate(own)
         url = documents.manifest.shards[shard].url
-        if self.quarantine.holds(name, url, number):
+        if self.quarantine.holds(name, url, number, place):
             return None
         try:
             content = documents.read(own, piece, swaps)
         except DataError as error:
-            self.quarantine.add(error, name, url, number, documents.offset(own))
+            if not swaps:  # else it may be another document's image
+                self.quarantine.add(error, name, url, number, place, documents.offset(own))
             return None
         self.quarantine.note_success()
         return content
+
+    def is_unreadable(self, document: int, piece: int) -> bool:
+        """Whether a piece of a document is in the quarantine."""
+        source, own = self.locate(document)
+        shard, number = self.documents[source].locate(own)
+        return self.quarantine.holds(self.source_names[source], self.documents[source].manifest.shards[shard].url, number, piece)
 
     def collate(self, samples: Sequence[Sample]) -> InterleavedBatch:
         """Padded to `sequence_tokens`; padding is masked, so its id does not matter."""

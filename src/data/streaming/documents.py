@@ -95,7 +95,7 @@ class Documents:
         self.manifest, self.files, self.texts, self.images, self.rules = manifest, files, texts, images, rules
         self.sizes = [shard.documents for shard in manifest.shards]
         self._ends = list(accumulate(self.sizes))
-        told = [[shard.documents, shard.bytes, shard.sha256 or shard.etag] for shard in manifest.shards]
+        told = [[shard.documents, shard.bytes, shard.sha256 or shard.etag, shard.index_digest] for shard in manifest.shards]
         options = [rules.model_dump(mode="json"), images.config.model_dump(mode="json"), texts.digest]
         self.fingerprint = hashlib.sha256(json.dumps([told, options]).encode()).hexdigest()
         self._make_caches()
@@ -207,9 +207,10 @@ class Documents:
         first, end = plan.first_parts[number], plan.first_parts[number + 1]
         counts = plan.tokens[first:end]
         if not counts:
+            parts = self._index(shard).parts_of(number)
+            contents = self._read_parts(shard, parts, (TEXT, PROMPT))  # a tar that is out of reach is no document without text
             try:
-                parts = self._index(shard).parts_of(number)
-                counts = [len(ids) for ids in self._encode(parts, self._read_parts(shard, parts, (TEXT, PROMPT)))]
+                counts = [len(ids) for ids in self._encode(parts, contents)]
             except DataError:
                 counts = [0] * (end - first)
         elements = []
@@ -263,7 +264,7 @@ class Documents:
 
     def _load_index(self, shard: int) -> TarIndex:
         own = self.manifest.shards[shard]
-        index = tar_index.load_file(self.manifest.folder / own.index, own.bytes, own.url)
+        index = tar_index.load_file(self.manifest.folder / own.index, own.bytes, own.url, own.index_digest)
         if len(index) != own.documents:
             raise DataError(f"{own.index}: of {len(index)} documents, and the list says {own.documents}. Index the tars again.")
         return index

@@ -101,12 +101,14 @@ class ImagesConfig(StrictConfig):
             DataError: it cannot be decoded.
         """
         import numpy as np
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
 
         try:
             with Image.open(io.BytesIO(content)) as opened:
                 opened.load()
-                image: Any = opened if opened.mode == "RGB" else _on_white(opened)
+                image: Any = opened if opened.mode == "RGB" and "transparency" not in opened.info else _on_white(opened)
+        except UnidentifiedImageError:
+            raise DataError("an image cannot be decoded (it is of no known kind)") from None
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(f"an image cannot be decoded ({' '.join(str(error).split())[:100]})") from None
         for size in self._sizes(*image.size):
@@ -192,6 +194,8 @@ def _round_up(pixels: int, side: int) -> int:
 def _on_white(image: Any) -> Any:
     from PIL import Image
 
+    if image.mode.startswith("I"):  # 16 bits, which a conversion would clip
+        image = image.point(lambda value: value / 256).convert("L")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")

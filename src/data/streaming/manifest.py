@@ -45,6 +45,8 @@ class Shard:
     sha256: str | None = None
     etag: str | None = None
     """Of an object of S3 when it was indexed."""
+    index_digest: str | None = None
+    """Of its index, by which rows are planned."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,24 @@ def load(folder: Path) -> Manifest:
         raise DataError(f"{path}: no such file. {again}")
     raw = files.read_json(path, DataError)
     try:
-        shards = [Shard(**shard) for shard in raw["shards"]]
+        shards = [_checked(Shard(**shard)) for shard in raw["shards"]]
         facts = dict(raw["facts"])
+        if len({shard.url for shard in shards}) < len(shards):
+            raise ValueError("a shard stands there twice")
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(f"{path}: no list of shards ({error}). {again}") from None
     if not shards:
         raise DataError(f"{path}: lists no shard. {again}")
     return Manifest(folder, shards, facts)
+
+
+def _checked(shard: Shard) -> Shard:
+    texts = (shard.url, shard.index, shard.source, shard.sha256 or "", shard.etag or "", shard.index_digest or "")
+    if not all(isinstance(text, str) for text in texts) or not shard.url or not shard.index:
+        raise ValueError(f"a shard is not described by texts: {str(shard.url)[:80]!r}")
+    if type(shard.documents) is not int or type(shard.bytes) is not int or shard.documents < 1 or shard.bytes < 0:
+        raise ValueError(f"{shard.url}: expected numbers of documents and bytes, got {shard.documents!r} and {shard.bytes!r}")
+    return shard
 
 
 def sample_digest(manifest: Manifest) -> str:

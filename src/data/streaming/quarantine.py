@@ -45,28 +45,30 @@ class Quarantine:
         self.path: Path | None = None
         self._most = {"document": max(1, int(policy.most_documents * documents)), "shard": max(1, int(policy.most_shards * shards))}
         self._of = {"document": documents, "shard": shards}
-        self._known: set[tuple[str, str, int | None]] = set()
+        self._known: set[tuple[str, str, int | None, int]] = set()
         self._in_a_row = 0
 
     def open(self, run: Path) -> None:
         """Keep the record in the folder of a run, and pass over what stands there.
 
         Raises:
-            DataError: the record is damaged.
+            DataError: it has more than the policy allows.
         """
         self.path = run / FILE
         self._read()
+        for kind in self._most:
+            self._require_few(kind, str(self.path))
 
-    def holds(self, source: str, shard: str, document: int) -> bool:
-        """Whether a document, by its number in its shard, is passed over."""
-        return (source, shard, document) in self._known or (source, shard, None) in self._known
+    def holds(self, source: str, shard: str, document: int, piece: int) -> bool:
+        """Whether a piece of a document, by its number in its shard, is passed over."""
+        return (source, shard, document, piece) in self._known or (source, shard, None, 0) in self._known
 
     def note_success(self) -> None:
         """Take note that a document was read."""
         self._in_a_row = 0
 
-    def add(self, error: DataError, source: str, shard: str, document: int, offset: int) -> None:
-        """Pass over a document, or its shard, because of an error, if the policy says so and there are not too many.
+    def add(self, error: DataError, source: str, shard: str, document: int, piece: int, offset: int) -> None:
+        """Pass over a piece of a document, or its shard, because of an error, if the policy says so and there are not too many.
 
         Raises:
             DataError: the policy refuses; says which document of which shard.
@@ -79,28 +81,33 @@ class Quarantine:
         where = f"{source}: document {document} of {shard}, at byte {offset}"
         if action == "raise":
             raise DataError(f"{where}: {error}") from None
-        number = None if of_shard else document
+        number, piece = (None, 0) if of_shard else (document, piece)
         self._read()  # what other processes have found
-        if (source, shard, number) not in self._known:
-            self._append({"source": source, "shard": shard, "document": number, "offset": offset, "reason": str(error)})
+        if (source, shard, number, piece) not in self._known:
+            record = {"source": source, "shard": shard, "document": number, "piece": piece, "offset": offset, "reason": str(error)}
+            self._append(record)
         self._in_a_row += 1
-        kind = "shard" if of_shard else "document"
-        found = sum((number is None) == of_shard for _, _, number in self._known)
-        if found > self._most[kind]:
-            raise DataError(
-                f"{where}: {error}. {found} {kind}s of {self._of[kind]} cannot be read, more than data.errors.most_{kind}s allows"
-                f"{f'; all are in {self.path}' if self.path else ''}."
-            )
+        self._require_few("shard" if of_shard else "document", f"{where}: {error}")
         if self._in_a_row >= policy.most_in_a_row:
             raise DataError(f"{where}: {error}. No document of {self._in_a_row} in a row can be read: data.errors.most_in_a_row.")
 
+    def _require_few(self, kind: str, where: str) -> None:
+        found = len({key[:3] for key in self._known if (key[2] is None) == (kind == "shard")})
+        if found > self._most[kind]:
+            raise DataError(
+                f"{where}. {found} {kind}s of {self._of[kind]} cannot be read, more than data.errors.most_{kind}s allows"
+                f"{f'; all are in {self.path}' if self.path else ''}."
+            )
+
     def _append(self, record: dict[str, Any]) -> None:
-        self._known.add((record["source"], record["shard"], record["document"]))
+        self._known.add((record["source"], record["shard"], record["document"], record["piece"]))
         if self.path is not None:
             with writing(self.path):
-                descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # one write: lines of processes do not mix
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)  # one write: lines of processes do not mix
                 try:
-                    os.write(descriptor, (json.dumps(record) + "\n").encode())
+                    size = os.fstat(descriptor).st_size
+                    torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
+                    os.write(descriptor, ("\n" * bool(torn) + json.dumps(record) + "\n").encode())
                 finally:
                     os.close(descriptor)
 
@@ -109,9 +116,9 @@ class Quarantine:
             return
         with reading(self.path, DataError):
             lines = self.path.read_text().split("\n")
-        for number, line in enumerate(lines[:-1], 1):  # a kill may have cut the last
+        for line in lines:
             try:
                 record = json.loads(line)
-                self._known.add((record["source"], record["shard"], record["document"]))
+                self._known.add((record["source"], record["shard"], record["document"], record["piece"]))
             except (ValueError, KeyError, TypeError):
-                raise DataError(f"{self.path}:{number}: no record of a quarantine. Restore the file, or delete the line.") from None
+                continue  # cut by a kill, or by a full disk: what it was of turns out bad once more

@@ -28,15 +28,17 @@ if TYPE_CHECKING:
     import numpy as np
 
 SUFFIX = ".idx"
-_MAGIC, _FORMAT = b"tar index\n", 1
+_MAGIC, _FORMAT = b"tar index\n", 2
 KINDS = ("text", "image", "metadata", "other", "prompt")
 TEXT, IMAGE, METADATA, OTHER, PROMPT = range(len(KINDS))
 """A prompt is text that a model reads, and does not learn to write."""
 _KIND_OF = {"txt": TEXT, "text": TEXT, "caption": TEXT, "image": IMAGE, "metadata": METADATA}
 _KIND_OF |= {"prompt": PROMPT, "question": PROMPT, "answer": TEXT}
 _KIND_OF |= dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp"), IMAGE)
+_ORDER = {IMAGE: 0, PROMPT: 1, TEXT: 2}
+_UNNUMBERED = 1 << 24
 DOCUMENT = [("offset", "<u8"), ("first_part", "<u4"), ("parts", "<u2"), ("images", "<u2"), ("text_bytes", "<u4"), ("bad", "u1")]
-PART = [("position", "<u2"), ("offset", "<u8"), ("size", "<u4"), ("kind", "u1"), ("width", "<u2"), ("height", "<u2")]
+PART = [("position", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("kind", "u1"), ("width", "<u4"), ("height", "<u4")]
 REASONS = ("", "incomplete", "a part is there twice", "its parts are not together", "it has no key", "an image cannot be decoded")
 """Why a document is bad, by its number in the index."""
 GOOD, INCOMPLETE, TWICE, APART, NO_KEY, NO_IMAGE = range(len(REASONS))
@@ -93,7 +95,7 @@ def open_tar(path: Path) -> Iterator[memoryview]:
 def kind_and_position(ending: str) -> tuple[int, int | None]:
     """Of a member, by its name behind the key; no position where its kind is there once."""
     first, *rest = ending.split(".")
-    if len(rest) == 2 and first.isdigit():
+    if len(rest) == 2 and first.isascii() and first.isdigit() and len(first) < 7:
         return _KIND_OF.get(rest[0], OTHER), int(first)
     return _KIND_OF.get(first.lower(), OTHER), None
 
@@ -109,7 +111,9 @@ def build(tar: memoryview) -> TarIndex:
         own = list[_Part]()
         for number in range(begin, end):
             kind, position = kind_and_position(named[number][1])
-            own.append(_Part(number - begin if position is None else position, members.data[number], members.sizes[number], kind))
+            if position is None:  # what has no number comes last; of it images, then what is asked, then what is said
+                position = _UNNUMBERED + _ORDER.get(kind, 3) * _UNNUMBERED + number - begin
+            own.append(_Part(position, members.data[number], members.sizes[number], kind))
         key, last = named[begin][0], members.cut is not None and end == len(named)
         bad = NO_KEY if not key.rpartition("/")[2] else APART if runs[key] > 1 else _defect(own, members, begin, tar, last)
         first, images, text_bytes = len(parts), 0, 0
@@ -118,7 +122,7 @@ def build(tar: memoryview) -> TarIndex:
             if part.kind == IMAGE:
                 images += 1
                 size = image_size(tar[part.data : part.data + part.size]) or size
-                bad = bad or (NO_IMAGE if size == (0, 0) else GOOD)
+                bad = bad or (NO_IMAGE if 0 in size else GOOD)
             elif part.kind in (TEXT, PROMPT):
                 text_bytes += part.size
             parts.append((*part, *size))
@@ -136,8 +140,8 @@ def _defect(own: Sequence[_Part], members: Members, begin: int, tar: memoryview,
     if not listed:
         numbered = any(kind_and_position(name.partition(".")[2])[1] is not None for name in endings)
         return INCOMPLETE if numbered or last_before_cut else GOOD
-    text = bytes(tar[listed[0].data : listed[0].data + listed[0].size]).decode("utf-8", "replace")
-    wanted = {name.rpartition("/")[2] for name in text.split("\n") if name}
+    text = bytes(tar[listed[0].data : listed[0].data + listed[0].size]).decode("utf-8", "surrogateescape")
+    wanted = {name.rpartition("/")[2] for name in text.splitlines() if name}
     return GOOD if wanted <= endings else INCOMPLETE
 
 
@@ -195,11 +199,22 @@ def load(tar: Path) -> TarIndex:
         return load_file(path, tar.stat().st_size, tar.name)
 
 
-def load_file(path: Path, size: int, tar: str) -> TarIndex:
-    """An index. size: bytes of the tar that it should be of, which is called `tar` in errors.
+def digest_of(path: Path) -> str:
+    """Hex digest of a whole index, which stands at its end.
 
     Raises:
-        DataError: it is missing, damaged, or of a file of another size.
+        DataError: it cannot be read.
+    """
+    with reading(path, DataError), open(path, "rb") as file:
+        file.seek(-32, os.SEEK_END)
+        return file.read().hex()
+
+
+def load_file(path: Path, size: int, tar: str, wanted: str | None = None) -> TarIndex:
+    """An index. size: bytes of the tar that it should be of, which is called `tar` in errors. wanted: its digest, where that is known.
+
+    Raises:
+        DataError: it is missing, damaged, of a file of another size, or not the one that is wanted.
     """
     import numpy as np
 
@@ -212,6 +227,8 @@ def load_file(path: Path, size: int, tar: str) -> TarIndex:
     content, digest = content[:-32], content[-32:]
     if not content.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest:
         raise DataError(f"{path}: damaged, or no index. {again}")
+    if wanted is not None and digest.hex() != wanted:
+        raise DataError(f"{path}: not the index that shards.json lists; rows would be others. Restore it, or make both anew.")
     read = io.BytesIO(content[len(_MAGIC) :])
     facts = json.loads(read.readline())
     if facts.pop("format") != _FORMAT:

@@ -167,7 +167,7 @@ class ValidationRows:
         for images in groups.values():
             most = max(Counter(own for own, _ in images).values())
             for place, image in enumerate(images):
-                other = images[(place + most) % len(images)]
-                if other[0] != image[0]:
+                others = (images[(place + most + more) % len(images)] for more in range(len(images)))
+                if other := next((other for other in others if other[0] != image[0]), None):
                     swaps[image] = other
         return swaps

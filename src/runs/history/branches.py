@@ -19,7 +19,7 @@ FILE = "branch.json"
 LEARNING_RATES = "'x0.75' (a factor), '=1e-4' (the first step's, and the schedule's shape from there) or 'hold0:20' (0 for 20 steps)"
 _NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?|\.[0-9]+(?:e[-+]?[0-9]+)?"
 _COUNT = r"[1-9][0-9]{0,11}"
-_DENIED = {"source": 2, "shard": 2, "document": 3}
+_DENIED = {"source": 2, "shard": 3, "document": 4}
 _DATA = re.compile(rf"same|reshuffle|skip:{_COUNT}(?:\+{_COUNT})*")
 
 
@@ -114,20 +114,22 @@ def chain(before: Sequence[Branch], new: Branch) -> tuple[Branch, ...]:
 def parse_denied(text: str, where: str) -> list[str]:
     """The lines of a deny list but empty ones and comments (#), with single blanks.
 
-    Each is "source NAME", "shard URL" or "document NUMBER URL", with the number of a document in its shard, counted from 0.
+    Each is "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL", with the number of a document in its shard, counted from 0.
 
     Raises:
         ConfigError: there is none, or a line is none of these; names `where` and the line.
     """
     found = list[str]()
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
+        words = [] if line.lstrip().startswith("#") else line.split()
         if words and (words[0] not in _DENIED or len(words) < _DENIED[words[0]]):
-            raise ConfigError(f'{where}:{number}: expected "source NAME", "shard URL" or "document NUMBER URL", got {line.strip()[:80]!r}.')
-        if words and words[0] == "document" and not (words[1].isascii() and words[1].isdigit()):
+            raise ConfigError(
+                f'{where}:{number}: expected "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL", got {line.strip()[:80]!r}.'
+            )
+        if words and words[0] == "document" and not (words[1].isascii() and words[1].isdigit() and len(words[1]) < 12):
             raise ConfigError(f"{where}:{number}: expected the number of a document, counted from 0, got {words[1]!r}.")
         if words:
-            found.append(" ".join(words))
+            found.append(" ".join([*words[: _DENIED[words[0]] - 1], line.strip().split(None, _DENIED[words[0]] - 1)[-1]]))
     if not found:
         raise ConfigError(f"{where}: lists nothing.")
     return [*dict.fromkeys(found)]

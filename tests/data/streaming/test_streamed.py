@@ -281,6 +281,25 @@ def test_what_is_denied_is_read_no_more_from_there_on(two: Path):
             data.find(entry)
 
 
+@pytest.mark.parametrize("shuffle", ["none", "shards", "window"])
+def test_a_reshuffle_after_a_rewind_reads_the_rest_in_another_order(two: Path, shuffle: str):
+    """Finding 8: with a deterministic order going back does not by itself reshuffle. Each document still comes once."""
+    data = built(two, shuffle=shuffle)
+    plain = steps_of(data, 40)
+    changed = steps_of(data, 40, branches=(Branch(number=1, from_step=3, data="reshuffle"),))
+    assert [batch.keys for batch in changed[:3]] == [batch.keys for batch in plain[:3]]
+    assert [batch.keys for batch in changed[3:8]] != [batch.keys for batch in plain[3:8]]
+    for steps in (plain, changed):
+        found = Counter(
+            document
+            for batch in steps
+            for key in batch.keys
+            for epoch, document, piece in zip(key[::3], key[1::3], key[2::3], strict=True)
+            if epoch == 0 and piece == 0
+        )
+        assert found == {document: 1 for document in range(120) if data.pieces(document)}
+
+
 def test_validation_reads_every_document_once_and_ends(two: Path):
     """Finding 5: m4's never ended."""
     rows = built(two, "val", BOTH)
