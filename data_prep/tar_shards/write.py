@@ -44,7 +44,7 @@ class Document(NamedTuple):
     """What becomes consecutive members of a tar."""
 
     key: str
-    """Without dots and slashes. Two documents of a tar may not have the same."""
+    """Without dots, slashes and ends of lines. Two documents of a tar may not have the same."""
     parts: Sequence[Part]
 
 
@@ -143,11 +143,12 @@ def _write_shards(folder: Path, documents: Iterable[bytes], how: Writing) -> lis
         if not own:
             return shards
         content = b"".join(own) + b"\0" * _END
-        index = _index(content, len(own), how)
-        files.write_atomic(path, content)
-        of_index = tar_index.digest_of(tar_index.save(index, path))
-        digest = hashlib.sha256(content).hexdigest()
-        shards.append(Shard(path.name, path.name + tar_index.SUFFIX, len(own), len(content), how.source, digest, None, of_index))
+        indexed, digest = path.with_name(path.name + tar_index.SUFFIX), hashlib.sha256(content).hexdigest()
+        if not (indexed.is_file() and path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest):
+            index = _index(content, len(own), how)
+            files.write_atomic(path, content)
+            tar_index.save(index, path)
+        shards.append(Shard(path.name, indexed.name, len(own), len(content), how.source, digest, None, tar_index.digest_of(indexed)))
     raise AssertionError("an endless count")
 
 
@@ -170,8 +171,10 @@ def encode(document: Document) -> bytes:
         DataError: its key has a dot or a slash, or it has no part.
     """
     key, parts = document
-    if not key or set(key) & set("./") or not parts:
-        raise DataError(f"{key!r}: expected a key without dots and slashes, and at least one part, of which it has {len(parts)}.")
+    if not key or set(key) & set("./\n\r\0") or not parts:
+        raise DataError(f"{key!r}: expected a key without dots, slashes and ends of lines, and at least one part, not {len(parts)}.")
+    if strange := [part.ending for part in parts if not (part.ending or "x").isalnum()]:
+        raise DataError(f'{key!r}: expected the ending of a file, such as "png", got {strange[0]!r}.')
     width = max(3, len(str(len(parts) - 1)))
     names = [f"{key}.{i:0{width}}.{part.kind}.{part.ending or ENDINGS[part.kind]}" for i, part in enumerate(parts)]
     contents = [*(part.content for part in parts), "\n".join(names).encode()]

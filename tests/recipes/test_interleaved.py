@@ -100,10 +100,10 @@ def test_what_is_denied_is_trained_on_no_more(tmp_path: Path, capsys: pytest.Cap
     assert toy.main(["-e", "pages"], whole, tmp_path) == 0
     assert interventions.main(["rewind", str(run), "--to", "16"]) == 0
     listed = tmp_path / "list.txt"
-    listed.write_text("# spoilt\nsource more\nshard  shard-00001.tar\n")
+    listed.write_text("# spoilt\nsource more\nshard  pages shard-00001.tar\n")
     before = json.loads((run / "checkpoints" / "step-00000016" / "state.json").read_text())
     assert interventions.main(["deny", str(run), str(listed), "--why", "spoilt"]) == 0
-    assert "without 2 denied: source more, shard shard-00001.tar" in capsys.readouterr().out
+    assert "without 2 denied: source more, shard pages shard-00001.tar" in capsys.readouterr().out
     assert interventions.main(["undo", str(run)]) == 0
     assert [branch.denied for branch in branches.read(run)] == [None]
     assert interventions.main(["deny", str(run), str(listed), "--why", "spoilt"]) == 0
@@ -111,18 +111,18 @@ def test_what_is_denied_is_trained_on_no_more(tmp_path: Path, capsys: pytest.Cap
     found, first = audited(tmp_path, run), audited(tmp_path, run, 16)
     later = found.documents() - first.documents()
     data = found.data
-    denied = {*data.find("source more"), *data.find("shard shard-00001.tar")}
+    denied = {*data.find("source more"), *data.find("shard pages shard-00001.tar")}
     assert first.documents().keys() & denied
     assert not later.keys() & denied
     assert later.keys() - denied
     assert json.loads((run / "checkpoints" / "step-00000016" / "state.json").read_text()) == before
     assert interventions.main(["rewind", str(run), "--to", "16", "--data", "skip:2"]) == 0
     (branch,) = branches.read(run)
-    assert (branch.denied, branch.data) == (["source more", "shard shard-00001.tar"], "skip:2")
+    assert (branch.denied, branch.data) == (["source more", "shard pages shard-00001.tar"], "skip:2")
     listed.write_text("source pages\n")
     assert interventions.main(["deny", str(run), str(listed)]) == 0
     (branch,) = branches.read(run)
-    assert (branch.denied, branch.data) == (["source more", "shard shard-00001.tar", "source pages"], "skip:2")
+    assert (branch.denied, branch.data) == (["source more", "shard pages shard-00001.tar", "source pages"], "skip:2")
     assert toy.main(["-e", "pages"], whole, tmp_path) == 1
     assert "none of 100 documents fits into a row" in capsys.readouterr().err
 
@@ -133,7 +133,7 @@ def test_what_is_denied_is_trained_on_no_more(tmp_path: Path, capsys: pytest.Cap
         ("", "lists nothing"),
         ("source\n", 'list.txt:1: expected "source NAME"'),
         ("\n# x\nshards a\n", "list.txt:3: expected"),
-        ("document a.tar 3", "expected the number of a document, counted from 0, got 'a.tar'"),
+        ("document a pages 3.tar", "expected the number of a document, counted from 0, got 'a'"),
     ],
 )
 def test_a_wrong_deny_list_is_an_error(folder: Path, tmp_path: Path, text: str, match: str, capsys: pytest.CaptureFixture[str]):

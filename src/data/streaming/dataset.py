@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from src.data.streaming.validation import ValidationRows
 
-COUNTED = ("documents", "images", "image_tokens", "text_tokens", "unreadable")
-"""What is counted of each source: whole documents count where they end."""
+COUNTED = ("documents", "images", "image_tokens", "text_tokens", "left_out_parts", "unreadable")
+"""What is counted of each source. Documents count where they end, and so do those of their parts that are larger than a row."""
 SPLITS = ("train", "val")
 
 
@@ -110,7 +110,7 @@ class Config(DatasetConfig):
         sources = dict[str, Documents]()
         for name in sorted(self.sources):
             listed = manifest.load(places.data / self.sources[name].path / split)
-            sources[name] = Documents(listed, open_files(listed.folder, places.data), texts, images, self.rules)
+            sources[name] = Documents(listed, open_files(listed.folder, places.data, len(self.sources)), texts, images, self.rules)
         data = StreamedDataset(self, sources)
         return data if split == "train" else ValidationRows(data, sorted(sources))
 
@@ -269,17 +269,17 @@ class StreamedDataset:
         counted = row.counted[source]
         if content is None:
             end = self.documents[source].texts.end[0]
-            content = Content([end] * piece.tokens, [False] * piece.tokens)
-            counted[4] += 1
+            content = Content([end] * piece.tokens, [False] * piece.tokens, [], [piece.tokens])
+            counted[-1] += 1
         else:
             images = [element for element in piece.elements if element.grid]
             image_tokens = sum(element.tokens for element in images)
-            for i, more in enumerate((piece.ends, len(images), image_tokens, piece.tokens - image_tokens)):
+            for i, more in enumerate((piece.ends, len(images), image_tokens, piece.tokens - image_tokens, piece.left_out)):
                 counted[i] += more
         row.input_ids += content.ids
         row.loss_mask += content.learned
         row.frames += content.images
-        row.lengths.append(len(content.ids))
+        row.lengths += content.lengths
         row.source_ids += [source] * len(content.ids)
 
     def _read(self, source: int, own: int, piece: Piece, place: int, swaps: Swaps | None) -> Content | None:

@@ -3,10 +3,10 @@
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
@@ -41,7 +41,8 @@ class Rules(StrictConfig):
     max_images: int | None = Field(default=None, gt=0)
     """A document of more images is left out."""
     too_long: Literal["cut", "drop"] = "cut"
-    """A document that is larger than a row is cut between its parts, where a part that is larger than a row is left out; or left out."""
+    """cut: a document that is larger than a row is cut between its parts, but not between a prompt and its answer; parts that are larger
+    than a row, and rows without text, are left out of it, and counted. drop: it is left out."""
 
 
 class Element(NamedTuple):
@@ -63,6 +64,8 @@ class Piece(NamedTuple):
     ends: bool
     tokens: int
     frames: int
+    left_out: int = 0
+    """Where it ends: parts of the document that are in no piece."""
 
 
 class _Plan(NamedTuple):
@@ -86,6 +89,8 @@ class Content:
     learned: list[bool] = field(default_factory=list)
     images: "list[np.ndarray]" = field(default_factory=list)
     """Of each image its frames, (frames, 3, E, E) float32."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of what does not see each other: a text may say that a document ends and another begins."""
 
 
 class Documents:
@@ -134,24 +139,46 @@ class Documents:
 
     def _make_pieces(self, document: int, room: tuple[int, int]) -> list[Piece]:
         elements = self.elements(document)
-        before, after = len(self.texts.begin), len(self.texts.end)
-        pieces, own, tokens, frames = list[Piece](), list[Element](), before, 0
-        cut = False
-        for element in elements:
-            more = element.grid.frames if element.grid else 0
-            if before + element.tokens + after > room[0] or more > room[1]:
-                cut = True  # even alone it is larger than a row
-                continue
-            if tokens + element.tokens + after > room[0] or frames + more > room[1]:
-                cut = True
-                pieces.append(Piece(own, not pieces, False, tokens, frames))
-                own, tokens, frames = [], 0, 0
-            own.append(element)
-            tokens, frames = tokens + element.tokens, frames + more
-        if cut and self.rules.too_long == "drop":
+        around = len(self.texts.begin) + len(self.texts.end)
+
+        def fit(own: Sequence[Element]) -> bool:
+            tokens, frames = _size(own)
+            return around + tokens <= room[0] and frames <= room[1]
+
+        if fit(elements):
+            found = [elements] if elements else []
+        elif self.rules.too_long == "drop":
             return []
-        pieces.append(Piece(own, not pieces, True, tokens + after, frames))
-        return [piece for piece in pieces if any(element.kind == TEXT for element in piece.elements)]
+        else:
+            found = [own for own in self._cut(elements, fit) if any(element.kind == TEXT for element in own)]
+        left_out = len(elements) - sum(map(len, found))
+        last = len(found) - 1
+        return [self._piece(own, place == 0, place == last, left_out if place == last else 0) for place, own in enumerate(found)]
+
+    def _piece(self, own: Sequence[Element], begins: bool, ends: bool, left_out: int) -> Piece:
+        tokens, frames = _size(own)
+        return Piece(own, begins, ends, tokens + begins * len(self.texts.begin) + ends * len(self.texts.end), frames, left_out)
+
+    def _cut(self, elements: Sequence[Element], fit: Callable[[Sequence[Element]], bool]) -> list[list[Element]]:
+        """Elements in groups that fit into a row each."""
+        groups: list[list[Element]] = [[]]
+        for given in elements:
+            element = given
+            if not fit([element]):
+                continue
+            if not fit([*groups[-1], element]):
+                asked = 0  # prompts before an answer
+                while asked < len(groups[-1]) and groups[-1][-1 - asked].kind == PROMPT:
+                    asked += 1
+                kept, moved = groups[-1][: len(groups[-1]) - asked], groups[-1][len(groups[-1]) - asked :]
+                if fit([*moved, element]):
+                    groups[-1:] = [kept, moved]
+                else:
+                    groups.append([])
+            if element.grid and not groups[-1]:  # what two images share is there once more
+                element = element._replace(tokens=len(self.images.made(element.grid)))
+            groups[-1].append(element)
+        return groups
 
     def read(self, document: int, piece: Piece, swaps: Swaps | None = None) -> Content:
         """A piece of a document. swaps: other images that are read instead of its own.
@@ -182,7 +209,10 @@ class Documents:
         if piece.ends:
             content.ids += self.texts.end
             content.learned += [True] * len(self.texts.end)
-        content.learned[:1] = [False]
+        ends = [place for place, token in enumerate(content.ids, 1) if token == self.texts.end[0] and place < len(content.ids)]
+        for place in (0, *ends):
+            content.learned[place] = False
+        content.lengths = [end - begin for begin, end in pairwise([0, *ends, len(content.ids)])]
         return content
 
     def text(self, document: int, part: int) -> str:
@@ -268,3 +298,8 @@ class Documents:
         if len(index) != own.documents:
             raise DataError(f"{own.index}: of {len(index)} documents, and the list says {own.documents}. Index the tars again.")
         return index
+
+
+def _size(elements: Sequence[Element]) -> tuple[int, int]:
+    """Tokens and frames."""
+    return sum(element.tokens for element in elements), sum(element.grid.frames for element in elements if element.grid)

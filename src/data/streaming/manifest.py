@@ -77,16 +77,16 @@ def load(folder: Path) -> Manifest:
             raise ValueError("a shard stands there twice")
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(f"{path}: no list of shards ({error}). {again}") from None
-    if not shards:
-        raise DataError(f"{path}: lists no shard. {again}")
+    if not any(shard.documents for shard in shards):
+        raise DataError(f"{path}: lists no document. {again}")
     return Manifest(folder, shards, facts)
 
 
 def _checked(shard: Shard) -> Shard:
     texts = (shard.url, shard.index, shard.source, shard.sha256 or "", shard.etag or "", shard.index_digest or "")
-    if not all(isinstance(text, str) for text in texts) or not shard.url or not shard.index:
+    if not all(isinstance(text, str) for text in texts) or not shard.url:
         raise ValueError(f"a shard is not described by texts: {str(shard.url)[:80]!r}")
-    if type(shard.documents) is not int or type(shard.bytes) is not int or shard.documents < 1 or shard.bytes < 0:
+    if type(shard.documents) is not int or type(shard.bytes) is not int or shard.documents < 0 or shard.bytes < 0:
         raise ValueError(f"{shard.url}: expected numbers of documents and bytes, got {shard.documents!r} and {shard.bytes!r}")
     return shard
 

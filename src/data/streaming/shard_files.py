@@ -156,9 +156,11 @@ class ShardFiles:
         return content.getvalue()
 
 
-def open_files(folder: Path, data: Path) -> ShardFiles:
-    """Reads the shards of the manifest in `folder`. Those that are elsewhere are kept in DATA/shard_cache, in at most 100 GB, or where and
-    how much SHARD_CACHE and SHARD_CACHE_GB say: a property of the machine, not of an experiment.
+def open_files(folder: Path, data: Path, sources: int = 1) -> ShardFiles:
+    """Reads the shards of the manifest in `folder`, one of so many sources, which share what a process may hold open.
+
+    Shards that are elsewhere are kept in DATA/shard_cache, in at most 100 GB, or where and how much SHARD_CACHE and SHARD_CACHE_GB say:
+    a property of the machine, not of an experiment.
 
     Raises:
         ConfigError: SHARD_CACHE_GB is no number above 0.
@@ -170,7 +172,7 @@ def open_files(folder: Path, data: Path) -> ShardFiles:
         size = 0
     if size <= 0:
         raise ConfigError(f"SHARD_CACHE_GB: expected a number above 0, got {given!r}.")
-    return ShardFiles(folder, cache=Path(os.environ.get("SHARD_CACHE") or data / "shard_cache"), cache_bytes=size)
+    return ShardFiles(folder, max(8, 4 * _OPEN // sources), Path(os.environ.get("SHARD_CACHE") or data / "shard_cache"), size)
 
 
 _all: "weakref.WeakSet[ShardFiles]" = weakref.WeakSet()

@@ -20,7 +20,7 @@ class Question(NamedTuple):
 
     document: int
     prompt: int
-    """Its place among the elements of the document."""
+    """Its place among the elements of the first piece."""
     last: int
     """That of the last text of the answer."""
 
@@ -99,7 +99,7 @@ class ValidationRows:
         """Question `index` and its answer."""
         question = self._questions[index]
         source, own = self.data.locate(question.document)
-        documents, elements = self.data.documents[source], self.data.documents[source].elements(own)
+        documents, elements = self.data.documents[source], self.data.pieces(question.document)[0].elements
         texts = [documents.text(own, element.part) for element in elements[question.prompt : question.last + 1]]
         shard, number = documents.locate(own)
         return {

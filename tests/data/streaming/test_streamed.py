@@ -17,6 +17,7 @@ from src.data.streaming import manifest
 from src.data.streaming.dataset import COUNTED, StreamedDataset
 from src.data.streaming.images import FAKE, IMAGE
 from src.data.streaming.quarantine import FILE
+from src.data.streaming.texts import END
 from src.errors import ConfigError, DataError, UserError
 from src.orders import RankShare
 from src.registry import DATASETS, bind
@@ -127,10 +128,41 @@ def test_long_documents_are_cut_between_parts_or_left_out(tmp_path: Path):
 
 
 def test_a_part_that_is_larger_than_a_row_is_left_out_of_its_document(tmp_path: Path):
-    """Finding 6: m4 dropped the whole document."""
-    folder = write_one(tmp_path, [Part("text", b"a" * 20), Part("text", b"b" * 200), Part("text", b"c")])
-    (piece,) = built(folder).pieces(0)
-    assert TOKENIZER.decode(built(folder).read_piece(0, piece).input_ids) == "a" * 20 + " c<end>"
+    """Finding 6: m4 dropped the whole document. What is left out is counted: a long text, and an image of too many frames."""
+    wide = Part("image", pages.picture(5, (16, 8)), "png")
+    folder = write_one(tmp_path, [Part("text", b"a" * 20), Part("text", b"b" * 200), wide, Part("text", b"c")])
+    data = built(folder, max_frames=2)
+    (piece,) = data.pieces(0)
+    row = data.read_piece(0, piece)
+    assert TOKENIZER.decode(row.input_ids) == "a" * 20 + "c<end>"
+    assert row.counted[0][COUNTED.index("left_out_parts")] == 2
+
+
+def test_rows_without_text_are_left_out_of_a_document(tmp_path: Path):
+    """Its end is in the last row that is left."""
+    image = Part("image", pages.picture(5, (16, 16)), "png")
+    data = built(write_one(tmp_path, [Part("text", b"ab"), image, image, image]), max_frames=5)
+    (piece,) = data.pieces(0)
+    row = data.read_piece(0, piece)
+    assert (len(row.frames), row.counted[0][COUNTED.index("left_out_parts")]) == (1, 2)
+    assert (piece.begins, piece.ends, row.input_ids[-1]) == (True, True, TOKENIZER.eos_token_id)
+    assert len(row.input_ids) == piece.tokens
+
+
+def test_a_prompt_is_not_cut_from_its_answer(tmp_path: Path):
+    asked = [Part("text", b"a" * 60), Part("prompt", b"ask"), Part("prompt", b"me"), Part("text", b"b" * 20)]
+    data = built(write_one(tmp_path, asked))
+    shown = [TOKENIZER.decode(data.read_piece(0, piece).input_ids) for piece in data.pieces(0)]
+    assert shown == ["a" * 60, " ask me " + "b" * 20 + "<end>"]
+
+
+def test_a_text_that_says_that_a_document_ends_is_of_two_that_do_not_see_each_other(tmp_path: Path):
+    data = built(write_one(tmp_path, [Part("text", f"ab{END}cde".encode()), Part("text", b"f")]))
+    row = data.read_piece(0, data.pieces(0)[0])
+    assert row.lengths == [3, 6]
+    assert [TOKENIZER.decode([token]) for token, learned in zip(row.input_ids, row.loss_mask, strict=True) if not learned] == ["a", "c"]
+    made = data.collate([row])
+    assert made["position_ids"][0][:9].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -177,13 +209,13 @@ def test_what_turns_out_bad_is_padding_and_no_row_moves(tmp_path: Path):
     for (keys, whole), batch in zip(before, steps_of(data, 20), strict=True):
         assert batch.keys == keys
         made = data.collate([data.sample(*key) for key in batch.keys])
-        bad = [row for row, key in enumerate(keys) if with_image in key[1::3]]
+        bad = [row for row, key in enumerate(keys) if any(map(data.is_unreadable, key[1::3], key[2::3]))]
         good = [row for row in range(4) if row not in bad]
         assert torch.equal(made["input_ids"][good], whole["input_ids"][good])
         assert torch.equal(made["position_ids"], whole["position_ids"])
         for row in bad:
             assert made["loss_mask"][row].sum() < whole["loss_mask"][row].sum()
-        assert made["counted"][0, 4] == len(bad)
+        assert made["counted"][0, -1] == len(bad)
         touched += len(bad)
     assert touched
     (record,) = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
@@ -192,7 +224,7 @@ def test_what_turns_out_bad_is_padding_and_no_row_moves(tmp_path: Path):
     again = built(tmp_path)
     again.quarantine.open(tmp_path)
     again.documents[0].read = None
-    assert again.sample(0, with_image).counted[0][4] == 1, "what is in quarantine is not tried again"
+    assert again.sample(0, with_image).counted[0][-1] == 1, "what is in quarantine is not tried again"
     with pytest.raises(DataError, match=r"pages: document \d+ of shard-0000\d\.tar, at byte \d+: an image cannot be decoded"):
         built(tmp_path, errors={"bad_document": "raise"}).sample(0, with_image)
 
@@ -204,8 +236,8 @@ def test_too_much_that_is_bad_is_an_error(tmp_path: Path):
         damage(tmp_path, number)
     data = built(tmp_path, errors={"most_documents": 2 / 60})
     for number in chosen[:2]:
-        assert data.sample(0, number).counted[0][4] == 1
-        assert data.sample(1, number).counted[0][4] == 1, "once more is no more"
+        assert data.sample(0, number).counted[0][-1] == 1
+        assert data.sample(1, number).counted[0][-1] == 1, "once more is no more"
     with pytest.raises(DataError, match=r"3 documents of 60 cannot be read, more than data\.errors\.most_documents allows"):
         data.sample(0, chosen[2])
 
@@ -240,7 +272,7 @@ def test_a_shard_that_is_replaced_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match=r"when it was indexed\. Index it again"):
         built(tmp_path).sample(0, 0)
     data = built(tmp_path, errors={"changed_shard": "skip_shard"})
-    assert data.sample(0, 0).counted[0][4] == 1
+    assert data.sample(0, 0).counted[0][-1] == 1
 
 
 def test_programming_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -259,8 +291,8 @@ def test_programming_errors_are_raised(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_what_is_denied_is_read_no_more_from_there_on(two: Path):
     data = built(two, sources=BOTH)
-    entries = ["source more", "shard shard-00000.tar", "document 3 shard-00001.tar"]
-    assert list(data.find("document 3 shard-00001.tar")) == [28], "the first source by name that has it"
+    entries = ["source more", "shard pages shard-00000.tar", "document 3 more shard-00001.tar"]
+    assert list(data.find(entries[2])) == [28]
     denied = {document for entry in entries for document in data.find(entry)}
     plain = steps_of(data, 60)
     branch = Branch(number=1, from_step=5, denied=entries)
@@ -276,7 +308,7 @@ def test_what_is_denied_is_read_no_more_from_there_on(two: Path):
         if piece == 0 and epoch == 0 and document not in denied
     )
     assert set(first.values()) == {1}, "all others still once"
-    for entry in ("source nobody", "shard nowhere.tar", "document 99 shard-00000.tar"):
+    for entry in ("source nobody", "shard pages nowhere.tar", "shard nobody shard-00000.tar", "document 99 pages shard-00000.tar"):
         with pytest.raises(ConfigError, match="the data have no such"):
             data.find(entry)
 
@@ -397,7 +429,7 @@ def test_a_rare_source_needs_a_larger_share(tmp_path: Path):
 def test_lists_are_checked(tmp_path: Path):
     with pytest.raises(DataError, match="no such file"):
         manifest.load(tmp_path)
-    for content, match in (("{}", "no list of shards"), ('{"shards": [], "facts": {}}', "lists no shard"), ("[", "shards.json")):
+    for content, match in (("{}", "no list of shards"), ('{"shards": [], "facts": {}}', "lists no document"), ("[", "shards.json")):
         (tmp_path / manifest.NAME).write_text(content)
         with pytest.raises(DataError, match=match):
             manifest.load(tmp_path)

@@ -95,7 +95,8 @@ def test_parts_are_in_order_with_their_kinds_and_sizes():
     members = document("k", [("text.txt", b"x")] * 2 + [("image.png", picture("PNG", (7, 9)))] + [("text.txt", b"yy")] * 10)
     index = tar_index.build(memoryview(tar_of(sorted(members))))  # by name, part 10 comes before part 2
     parts = index.parts_of(0)
-    assert parts["position"].tolist() == list(range(14))
+    assert parts["position"].tolist()[:13] == list(range(13))
+    assert tar_index.KINDS[parts["kind"][13]] == "metadata", "what has no number comes last"
     assert [tar_index.KINDS[kind] for kind in parts["kind"]].count("text") == 12
     (image,) = parts[parts["kind"] == tar_index.IMAGE]
     assert (image["width"], image["height"], image["position"]) == (7, 9, 2)

@@ -85,8 +85,10 @@ def test_an_interrupted_writer_goes_on(tmp_path: Path, seed: int | None, after: 
     assert not (tmp_path / "a" / manifest.NAME).exists()
     with pytest.raises(DataError, match=r"was written from something else \(other changed\)\. Name another folder, or delete it\."):
         write(tmp_path / "a", documents(), {"other": 1}, how)
+    finished = {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.tar")}
     write(tmp_path / "a", documents(), {}, how)
     assert digests(tmp_path / "a") == digests(tmp_path / "whole")
+    assert {path: path.stat().st_ino for path in finished} == finished, "a tar that is whole is not written again"
 
 
 def test_what_is_whole_is_not_written_again(tmp_path: Path):
@@ -103,9 +105,11 @@ def test_what_is_whole_is_not_written_again(tmp_path: Path):
 
 def test_what_cannot_be_written_is_told(tmp_path: Path):
     text = [Part("text", b"a")]
-    for number, (key, parts) in enumerate([("", text), ("a.b", text), ("a/b", text), ("a", [])]):
-        with pytest.raises(DataError, match="expected a key without dots and slashes, and at least one part"):
+    for number, (key, parts) in enumerate([("", text), ("a.b", text), ("a/b", text), ("a\nb", text), ("a", [])]):
+        with pytest.raises(DataError, match="expected a key without dots, slashes and ends of lines, and at least one part"):
             write(tmp_path / str(number), [Document(key, parts)], {}, Writing())
+    with pytest.raises(DataError, match=r"expected the ending of a file, such as \"png\", got '\.\./x'"):
+        write(tmp_path / "ending", [Document("a", [Part("text", b"a", "../x")])], {}, Writing())
     with pytest.raises(DataError, match="there is no document to write"):
         write(tmp_path / "none", [], {}, Writing())
     with pytest.raises(DataError, match=r"a part is there twice\. Give each document a key of its own"):
