@@ -150,7 +150,7 @@ class Documents:
         elif self.rules.too_long == "drop":
             return []
         else:
-            found = [own for own in self._cut(elements, fit) if any(element.kind == TEXT for element in own)]
+            found = [own for own in self._split(elements, fit) if any(element.kind == TEXT for element in own)]
         left_out = len(elements) - sum(map(len, found))
         last = len(found) - 1
         return [self._piece(own, place == 0, place == last, left_out if place == last else 0) for place, own in enumerate(found)]
@@ -159,7 +159,7 @@ class Documents:
         tokens, frames = _size(own)
         return Piece(own, begins, ends, tokens + begins * len(self.texts.begin) + ends * len(self.texts.end), frames, left_out)
 
-    def _cut(self, elements: Sequence[Element], fit: Callable[[Sequence[Element]], bool]) -> list[list[Element]]:
+    def _split(self, elements: Sequence[Element], fit: Callable[[Sequence[Element]], bool]) -> list[list[Element]]:
         """Elements in groups that fit into a row each."""
         groups: list[list[Element]] = [[]]
         for given in elements:

@@ -71,7 +71,7 @@ def load(folder: Path) -> Manifest:
         raise DataError(f"{path}: no such file. {again}")
     raw = files.read_json(path, DataError)
     try:
-        shards = [_checked(Shard(**shard)) for shard in raw["shards"]]
+        shards = [_check(Shard(**shard)) for shard in raw["shards"]]
         facts = dict(raw["facts"])
         if len({shard.url for shard in shards}) < len(shards):
             raise ValueError("a shard stands there twice")
@@ -82,7 +82,7 @@ def load(folder: Path) -> Manifest:
     return Manifest(folder, shards, facts)
 
 
-def _checked(shard: Shard) -> Shard:
+def _check(shard: Shard) -> Shard:
     texts = (shard.url, shard.index, shard.source, shard.sha256 or "", shard.etag or "", shard.index_digest or "")
     if not all(isinstance(text, str) for text in texts) or not shard.url:
         raise ValueError(f"a shard is not described by texts: {str(shard.url)[:80]!r}")
