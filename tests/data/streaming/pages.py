@@ -18,10 +18,15 @@ IMAGES: dict[str, Any] = {"frame_size": SIDE, "image_tokens": 1, "max_size": 2 *
 TOKENS = ImagesConfig(**IMAGES).special_tokens()
 
 
+def colour(number: int) -> int:
+    """The red of its images."""
+    return number * 37 % 256
+
+
 def picture(number: int, size: tuple[int, int] = (SIDE, SIDE), kind: str = "PNG") -> bytes:
-    """An image whose first pixel is of the colour `number`."""
+    """An image of one colour, whose red tells the number; neighbours are far apart."""
     out = io.BytesIO()
-    image = Image.new("RGB", size, (number % 256, number // 256 % 256, 77))
+    image = Image.new("RGB", size, (colour(number), number // 256 % 256, 77))
     image.save(out, kind)
     return out.getvalue()
 

@@ -93,7 +93,7 @@ def test_a_page_tells_its_number_in_its_images_too(two: Path):
         for piece in data.pieces(document):
             row = data.read_piece(document, piece)
             for frames in row.frames:
-                assert {round((float(frame[0].mean()) + 1) * 255 / 2) for frame in frames} == {document}
+                assert {round((float(frame[0].mean()) + 1) * 255 / 2) for frame in frames} == {pages.colour(document)}
 
 
 def test_counts_of_the_index_change_nothing(two: Path, tmp_path: Path):
@@ -377,7 +377,7 @@ def test_questions_are_the_first_prompts(tmp_path: Path):
     assert shown[0] == f"see{FAKE}<global-img>{IMAGE}{FAKE}what"
     assert batch["attention_mask"][:, -1].all(), "padding is on the left"
     wrong = rows.with_shuffled_contexts().prompt(0)
-    assert round((float(wrong.frames[0][0, 0, 0, 0]) + 1) * 255 / 2) == 6
+    assert round((float(wrong.frames[0][0, 0, 0, 0]) + 1) * 255 / 2) == pages.colour(6)
 
 
 def test_rows_survive_pickling(two: Path):
