@@ -30,6 +30,17 @@ class PackedBatch(TokenBatch):
     """(B, T) int64: positions within each document, from 0. The padding at the end of a row is a document of its own."""
 
 
+class RankedBatch(TokenBatch):
+    """Replies to conversations, each in a row behind its conversation: B rows, of C conversations."""
+
+    ranks: "Tensor"
+    """(B,) int64: of each reply in its conversation; smaller is better, equal is a tie."""
+    sample_of_row: "Tensor"
+    """(B,) int64: the number of the conversation of each row, from 0."""
+    reference_logps: NotRequired["Tensor"]
+    """(B,) float32: summed log-probability of the learned tokens of each row under the model that the training began with."""
+
+
 class InterleavedBatch(PackedBatch):
     """Packed rows of documents of text and images. N frames of all rows, E pixels of a side, S sources, K things that are counted."""
 

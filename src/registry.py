@@ -22,12 +22,15 @@ RECIPES = ComponentTable(
     "recipe",
     {
         "crossattn": "src.recipes.crossattn",
+        "dpo": "src.recipes.dpo",
         "fid": "src.recipes.fid",
         "interleaved": "src.recipes.interleaved",
         "lm": "src.recipes.lm",
         "metadata_lm": "src.recipes.metadata_lm",
         "prompted": "src.recipes.prompted",
+        "reward": "src.recipes.reward",
         "seq2seq": "src.recipes.seq2seq",
+        "sft": "src.recipes.sft",
         "t5_pretrain": "src.recipes.t5_pretrain",
     },
 )
@@ -40,6 +43,7 @@ MODELS = ComponentTable(
         "gpt_bigcode": "src.models.gpt_bigcode",
         "hf": "src.models.hf",
         "lora": "src.models.lora",
+        "reward": "src.models.reward.config",
         "t5": "src.models.t5.config",
         "vision_language": "src.models.vision_language.config",
         "vision_language_hf": "src.models.vision_language.pretrained",
@@ -49,6 +53,7 @@ MODELS = ComponentTable(
 DATASETS = ComponentTable(
     "dataset",
     {
+        "conversations": "src.data.conversations.dataset",
         "depth": "src.data.denoising.depth.dataset",
         "documents": "src.data.text.whole_documents",
         "fid_qa": "src.data.qa.fid",
@@ -59,6 +64,7 @@ DATASETS = ComponentTable(
         "prefix_lm": "src.data.denoising.prefix_lm",
         "prompted_qa": "src.data.qa.prompted",
         "qa": "src.data.qa.cross_attention",
+        "ranked_replies": "src.data.conversations.ranked",
         "span_corruption": "src.data.denoising.span_corruption",
         "streamed": "src.data.streaming.dataset",
         "task": "src.data.tasks.dataset",
@@ -71,6 +77,7 @@ METRICS = ComponentTable(
     {
         "bleu": "src.metrics.bleu",
         "classification": "src.metrics.classification",
+        "expressions": "src.metrics.expressions",
         "knowledge": "src.metrics.knowledge",
         "meteor": "src.metrics.meteor",
         "rouge": "src.metrics.rouge",

@@ -15,7 +15,7 @@ import pytest
 from src.experiments.identity import exp_id
 from src.registry import RECIPES
 from tests import toy
-from tests.recipes import test_metadata_lm, test_seq2seq, test_t5_pretrain, train_pages
+from tests.recipes import test_metadata_lm, test_seq2seq, test_t5_pretrain, train_assistants, train_pages
 from tests.recipes.test_fid import FID
 from tests.recipes.test_prompted import PROMPTED
 
@@ -23,9 +23,10 @@ GOLDEN = Path(__file__).parent / "golden" / "losses.json"
 NAMES = ("train_loss", "grad_norm", "val_loss", "val_loss_shuffled_context", "val_accuracy", "em", "accuracy")
 
 
+CHAIN = (train_assistants.SFT, train_assistants.REWARD, train_assistants.DPO)
 GROUPS: dict[str, list[dict[str, Any]]] = {"lm": [toy.BASE]} | {
     exp["recipe"]: [{**exp, "loop": {**exp["loop"], "steps": 8, "eval_every": 4}}]
-    for exp in (toy.CROSSATTN, PROMPTED, FID, test_t5_pretrain.T5, test_seq2seq.EXP, test_metadata_lm.TOLD, train_pages.PAGES)
+    for exp in (toy.CROSSATTN, PROMPTED, FID, test_t5_pretrain.T5, test_seq2seq.EXP, test_metadata_lm.TOLD, train_pages.PAGES, *CHAIN)
 }
 
 
@@ -40,6 +41,7 @@ def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
     test_t5_pretrain.write_tokenizer(folder / "data")
     test_metadata_lm.write_metadata(folder / "data")
     train_pages.write_data(folder / "data")
+    train_assistants.write_data(folder / "data")
     train(folder)
     rows = {name: [row for row in toy.rows(folder, exp_id(group[0])) if "val_loss" in row] for name, group in GROUPS.items()}
     return {name: [{"step": row["step"], **{k: row[k] for k in NAMES if k in row}} for row in found] for name, found in rows.items()}

@@ -366,7 +366,11 @@ class TestBadInput:
                 {"model": SHORT["model"]},
                 "expected 'cross_attention' around a decoder; got 'gpt_bigcode'",
             ),
-            ("lm", {"data": toy.CROSSATTN["data"]}, "data: 'qa' is for 'cross_attention' around a decoder; this recipe trains a decoder"),
+            (
+                "lm",
+                {"data": toy.CROSSATTN["data"]},
+                "data: 'qa' is for 'cross_attention' around a decoder; this recipe reads data for a decoder",
+            ),
             ("lm", {"model": toy.CROSSATTN["model"]}, "model: expected a decoder, such as 'hf' or 'gpt_bigcode'; got 'cross_attention'"),
             ("lm", {"seed": 2**63}, "seed: expected a number < 9223372036854775808"),
         ],

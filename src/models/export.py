@@ -50,6 +50,8 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None,
 
     from src.models.cross_attention import standalone as standalone_model
     from src.models.cross_attention.layers import CrossAttentionLM
+    from src.models.reward import classifier
+    from src.models.reward.layers import RewardModel
 
     if target.exists():
         raise ConfigError(f"{target}: is there already. Name a folder that is not.")
@@ -72,6 +74,8 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None,
             _write(model, made, folder)
         for own in (made, made / "base") if (made / "base").is_dir() else (made,):
             _copy_tokenizer(folder / "tokenizer", own)
+        if isinstance(model, RewardModel):
+            classifier.save(model, made)
         if getattr(model.config, "model_type", None) in FAMILIES:
             processor.save(made, folder, tokenizer.load(made))
     log.info("%s: %d adapters merged.", target, merged)
@@ -95,12 +99,13 @@ def _write(model: Any, made: Path, folder: Path) -> None:
     from transformers import PreTrainedModel
 
     from src.models.fusion_in_decoder.layers import FusionInDecoder
+    from src.models.reward.layers import RewardModel
 
     if isinstance(model, FusionInDecoder):
         model.base.save_pretrained(made)  # a plain encoder-decoder
     elif isinstance(model, PreTrainedModel):
         model.save_pretrained(made)
-    else:
+    elif not isinstance(model, RewardModel):  # which is written when its tokenizer is there
         raise ConfigError(f"{folder}: its model is a {type(model).__name__}, which no other program knows. Load it with this project.")
 
 

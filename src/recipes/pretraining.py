@@ -1,7 +1,7 @@
 """Training on text, shared by `lm`, `metadata_lm` and `t5_pretrain`. Each adds its types of model and data, and the loss."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,8 +29,12 @@ class Pretraining(Finetuning):
 
     model_kind: ClassVar[str]
     """The kind of model that the recipe takes, one of `kinds.KINDS`."""
+    data_kind: ClassVar[str | None] = None
+    """The `reader` of its data; None: `model_kind`."""
     measures_accuracy: ClassVar[bool] = False
     """Whether an evaluation counts the tokens that the model finds the likeliest."""
+    reported: ClassVar[Sequence[str]] = ()
+    """Named sums of `loss` whose means an evaluation reports, as val_NAME and of each part of the data as val_NAME/PART."""
 
     evaluation: Evaluation | None = added_field(None)
 
@@ -39,8 +43,9 @@ class Pretraining(Finetuning):
         if self.loop and self.model.is_frozen():
             raise ValueError("model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out.")
         self.model.require_kind(self.model_kind, None)
-        if self.data.reader != self.model_kind:
-            raise ValueError(f"data: {self.data.name!r} is for {KINDS[self.data.reader]}; this recipe trains {KINDS[self.model_kind]}.")
+        wanted = self.data_kind or self.model_kind
+        if self.data.reader != wanted:
+            raise ValueError(f"data: {self.data.name!r} is for {KINDS[self.data.reader]}; this recipe reads data for {KINDS[wanted]}.")
         return self
 
     @abstractmethod
@@ -49,7 +54,7 @@ class Pretraining(Finetuning):
 
     def score_names(self) -> list[str]:
         """Names of the scores of an evaluation."""
-        return ["val_loss", "val_perplexity"]
+        return ["val_loss", *(f"val_{name}" for name in self.reported or ["perplexity"])]
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
         """Checks that need no model or data in memory; each raises a UserError."""
@@ -88,15 +93,20 @@ class Pretraining(Finetuning):
             train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val
             inputs = {**fingerprints(run, train, tokenizer, self.model.fingerprint(run.places)), **self.begin(train, val, run)}
 
+        train, val = self.prepare(model, train, val, run)
+
         def evaluate(accelerator: Any) -> dict[str, float]:
-            scorer = Scorer(model, tokenizer, loss, self.micro_batch, accelerator.device, self.measures_accuracy)
+            scorer = Scorer(model, tokenizer, loss, self.micro_batch, accelerator.device, self.measures_accuracy, self.count)
             parts = {name: scorer.loss_sums(part) for name, part in getattr(val, "parts", {"": val}).items()}
-            whole = LossSums(*map(sum, zip(*parts.values(), strict=True)))
-            scores = {"val_loss": whole.loss, "val_perplexity": float(torch.tensor(whole.loss).exp())}
+            whole = LossSums.total(parts.values())
+            scores = {"val_loss": whole.loss}
+            if not self.reported:
+                scores["val_perplexity"] = float(torch.tensor(whole.loss).exp())
             if self.measures_accuracy:
                 scores["val_accuracy"] = whole.accuracy
-            if len(parts) > 1:
-                scores |= {f"val_loss/{name}": part.loss for name, part in parts.items()}
+            for name, part in {"": whole, **(parts if len(parts) > 1 else {})}.items():
+                scores |= {f"val_{kind}/{name}".rstrip("/"): part.means[kind] for kind in self.reported if kind in part.means}
+                scores |= {f"val_loss/{name}": part.loss} if name else {}
             return scores | self.more_scores(val, scorer)
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
@@ -110,6 +120,10 @@ class Pretraining(Finetuning):
         Returns more fingerprints of inputs by name, which must not change between starts.
         """
         return {}
+
+    def prepare(self, model: Any, train: Any, val: Any, run: Run) -> tuple[Any, Any]:
+        """The training and the validation set, with what the model as it begins tells of them. Collective."""
+        return train, val
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
         """What the training loss of a batch, on the CPU, is divided by: its learned tokens."""
@@ -132,12 +146,13 @@ class Scorer:
     micro_batch: int
     device: "torch.device"
     measures_accuracy: bool
+    count: "Callable[[Mapping[str, torch.Tensor]], float]"
 
     def loss_sums(self, data: Dataset) -> "LossSums":
         """Summed loss and tokens of all samples. Collective."""
         from src.training.validation import measure
 
-        return measure(self.model, data, self.loss, self.micro_batch, self.device, self.measures_accuracy)
+        return measure(self.model, data, self.loss, self.micro_batch, self.device, self.measures_accuracy, count=self.count)
 
     def token_losses(self, data: Dataset) -> list[list[float]]:
         """Nats of each scored token of each sample, where control tokens but the end token have no probability. Collective."""

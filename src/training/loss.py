@@ -51,11 +51,14 @@ def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int)
         yield sums
 
 
-def cross_entropy(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+def cross_entropy(
+    logits_NV: Tensor, targets_N: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, poly_epsilon: float = 0.0
+) -> Tensor:
     """Sum over N targets of the cross entropy in nats, in float32, with the uniform smoothing of Szegedy et al. 2016 (section 7).
 
     z_loss: weight of the squared logarithm of the softmax's denominator, which keeps the logits near 0 (PaLM, Chowdhery et al. 2022,
-    section 5). Targets that are `NOT_LEARNED` count nothing.
+    section 5). poly_epsilon: weight of 1 - p of each target, where p is its probability: Poly-1 of Leng et al. 2022 (arXiv 2204.12511).
+    Targets that are `NOT_LEARNED` count nothing.
     """
     for seen in _watching:
         seen(logits_NV.detach(), targets_N)
@@ -64,6 +67,9 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, label_smoothing: float =
     if z_loss:
         log_z_N = logits_NV.logsumexp(dim=-1).where(targets_N != NOT_LEARNED, 0.0)
         loss = loss + z_loss * log_z_N.square().sum()
+    if poly_epsilon:
+        p_N = (-F.cross_entropy(logits_NV, targets_N, reduction="none", ignore_index=NOT_LEARNED)).exp()
+        loss = loss + poly_epsilon * (1 - p_N).sum()  # p is 1 where nothing is learned
     return loss
 
 
@@ -72,7 +78,9 @@ def context_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothi
     return cross_entropy(model(**batch), batch["input_ids"][batch["loss_mask"]], label_smoothing, z_loss)
 
 
-def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+def causal_lm_loss(
+    model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0, poly_epsilon: float = 0.0
+) -> Tensor:
     """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True; never so for the first of a sequence.
 
     The model gets the `position_ids` of a PackedBatch instead of an attention mask: with both, documents would read each other.
@@ -83,7 +91,7 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothin
     logits_BTV = model(input_ids=batch["input_ids"], **seen, use_cache=False).logits
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
     targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
-    return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), label_smoothing, z_loss)
+    return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), label_smoothing, z_loss, poly_epsilon)
 
 
 def interleaved_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:

@@ -1,7 +1,7 @@
 """Mean token loss over a whole data set, computed by all processes together."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,8 @@ class LossSums(NamedTuple):
     """Tokens whose target has the highest logit; 0 unless accuracy was requested."""
     denominator: float
     """What `loss_sum` is divided by: the tokens, where nothing else was said."""
+    named: Mapping[str, tuple[float, float]] = {}
+    """Sum and count of what the loss reports beside itself, by name."""
 
     @property
     def loss(self) -> float:
@@ -34,6 +36,18 @@ class LossSums(NamedTuple):
     def accuracy(self) -> float:
         """Share of the tokens."""
         return self.correct / self.tokens
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Of what the loss reports, by name; not those that counted nothing."""
+        return {name: value / count for name, (value, count) in self.named.items() if count}
+
+    @classmethod
+    def total(cls, parts: "Iterable[LossSums]") -> "LossSums":
+        """The sums over all parts."""
+        found = list(parts)
+        named = {name: tuple(map(sum, zip(*(part.named[name] for part in found), strict=True))) for name in found[0].named}
+        return cls(*map(sum, zip(*(part[:4] for part in found), strict=True)), named)  # type: ignore[arg-type]
 
 
 def count_true(batches: Sequence[Mapping[str, Tensor]], mask: str) -> int:
@@ -74,7 +88,7 @@ def measure(  # noqa: PLR0913  each is named where it is not plain
         distributed.TrainingStopped: a process was asked to stop meanwhile.
         TrainingError: the data set scores no token, or `count` finds nothing.
     """
-    loss_sum, tokens, correct, counted = 0.0, 0, 0, 0.0
+    loss_sum, tokens, correct, counted, named = 0.0, 0, 0, 0.0, dict[str, list[float]]()
 
     def count_correct(logits_NV: Tensor, targets_N: Tensor) -> None:
         nonlocal correct
@@ -84,15 +98,20 @@ def measure(  # noqa: PLR0913  each is named where it is not plain
         for indices, counts in rank_batches(len(dataset), batch_size):
             distributed.stop_together()
             batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
-            value = float(_loss_sum(loss(model, batch)))
+            found = loss(model, batch)
+            value, own = found if isinstance(found, tuple) else (found, {})
+            sums = {name: [float(each) * counts for each in pair] for name, pair in own.items()}
+            named = {name: [a + b for a, b in zip(named.get(name, (0.0, 0.0)), pair, strict=True)] for name, pair in sums.items()}
             if counts:
-                loss_sum += value
+                loss_sum += float(value)
                 tokens += count_loss_tokens(batch)
                 counted += count(batch)
-    loss_sum, tokens, correct, counted = distributed.all_reduce_sum([loss_sum, tokens, correct, counted])
+    flat = [value for pair in named.values() for value in pair]
+    loss_sum, tokens, correct, counted, *flat = distributed.all_reduce_sum([loss_sum, tokens, correct, counted, *flat])
     if counted <= 0:
         raise TrainingError("the evaluation data score no token: nothing to take a mean loss of.")
-    return LossSums(loss_sum, int(tokens), int(correct), counted)
+    pairs = zip(flat[::2], flat[1::2], strict=True)
+    return LossSums(loss_sum, int(tokens), int(correct), counted, dict(zip(named, pairs, strict=True)))
 
 
 @torch.no_grad()
@@ -139,10 +158,6 @@ def token_losses(
                 per_sample = losses.cpu().split(batch["loss_mask"].sum(dim=1).tolist())
                 found += [(i, sample.tolist()) for i, sample in zip(indices, per_sample, strict=True)]
     return [values for _, values in sorted(distributed.all_gather_list(found))]
-
-
-def _loss_sum(found: Tensor | tuple[Tensor, object]) -> Tensor:
-    return found[0] if isinstance(found, tuple) else found
 
 
 def rank_batches(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:

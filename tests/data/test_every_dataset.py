@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from src.batches import ContextBatch, DepthBatch, InterleavedBatch, PackedBatch, Seq2SeqBatch, TokenBatch
+from src.batches import ContextBatch, DepthBatch, InterleavedBatch, PackedBatch, RankedBatch, Seq2SeqBatch, TokenBatch
 from src.config import Places, Problems
+from src.data.conversations.templates import OASST_TOKENS
 from src.files import new_directory
 from src.interfaces import Dataset
-from src.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER, VISION_LANGUAGE
+from src.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER, REWARD, VISION_LANGUAGE
 from src.orders import IndexedOrder, RankShare, order_of
 from src.registry import DATASETS, MODELS, bind
 from src.training import loader, loss
 from src.training.config import LoopConfig
+from src.training.preference_losses import ranking_loss
 from src.training.state import State
 from tests.data.streaming import pages
 
@@ -29,6 +31,7 @@ CONTROLS = (
     "<|endoftext|>",
     "<|pad|>",
     *pages.TOKENS,
+    *OASST_TOKENS,
     *(f"<extra_id_{n}>" for n in range(40)),
     "<eosen>",
     *(f"<sent_{n}>" for n in range(4)),
@@ -42,11 +45,17 @@ CORPORA: dict[str, list[dict[str, Any]]] = {
     "texts": [{"text": text} for text in TEXTS],
     "questions": [{"context": row["contexts_list"][0], "dataset": "d", **row} for row in QUESTIONS],
     "pages": [{"text": text, "metadata": [{"key": "title", "type": "global", "value": f"page {i}"}]} for i, text in enumerate(TEXTS)],
+    "talk": [{"messages": [{"role": "user", "content": f"what {i}?"}, {"role": "assistant", "content": f"{i} " * i}]} for i in range(9)],
+    "replies": [
+        {"messages": [{"role": "user", "content": f"what {i}?"}], "replies": [{"content": f"{i} {n}", "rank": n} for n in range(2 + i % 5)]}
+        for i in range(9)
+    ],
     "rte": [{"index": i, "sentence1": "a" * i, "sentence2": "b", "label": "entailment"} for i in range(10)],
 }
 STREAMED = pages.config({"shown": {"path": "shown"}}, sequence_tokens=48)
 DENOISERS = [{"rate": 1.0, "mode": "R", "mean_span_tokens": 3.0, "noise_density": 0.15}, {"rate": 1.0}]
 CASES: dict[str, dict[str, Any]] = {
+    "conversations": {"corpus": "talk", "sequence_tokens": 24, "random_offset": 0.7},
     "depth": {"corpus": "texts", "input_tokens": 96, "target_tokens": 64, "num_sentences": 4},
     "documents": {"corpus": "texts", "sequence_tokens": 40},
     "fid_qa": {"corpus": "questions", "contexts": "all", "passage_tokens": 48, "answer_tokens": 8},
@@ -67,16 +76,23 @@ CASES: dict[str, dict[str, Any]] = {
     "prefix_lm": {"corpus": "texts", "sequence_tokens": 16},
     "prompted_qa": {"corpus": "questions", "contexts": "all", "context_tokens": 32, "sequence_tokens": 64, "loss_on": "answer"},
     "qa": {"corpus": "questions", "context_tokens": 48, "sequence_tokens": 64, "loss_on": "answer", "include_contexts": True},
+    "ranked_replies": {"corpus": "replies", "sequence_tokens": 64, "max_replies": 3},
     "span_corruption": {"corpus": "texts", "input_tokens": 32, "mean_span_tokens": 1.5},
     "streamed": {key: value for key, value in STREAMED.items() if key != "name"},
     "task": {"corpus": "rte", "task": "rte"},
     "text": {"corpus": "texts", "sequence_tokens": 16},
     "ul2": {"corpus": "texts", "input_tokens": 24, "denoisers": DENOISERS},
 }
+
+
+def rewards_loss(model: Any, batch: Any) -> torch.Tensor:
+    return ranking_loss(model(batch["input_ids"], batch["attention_mask"]), batch["sample_of_row"], batch["ranks"])
+
+
 BATCHES = {DECODER: TokenBatch, CROSS_ATTENTION: ContextBatch, FUSION_IN_DECODER: ContextBatch, ENCODER_DECODER: Seq2SeqBatch}
-BATCHES |= {VISION_LANGUAGE: InterleavedBatch}
+BATCHES |= {VISION_LANGUAGE: InterleavedBatch, REWARD: RankedBatch}
 LOSSES = {DECODER: loss.causal_lm_loss, CROSS_ATTENTION: loss.context_lm_loss, FUSION_IN_DECODER: loss.context_lm_loss}
-LOSSES |= {VISION_LANGUAGE: loss.interleaved_lm_loss}
+LOSSES |= {VISION_LANGUAGE: loss.interleaved_lm_loss, REWARD: rewards_loss}
 GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_positions": 128}
 T5 = {"name": "t5", "random": {"tokenizer": "tokenizer", "hidden_size": 16, "feed_forward_size": 16, "num_layers": 1, "num_heads": 2}}
 READERS: dict[str, dict[str, Any]] = {
@@ -84,6 +100,7 @@ READERS: dict[str, dict[str, Any]] = {
     CROSS_ATTENTION: {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT, "train_all_params": True},
     ENCODER_DECODER: T5,
     FUSION_IN_DECODER: {"name": "fusion_in_decoder", "base": T5},
+    REWARD: {"name": "reward", "base": GPT},
     VISION_LANGUAGE: {
         "name": "vision_language",
         "vision": {"frame_size": pages.SIDE, "patch_size": 4, "hidden_size": 16, "num_layers": 1, "num_heads": 2},
@@ -91,7 +108,7 @@ READERS: dict[str, dict[str, Any]] = {
         **{key: value for key, value in GPT.items() if key != "name"},
     },
 }
-NOISY = {"depth", "metadata", "mixture", "phases", "prefix_lm", "qa", "span_corruption", "ul2"}
+NOISY = {"conversations", "ranked_replies", "depth", "metadata", "mixture", "phases", "prefix_lm", "qa", "span_corruption", "ul2"}
 """Data sets whose samples differ from epoch to epoch and by seed; of others only the order does."""
 PER_STEP, STEPS = 6, 5
 LOOP = LoopConfig(steps=1, sequences_per_step=PER_STEP, micro_batch=1, learning_rate=1.0, eval_every=1)

@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_told_before_anything_starts(
         ({**toy.BASE, "model": T5}, "model: expected a decoder, such as 'hf' or 'gpt_bigcode'; got 't5'"),
         (
             {**toy.BASE, "data": FID["data"]},
-            "data: 'fid_qa' is for 'fusion_in_decoder' around an encoder-decoder; this recipe trains a decoder",
+            "data: 'fid_qa' is for 'fusion_in_decoder' around an encoder-decoder; this recipe reads data for a decoder",
         ),
         (set_path(toy.CROSSATTN, "model.base", T5, must_exist=True), "unknown family of the base 't5'"),
         (set_path(toy.CROSSATTN, "model", FID["model"], must_exist=True), "expected 'cross_attention' around a decoder"),

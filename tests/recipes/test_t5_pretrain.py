@@ -169,7 +169,7 @@ def test_processes_that_share_the_model_have_the_losses_of_those_that_do_not(sha
     ("change", "message"),
     [
         ({"model": toy.BASE["model"]}, "model: expected an encoder-decoder, such as 't5'; got 'gpt_bigcode'"),
-        ({"data": toy.BASE["data"]}, "data: 'text' is for .*; this recipe trains an encoder-decoder"),
+        ({"data": toy.BASE["data"]}, "data: 'text' is for .*; this recipe reads data for an encoder-decoder"),
         ({"recipe": "lm"}, "model: expected .*; got 't5', which is of the kind 'encoder_decoder'"),
         ({"recipe": "lm", "model": toy.BASE["model"]}, "data: 'span_corruption' is for an encoder-decoder"),
         ({"data": {**T5["data"], "corpus": "toy_txt"}}, "toy_txt: no such data set: unknown corpus 'toy_txt'. Did you mean 'toy_text'"),

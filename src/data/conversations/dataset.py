@@ -1,0 +1,202 @@
+"""Conversations to learn answers from: each a sample, of which what the assistant says is learned."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from pydantic import Field
+
+from src.batches import TokenBatch
+from src.config import Config as StrictConfig
+from src.config import Places
+from src.data import jsonl
+from src.data.conversations import templates
+from src.data.conversations.choices import Tags, draws, window
+from src.data.conversations.entries import Message, check_row, read_entry
+from src.data.conversations.refusals import refuses
+from src.data.conversations.rendering import Rendered, Renderer
+from src.errors import DataError
+from src.interfaces import require_fit
+from src.orders import ShuffledConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
+
+
+class Writing(StrictConfig):
+    """How conversations are written."""
+
+    template: Literal["oasst", "chatml", "tokenizer"] = "oasst"
+    """oasst: Open-Assistant's v2.5. tokenizer: the chat template that comes with the tokenizer."""
+    system: str | None = Field(default=None, min_length=1)
+    """What the system says first, in every conversation that has no system message."""
+    tags: Tags | None = None
+    """What is told about answers; None: nothing."""
+
+
+class ConversationConfig(ShuffledConfig):
+    """Which conversations, and how they are written; shared by the data sets of answers and of ranked replies."""
+
+    corpus: str = Field(min_length=1)
+    """Folder below `--data_path` with train.jsonl and val.jsonl, whose rows src/data/conversations/entries.py describes."""
+    sequence_tokens: int = Field(gt=1)
+    """Most tokens of a sample."""
+    writing: Writing = Writing()
+    val_samples: int | None = Field(default=None, gt=0)
+    """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
+
+    def check(self, places: Places) -> None:
+        jsonl.require_splits(places, self.corpus)
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+
+    def read(self, places: Places, split: str) -> Sequence[dict[str, Any]]:
+        """The rows of a split, parsed on access."""
+        path = jsonl.require_file(jsonl.corpus_folder(places, self.corpus), f"{split}.jsonl")
+        rows: Sequence[dict[str, Any]] = jsonl.read_rows(path, {}, check=check_row, rules="conversations 1")
+        if split == "val" and self.val_samples is not None:
+            return [rows[i] for i in jsonl.select_validation_rows(len(rows), self.val_samples, path)]
+        return rows
+
+    def digest(self, places: Places) -> str:
+        """Of the rows, and of how they are written."""
+        told = [
+            jsonl.fingerprint(jsonl.corpus_folder(places, self.corpus)),
+            self.model_dump(mode="json", exclude={"corpus", "val_samples"}),
+        ]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+class Config(ConversationConfig):
+    """Conversations, and plain text."""
+
+    random_offset: float = Field(default=0.0, ge=0, le=1)
+    """Share of the conversations that are too long which begin at a random token; the others lose their end."""
+    without_refusals: bool = False
+    """Whether conversations are left out in which the assistant refuses, or says what it is."""
+    learn_all: bool = False
+    """Whether all tokens are learned, whoever says them."""
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Conversations":
+        """The conversations of one split, tokenised on access.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed, the template does not fit the tokenizer, or nothing is left to learn.
+        """
+        renderer = Renderer(tokenizer, templates.find(self.writing.template, tokenizer))
+        rows = self.read(places, split)
+        return Conversations(self, rows, renderer, seed if split == "train" else None, self.digest(places), str(places.data / self.corpus))
+
+
+class Sample(TypedDict):
+    """One conversation."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+
+
+class Conversations:
+    """Samples of conversations; those from which nothing is learned are left out."""
+
+    collation = "conversations"
+
+    def __init__(
+        self, config: Config, rows: Sequence[dict[str, Any]], renderer: Renderer, seed: int | None, digest: str, name: str
+    ) -> None:
+        """seed: of what an epoch reads of a conversation; None: always the same. name: of the data, in messages."""
+        self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
+        self._rows, self._seed, self._name = rows, seed, name
+        self._chosen = self._choose()
+
+    def _choose(self) -> Sequence[int]:
+        """Numbers of the rows that are read."""
+        if not self.config.without_refusals:
+            return range(len(self._rows))
+        chosen = [i for i in range(len(self._rows)) if not refuses(read_entry(self._rows[i], self._name).messages)]
+        log.info("%s: %d of %d conversations refuse, and are left out.", self._name, len(self._rows) - len(chosen), len(self._rows))
+        if not chosen:
+            raise DataError(f"{self._name}: the assistant refuses in every conversation. Write without_refusals: false.")
+        return chosen
+
+    def __len__(self) -> int:
+        """Conversations."""
+        return len(self._chosen)
+
+    def length(self, epoch: int, index: int) -> int:
+        """Tokens of sample `index` of an epoch."""
+        return len(self.rendered(epoch, index).ids)
+
+    def rendered(self, epoch: int, index: int) -> Rendered:
+        """Sample `index` of an epoch with its roles."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        config, row = self.config, self._chosen[index]
+        entry = read_entry(self._rows[row], f"{self._name}: row {row}")
+        key = None if self._seed is None else (self._seed, epoch, index)
+        if entry.text is not None:
+            return window(self.renderer.render_text(entry.text), config.sequence_tokens, 0.0, None)
+        messages = with_system(entry.messages, config.writing.system)
+        told = config.writing.tags.of(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
+        whole = self.renderer.render(messages, told)
+        return window(whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Sample `index` of an epoch."""
+        found = self.rendered(epoch, index)
+        learned = [place > 0 for place in range(len(found.ids))] if self.config.learn_all else found.learned
+        return {"input_ids": found.ids, "loss_mask": learned}
+
+    @property
+    def num_questions(self) -> int:
+        """Conversations whose last message is the assistant's."""
+        return len(self._asked)
+
+    @cached_property
+    def _asked(self) -> list[int]:
+        rows = (self._rows[i].get("messages") for i in self._chosen)
+        return [index for index, messages in enumerate(rows) if messages and messages[-1]["role"] == "assistant"]
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Question `index`: what is asked last, and the answer."""
+        *before, answer = self._rows[self._chosen[self._asked[index]]]["messages"]
+        return {"question": before[-1]["content"], "answer": answer["content"], "context": "", "dataset": self.config.corpus}
+
+    def source(self, index: int) -> str:
+        """The group of its scores: the corpus."""
+        return self.config.corpus
+
+    def prompt(self, index: int) -> Sample:
+        """A conversation up to where its last answer begins; a long one loses its beginning."""
+        row = self._rows[self._chosen[self._asked[index]]]
+        entry = read_entry(row, self._name)
+        messages = with_system(entry.messages[:-1], self.config.writing.system)
+        tags = self.config.writing.tags
+        told = [*tags.of(messages, None), tags.write(entry.messages[-1], None)] if tags else ()
+        ids = self.renderer.render(messages, told, answering=True).ids[-self.config.sequence_tokens :]
+        return {"input_ids": ids, "loss_mask": [False] * len(ids)}
+
+    def collate_prompts(self, samples: Sequence[Sample]) -> TokenBatch:
+        """Padded on the left, for `generate`."""
+        from src.data import collate
+
+        ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
+        return collate.pad_tokens(ids, masks, self.renderer.safe.pad_id, left=True)
+
+    def collate(self, samples: Sequence[Sample]) -> TokenBatch:
+        """Padded on the right; padding is masked, so its id does not matter."""
+        from src.data import collate
+
+        return collate.pad_tokens([s["input_ids"] for s in samples], [s["loss_mask"] for s in samples], pad_id=self.renderer.safe.pad_id)
+
+
+def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
+    """The messages, with what the system says first where they have no system message."""
+    if system is None or (messages and messages[0].role == "system"):
+        return messages
+    return [Message("system", system), *messages]

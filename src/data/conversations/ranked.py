@@ -1,0 +1,131 @@
+"""Conversations with ranked replies: each a sample of as many rows as it has replies."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from pydantic import Field
+
+from src.batches import RankedBatch
+from src.config import Places
+from src.data.conversations import templates
+from src.data.conversations.choices import draws
+from src.data.conversations.dataset import ConversationConfig, with_system
+from src.data.conversations.entries import Message, Reply, read_entry
+from src.data.conversations.rendering import Rendered, Renderer, Role
+from src.errors import DataError
+from src.kinds import REWARD
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Config(ConversationConfig):
+    """Which ranked replies, and how many of a conversation are read."""
+
+    max_replies: int = Field(default=5, gt=1)
+    """Replies of a conversation: the best and the worst, and others between them, drawn anew in each epoch."""
+    min_prompt_tokens: int = Field(default=256, ge=0)
+    """What a long reply leaves of a long conversation, which loses its beginning; then the reply loses its end. At most half a sample."""
+    shuffled_ranks: bool = False
+    """Whether the ranks of a conversation's replies are those of others of its replies, in training: a control."""
+
+    @property
+    def reader(self) -> str:
+        return REWARD
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "RankedReplies":
+        """The conversations of one split, tokenised on access.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed; the template does not fit the tokenizer; or no replies are ranked.
+        """
+        renderer = Renderer(tokenizer, templates.find(self.writing.template, tokenizer))
+        name = str(places.data / self.corpus)
+        return RankedReplies(self, self.read(places, split), renderer, seed if split == "train" else None, self.digest(places), name)
+
+
+class Sample(TypedDict):
+    """The replies of one conversation, each behind the conversation."""
+
+    input_ids: list[list[int]]
+    loss_mask: list[list[bool]]
+    """True on the tokens of the replies."""
+    ranks: list[int]
+
+
+class RankedReplies:
+    """Conversations with replies of different ranks; the others are left out."""
+
+    collation = "ranked"
+
+    def __init__(
+        self, config: Config, rows: Sequence[dict[str, Any]], renderer: Renderer, seed: int | None, digest: str, name: str
+    ) -> None:
+        """seed: of what an epoch reads of a conversation; None: always the same. name: of the data, in messages."""
+        self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
+        self._rows, self._seed, self._name = rows, seed, name
+        self._chosen = [i for i in range(len(rows)) if len({reply.get("rank") for reply in rows[i].get("replies") or ()}) > 1]
+        if not self._chosen:
+            raise DataError(f"{name}: no conversation has replies of different ranks. Ties alone tell nothing.")
+
+    def __len__(self) -> int:
+        """Conversations."""
+        return len(self._chosen)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Conversation `index` of an epoch, its best reply first."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        row = self._chosen[index]
+        entry = read_entry(self._rows[row], f"{self._name}: row {row}")
+        messages = with_system(entry.messages, self.config.writing.system)
+        replies, ranks = self._choose(entry.replies, epoch, index)
+        found = [self._render(messages, reply, (epoch, index), place) for place, reply in enumerate(replies)]
+        return {"input_ids": [each.ids for each in found], "loss_mask": [each.learned for each in found], "ranks": ranks}
+
+    def _choose(self, replies: Sequence[Reply], epoch: int, index: int) -> tuple[list[Reply], list[int]]:
+        """The replies that are read, best first, and their ranks."""
+        ordered = sorted(replies, key=lambda reply: reply.rank)  # stable: tied ones stay as in the row
+        most = self.config.max_replies
+        if len(ordered) > most:
+            places = range(1, len(ordered) - 1)
+            key = (0,) if self._seed is None else (self._seed, epoch)
+            between = sorted(draws("replies", *key, index).sample(places, most - 2))
+            ordered = [ordered[place] for place in (0, *between, len(ordered) - 1)]
+        ranks = [reply.rank for reply in ordered]
+        if self.config.shuffled_ranks and self._seed is not None:
+            draws("ranks", self._seed, index).shuffle(ranks)
+        return ordered, ranks
+
+    def _render(self, messages: Sequence[Message], reply: Reply, key: tuple[int, int], place: int) -> Rendered:
+        """The end of a conversation with a reply, of at most `sequence_tokens`; the reply alone is learned.
+
+        Both are tokenised together: no start token is put before the reply (B24). A prompt that is shorter than `min_prompt_tokens` leaves
+        the reply all the rest (B5), and the whole is never too long (B6).
+        """
+        tags, told = self.config.writing.tags, list[str]()
+        if tags:
+            drawn = [None if self._seed is None else draws("tags", self._seed, *key, *more) for more in ((), (place,))]
+            told = [*tags.of(messages, drawn[0]), tags.write(reply.message, drawn[1])]
+        found = self.renderer.render([*messages, reply.message], told)
+        before = self.renderer.render(messages, told, answering=True)
+        prompt, most = len(before.ids), self.config.sequence_tokens
+        answer = len(found.ids) - prompt
+        kept = max(most - answer, min(self.config.min_prompt_tokens, most // 2), 1)  # of the prompt, from its end
+        begin = max(0, prompt - kept)
+        cut = found.cut(begin, begin + most)
+        return Rendered(cut.ids, [role if number >= prompt - begin else Role.TEMPLATE for number, role in enumerate(cut.roles)])
+
+    def collate(self, samples: Sequence[Sample]) -> RankedBatch:
+        """All replies of all conversations, padded on the right; padding is masked, so its id does not matter."""
+        import torch
+
+        from src.data import collate
+
+        ids, masks = ([row for sample in samples for row in sample[field]] for field in ("input_ids", "loss_mask"))
+        numbers = [number for number, sample in enumerate(samples) for _ in sample["ranks"]]
+        return {
+            **collate.pad_tokens(ids, masks, pad_id=self.renderer.safe.pad_id),
+            "ranks": torch.tensor([rank for sample in samples for rank in sample["ranks"]]),
+            "sample_of_row": torch.tensor(numbers),
+        }

@@ -1,0 +1,151 @@
+"""Conversations as token ids with a role for each token, from which alone follows what is learned.
+
+Text that somebody wrote never becomes a control token. Template text and what is said between two control tokens is tokenised as one, as
+any other program does that fills in the template.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from src.data.conversations.entries import Message
+from src.data.text.tokenizers import SafeTokenizer
+from src.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Role(IntEnum):
+    """Who a token is of."""
+
+    TEMPLATE = 0
+    """Nobody: what a template writes around messages, and what tells of an answer to come."""
+    SYSTEM = 1
+    USER = 2
+    ASSISTANT = 3
+    """What is said, and the token that ends it."""
+    TOOL = 4
+    TEXT = 5
+    """Plain text."""
+
+
+LEARNED = frozenset({Role.ASSISTANT, Role.TEXT})
+ROLE_OF = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT, "tool": Role.TOOL}
+
+
+class Span(NamedTuple):
+    """Text of one role. Only in that of a template are control tokens found."""
+
+    text: str
+    role: Role
+    controls: bool = False
+    """Whether the control tokens that it spells are control tokens."""
+
+
+class Template(Protocol):
+    """How messages are written."""
+
+    def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
+        """The text of a conversation.
+
+        tags: of each message, what is told about it before it begins, or "". answering: end where the assistant's next answer begins.
+        """
+        ...
+
+
+@dataclass
+class Rendered:
+    """A conversation, or a part of it."""
+
+    ids: list[int] = field(default_factory=list)
+    roles: list[int] = field(default_factory=list)
+    """A `Role` for each id."""
+
+    @property
+    def learned(self) -> list[bool]:
+        """For each id whether it is learned; never the first, which follows from nothing."""
+        return [place > 0 and role in LEARNED for place, role in enumerate(self.roles)]
+
+    def cut(self, begin: int, end: int) -> "Rendered":
+        """The tokens from `begin` up to `end`."""
+        return Rendered(self.ids[begin:end], self.roles[begin:end])
+
+
+class Renderer:
+    """Ids of conversations, by one tokenizer and template."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", template: Template) -> None:
+        self.safe, self.template = SafeTokenizer(tokenizer), template
+        names = sorted(
+            (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special), key=lambda name: (-len(name), name)
+        )
+        self._controls = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    def render(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> Rendered:
+        """See `Template.spans`. What the tokenizer writes before every sequence comes first."""
+        return self.encode(self.template.spans(messages, tags, answering))
+
+    def render_text(self, text: str) -> Rendered:
+        """Plain text and its end token, all of one role."""
+        found = self.encode([Span(text, Role.TEXT)])
+        return Rendered([*found.ids, self.safe.eos_id], [*found.roles, Role.TEXT])
+
+    def encode(self, spans: Sequence[Span]) -> Rendered:
+        """Ids of spans. A token of two roles is of the later one's."""
+        found = Rendered()
+        start = self.safe.start
+        text, ends = "", list[tuple[int, Role]]()
+        for span in self._split(spans):
+            if span.controls:
+                self._add_text(found, text, ends)
+                text, ends = "", []
+                control = self.safe.control_id(span.text)
+                assert control is not None, "split at control tokens"
+                found.ids.append(control)
+                found.roles.append(span.role)
+            elif span.text:
+                text += span.text
+                ends.append((len(text), span.role))
+        self._add_text(found, text, ends)
+        if start and found.ids[: len(start)] != start:
+            return Rendered([*start, *found.ids], [Role.TEMPLATE] * len(start) + found.roles)
+        return found
+
+    def _split(self, spans: Sequence[Span]) -> list[Span]:
+        """The spans, with each control token alone in one."""
+        found = list[Span]()
+        for span in spans:
+            if not span.controls:
+                found.append(span)
+                continue
+            place = 0
+            for match in self._controls.finditer(span.text):
+                found += [Span(span.text[place : match.start()], span.role), Span(match.group(), span.role, True)]
+                place = match.end()
+            found.append(Span(span.text[place:], span.role))
+        return found
+
+    def _add_text(self, found: Rendered, text: str, ends: Sequence[tuple[int, Role]]) -> None:
+        if not text:
+            return
+        ids, offsets = self.safe.encode_spans(text)
+        number = 0
+        for token, (_, end) in zip(ids, offsets, strict=True):
+            while number < len(ends) - 1 and end > ends[number][0]:
+                number += 1
+            found.ids.append(token)
+            found.roles.append(ends[number][1])
+
+
+def require_controls(tokenizer: "PreTrainedTokenizerFast", wanted: Sequence[str], template: str) -> None:
+    """Raises DataError where the vocabulary lacks a control token that a template is written with."""
+    known = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    lacks = [token for token in wanted if token not in known]
+    if lacks:
+        raise DataError(
+            f"data.template: {template!r} is written with {', '.join(lacks)}, which the tokenizer lacks. "
+            "Write them into the model's extra_tokens."
+        )

@@ -1,0 +1,175 @@
+"""The templates that conversations are written with: Open-Assistant's, ChatML, and any template of Jinja.
+
+A template of Jinja is filled in with marks in the place of messages, and what stands between the marks is the template's own text. So what
+is said cannot change the template, nor become a part of it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from src.data.conversations.entries import Message
+from src.data.conversations.rendering import ROLE_OF, Role, Span, Template, require_controls
+from src.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+OASST_TOKENS = ("<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>", "<|prefix_end|>")
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_OASST = {"user": "<|prompter|>", "assistant": "<|assistant|>", "system": "<|system|>", "tool": "<|prompter|>"}
+NAMES = ("chatml", "oasst", "tokenizer")
+_MARK = re.compile("\x02([0-9]+)\x03")
+_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+
+
+def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
+    """The template of a name, or the tokenizer's own.
+
+    Raises:
+        DataError: the tokenizer lacks its control tokens, or has no template, or one with which nothing could be trained.
+    """
+    if name == "oasst":
+        require_controls(tokenizer, OASST_TOKENS[:3], name)
+        return OpenAssistant(str(tokenizer.eos_token))
+    if name == "chatml":
+        require_controls(tokenizer, CHATML_TOKENS, name)
+        return ChatML()
+    source = tokenizer.chat_template
+    if not isinstance(source, str):
+        raise DataError("data.template: the tokenizer has no chat template of its own. Take 'oasst' or 'chatml'.")
+    return Jinja(source, {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)})
+
+
+@dataclass(frozen=True)
+class OpenAssistant:
+    """v2.5 of Open-Assistant: each turn is its role's token, the text and the end token, and nothing between turns."""
+
+    end: str
+    """The end token."""
+
+    def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
+        """See `rendering.Template`. System messages come first, and what is told of an answer before it, as a system's."""
+        found = list[Span]()
+        for number, message in enumerate(messages):
+            found += self._turn("<|system|>", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
+            found += self._turn(_OASST[message.role], message.content, ROLE_OF[message.role])
+        found += self._turn("<|system|>", tags[-1], Role.TEMPLATE) if answering and len(tags) > len(messages) and tags[-1] else []
+        return [*found, Span("<|assistant|>", Role.TEMPLATE, True)] if answering else found
+
+    def _turn(self, name: str, text: str, role: Role) -> list[Span]:
+        return [Span(name, Role.TEMPLATE, True), Span(text, role), Span(self.end, _role_of_end(role), True)]
+
+
+@dataclass(frozen=True)
+class ChatML:
+    """<|im_start|>ROLE, an end of line, the text, <|im_end|> and an end of line."""
+
+    def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
+        """See `rendering.Template`."""
+        found = list[Span]()
+        for number, message in enumerate(messages):
+            found += self._turn("system", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
+            found += self._turn(message.role, message.content, ROLE_OF[message.role])
+        found += self._turn("system", tags[-1], Role.TEMPLATE) if answering and len(tags) > len(messages) and tags[-1] else []
+        return [*found, Span("<|im_start|>assistant\n", Role.TEMPLATE, True)] if answering else found
+
+    @staticmethod
+    def _turn(name: str, text: str, role: Role) -> list[Span]:
+        begin, end = Span(f"<|im_start|>{name}\n", Role.TEMPLATE, True), Span("<|im_end|>", _role_of_end(role), True)
+        return [begin, Span(text, role), end, Span("\n", Role.TEMPLATE)]
+
+
+def _role_of_end(role: Role) -> Role:
+    """Of the token that ends a turn: the assistant has to learn when to end."""
+    return role if role is Role.ASSISTANT else Role.TEMPLATE
+
+
+class Jinja:
+    """A template of Jinja, as tokenizers have them."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        """tokens: control tokens by the names that the template may use, such as eos_token.
+
+        Raises:
+            DataError: nothing could be trained with it: it leaves out or repeats a message, or its beginning changes with what follows,
+                while it does not mark its answers.
+        """
+        self.source, self.tokens = source, dict(tokens)
+        self.marks_answers = bool(_GENERATION.search(source))
+        self._controls = re.compile("|".join(map(re.escape, {*tokens.values(), *re.findall(r"<\|[^|\s]+\|>", source)})) or "(?!)")
+        self._strips = "\t\t\x02" not in self._fill(["user"], padding="\t\t")[0]
+        self._check()
+
+    def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
+        """See `rendering.Template`. What is told of an answer has no place in it.
+
+        Raises:
+            DataError: the template refuses the messages, or leaves one out or repeats it.
+        """
+        if any(tags):
+            raise DataError("data.tags: a template of the tokenizer has no place for them. Take template 'oasst' or 'chatml'.")
+        text, answers = self._fill([message.role for message in messages], answering)
+        marks = list(_MARK.finditer(text))
+        if [int(mark.group(1)) for mark in marks] != list(range(len(messages))):
+            found = " ".join(mark.group(1) for mark in marks)
+            raise DataError(f"data.template: of messages 0 to {len(messages) - 1} the template writes: {found or 'none'}. Take another.")
+        spans, place = list[Span](), 0
+        for message, mark in zip(messages, marks, strict=True):
+            spans.append(Span(text[place : mark.start()], Role.TEMPLATE, True))
+            spans.append(Span(message.content.strip() if self._strips else message.content, ROLE_OF[message.role]))
+            place = mark.end()
+            if message.role == "assistant":
+                end = self._end_of_answer(text, place, answers)
+                spans.append(Span(text[place:end], Role.ASSISTANT, True))
+                place = end
+        return [*spans, Span(text[place:], Role.TEMPLATE, True)]
+
+    def _end_of_answer(self, text: str, place: int, answers: Sequence[tuple[int, int]]) -> int:
+        """Where what ends the answer before `place` ends: as the template marks it, or behind the control token that follows."""
+        for begin, end in answers:
+            if begin <= place <= end:
+                return end
+        following = _MARK.search(text, place)
+        control = self._controls.search(text, place, following.start() if following else len(text))
+        return control.end() if control else place
+
+    def _fill(self, roles: Sequence[str], answering: bool = False, padding: str = "") -> tuple[str, list[tuple[int, int]]]:
+        """The text with marks for messages of these roles; and where answers begin and end in it, if the template says so.
+
+        Raises:
+            DataError: the template fails.
+        """
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        marked: Any = [{"role": role, "content": f"{padding}\x02{i}\x03{padding}"} for i, role in enumerate(roles)]
+        try:
+            texts, answers = render_jinja_template(
+                conversations=[marked],
+                chat_template=self.source,
+                add_generation_prompt=answering,
+                return_assistant_tokens_mask=self.marks_answers,
+                date_string="01 Jan 2025",
+                **self.tokens,
+            )
+        except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+            raise DataError(f"data.template: the template refuses {' '.join(roles)} ({' '.join(str(error).split())[:200]}).") from None
+        return texts[0], [(begin, end) for begin, end in answers[0]] if self.marks_answers else []
+
+    def _check(self) -> None:
+        roles = ["user", "assistant"] * 2
+        self.spans([Message(role, "") for role in roles])
+        for number in () if self.marks_answers else (1, 3):
+            asked, answered, later = (
+                self._fill(roles[:number], answering=True)[0],
+                self._fill(roles[: number + 1])[0],
+                self._fill(roles)[0],
+            )
+            known = answered[: answered.index("\x03", len(asked)) + 1] if answered.startswith(asked) else ""
+            if not known or not later.startswith(known):
+                raise DataError(
+                    "data.template: what the template writes before an answer changes with what follows it, so that the answer would be "
+                    "learned behind another text than it is asked for. Mark its answers with {% generation %}, or take another template."
+                )

@@ -1,0 +1,72 @@
+"""Assistants: supervised fine-tuning, reward models and preferences."""
+
+from typing import Any
+
+from src.experiments.grid import ref
+
+_WRITING = {"template": "oasst"}
+_METRICS = [{"name": "expressions"}]
+
+# Expressions of two numbers with a given value (python -m data_prep.stdlib_conversations), judged by this Python.
+SFT_TINY: dict[str, Any] = {
+    "recipe": "sft",
+    "seed": 0,
+    "model": {
+        "name": "gpt_bigcode",
+        "tokenizer": "expression_tokenizer",
+        "hidden_size": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "max_positions": 96,
+    },
+    "data": {"name": "conversations", "corpus": "expression_tasks", "sequence_tokens": 80, "writing": _WRITING},
+    "loop": {
+        "steps": 600,
+        "sequences_per_step": 32,
+        "micro_batch": 32,
+        "learning_rate": 3e-3,
+        "schedule": "cosine",
+        "warmup_rate": 0.1,
+        "eval_every": 200,
+    },
+    "answers": {"questions": 100, "max_new_tokens": 12, "metrics": _METRICS},
+}
+REWARD_TINY: dict[str, Any] = {
+    "recipe": "reward",
+    "seed": 0,
+    "model": {"name": "reward", "base": ref(SFT_TINY)},
+    "data": {"name": "ranked_replies", "corpus": "expression_replies", "sequence_tokens": 80, "writing": _WRITING},
+    "loop": {
+        "steps": 300,
+        "sequences_per_step": 8,
+        "micro_batch": 8,
+        "learning_rate": 1e-3,
+        "schedule": "cosine",
+        "warmup_rate": 0.1,
+        "eval_every": 100,
+        "best_metric": "val_accuracy",
+        "best_mode": "max",
+    },
+}
+DPO_TINY: dict[str, Any] = {
+    "recipe": "dpo",
+    "seed": 0,
+    "model": ref(SFT_TINY),
+    "data": {**REWARD_TINY["data"], "corpus": "expression_pairs", "max_replies": 2},
+    "loop": {**REWARD_TINY["loop"], "steps": 100, "learning_rate": 1e-4, "eval_every": 50},
+}
+# What each link of the chain is worth: tasks solved, and answers in the preferred style.
+JUDGED_TINY: dict[str, Any] = {
+    "recipe": "sft",
+    "seed": 0,
+    "model": ref(DPO_TINY),
+    "data": SFT_TINY["data"],
+    "evaluation": {"micro_batch": 32},
+    "answers": SFT_TINY["answers"],
+}
+GROUPS = {
+    "assistant_tiny_sft": [SFT_TINY],
+    "assistant_tiny_reward": [REWARD_TINY],
+    "assistant_tiny_dpo": [DPO_TINY],
+    "assistant_tiny_judged": [JUDGED_TINY],
+}

@@ -1,0 +1,119 @@
+"""Recipe `dpo`: direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) on the best and the worst reply."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from src.config import Config as StrictConfig
+from src.data.conversations import ranked
+from src.data.mixture.dataset import MixtureDataset
+from src.data.parts import PartsConfig
+from src.interfaces import Dataset, DatasetConfig
+from src.kinds import DECODER, REWARD
+from src.recipes.pretraining import Pretraining
+from src.runs.context import Run
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Preference(StrictConfig):
+    """The loss of a pair; see `training.preference_losses.pair_loss`."""
+
+    kind: Literal["sigmoid", "ipo", "robust"] = "sigmoid"
+    beta: float = Field(default=0.1, gt=0)
+    """How much it costs to leave the model that the training began with; for ipo its tau."""
+    flipped: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of the preferences that are taken to be the wrong way round: with sigmoid the conservative loss."""
+    sft_weight: float = Field(default=0.0, ge=0)
+    """Weight of the loss of the chosen answer, in nats a token (Pang et al. 2024, arXiv 2404.19733)."""
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> "Preference":
+        if self.kind == "ipo" and self.flipped:
+            raise ValueError("flipped: 'ipo' has no such setting, and would ignore it. Leave it out.")
+        return self
+
+
+class Config(Pretraining):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    model_kind: ClassVar[str] = DECODER
+    data_kind: ClassVar[str | None] = REWARD
+    reported: ClassVar[Sequence[str]] = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
+
+    preference: Preference = Preference()
+
+    @model_validator(mode="after")
+    def _samples_are_pairs(self) -> "Config":
+        for path, data in _leaf_configs("data", self.data):
+            if not isinstance(data, ranked.Config) or data.max_replies != 2:
+                raise ValueError(f"{path}: this recipe reads pairs: 'ranked_replies' with max_replies 2.")
+            if data.writing.tags and data.writing.tags.dropout:
+                raise ValueError(f"{path}.writing.tags.dropout: another text in each epoch has no stored reference. Write 0.")
+        return self
+
+    def prepare(self, model: Any, train: Any, val: Any, run: Run) -> tuple[Dataset, Any]:
+        """Add the log-probabilities of the model as it begins, which is the reference."""
+        from src.training.reference import WithReference, with_references
+
+        parts = {name: list(_leaves(data)) for name, data in (("train", train), ("val", val))}
+        precision, _ = self._precision
+        logps = with_references(model, parts, run.path, self.micro_batch, precision)
+        own = {name: WithReference(part, logps) for name, part in getattr(val, "parts", {}).items()}
+        wrapped = WithReference(val, logps)
+        if own:
+            wrapped.parts = own
+        return WithReference(train, logps), wrapped
+
+    def loss(self) -> Callable[..., Any]:
+        """Summed loss; and by name, over pairs: accuracy, the share in which the chosen answer has gained more on the reference than the
+        rejected one; margin, beta times by how much; chosen_logratio and rejected_logratio, what each has gained, in nats."""
+        from src.training.preference_losses import answer_logps, pair_loss
+        from src.training.reference import model_logits
+
+        preference = self.preference
+
+        def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
+            import torch
+
+            sums = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"])
+            ratios = sums.logps - batch["reference_logps"]
+            compared = ratios / sums.tokens if preference.kind == "ipo" else ratios
+            loss = pair_loss(
+                compared[::2], compared[1::2], kind=preference.kind, beta=preference.beta, flipped=preference.flipped
+            )  # fmt: skip
+            if preference.sft_weight:
+                loss = loss - preference.sft_weight * (sums.logps[::2] / sums.tokens[::2]).sum()
+            chosen, rejected = ratios.detach()[::2], ratios.detach()[1::2]
+            found = ((chosen > rejected).float(), preference.beta * (chosen - rejected), chosen, rejected)
+            count = torch.tensor(float(len(chosen)))
+            return loss, {name: (each.sum(), count) for name, each in zip(self.reported, found, strict=True)}
+
+        return loss_and_sums
+
+    def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        return loss
+
+    def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
+        """Pairs."""
+        return len(batch["ranks"]) / 2
+
+
+def _leaf_configs(path: str, data: DatasetConfig) -> Iterator[tuple[str, DatasetConfig]]:
+    """The config of a data set, or those of the parts of a mixture of any depth, by path."""
+    if isinstance(data, PartsConfig):
+        for below, part in data.parts_by_path.items():
+            yield from _leaf_configs(f"{path}.{below}", part)
+    else:
+        yield path, data
+
+
+def _leaves(data: Dataset) -> Iterator[Dataset]:
+    """The data set, or the parts of a mixture of any depth."""
+    if isinstance(data, MixtureDataset):
+        for part in data.parts.values():
+            yield from _leaves(part)
+    else:
+        yield data

@@ -1,0 +1,63 @@
+"""Recipe `reward`: train a reward model on ranked replies, after Ouyang et al. 2022 (arXiv 2203.02155, section 3.5)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from src.config import Config as StrictConfig
+from src.kinds import REWARD
+from src.recipes.pretraining import Pretraining
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Ranking(StrictConfig):
+    """The loss of ranked replies; see `training.preference_losses.ranking_loss`."""
+
+    by: Literal["conversations", "pairs"] = "conversations"
+    """What counts 1: a conversation, however many replies it has, or each pair of replies."""
+    l2: float = Field(default=0.001, ge=0)
+    """Weight of the squared rewards."""
+    margin: float = Field(default=0.0, ge=0)
+    """By how much the better reply should be ahead."""
+    centring: float = Field(default=0.0, ge=0)
+    """Weight of the squared sums of both rewards of a pair."""
+
+
+class Config(Pretraining):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    model_kind: ClassVar[str] = REWARD
+    reported: ClassVar[Sequence[str]] = ("accuracy", "kendall", "spearman", "best_reward", "worst_reward")
+
+    ranking: Ranking = Ranking()
+
+    def loss(self) -> Callable[..., Any]:
+        """Summed loss; and by name, over the conversations that have a preference: accuracy, the share in which the best reply has more
+        than the worst; kendall and spearman, correlations with the ranks; best_reward and worst_reward."""
+        from src.metrics.ranking import correlations
+        from src.training.preference_losses import ranking_loss
+
+        def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]", correlated: bool = True) -> Any:
+            import torch
+
+            rewards_R = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+            conversations_R, ranks_R = batch["sample_of_row"], batch["ranks"]
+            summed = ranking_loss(rewards_R, conversations_R, ranks_R, **self.ranking.model_dump())
+            found = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist(), correlated)
+            count = torch.tensor(float(len(found)))
+            names = [name for name in self.reported if correlated or name not in ("kendall", "spearman")]
+            return summed, {name: (torch.tensor(sum(getattr(each, name) for each in found), dtype=torch.float64), count) for name in names}
+
+        return loss_and_sums
+
+    def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda model, batch: loss(model, batch, correlated=False)
+
+    def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
+        """Conversations with a preference, or pairs."""
+        from src.training.preference_losses import count_ranked
+
+        return count_ranked(batch["sample_of_row"], batch["ranks"], self.ranking.by)

@@ -1,0 +1,111 @@
+"""Losses of what people prefer: of ranked replies by their rewards, and of pairs of answers by their log-probabilities.
+
+All are sums, so that they can be divided by what the whole global batch has. Shapes: R replies, K of one conversation, P pairs.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+RankingLoss = Literal["conversations", "pairs"]
+PairLoss = Literal["sigmoid", "ipo", "robust"]
+
+
+class Pairs(NamedTuple):
+    """Places of replies of one conversation of which one is better."""
+
+    better: Tensor
+    """(P,) int64."""
+    worse: Tensor
+    """(P,) int64."""
+
+
+def ranked_pairs(conversations_R: Tensor, ranks_R: Tensor) -> Pairs:
+    """All pairs of replies of one conversation with different ranks: of K that are never tied, K (K - 1) / 2.
+
+    conversations_R: int64, the number of the conversation of each reply. ranks_R: int64, smaller is better, and equal ranks are a tie.
+    """
+    same_RR = conversations_R[:, None] == conversations_R[None]
+    better, worse = (same_RR & (ranks_R[:, None] < ranks_R[None])).nonzero(as_tuple=True)
+    return Pairs(better, worse)
+
+
+def count_ranked(conversations_R: Tensor, ranks_R: Tensor, by: RankingLoss) -> int:
+    """What `ranking_loss` is a sum over: conversations with a pair that is not tied, or such pairs."""
+    better, _ = ranked_pairs(conversations_R, ranks_R)
+    return len(better) if by == "pairs" else len(conversations_R[better].unique())
+
+
+def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
+    rewards_R: Tensor,
+    conversations_R: Tensor,
+    ranks_R: Tensor,
+    *,
+    by: RankingLoss = "conversations",
+    l2: float = 0.0,
+    margin: float = 0.0,
+    centring: float = 0.0,
+) -> Tensor:
+    """Sum of -log sigmoid(r_better - r_worse - margin), the Bradley-Terry loss of Ouyang et al. 2022 (arXiv 2203.02155, equation 1).
+
+    by "conversations": the sum over conversations of the mean over the pairs of each, so that one with many replies does not weigh more
+    ("RMLoss" of Open-Assistant). by "pairs": the sum over all pairs ("RMCLSLoss", a cross entropy of two classes). Tied replies make no
+    pair, and one reply makes none.
+
+    l2: weight of (r_better^2 + r_worse^2) / 2. margin: see Touvron et al. 2023 (arXiv 2307.09288, equation 2). centring: weight of
+    (r_better + r_worse)^2, which keeps rewards near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
+    """
+    better, worse = ranked_pairs(conversations_R, ranks_R)
+    better_P, worse_P = rewards_R[better].float(), rewards_R[worse].float()
+    loss_P = -F.logsigmoid(better_P - worse_P - margin)
+    if l2:
+        loss_P = loss_P + l2 * 0.5 * (better_P.square() + worse_P.square())
+    if centring:
+        loss_P = loss_P + centring * (better_P + worse_P).square()
+    if by == "conversations":
+        own_P = conversations_R[better]
+        loss_P = loss_P / torch.bincount(own_P, minlength=int(conversations_R.max()) + 1 if len(conversations_R) else 0)[own_P]
+    return loss_P.sum() + 0.0 * rewards_R.float().sum()  # without a pair, too, a gradient reaches every process
+
+
+class AnswerSums(NamedTuple):
+    """Of answers of a model, (R,) each."""
+
+    logps: Tensor
+    """Summed log-probabilities of the learned tokens, in nats, float32."""
+    tokens: Tensor
+    """Learned tokens."""
+
+
+def answer_logps(logits_RTV: Tensor, input_ids: Tensor, loss_mask: Tensor) -> AnswerSums:
+    """Log-probabilities of each row's tokens where `loss_mask` is True, from logits at the positions before them.
+
+    Raises:
+        ValueError: the mask has a first token, which nothing comes before.
+    """
+    if bool(loss_mask[:, 0].any()):
+        raise ValueError("loss_mask: the first token of a sequence is predicted from nothing")
+    mask = loss_mask[:, 1:]
+    losses = F.cross_entropy(logits_RTV[:, :-1].float().flatten(0, 1), input_ids[:, 1:].flatten(), reduction="none").view(mask.shape)
+    return AnswerSums(-(losses * mask).sum(dim=1), mask.sum(dim=1))
+
+
+def pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, kind: PairLoss = "sigmoid", beta: float = 0.1, flipped: float = 0.0) -> Tensor:
+    """Sum over pairs of a loss of direct preference optimisation. chosen_P, rejected_P: log pi(y|x) - log pi_ref(y|x) of each answer,
+    summed over its tokens; for "ipo" their mean over its tokens.
+
+    With h = chosen - rejected and s = log sigmoid:
+    sigmoid: -(1 - flipped) s(beta h) - flipped s(-beta h): Rafailov et al. 2023 (arXiv 2305.18290, equation 7), and with a share `flipped`
+    of labels that are taken to be wrong the conservative form (Mitchell 2023).
+    robust: [-(1 - flipped) s(beta h) + flipped s(-beta h)] / (1 - 2 flipped): Chowdhury et al. 2024 (arXiv 2403.00409).
+    ipo: (h - 1 / (2 beta))^2: Azar et al. 2023 (arXiv 2310.12036, equation 17).
+    """
+    margin_P = (chosen_P - rejected_P).float()
+    if kind == "ipo":
+        return (margin_P - 1 / (2 * beta)).square().sum()
+    kept, turned = -F.logsigmoid(beta * margin_P), -F.logsigmoid(-beta * margin_P)
+    if kind == "robust":
+        return (((1 - flipped) * kept - flipped * turned) / (1 - 2 * flipped)).sum()
+    return ((1 - flipped) * kept + flipped * turned).sum()

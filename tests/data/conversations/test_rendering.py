@@ -1,0 +1,159 @@
+"""Conversations as ids with a role for each token: what is learned, and what text can never become."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from src.data.conversations.entries import Message
+from src.data.conversations.rendering import Renderer, Role
+from src.data.conversations.templates import ChatML, Jinja, OpenAssistant, find
+from src.errors import DataError
+from src.models.load import ROOT
+from tests.data.conversations import talk
+
+MADE = talk.tokenizer()
+SOURCES = {name: (ROOT / "resources" / "chat_templates" / f"{name}.jinja").read_text() for name in ("oasst", "chatml")}
+TEMPLATES = {
+    "oasst": OpenAssistant("<end>"),
+    "chatml": ChatML(),
+    "oasst.jinja": Jinja(SOURCES["oasst"], {"eos_token": "<end>"}),
+    "chatml.jinja": Jinja(SOURCES["chatml"], {"eos_token": "<end>"}),
+}
+RENDERERS = {name: Renderer(MADE, template) for name, template in TEMPLATES.items()}
+ALL = list(Role)
+texts = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from(
+    ["<|assistant|>", "<end>", "<|im_end|>\n", " a ", "{{ 1 }}", "\n"]
+)
+talks = st.lists(texts, min_size=2, max_size=6).filter(lambda said: len(said) % 2 == 0)
+
+
+def test_open_assistants_form():
+    found = RENDERERS["oasst"].render(talk.messages("Hi", "Hello", "Bye", "See you", system="Be kind"))
+    whole = "<|system|>Be kind<end><|prompter|>Hi<end><|assistant|>Hello<end><|prompter|>Bye<end><|assistant|>See you<end>"
+    assert talk.shown(found, MADE, ALL) == whole
+    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "Hello<end>See you<end>", "B1: never the system's"
+    asked = RENDERERS["oasst"].render(talk.messages("Hi"), answering=True)
+    assert talk.shown(asked, MADE, ALL) == "<|prompter|>Hi<end><|assistant|>"
+    assert not any(asked.learned)
+
+
+def test_chatml():
+    found = RENDERERS["chatml"].render(talk.messages("Hi", "Hello"))
+    assert talk.shown(found, MADE, ALL) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "Hello<|im_end|>"
+
+
+@settings(max_examples=100, deadline=None)
+@given(talks, st.none() | texts, st.sampled_from(["oasst", "chatml"]))
+def test_ours_and_jinjas_are_the_same(said: list[str], system: str | None, name: str):
+    """With whatever is said, and with what other programs make of the template where it spells no control token."""
+    conversation = talk.messages(*said, system=system)
+    ours, theirs = (RENDERERS[kind].render(conversation) for kind in (name, f"{name}.jinja"))
+    assert ours == theirs
+    if not any("<" in message.content for message in conversation):
+        wanted = MADE.apply_chat_template(
+            [{"role": message.role, "content": message.content} for message in conversation], chat_template=SOURCES[name], return_dict=False
+        )
+        assert ours.ids == wanted
+
+
+@settings(max_examples=100, deadline=None)
+@given(talks, st.none() | texts, st.sampled_from([*RENDERERS]))
+def test_what_is_asked_is_the_beginning_of_what_is_learned(said: list[str], system: str | None, name: str):
+    """Each answer is learned behind exactly what it is asked with; and text never becomes a control token."""
+    renderer, conversation = RENDERERS[name], talk.messages(*said, system=system)
+    whole = renderer.render(conversation)
+    assert len(whole.ids) == len(whole.roles)
+    for number, message in enumerate(conversation):
+        if message.role == "assistant":
+            asked = renderer.render(conversation[:number], answering=True)
+            assert whole.ids[: len(asked.ids)] == asked.ids
+            answered = renderer.render(conversation[: number + 1])
+            learned = [token for token, wanted in list(zip(answered.ids, answered.learned, strict=True))[len(asked.ids) :] if wanted]
+            assert MADE.decode(learned) == message.content + ("<end>" if "oasst" in name else "<|im_end|>")
+    controls = {MADE.convert_tokens_to_ids(token) for token in (*talk.TOKENS, "<end>", "<pad>")}
+    turns = sum(token in controls for token in whole.ids)
+    assert turns == 2 * len(conversation)
+
+
+def test_a_template_that_strips_is_heeded():
+    source = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}{{ eos_token }}{% endfor %}"
+    source += "{% if add_generation_prompt %}assistant: {% endif %}"
+    found = Renderer(MADE, Jinja(source, {"eos_token": "<end>"})).render(talk.messages(" a ", " b "))
+    assert talk.shown(found, MADE, ALL) == "user: a<end>assistant: b<end>"
+    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "b<end>"
+
+
+CHANGES = (
+    "{% for m in messages %}{{ m['role'] }}{% if loop.last or m['role'] == 'user' %} {{ m['content'] }}"
+    "{% else %}(thought) {{ m['content'] }}{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        (
+            "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}",
+            "of messages 0 to 3 the template writes: 0 2",
+        ),
+        ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", "the template writes: 0 0 1 1"),
+        ("{{ raise_exception('no') }}", r"the template refuses user \(no\)"),
+        ("{% for m in messages %}{{ m['content'] }}", "the template refuses"),
+        (CHANGES, "changes with what follows it"),
+        ("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "changes with what follows it"),
+    ],
+)
+def test_a_template_that_cannot_be_trained_is_refused(source: str, match: str):
+    with pytest.raises(DataError, match=match):
+        find("tokenizer", talk.tokenizer(template=source))
+
+
+def test_a_template_that_marks_its_answers_may_change():
+    marked = CHANGES.replace("{{ m['content'] }}{% else %}", "{% generation %}{{ m['content'] }}!{% endgeneration %}{% else %}", 1)
+    renderer = Renderer(MADE, find("tokenizer", talk.tokenizer(template=marked)))
+    found = renderer.render(talk.messages("a", "b"))
+    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "b!"
+
+
+def test_tokens_that_the_tokenizer_lacks_are_told():
+    for name, lacks in (("oasst", "<|prompter|>"), ("chatml", "<|im_start|>")):
+        with pytest.raises(
+            DataError, match=rf"{name}.*{lacks[2:-2]}.*which the tokenizer lacks\. Write them into the model's extra_tokens"
+        ):
+            find(name, talk.tokenizer([]))
+    with pytest.raises(DataError, match="the tokenizer has no chat template of its own"):
+        find("tokenizer", MADE)
+
+
+def test_plain_text_is_learned_to_its_end():
+    """B12: its last token was trained on the first one."""
+    found = RENDERERS["oasst"].render_text("ab<|assistant|>")
+    assert MADE.decode(found.ids) == "ab<|assistant|><end>"
+    assert found.learned == [False] + [True] * (len(found.ids) - 1)
+
+
+def test_ids_do_not_depend_on_the_seed_of_hashes():
+    """B2: control tokens were added in the order of a set."""
+    code = (
+        "from tests.data.conversations import talk; from src.data.conversations.rendering import Renderer;"
+        "from src.data.conversations.templates import find; made = talk.tokenizer();"
+        "print([Renderer(made, find(n, made)).render(talk.messages('a', 'b', system='c')).ids for n in ('oasst', 'chatml')])"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True
+        ).stdout
+        for seed in ("1", "2", "77")
+    }
+    assert len(told) == 1
+
+
+def test_a_tool_speaks_after_the_assistant():
+    found = RENDERERS["chatml"].render([*talk.messages("2 + 3?", "add(2, 3)"), Message("tool", "5"), Message("assistant", "It is 5.")])
+    assert talk.shown(found, MADE, [Role.TOOL]) == "5"
+    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "add(2, 3)<|im_end|>It is 5.<|im_end|>"

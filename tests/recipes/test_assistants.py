@@ -1,0 +1,263 @@
+"""Supervised fine-tuning, reward models and preferences: what they learn, what they refuse, kills, and exports."""
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from src.config import Places
+from src.errors import ConfigError, DataError
+from src.experiments.grid import override
+from src.experiments.identity import exp_id
+from src.interfaces import load_experiment
+from src.models.export import main as export
+from src.models.load import load
+from src.registry import DATASETS, MODELS, bind
+from tests import toy
+from tests.data.conversations import talk
+from tests.recipes.train_assistants import DPO, REPLIES, REWARD, SFT, TALK, write_data
+
+CHAIN = {"sft": [SFT], "reward": [REWARD], "dpo": [DPO]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assistants")
+    write_data(folder / "data")
+    assert toy.main(["-e", *CHAIN], CHAIN, folder) == 0
+    return folder
+
+
+def data_of(folder: Path, config: dict[str, Any], split: str = "train") -> Any:
+    return bind(DATASETS, config).build(Places(folder / "data", folder), talk.tokenizer(), split, 0)
+
+
+def model_of(folder: Path, config: dict[str, Any] = SFT["model"]) -> Any:
+    torch.manual_seed(0)
+    return bind(MODELS, config).build(Places(folder / "data", folder / "runs"))
+
+
+def test_each_link_of_the_chain_learns(folder: Path):
+    rows = {name: toy.evaluations(folder, exp_id(group[0])) for name, group in CHAIN.items()}
+    for name in CHAIN:
+        assert rows[name][-1]["train_loss"] < rows[name][0]["train_loss"], name
+    assert {"val_loss", "val_perplexity", "val_accuracy", "em", "f1"} <= rows["sft"][-1].keys()
+    assert {"val_accuracy", "val_kendall", "val_spearman", "val_best_reward", "val_worst_reward", "accuracy"} <= rows["reward"][-1].keys()
+    assert {"val_accuracy", "val_margin", "val_chosen_logratio", "margin"} <= rows["dpo"][-1].keys()
+    assert "val_perplexity" not in rows["reward"][-1]
+
+
+def test_preferences_begin_at_the_reference(folder: Path):
+    """Before the first step no answer has gained anything, whatever its length: the loss is log 2."""
+    from src.training.preference_losses import answer_logps
+    from src.training.reference import WithReference, model_logits
+
+    run = folder / "runs" / exp_id(DPO)
+    kept = json.loads((run / "reference.json").read_text())["logps"]
+    data = WithReference(data_of(folder, DPO["data"]), kept)
+    batch: Any = data.collate([data.sample(0, i) for i in range(24)])
+    model = model_of(folder, DPO["model"]).eval()
+    with torch.no_grad():
+        found = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"]).logps
+    assert torch.allclose(found, batch["reference_logps"], atol=1e-4)
+    experiment: Any = load_experiment(DPO, "here")
+    loss, named = experiment.loss()(model, batch)
+    assert loss.item() / experiment.count(batch) == pytest.approx(math.log(2), abs=1e-4)
+    assert named["margin"][0].item() == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("recipe", ["reward", "dpo"])
+@pytest.mark.parametrize("cuts", [(6, 0), (1, 5), (2, 2, 2)])
+def test_a_gradient_does_not_depend_on_how_its_batch_is_cut(folder: Path, recipe: str, cuts: tuple[int, ...]):
+    exp: Any = load_experiment(CHAIN[recipe][0], "here")
+    data = data_of(folder, CHAIN[recipe][0]["data"])
+    if recipe == "dpo":
+        from src.training.reference import WithReference
+
+        data = WithReference(data, json.loads((folder / "runs" / exp_id(DPO) / "reference.json").read_text())["logps"])
+    model = model_of(folder, CHAIN[recipe][0]["model"]).eval()
+    gradients = []
+    for parts in ((6,), cuts):
+        model.zero_grad()
+        first, count = 0, 0.0
+        for size in filter(None, parts):
+            batch: Any = data.collate([data.sample(0, i) for i in range(first, first + size)])
+            exp.loss()(model, batch)[0].backward()
+            first, count = first + size, count + exp.count(batch)
+        gradients.append(torch.cat([p.grad.flatten() / count for p in model.parameters() if p.grad is not None]))
+    assert torch.allclose(*gradients, atol=1e-6)
+
+
+def test_packed_conversations_give_the_loss_of_padded_ones(folder: Path):
+    """And the gradients: no conversation reads another."""
+    exp: Any = load_experiment(SFT, "here")
+    packed = data_of(folder, {"name": "packed", "documents": TALK, "sequence_tokens": 96, "too_long": "drop"}, "val")
+    padded = data_of(folder, TALK, "val")
+    found = []
+    for data in (packed, padded):
+        model = model_of(folder).eval()
+        batch: Any = data.collate([data.sample(0, i) for i in range(len(data))])
+        loss = exp.loss()(model, batch)
+        loss.backward()
+        found.append((loss.detach(), exp.count(batch), torch.cat([p.grad.flatten() for p in model.parameters()])))
+    assert found[0][1] == found[1][1]
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-6)
+    assert torch.allclose(found[0][2], found[1][2], atol=1e-5)
+
+
+def test_ranked_replies_are_rows_of_one_conversation(folder: Path):
+    data = data_of(folder, {**REPLIES, "max_replies": 3})
+    made = talk.tokenizer()
+    batch: Any = data.collate([data.sample(0, i) for i in range(5)])
+    assert batch["sample_of_row"].tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4]
+    learned = [made.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)]
+    assert learned[:2] == ["one<end>", "two<end>"]
+    assert learned[5] == "three<end>"
+    assert learned[7] == "none of none of <end>", "of more replies than are read the best and the worst are kept"
+    assert made.decode(batch["input_ids"][0][batch["attention_mask"][0]]) == "<|prompter|>1?<end><|assistant|>one<end>"
+
+
+def write_one(folder: Path, prompt: str, replies: list[str]) -> None:
+    told = [{"content": text, "rank": rank} for rank, text in enumerate(replies)]
+    rows = [{"messages": [{"role": "user", "content": prompt}], "replies": told}]
+    talk.write_rows(folder / "data" / "replies", {"train": rows, "val": rows})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reply", "least", "kept"),
+    [
+        ("p" * 10, "r" * 80, 32, (13, 51)),  # B5: a short prompt leaves the reply all the rest
+        ("p" * 100, "r" * 10, 32, (53, 11)),  # a long prompt loses its beginning
+        ("p" * 100, "r" * 80, 32, (32, 32)),  # both
+        ("p" * 100, "r" * 80, 256, (32, 32)),  # B6: never longer than the whole, and the reply is not emptied
+    ],
+)
+def test_long_prompts_lose_their_beginning_and_long_replies_their_end(
+    tmp_path: Path, prompt: str, reply: str, least: int, kept: tuple[int, int]
+):
+    write_one(tmp_path, prompt, [reply, reply[1:]])
+    found = data_of(tmp_path, {**REPLIES, "min_prompt_tokens": least}).sample(0, 0)
+    ids, mask = found["input_ids"][0], found["loss_mask"][0]
+    assert (mask.count(False), mask.count(True)) == kept
+    assert mask == sorted(mask), "the reply is at the end"
+    assert len(ids) <= 64
+
+
+def test_ties_alone_are_an_error(tmp_path: Path, folder: Path):
+    told = [{"content": text, "rank": 1} for text in ("a", "b")]
+    rows = [{"messages": [{"role": "user", "content": "x"}], "replies": told}]
+    talk.write_rows(tmp_path / "data" / "replies", {"train": rows, "val": rows})
+    with pytest.raises(DataError, match="no conversation has replies of different ranks"):
+        data_of(tmp_path, REPLIES)
+
+
+def test_shuffled_ranks_are_a_control_of_the_training_alone(folder: Path):
+    plain, mixed = data_of(folder, REPLIES), data_of(folder, {**REPLIES, "shuffled_ranks": True})
+    ranks = [(plain.sample(0, i)["ranks"], mixed.sample(0, i)["ranks"]) for i in range(24)]
+    assert all(sorted(own) == sorted(other) for own, other in ranks)
+    assert any(own != other for own, other in ranks)
+    assert all(mixed.sample(3, i)["ranks"] == other for i, (_, other) in enumerate(ranks)), "the same in every epoch"
+    val = data_of(folder, {**REPLIES, "shuffled_ranks": True}, "val")
+    assert [val.sample(0, i)["ranks"] for i in range(6)] == [data_of(folder, REPLIES, "val").sample(0, i)["ranks"] for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("exp", "changes", "match"),
+    [
+        (DPO, {"data": REPLIES}, "this recipe reads pairs: 'ranked_replies' with max_replies 2"),
+        (DPO, {"data": TALK}, "data: 'conversations' is for a decoder"),
+        (DPO, {"data.writing": {"tags": {"dropout": 0.5}}}, "another text in each epoch has no stored reference. Write 0"),
+        (DPO, {"preference": {"kind": "ipo", "flipped": 0.1}}, "'ipo' has no such setting"),
+        (DPO, {"preference": {"kind": "sigmoidal"}}, "preference.kind"),
+        (DPO, {"model": REWARD["model"]}, "expected a decoder"),
+        (REWARD, {"model": SFT["model"]}, "model: expected 'reward' around a decoder"),
+        (REWARD, {"data": TALK}, "data: 'conversations' is for a decoder"),
+        (SFT, {"data": REPLIES}, "data: 'ranked_replies' is for 'reward' around a decoder"),
+        (SFT, {"data.writing": {"template": "oassst"}}, "data.writing.template"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(exp: dict[str, Any], changes: dict[str, Any], match: str):
+    with pytest.raises(ConfigError, match=match):
+        load_experiment(override(exp, changes), "here")
+
+
+def test_answers_must_fit_behind_their_prompts(folder: Path, capsys: pytest.CaptureFixture[str]):
+    long = override(SFT, {"answers.max_new_tokens": 60})
+    assert toy.main(["-e", "long", "--dry-run"], {"long": [long]}, folder) == 1
+    assert "124 tokens are more than the 96 positions of the model" in capsys.readouterr().err
+
+
+def test_a_reward_model_is_exported_with_its_rewards(folder: Path, tmp_path: Path):
+    """A padding token of its own: here the tokenizer's. Transformers would take another for the end."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    run = folder / "runs" / exp_id(REWARD)
+    assert export([str(run), str(tmp_path / "out"), "--data_path", str(folder / "data"), "-sb", str(folder / "runs")]) == 0
+    model, _ = load(run, Places(folder / "data", folder / "runs"))
+    theirs, own = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.config.pad_token_id == own.pad_token_id != own.eos_token_id
+    texts = ["<|prompter|>1?<end><|assistant|>one<end>", "<|prompter|>2?<end><|assistant|>none of none of <end>"]
+    batch = own(texts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        found = theirs(**batch).logits[:, 0]
+        wanted = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].bool())
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert len({round(value, 4) for value in wanted.tolist()}) == 2
+
+
+def test_a_tokenizer_without_padding_gets_one(folder: Path, tmp_path: Path):
+    from src.models.reward.classifier import save
+
+    made = talk.tokenizer()
+    made.pad_token = made.eos_token
+    made.save_pretrained(tmp_path)
+    model, _ = load(folder / "runs" / exp_id(REWARD), Places(folder / "data", folder / "runs"))
+    before = model.base.get_input_embeddings().num_embeddings
+    save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["pad_token_id"] == len(talk.tokenizer())
+    assert config["vocab_size"] == max(before, len(talk.tokenizer()) + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHAIN)
+def test_a_training_that_is_killed_ends_with_the_same_bits(folder: Path, tmp_path: Path, name: str):
+    import random
+
+    from tests.faults import harness
+
+    exp = override(CHAIN[name][0], {"loop.steps": 24})
+    exp.pop("answers", None)
+    shutil.copytree(folder, tmp_path / "world")
+    (tmp_path / "exp.json").write_text(json.dumps(exp))
+    code = (
+        "import json, sys; from pathlib import Path; from tests import toy; folder = Path(sys.argv[1]);"
+        "sys.exit(toy.main(['-e', 'x'], {'x': [json.loads((folder / 'exp.json').read_text())]}, folder / 'world'))"
+    )
+    training = harness.Training([sys.executable, "-c", code, str(tmp_path)], tmp_path / "world" / "runs" / exp_id(exp), toy.environment())
+    wanted, draw = harness.undisturbed(training, tmp_path / "log"), random.Random(5)
+    for _ in range(2):
+        harness.disturb(training, 2, draw, tmp_path / "log", 1)
+        assert training.fingerprints() == wanted
+
+
+def test_references_are_kept_whole_and_of_their_data(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(folder, tmp_path / "world")
+    run = tmp_path / "world" / "runs" / exp_id(DPO)
+    whole = (run / "reference.json").read_text()
+    more = override(DPO, {"loop.steps": 12})
+    assert toy.main(["-e", "x"], {"x": [more]}, tmp_path / "world") == 0
+    assert (tmp_path / "world" / "runs" / exp_id(more) / "reference.json").read_text() == whole
+    (run / "reference.json").write_text('{"of": {}, "logps": {}}')
+    (run / "status.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    assert toy.main(["-e", "x"], {"x": [DPO]}, tmp_path / "world") == 1
+    assert "reference.json: of other data. Delete it" in capsys.readouterr().err
+    (run / "reference.json").unlink()
+    assert toy.main(["-e", "x"], {"x": [DPO]}, tmp_path / "world") == 0
+    assert (run / "reference.json").read_text() == whole, "made by the model that the training began with"
