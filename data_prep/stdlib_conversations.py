@@ -47,8 +47,8 @@ def prepare(data_path: Path) -> bool:
     made_from = {"python": platform.python_version(), "scripts_sha256": command.digest_files(scripts)}
     fills: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "expression_tokenizer": _write_tokenizer,
-        "expression_tasks": lambda folder: _write_rows(folder, {"train": _answered("train"), "val": _asked_once("val")}),
-        "expression_replies": lambda folder: _write_rows(folder, {split: _ranked(split) for split in SPLITS}),
+        "expression_tasks": lambda folder: _write_rows(folder, {"train": _write_answers("train"), "val": _ask_once("val")}),
+        "expression_replies": lambda folder: _write_rows(folder, {split: _rank_all(split) for split in SPLITS}),
         "expression_pairs": lambda folder: _write_rows(folder, {split: _pairs(split) for split in SPLITS}),
         "stdlib_doctests": lambda folder: _write_rows(folder, _split_doctests()),
     }
@@ -81,7 +81,7 @@ def _row(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def _answered(split: str) -> Iterator[dict[str, Any]]:
+def _write_answers(split: str) -> Iterator[dict[str, Any]]:
     every = tasks(split)
     for number in range(ANSWERS):
         draw = random.Random(f"{_SEED}/{split}/{number}")
@@ -90,20 +90,20 @@ def _answered(split: str) -> Iterator[dict[str, Any]]:
         yield _row(_question(task, draw), f"({answer})" if draw.random() < 0.5 else answer)
 
 
-def _asked_once(split: str) -> Iterator[dict[str, Any]]:
+def _ask_once(split: str) -> Iterator[dict[str, Any]]:
     for task in sorted(tasks(split), key=lambda task: _percent(f"order {task}")):
         draw = random.Random(f"{_SEED}/{split}/{task}")
         yield _row(_question(task, draw), _right(task, draw))
 
 
-def _ranked(split: str) -> Iterator[dict[str, Any]]:
+def _rank_all(split: str) -> Iterator[dict[str, Any]]:
     for number, task in enumerate(tasks(split) * (3 if split == "train" else 1)):
         draw = random.Random(f"{_SEED}/ranked/{split}/{number}")
         yield rank_replies(task, draw)
 
 
 def _pairs(split: str) -> Iterator[dict[str, Any]]:
-    for number, row in enumerate(_ranked(split)):
+    for number, row in enumerate(_rank_all(split)):
         best, right, near, *_ = row["replies"]
         other = right if number % 2 else {"content": f"({near['content'].strip('()')})", "rank": 1}
         yield {**row, "replies": [best, other]}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Preference(StrictConfig):
-    """The loss of a pair; see `training.preference_losses.pair_loss`."""
+    """The loss of a pair; see `training.preferences.losses.pair_loss`."""
 
     kind: Literal["sigmoid", "ipo", "robust"] = "sigmoid"
     beta: float = Field(default=0.1, gt=0)
@@ -56,7 +56,7 @@ class Config(Pretraining):
 
     def prepare(self, model: Any, train: Any, val: Any, run: Run) -> tuple[Dataset, Any]:
         """Add the log-probabilities of the model as it begins, which is the reference."""
-        from src.training.reference import WithReference, with_references
+        from src.training.preferences.reference import WithReference, with_references
 
         parts = {name: list(_leaves(data)) for name, data in (("train", train), ("val", val))}
         precision, _ = self._precision
@@ -70,8 +70,8 @@ class Config(Pretraining):
     def loss(self) -> Callable[..., Any]:
         """Summed loss; and by name, over pairs: accuracy, the share in which the chosen answer has gained more on the reference than the
         rejected one; margin, beta times by how much; chosen_logratio and rejected_logratio, what each has gained, in nats."""
-        from src.training.preference_losses import answer_logps, pair_loss
-        from src.training.reference import model_logits
+        from src.training.preferences.losses import answer_logps, pair_loss
+        from src.training.preferences.reference import model_logits
 
         preference = self.preference
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Ranking(StrictConfig):
-    """The loss of ranked replies; see `training.preference_losses.ranking_loss`."""
+    """The loss of ranked replies; see `training.preferences.losses.ranking_loss`."""
 
     by: Literal["conversations", "pairs"] = "conversations"
     """What counts 1: a conversation, however many replies it has, or each pair of replies."""
@@ -38,14 +38,18 @@ class Config(Pretraining):
         """Summed loss; and by name, over the conversations that have a preference: accuracy, the share in which the best reply has more
         than the worst; kendall and spearman, correlations with the ranks; best_reward and worst_reward."""
         from src.metrics.ranking import correlations
-        from src.training.preference_losses import ranking_loss
+        from src.training.preferences.losses import ranking_loss
+
+        own = self.ranking
 
         def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]", correlated: bool = True) -> Any:
             import torch
 
             rewards_R = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
             conversations_R, ranks_R = batch["sample_of_row"], batch["ranks"]
-            summed = ranking_loss(rewards_R, conversations_R, ranks_R, **self.ranking.model_dump())
+            summed = ranking_loss(
+                rewards_R, conversations_R, ranks_R, by=own.by, l2=own.l2, margin=own.margin, centring=own.centring
+            )  # fmt: skip
             found = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist(), correlated)
             count = torch.tensor(float(len(found)))
             names = [name for name in self.reported if correlated or name not in ("kendall", "spearman")]
@@ -58,6 +62,6 @@ class Config(Pretraining):
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
         """Conversations with a preference, or pairs."""
-        from src.training.preference_losses import count_ranked
+        from src.training.preferences.losses import count_ranked
 
         return count_ranked(batch["sample_of_row"], batch["ranks"], self.ranking.by)

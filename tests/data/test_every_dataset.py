@@ -23,7 +23,7 @@ from src.orders import IndexedOrder, RankShare, order_of
 from src.registry import DATASETS, MODELS, bind
 from src.training import loader, loss
 from src.training.config import LoopConfig
-from src.training.preference_losses import ranking_loss
+from src.training.preferences.losses import ranking_loss
 from src.training.state import State
 from tests.data.streaming import pages
 
@@ -55,7 +55,7 @@ CORPORA: dict[str, list[dict[str, Any]]] = {
 STREAMED = pages.config({"shown": {"path": "shown"}}, sequence_tokens=48)
 DENOISERS = [{"rate": 1.0, "mode": "R", "mean_span_tokens": 3.0, "noise_density": 0.15}, {"rate": 1.0}]
 CASES: dict[str, dict[str, Any]] = {
-    "conversations": {"corpus": "talk", "sequence_tokens": 24, "random_offset": 0.7},
+    "conversations": {"corpus": "talk", "sequence_tokens": 16, "random_offset": 0.7},
     "depth": {"corpus": "texts", "input_tokens": 96, "target_tokens": 64, "num_sentences": 4},
     "documents": {"corpus": "texts", "sequence_tokens": 40},
     "fid_qa": {"corpus": "questions", "contexts": "all", "passage_tokens": 48, "answer_tokens": 8},
@@ -287,7 +287,7 @@ def test_the_reader_learns_from_a_batch_what_it_learns_from_its_samples(build: B
     declared = {"depth": DepthBatch, "packed": PackedBatch}.get(name, BATCHES[kind])
     assert declared.__required_keys__ <= batch.keys() <= declared.__required_keys__ | declared.__optional_keys__
     for key, tensor in batch.items():
-        assert len(tensor) == 4 or key in ("frames", "counted", "cached"), key
+        assert len(tensor) == len(batch.get("sample_of_row", samples)) or key in ("frames", "counted", "cached"), key
         assert tensor.dtype == (torch.bool if "mask" in key else torch.float32 if key == "frames" else torch.int64), key
     if "labels" in batch:
         assert batch["loss_mask"].equal(batch["labels"] != -100)

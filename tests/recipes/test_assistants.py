@@ -54,8 +54,8 @@ def test_each_link_of_the_chain_learns(folder: Path):
 
 def test_preferences_begin_at_the_reference(folder: Path):
     """Before the first step no answer has gained anything, whatever its length: the loss is log 2."""
-    from src.training.preference_losses import answer_logps
-    from src.training.reference import WithReference, model_logits
+    from src.training.preferences.losses import answer_logps
+    from src.training.preferences.reference import WithReference, model_logits
 
     run = folder / "runs" / exp_id(DPO)
     kept = json.loads((run / "reference.json").read_text())["logps"]
@@ -77,7 +77,7 @@ def test_a_gradient_does_not_depend_on_how_its_batch_is_cut(folder: Path, recipe
     exp: Any = load_experiment(CHAIN[recipe][0], "here")
     data = data_of(folder, CHAIN[recipe][0]["data"])
     if recipe == "dpo":
-        from src.training.reference import WithReference
+        from src.training.preferences.reference import WithReference
 
         data = WithReference(data, json.loads((folder / "runs" / exp_id(DPO) / "reference.json").read_text())["logps"])
     model = model_of(folder, CHAIN[recipe][0]["model"]).eval()

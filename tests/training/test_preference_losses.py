@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.training.preference_losses import answer_logps, count_ranked, pair_loss, ranked_pairs, ranking_loss
+from src.training.preferences.losses import answer_logps, count_ranked, pair_loss, ranked_pairs, ranking_loss
 
 REWARDS = torch.tensor([2.0, 1.0, 0.5, 0.3, -0.2])
 OF = torch.tensor([0, 0, 0, 1, 1])

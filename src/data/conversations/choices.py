@@ -45,7 +45,7 @@ class Tags(StrictConfig):
             lines.append(f"context: {context}")
         return "".join(f"{line}\n" for line in lines)
 
-    def of(self, messages: Sequence[Message], draw: Random | None) -> list[str]:
+    def write_all(self, messages: Sequence[Message], draw: Random | None) -> list[str]:
         """What is told before each message: something before those of the assistant alone."""
         return [self.write(message, draw) if message.role == "assistant" else "" for message in messages]
 
@@ -61,19 +61,19 @@ def window(found: Rendered, most: int, offset_probability: float, draw: Callable
         return found
     learned = [place for place, wanted in enumerate(found.learned) if wanted]
     if not learned:
-        return found.cut(0, most)
+        return found.part(0, most)
     last = min(len(found.ids) - most, learned[-1] - 1)  # the first token of a sequence is never learned
     if draw is not None:
         own = draw()
         if own.random() < offset_probability:
             begins = [begin for begin in range(max(0, learned[0] - most + 1), last + 1) if _learns(learned, begin, begin + most)]
-            return _cut(found, own.choice(begins), most)
+            return _part(found, own.choice(begins), most)
     begin = 0 if learned[0] < most else learned[0] - most // 2
-    return _cut(found, min(begin, len(found.ids) - most), most)
+    return _part(found, min(begin, len(found.ids) - most), most)
 
 
-def _cut(found: Rendered, begin: int, most: int) -> Rendered:
-    return found.cut(begin, begin + most)
+def _part(found: Rendered, begin: int, most: int) -> Rendered:
+    return found.part(begin, begin + most)
 
 
 def _learns(learned: Sequence[int], begin: int, end: int) -> bool:

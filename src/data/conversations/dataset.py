@@ -68,7 +68,7 @@ class ConversationConfig(ShuffledConfig):
         """Of the rows, and of how they are written."""
         told = [
             jsonl.fingerprint(jsonl.corpus_folder(places, self.corpus)),
-            self.model_dump(mode="json", exclude={"corpus", "val_samples"}),
+            self.model_dump(mode="json", exclude={"corpus", "val_samples", "shuffle"}),
         ]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
@@ -87,7 +87,7 @@ class Config(ConversationConfig):
         """The conversations of one split, tokenised on access.
 
         Raises:
-            DataError: the data set is missing, incomplete or malformed, the template does not fit the tokenizer, or nothing is left to learn.
+            DataError: the data set is missing, incomplete or malformed, or the template does not fit the tokenizer.
         """
         renderer = Renderer(tokenizer, templates.find(self.writing.template, tokenizer))
         rows = self.read(places, split)
@@ -130,9 +130,9 @@ class Conversations:
 
     def length(self, epoch: int, index: int) -> int:
         """Tokens of sample `index` of an epoch."""
-        return len(self.rendered(epoch, index).ids)
+        return len(self.render(epoch, index).ids)
 
-    def rendered(self, epoch: int, index: int) -> Rendered:
+    def render(self, epoch: int, index: int) -> Rendered:
         """Sample `index` of an epoch with its roles."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -142,13 +142,13 @@ class Conversations:
         if entry.text is not None:
             return window(self.renderer.render_text(entry.text), config.sequence_tokens, 0.0, None)
         messages = with_system(entry.messages, config.writing.system)
-        told = config.writing.tags.of(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
+        told = config.writing.tags.write_all(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
         whole = self.renderer.render(messages, told)
         return window(whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of an epoch."""
-        found = self.rendered(epoch, index)
+        found = self.render(epoch, index)
         learned = [place > 0 for place in range(len(found.ids))] if self.config.learn_all else found.learned
         return {"input_ids": found.ids, "loss_mask": learned}
 
@@ -177,7 +177,7 @@ class Conversations:
         entry = read_entry(row, self._name)
         messages = with_system(entry.messages[:-1], self.config.writing.system)
         tags = self.config.writing.tags
-        told = [*tags.of(messages, None), tags.write(entry.messages[-1], None)] if tags else ()
+        told = [*tags.write_all(messages, None), tags.write(entry.messages[-1], None)] if tags else ()
         ids = self.renderer.render(messages, told, answering=True).ids[-self.config.sequence_tokens :]
         return {"input_ids": ids, "loss_mask": [False] * len(ids)}
 

@@ -69,7 +69,7 @@ class Rendered:
         """For each id whether it is learned; never the first, which follows from nothing."""
         return [place > 0 and role in LEARNED for place, role in enumerate(self.roles)]
 
-    def cut(self, begin: int, end: int) -> "Rendered":
+    def part(self, begin: int, end: int) -> "Rendered":
         """The tokens from `begin` up to `end`."""
         return Rendered(self.ids[begin:end], self.roles[begin:end])
 

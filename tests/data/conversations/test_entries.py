@@ -96,11 +96,11 @@ def test_options_change_the_fingerprint(tmp_path: Path):
 
 def test_what_is_told_of_an_answer_comes_before_it_and_is_not_learned(tmp_path: Path):
     data = write(tmp_path, writing={"tags": {"length": True}})
-    found = built(tmp_path, "val", writing={"tags": {"length": True}}).rendered(0, 1)
+    found = built(tmp_path, "val", writing={"tags": {"length": True}}).render(0, 1)
     wanted = "<|prompter|>2 + 3?<end><|system|>lang: en\nquality: 0.8\nlength: 1\n<end><|assistant|>5<end>"
     assert MADE.decode(found.ids) == wanted
     assert talk.shown(found, MADE, [Role.ASSISTANT]) == "5<end>"
-    seen = Counter(MADE.decode(data.rendered(epoch, 1).ids) for epoch in range(60))
+    seen = Counter(MADE.decode(data.render(epoch, 1).ids) for epoch in range(60))
     assert len(seen) > 8, "each property is dropped by itself, and their order is drawn"
     assert [data.sample(7, 1), data.sample(8, 1)] == [
         built(tmp_path, "train", writing={"tags": {"length": True}}).sample(e, 1) for e in (7, 8)

@@ -14,7 +14,7 @@ from src import distributed
 from src.errors import RunError
 from src.files import read_json, write_json
 from src.interfaces import Batch, Dataset
-from src.training.preference_losses import answer_logps
+from src.training.preferences.losses import answer_logps
 from src.training.validation import rank_batches, to_device
 
 FILE = "reference.json"
