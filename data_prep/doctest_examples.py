@@ -17,6 +17,7 @@ from data_prep import stdlib_pages
 
 SECONDS = 60
 """Of one module."""
+_PROGRAM = "import sys; from data_prep import doctest_examples; doctest_examples.main(sys.argv[1])"
 MOST_CHARACTERS = 300
 """Of the code of an example, with the lines before it in its docstring."""
 
@@ -44,8 +45,8 @@ def _run(name: str) -> list[tuple[str, str]]:
     for _ in range(2):
         try:
             done = subprocess.run(
-                [sys.executable, "-s", "-W", "ignore", "-m", "data_prep.doctest_examples", name],
-                capture_output=True, timeout=SECONDS, check=True, stdin=subprocess.DEVNULL,
+                [sys.executable, "-s", "-W", "ignore", "-c", _PROGRAM, name],
+                capture_output=True, timeout=SECONDS, check=True, stdin=subprocess.DEVNULL, cwd=Path(__file__).parents[1],
             )  # fmt: skip
         except (subprocess.SubprocessError, OSError):
             return []
@@ -89,8 +90,9 @@ class _Runner(doctest.DocTestRunner):
         pass
 
 
-if __name__ == "__main__":
+def main(name: str) -> None:
+    """Print the examples of a module as JSON, in the last line; none where it cannot be imported."""
     found = []
     with contextlib.suppress(Exception, SystemExit):
-        found = list(run_module(sys.argv[1]))
-    sys.stdout.write("\n" + json.dumps(found))
+        found = list(run_module(name))
+    print("\n" + json.dumps(found))

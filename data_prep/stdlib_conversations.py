@@ -68,7 +68,8 @@ def _percent(text: str) -> int:
 
 def _question(task: tuple[int, int, str], draw: random.Random) -> str:
     one, other, operator = task
-    return expressions.ask(*draw.sample((one, other), 2), OPERATORS[operator](one, other))
+    first, second = draw.sample((one, other), 2)
+    return expressions.ask(first, second, OPERATORS[operator](one, other))
 
 
 def _right(task: tuple[int, int, str], draw: random.Random) -> str:
@@ -123,7 +124,7 @@ def rank_replies(task: tuple[int, int, str], draw: random.Random) -> dict[str, A
     return {"messages": [{"role": "user", "content": question}], "replies": ranked}
 
 
-def _split_doctests() -> dict[str, Sequence[dict[str, Any]]]:
+def _split_doctests() -> Mapping[str, Sequence[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {"train": [], "val": []}
     for code, printed in doctest_examples.examples():
         split = "val" if _percent(code) < VAL_PERCENT else "train"

@@ -104,7 +104,8 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
         raise ConfigError(f"--processes: expected at least 1, got {processes}.")
     errors, found = list[str](), list[Indexed]()
     workers = min(processes, len(tars))
-    with concurrent.futures.ProcessPoolExecutor(max(workers, 1), multiprocessing.get_context("forkserver")) as pool:
+    context = multiprocessing.get_context("forkserver")  # whose server may have begun with another environment
+    with concurrent.futures.ProcessPoolExecutor(max(workers, 1), context, _set_environment, (dict(os.environ),)) as pool:
         futures = [pool.submit(index, tar) for tar in tars] if workers > 1 else []
         for number, tar in enumerate(tars):
             try:
@@ -194,6 +195,10 @@ def _place(output: Path, one: Listed) -> Path:
     """Where the tar would be whose index is in the folder: tars of one name in several places have several."""
     name = re.sub(r"[^\w.-]", "_", "pipe" if one.url.startswith(PIPE) else one.url.rpartition("/")[2])[-100:]
     return output / f"{name}-{hashlib.sha256(one.url.encode()).hexdigest()[:16]}"
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
 
 
 def _load_listed(output: Path, one: Listed) -> tar_index.TarIndex | None:

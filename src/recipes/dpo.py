@@ -54,18 +54,14 @@ class Config(Pretraining):
                 raise ValueError(f"{path}.writing.tags.dropout: another text in each epoch has no stored reference. Write 0.")
         return self
 
-    def prepare(self, model: Any, train: Any, val: Any, run: Run) -> tuple[Dataset, Any]:
+    def prepare(self, model: Any, train: Any, val: Any, run: Run) -> tuple[Any, Any]:
         """Add the log-probabilities of the model as it begins, which is the reference."""
         from src.training.preferences.reference import WithReference, with_references
 
         parts = {name: list(_leaves(data)) for name, data in (("train", train), ("val", val))}
         precision, _ = self._precision
         logps = with_references(model, parts, run.path, self.micro_batch, precision)
-        own = {name: WithReference(part, logps) for name, part in getattr(val, "parts", {}).items()}
-        wrapped = WithReference(val, logps)
-        if own:
-            wrapped.parts = own
-        return WithReference(train, logps), wrapped
+        return WithReference(train, logps), WithReference(val, logps)
 
     def loss(self) -> Callable[..., Any]:
         """Summed loss; and by name, over pairs: accuracy, the share in which the chosen answer has gained more on the reference than the

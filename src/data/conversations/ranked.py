@@ -122,7 +122,10 @@ class RankedReplies:
 
         from src.data import collate
 
-        ids, masks = ([row for sample in samples for row in sample[field]] for field in ("input_ids", "loss_mask"))
+        ids, masks = (
+            [row for sample in samples for row in sample["input_ids"]],
+            [row for sample in samples for row in sample["loss_mask"]],
+        )
         numbers = [number for number, sample in enumerate(samples) for _ in sample["ranks"]]
         return {
             **collate.pad_tokens(ids, masks, pad_id=self.renderer.safe.pad_id),

@@ -7,7 +7,7 @@ is said cannot change the template, nor become a part of it.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from src.data.conversations.entries import Message
 from src.data.conversations.rendering import ROLE_OF, Role, Span, Template, require_controls
@@ -144,15 +144,15 @@ class Jinja:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        more: dict[str, Any] = {**self.tokens, "date_string": "01 Jan 2025"}
         marked: Any = [{"role": role, "content": f"{padding}\x02{i}\x03{padding}"} for i, role in enumerate(roles)]
         try:
-            texts, answers = render_jinja_template(
+            texts, answers = cast(Any, render_jinja_template)(
                 conversations=[marked],
                 chat_template=self.source,
                 add_generation_prompt=answering,
                 return_assistant_tokens_mask=self.marks_answers,
-                date_string="01 Jan 2025",
-                **self.tokens,
+                **more,
             )
         except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
             raise DataError(f"data.template: the template refuses {' '.join(roles)} ({' '.join(str(error).split())[:200]}).") from None

@@ -23,9 +23,15 @@ FILE = "reference.json"
 class WithReference:
     """A data set of ranked replies, whose batches have `reference_logps`."""
 
-    def __init__(self, data: Dataset, logps: Mapping[str, Sequence[float]]) -> None:
+    def __init__(self, data: Any, logps: Mapping[str, Sequence[float]]) -> None:
         """logps: of each row of a sample, by `digest`."""
         self.data, self.logps = data, logps
+
+    @property
+    def parts(self) -> "Mapping[str, WithReference]":
+        """Those of a mixture, or the whole."""
+        own = getattr(self.data, "parts", None)
+        return {name: WithReference(part, self.logps) for name, part in own.items()} if own else {"": self}
 
     def __getattr__(self, name: str) -> Any:
         """All else is the data set's own."""

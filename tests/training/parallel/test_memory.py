@@ -257,4 +257,6 @@ def test_freed_memory_is_not_taken_from_the_kernel_again():
     taken, kept = (
         int(subprocess.run([*command, how], capture_output=True, check=True, cwd=ROOT).stdout) for how in ("as it comes", "kept")
     )
+    if not taken:
+        pytest.skip("this kernel counts no faults")
     assert kept < taken / 100
