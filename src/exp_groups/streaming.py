@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from src.experiments.grid import grid
+
 # Pages of handwritten digits (python -m data_prep.digit_pages): which digits stand between the words, and what their sum is.
 INTERLEAVED_TINY: dict[str, Any] = {
     "recipe": "interleaved",
@@ -43,4 +45,7 @@ INTERLEAVED_TINY: dict[str, Any] = {
     },
 }
 
-GROUPS = {"interleaved_tiny": [INTERLEAVED_TINY]}
+GROUPS = {
+    "interleaved_tiny": [INTERLEAVED_TINY],
+    "interleaved_tiny_seeds": grid(INTERLEAVED_TINY, {"seed": [0, 1, 2]}),
+}
