@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 
+_ROUNDING = 1e-3
+"""Nats by which log-probabilities of one model may differ from pass to pass."""
+
+
 class Preference(StrictConfig):
     """The loss of a pair; see `training.preferences.losses.pair_loss`."""
 
@@ -65,7 +69,7 @@ class Config(Pretraining):
 
     def loss(self) -> Callable[..., Any]:
         """Summed loss; and by name, over pairs: accuracy, the share in which the chosen answer has gained more on the reference than the
-        rejected one; margin, beta times by how much; chosen_logratio and rejected_logratio, what each has gained, in nats."""
+        rejected one, beyond rounding; margin, beta times by how much; chosen_logratio and rejected_logratio, what each has gained, in nats."""
         from src.training.preferences.losses import answer_logps, pair_loss
         from src.training.preferences.reference import model_logits
 
@@ -83,7 +87,7 @@ class Config(Pretraining):
             if preference.sft_weight:
                 loss = loss - preference.sft_weight * (sums.logps[::2] / sums.tokens[::2]).sum()
             chosen, rejected = ratios.detach()[::2], ratios.detach()[1::2]
-            found = ((chosen > rejected).float(), preference.beta * (chosen - rejected), chosen, rejected)
+            found = ((chosen > rejected + _ROUNDING).float(), preference.beta * (chosen - rejected), chosen, rejected)
             count = torch.tensor(float(len(chosen)))
             return loss, {name: (each.sum(), count) for name, each in zip(self.reported, found, strict=True)}
 

@@ -76,9 +76,8 @@ def test_examples_print_what_is_written(folder: Path):
 
 
 def test_an_example_that_differs_from_run_to_run_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "odd.py").write_text(
-        '"""\n>>> 1 + 1\n2\n>>> 1 + 1\n3\n>>> raise ValueError\nTraceback (most recent call last):\nValueError\n"""\n'
-    )
+    code = ">>> 1 + 1\n2\n>>> 1 + 1\n3\n>>> raise ValueError\nTraceback (most recent call last):\nValueError\n"
+    (tmp_path / "odd.py").write_text(f'"""\n{code}"""\n')
     monkeypatch.syspath_prepend(tmp_path)
     assert list(doctest_examples.run_module("odd")) == [("1 + 1", "2")]
 
