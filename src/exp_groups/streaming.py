@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from src.experiments.grid import grid
+from src.experiments.grid import grid, override
 
 # Pages of handwritten digits (python -m data_prep.digit_pages): which digits stand between the words, and what their sum is.
 INTERLEAVED_TINY: dict[str, Any] = {
@@ -45,7 +45,14 @@ INTERLEAVED_TINY: dict[str, Any] = {
     },
 }
 
+# With photographs and their captions among the pages, as docs/streaming.md prepares them from released tars.
+INTERLEAVED_PHOTOGRAPHS = override(
+    INTERLEAVED_TINY,
+    {"data.sources": {"digits": {"path": "digit_pages", "rate": 3.0}, "photographs": {"path": "photographs", "rate": 1.0}}},
+)
+
 GROUPS = {
+    "interleaved_photographs": [INTERLEAVED_PHOTOGRAPHS],
     "interleaved_tiny": [INTERLEAVED_TINY],
-    "interleaved_tiny_seeds": grid(INTERLEAVED_TINY, {"seed": [1, 2]}),
+    "interleaved_tiny_seeds": grid(INTERLEAVED_TINY, {"seed": [1, 2, 3]}),
 }

@@ -69,7 +69,7 @@ class Config(Pretraining):
 
     def loss(self) -> Callable[..., Any]:
         """Summed loss; and by name, over pairs: accuracy, the share in which the chosen answer has gained more on the reference than the
-        rejected one, beyond rounding; margin, beta times by how much; chosen_logratio and rejected_logratio, what each has gained, in nats."""
+        rejected one, beyond rounding; margin, beta times by how much; chosen_logratio and rejected_logratio, each one's gain."""
         from src.training.preferences.losses import answer_logps, pair_loss
         from src.training.preferences.reference import model_logits
 

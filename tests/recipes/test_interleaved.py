@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import random
 import shutil
 import sys
@@ -12,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from data_prep import digit_pages
+from data_prep.tar_shards import index
 from data_prep.tar_shards.write import Document, Part, Writing, write
 from src.config import Places
 from src.data.streaming import audit
 from src.errors import ConfigError, DataError, RunError
+from src.exp_groups.streaming import INTERLEAVED_PHOTOGRAPHS
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.interfaces import load_experiment
@@ -285,3 +289,21 @@ def test_a_control_token_of_an_image_is_never_learned(folder: Path):
         for piece in data.pieces(document):
             row = data.read_piece(document, piece)
             assert not (torch.isin(torch.tensor(row.input_ids), ids) & torch.tensor(row.loss_mask)).any()
+
+
+@pytest.mark.skipif("TRAINVAL_DATA" not in os.environ, reason="TRAINVAL_DATA is not set: it names a folder with real data sets")
+def test_released_photographs_are_mixed_with_pages(tmp_path: Path):
+    """Tars as they were released: pairs of a photograph and its caption, and a JSON that is not read."""
+    digit_pages.prepare(tmp_path / "data", pages=60, val_pages=20)
+    (tar,) = (Path(os.environ["TRAINVAL_DATA"]) / "image" / "cc12m_wds").glob("*.tar")
+    tokenizer = str(tmp_path / "data" / "digit_pages" / "tokenizer")
+    for split in ("train", "val"):
+        output = str(tmp_path / "data" / "photographs" / split)
+        assert index.main([str(tar), "--verify", "--tokenizer", tokenizer, "--output", output, "--source", "photographs"]) == 0
+    exp = override(INTERLEAVED_PHOTOGRAPHS, {"loop.steps": 8, "loop.eval_every": 8, "answers.questions": 4})
+    assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path) == 0
+    *_, last = toy.evaluations(tmp_path, exp_id(exp))
+    assert last["documents/digits"] / last["documents/photographs"] == pytest.approx(3, rel=0.7)
+    assert last["images/photographs"] > 0
+    assert last["unreadable/photographs"] == 0
+    assert last["val_loss/photographs"] != last["val_loss_shuffled_context/photographs"]

@@ -135,8 +135,10 @@ def _defect(own: Sequence[_Part], members: Members, begin: int, tar: memoryview,
     """Number in REASONS of what is wrong with a document by its names."""
     if len({(part.kind == METADATA, part.position) for part in own}) < len(own):
         return TWICE
-    endings = {name.rpartition("/")[2] for name in members.names[begin : begin + len(own)]}
-    listed = [part for part in own if part.kind == METADATA]
+    names, listed = members.names[begin : begin + len(own)], [part for part in own if part.kind == METADATA]
+    if listed and bytes(tar[listed[0].data : listed[0].data + listed[0].size]) == "\n".join(names[:-1]).encode("utf-8", "surrogateescape"):
+        return GOOD  # as this project writes it
+    endings = {name.rpartition("/")[2] for name in names}
     if not listed:
         numbered = any(kind_and_position(name.partition(".")[2])[1] is not None for name in endings)
         return INCOMPLETE if numbered or last_before_cut else GOOD

@@ -1,6 +1,15 @@
 """Streams that are killed, stopped and gone on with by other numbers of processes: the same rows in every step, each document once.
 
 Processes read without a model here, as a hundred trainings would take an hour; tests/recipes/test_interleaved.py has ten of those.
+
+What m4's data pipeline lost, and where a test would notice it here:
+1 no place to go on from after a restart, 2 processes that share a seed read other documents, 9 exactly once with filters, mixtures and
+another number of processes: this file. 3 cuts that nobody tells: test_tar_index. 4 downloads that fail unseen: test_shard_files,
+test_shard_files_s3; nothing to be read at all: test_streamed. 5 one source that ends begins all of them anew, a validation without end:
+check_documents below, test_arrangement, test_streamed. 6 long documents: test_streamed. 7 what a rewind leaves behind:
+tests/operations/test_interventions. 8 reading on in another order: test_streamed. 10 reading by an index: benchmarks/streaming.
+Grey rests of cut images: test_images. The middle of a text with several ends: test_texts. Pages of one PDF that are all its last:
+tests/data_prep/tar_shards/test_convert. Images of zeros that are taken for padding: test_images.
 """
 
 import contextlib

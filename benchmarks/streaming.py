@@ -1,0 +1,197 @@
+"""Streaming: reading documents beside webdataset, indexes, resuming, packing beside first-fit, and how long a training waits.
+
+    python -m benchmarks.streaming [--documents 20000] [--large 2000] [--run RUN]
+
+Reading: all parts of documents of 1 KB and of 60 KB, in their order and one thread, from the same tars: by the index, and by webdataset
+1.0.2 where it is installed (`pip install webdataset==1.0.2`), in turns, best of three. Indexing: `data_prep.tar_shards.index`, best of
+three, with one process and with two. Resuming: the first row of a lane at 1 % and at 99 % of an epoch of 10 million documents of which
+only sizes are known, and the memory of that. Packing: how full rows of 1,024 tokens are, with 16 open rows of a lane, beside m4's way:
+first-fit into the open rows of a map over 256 documents. --run: a training on streamed pages, whose share of time in waiting for data is
+printed, as its perf.jsonl has it.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.tar_shards.write import Document, Part, Writing, write
+from src.data.packing.lanes import Lane, Packing
+from src.data.streaming import manifest, tar_index
+from src.data.streaming.arrangement import Source, Streams
+from src.data.streaming.shard_files import ShardFiles
+
+ROOM, OPEN, DOCUMENTS, LANES = 1024, 16, 10_000_000, 64
+
+
+def write_documents(folder: Path, count: int, size: int) -> manifest.Manifest:
+    """Tars of documents of a text and an image, of `size` bytes together."""
+    import io
+
+    from PIL import Image
+
+    draw, out = random.Random(0), io.BytesIO()
+    Image.new("RGB", (16, 16), "grey").save(out, "PNG")
+    image = out.getvalue() + draw.randbytes(max(0, size * 9 // 10 - len(out.getvalue())))
+    text = draw.randbytes((size - min(size, len(image))) // 2 or 50).hex().encode()
+    documents = (Document(f"{i:08}", [Part("text", text), Part("image", image, "png")]) for i in range(count))
+    return write(folder, documents, {}, Writing(5000 if size < 10_000 else 500, "x"))
+
+
+def read_by_index(listed: manifest.Manifest) -> int:
+    """Read every part of every document."""
+    files, found = ShardFiles(listed.folder), 0
+    for shard in listed.shards:
+        index = tar_index.load_file(listed.folder / shard.index, shard.bytes, shard.url)
+        firsts = [*index.documents["first_part"].tolist(), len(index.parts)]
+        offsets, sizes = index.parts["offset"].tolist(), index.parts["size"].tolist()
+        for begin, end in pairwise(firsts):
+            first = min(offsets[begin:end])
+            whole = files.read(shard, first, max(offsets[i] + sizes[i] for i in range(begin, end)) - first)
+            parts = [whole[offsets[i] - first : offsets[i] - first + sizes[i]] for i in range(begin, end)]
+            found += len(parts) > 0
+    files.close()
+    return found
+
+
+def read_by_webdataset(listed: manifest.Manifest) -> int:
+    """The same by webdataset, without decoding."""
+    import webdataset  # pyright: ignore[reportMissingImports]
+
+    urls = [str(listed.folder / shard.url) for shard in listed.shards]
+    return sum(1 for _ in webdataset.WebDataset(urls, shardshuffle=False))
+
+
+def best_of_three(*ways: Callable[[], int]) -> list[float]:
+    """Documents a second of each, in turns."""
+    rates = [0.0 for _ in ways]
+    for _ in range(3):
+        for number, way in enumerate(ways):
+            begin = time.perf_counter()
+            rates[number] = max(rates[number], way() / (time.perf_counter() - begin))
+    return rates
+
+
+def compare_reading(folder: Path, count: int, size: int) -> None:
+    """Print documents a second by the index and by webdataset."""
+    listed = write_documents(folder, count, size)
+    try:
+        import webdataset  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        (own,) = best_of_three(lambda: read_by_index(listed))
+        print(f"reading {size:,} bytes: {own:,.0f} documents/s; webdataset is not installed")
+        return
+    own, other = best_of_three(lambda: read_by_index(listed), lambda: read_by_webdataset(listed))
+    print(f"reading {size:,} bytes: {own:,.0f} documents/s, webdataset {other:,.0f}: {own / other:.1f} times")
+
+
+def time_indexing(folder: Path, processes: int) -> float:
+    """Documents a second of the command, without its start."""
+    from data_prep.tar_shards import index
+
+    def work() -> int:
+        for path in folder.glob("*.idx"):
+            path.unlink()
+        return sum(one.documents for one in index.index_tars(sorted(folder.glob("*.tar")), processes=processes))
+
+    return best_of_three(work)[0]
+
+
+def lengths(kind: str) -> np.ndarray:
+    """(1,000,000,) tokens of documents: "uniform" from 1 to half a row, or "log-normal" (median 150 tokens, sigma 0.8)."""
+    draw = np.random.default_rng(0)
+    if kind == "uniform":
+        return draw.integers(1, ROOM // 2, 1_000_000)
+    return np.clip(draw.lognormal(np.log(150), 0.8, 1_000_000), 1, ROOM).astype(np.int64)
+
+
+def fill_of_lanes(sizes: np.ndarray, rows: int) -> float:
+    """Share of real tokens in the rows of a lane."""
+    packing = Packing(Streams([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [(int(sizes[i]),)], (ROOM,), OPEN, "data")
+    lane = Lane(packing, 0, 1)
+    for _ in range(rows):
+        lane.next_row()
+    return 1 - lane.padding / (rows * ROOM)
+
+
+def fill_of_first_fit(sizes: np.ndarray, rows: int) -> float:
+    """The same by first-fit into rows that are all closed after 256 documents."""
+    used, made, place = 0, 0, 0
+    while made < rows:
+        open_rows = list[int]()
+        for size in sizes[place : place + 256].tolist():
+            fitting = next((i for i, room in enumerate(open_rows) if room >= size), None)
+            if fitting is None:
+                open_rows.append(ROOM)
+                fitting = len(open_rows) - 1
+            open_rows[fitting] -= size
+        place, made, used = place + 256, made + len(open_rows), used + sum(ROOM - room for room in open_rows)
+    return used / (made * ROOM)
+
+
+def resume(share: float) -> tuple[float, int]:
+    """Seconds to the first row of each lane after `share` of an epoch of 10 million documents, and bytes of a lane's state."""
+    begin = time.perf_counter()
+    sizes = [DOCUMENTS // 2000] * 2000
+    streams = Streams([Source(sizes, "window", 10_000, "s")])
+    packing = Packing(streams, lambda _, i: [(i % 700 + 1,)], (ROOM,), OPEN, "data")
+    lanes = [Lane(packing, v, LANES, (int(share * DOCUMENTS / LANES), 0, 0, (), ())) for v in range(LANES)]
+    for lane in lanes:
+        lane.next_row()
+    seconds = time.perf_counter() - begin
+    return seconds, max(len(json.dumps(lane.state())) for lane in lanes)
+
+
+def waits(run: Path) -> Iterator[float]:
+    """The shares of time that a training has waited for data, by logged interval."""
+    for line in (run / "perf.jsonl").read_text().splitlines():
+        row: dict[str, Any] = json.loads(line)
+        if "data_wait_rate" in row:
+            yield row["data_wait_rate"]
+
+
+def _resume_apart(share: float) -> tuple[float, int, float]:
+    """`resume` in a process of its own; and the memory that it has taken, in MB."""
+    code = (
+        "import psutil; from benchmarks.streaming import resume; held = lambda: psutil.Process().memory_info().rss;"
+        f"before = held(); seconds, state = resume({share}); print(seconds, state, (held() - before) / 1e6)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    seconds, state, memory = done.stdout.split()
+    return float(seconds), int(state), float(memory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=20_000, help="of 1 KB (default: %(default)s)")
+    parser.add_argument("--large", type=int, default=2_000, help="documents of 60 KB (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=20_000, help="rows that are packed (default: %(default)s)")
+    parser.add_argument("--run", type=Path, help="a training on streamed pages")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        compare_reading(folder / "small", args.documents, 1_000)
+        compare_reading(folder / "large", args.large, 60_000)
+        for processes in (1, 2):
+            print(f"indexing, processes {processes}: {time_indexing(folder / 'small', processes):,.0f} documents/s")
+    early, late = (min(tries) for tries in zip(*((_resume_apart(0.01), _resume_apart(0.99)) for _ in range(7)), strict=True))
+    print(f"first rows of {LANES} lanes at 1 % {early[0]:.3f} s, at 99 % {late[0]:.3f} s: {late[0] / early[0]:.2f} times; {late[2]:.0f} MB")
+    print(f"state of a lane: at most {max(early[1], late[1])} bytes")
+    for kind in ("uniform", "log-normal"):
+        sizes = lengths(kind)
+        print(f"fill, {kind}: {fill_of_lanes(sizes, args.rows):.4f}, first-fit over 256 {fill_of_first_fit(sizes, args.rows):.4f}")
+    if args.run:
+        print(f"waiting for data: {np.median([*waits(args.run)]):.4f} of the time, the median of logged intervals")
+
+
+if __name__ == "__main__":
+    main()
