@@ -3,7 +3,7 @@
 import hashlib
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol, Self, runtime_checkable
@@ -95,3 +95,12 @@ class PartsConfig(DatasetConfig):
 def part_seed(seed: int, name: str) -> int:
     """63 bits. Two parts on one corpus get different masks and orders."""
     return int.from_bytes(hashlib.sha256(f"mixture/{seed}/{name}".encode()).digest()[:8], "little") >> 1
+
+
+def leaf_configs(path: str, data: DatasetConfig) -> Iterator[tuple[str, DatasetConfig]]:
+    """The config of a data set, or those of its parts, of any depth, by path. path: of the data set."""
+    if isinstance(data, PartsConfig):
+        for below, part in data.parts_by_path.items():
+            yield from leaf_configs(f"{path}.{below}", part)
+    else:
+        yield path, data

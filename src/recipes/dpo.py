@@ -1,15 +1,14 @@
 """Recipe `dpo`: direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) on the best and the worst reply."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
 from src.data.conversations import ranked
-from src.data.mixture.dataset import MixtureDataset
-from src.data.parts import PartsConfig
-from src.interfaces import Dataset, DatasetConfig
+from src.data.mixture.dataset import leaves
+from src.data.parts import leaf_configs
 from src.kinds import DECODER, REWARD
 from src.recipes.pretraining import Pretraining
 from src.runs.context import Run
@@ -51,7 +50,7 @@ class Config(Pretraining):
 
     @model_validator(mode="after")
     def _samples_are_pairs(self) -> "Config":
-        for path, data in _leaf_configs("data", self.data):
+        for path, data in leaf_configs("data", self.data):
             if not isinstance(data, ranked.Config) or data.max_replies != 2:
                 raise ValueError(f"{path}: this recipe reads pairs: 'ranked_replies' with max_replies 2.")
             if data.writing.tags and data.writing.tags.dropout:
@@ -62,7 +61,7 @@ class Config(Pretraining):
         """Add the log-probabilities of the model as it begins, which is the reference."""
         from src.training.preferences.reference import WithReference, with_references
 
-        parts = {name: list(_leaves(data)) for name, data in (("train", train), ("val", val))}
+        parts = {name: [part for _, part in leaves(name, data)] for name, data in (("train", train), ("val", val))}
         precision, _ = self._precision
         logps = with_references(model, parts, run.path, self.micro_batch, precision)
         return WithReference(train, logps), WithReference(val, logps)
@@ -99,21 +98,3 @@ class Config(Pretraining):
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
         """Pairs."""
         return len(batch["ranks"]) / 2
-
-
-def _leaf_configs(path: str, data: DatasetConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    """The config of a data set, or those of the parts of a mixture of any depth, by path."""
-    if isinstance(data, PartsConfig):
-        for below, part in data.parts_by_path.items():
-            yield from _leaf_configs(f"{path}.{below}", part)
-    else:
-        yield path, data
-
-
-def _leaves(data: Dataset) -> Iterator[Dataset]:
-    """The data set, or the parts of a mixture of any depth."""
-    if isinstance(data, MixtureDataset):
-        for part in data.parts.values():
-            yield from _leaves(part)
-    else:
-        yield data

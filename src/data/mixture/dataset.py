@@ -8,7 +8,7 @@ validation split has every sample of every part once, part by part.
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
@@ -249,3 +249,12 @@ def join_batches(batches: "Sequence[tuple[Mapping[str, Tensor], Sequence[int]]]"
             tensor = batch[key]
             made[key][(torch.tensor(rows), *(slice(size) for size in tensor.shape[1:]))] = tensor
     return made
+
+
+def leaves(name: str, data: Dataset) -> Iterator[tuple[str, Dataset]]:
+    """The data set, which is called `name`, or the parts of a mixture of any depth, by name."""
+    if isinstance(data, MixtureDataset):
+        for part_name, part in data.parts.items():
+            yield from leaves(part_name, part)
+    else:
+        yield name, data

@@ -2,16 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict, cast
 
 from pydantic import Field, model_validator
 
 from src.batches import PackedBatch
 from src.config import Places, drop_absences
-from src.data.mixture.dataset import MixtureDataset
+from src.data.mixture.dataset import MixtureDataset, leaves
 from src.data.packing.lanes import LaneOrder, Packing, Permuted, pack_epoch
-from src.data.parts import PartsConfig
+from src.data.parts import PartsConfig, leaf_configs
 from src.data.text.documents import TextConfig
 from src.errors import ConfigError, DataError
 from src.interfaces import Architecture, Dataset, DatasetConfig, DatasetField, MeasuredDataset, require_fit
@@ -53,7 +53,7 @@ class Config(PartsConfig):
 
     @model_validator(mode="after")
     def _only_text_is_cut(self) -> "Config":
-        for path, part in _leaf_configs("documents", self.documents):
+        for path, part in leaf_configs("documents", self.documents):
             if self.too_long == "cut" and not isinstance(part, TextConfig):
                 try:
                     part.check_length(self.sequence_tokens)
@@ -118,7 +118,7 @@ class PackedDataset:
         self.config, self.documents = config, documents
         options = drop_absences(config.model_dump(mode="json", exclude={"documents"}), config)
         self.fingerprint = hashlib.sha256(json.dumps([documents.fingerprint, options], sort_keys=True).encode()).hexdigest()
-        self._measured = {type(data): isinstance(data, MeasuredDataset) for _, data in _leaves("", documents)}
+        self._measured = {type(data): isinstance(data, MeasuredDataset) for _, data in leaves("", documents)}
         """By class: a check of a protocol takes longer than all else that `sizes` does."""
 
     def __len__(self) -> int:
@@ -201,25 +201,7 @@ def _locate(data: Dataset, epoch: int, index: int) -> tuple[Dataset, int, int]:
 
 def require_token_ids(data: Dataset, name: str) -> None:
     """Raises DataError where samples, in a mixture those of any part, are more than token ids."""
-    for leaf_name, leaf in _leaves(name, data):
+    for leaf_name, leaf in leaves(name, data):
         sample = leaf.sample(0, 0)
         if not isinstance(sample, dict) or sample.keys() != {"input_ids", "loss_mask"}:
             raise DataError(f"data.documents: the samples of {leaf_name!r} cannot be packed, as they are more than token ids.")
-
-
-def _leaves(name: str, data: Dataset) -> Iterator[tuple[str, Dataset]]:
-    """The data set, or the parts of a mixture of any depth, by name."""
-    if isinstance(data, MixtureDataset):
-        for part_name, part in data.parts.items():
-            yield from _leaves(part_name, part)
-    else:
-        yield name, data
-
-
-def _leaf_configs(path: str, data: DatasetConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    """The config of a data set, or those of the parts of a mixture of any depth, by path."""
-    if isinstance(data, PartsConfig):
-        for below, part in data.parts_by_path.items():
-            yield from _leaf_configs(f"{path}.{below}", part)
-    else:
-        yield path, data
