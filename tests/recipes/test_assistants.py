@@ -210,6 +210,26 @@ def test_a_reward_model_is_exported_with_its_rewards(folder: Path, tmp_path: Pat
     assert len({round(value, 4) for value in wanted.tolist()}) == 2
 
 
+@pytest.mark.parametrize("template", ["oasst", "chatml"])
+def test_an_exported_chat_model_writes_as_it_was_trained(folder: Path, tmp_path: Path, template: str):
+    """Its tokenizer has the template: other programs make the ids that were learned."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    exp = override(SFT, {"data.writing": {"template": template}, "loop.steps": 4})
+    assert toy.main(["-e", "x"], {"x": [exp]}, folder) == 0
+    run = folder / "runs" / exp_id(exp)
+    assert export([str(run), str(tmp_path / "out"), "--data_path", str(folder / "data"), "-sb", str(folder / "runs")]) == 0
+    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path / "out"), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    data = data_of(folder, exp["data"])
+    row = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "two"}
+    asked = tokenizer.apply_chat_template([row[0]], add_generation_prompt=True, return_dict=False)
+    assert data.sample(0, 1)["input_ids"] == tokenizer.apply_chat_template(list(row), return_dict=False)
+    assert data.prompt(1)["input_ids"] == asked
+    ours, _ = load(run, Places(folder / "data", folder / "runs"))
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=torch.tensor([asked])).logits, ours(input_ids=torch.tensor([asked])).logits)
+
+
 def test_a_tokenizer_without_padding_gets_one(folder: Path, tmp_path: Path):
     from src.models.reward.classifier import save
 

@@ -107,11 +107,10 @@ class RankedReplies:
         if tags:
             drawn = [None if self._seed is None else draws("tags", self._seed, *key, *more) for more in ((), (place,))]
             told = [*tags.write_all(messages, drawn[0]), tags.write(reply.message, drawn[1])]
-        found = self.renderer.render([*messages, reply.message], told)
-        before = self.renderer.render(messages, told, answering=True)
-        prompt, most = len(before.ids), self.config.sequence_tokens
-        answer = len(found.ids) - prompt
-        kept = max(most - answer, min(self.config.min_prompt_tokens, most // 2), 1)  # of the prompt, from its end
+        found, most = self.renderer.render([*messages, reply.message], told), self.config.sequence_tokens
+        answer = found.last_answer()
+        prompt, end = answer.start, len(found.ids)
+        kept = max(most - (end - prompt), min(self.config.min_prompt_tokens, most // 2), 1)  # of the prompt, from its end
         begin = max(0, prompt - kept)
         cut = found.part(begin, begin + most)
         return Rendered(cut.ids, [role if number >= prompt - begin else Role.TEMPLATE for number, role in enumerate(cut.roles)])

@@ -69,6 +69,16 @@ class Rendered:
         """For each id whether it is learned; never the first, which follows from nothing."""
         return [place > 0 and role in LEARNED for place, role in enumerate(self.roles)]
 
+    def last_answer(self) -> range:
+        """Places of the tokens that the assistant says last; empty, at the end, where it says nothing."""
+        end = len(self.ids)
+        while end and self.roles[end - 1] != Role.ASSISTANT:
+            end -= 1
+        begin = end
+        while begin and self.roles[begin - 1] == Role.ASSISTANT:
+            begin -= 1
+        return range(begin, end) if end else range(len(self.ids), len(self.ids))
+
     def part(self, begin: int, end: int) -> "Rendered":
         """The tokens from `begin` up to `end`."""
         return Rendered(self.ids[begin:end], self.roles[begin:end])

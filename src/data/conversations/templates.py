@@ -7,6 +7,7 @@ is said cannot change the template, nor become a part of it.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from src.data.conversations.entries import Message
@@ -25,21 +26,29 @@ _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
 def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
-    """The template of a name, or the tokenizer's own.
+    """The template of a name, or the tokenizer's own. A tokenizer without one gets it, so that chats and exports of the run write the same.
 
     Raises:
         DataError: the tokenizer lacks its control tokens, or has no template, or one with which nothing could be trained.
     """
     if name == "oasst":
         require_controls(tokenizer, OASST_TOKENS[:3], name)
+        _keep_source(tokenizer, name)
         return OpenAssistant(str(tokenizer.eos_token))
     if name == "chatml":
         require_controls(tokenizer, CHATML_TOKENS, name)
+        _keep_source(tokenizer, name)
         return ChatML()
     source = tokenizer.chat_template
     if not isinstance(source, str):
         raise DataError("data.template: the tokenizer has no chat template of its own. Take 'oasst' or 'chatml'.")
     return Jinja(source, {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)})
+
+
+def _keep_source(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
+    """Give the tokenizer the template as Jinja, where it has none."""
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = (Path(__file__).parents[3] / "resources" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
