@@ -1,10 +1,11 @@
-"""Goes on writing with a language model that was trained on documents with metadata, under metadata that you give.
+"""Talks with a model that was trained on conversations, or goes on writing with one of documents with metadata that you give.
 
+python -m src.serving.chat RUN                                   a message a line from the keyboard; an end of file ends it
+python -m src.serving.chat RUN "What is 2 + 3?"                  one answer
 python -m src.serving.chat RUN --metadata url=docs.python.org "The module abc"
-python -m src.serving.chat RUN --metadata title=asyncio          a beginning a line from the keyboard; an end of file ends it
 
-RUN is a save directory, the beginning of its id, or a checkpoint. What is given is written before the text as the run's experiment writes
-it. Without --metadata nothing is.
+RUN is a save directory, the beginning of its id, or a checkpoint. Messages and metadata are written as the run's experiment writes them.
+The line !reset begins a conversation anew.
 """
 
 import argparse
@@ -16,14 +17,17 @@ from typing import Any
 
 from src.command_line import make_parser, parse_arguments, run_command
 from src.config import Places, unknown_text
+from src.data.conversations.dataset import ConversationConfig
 from src.data.metadata import dataset as metadata
 from src.data.metadata.annotations import COLUMNS, Annotated, Item, read_row
 from src.data.metadata.examples import ExampleMaker
+from src.data.parts import leaf_configs
 from src.data.text.tokenizers import SafeTokenizer, control_ids
 from src.errors import ConfigError, DataError
 from src.interfaces import load_experiment
 from src.models.load import PLACES, checkpoint_folder, load, move
 from src.runs.metadata import expand_run, read_exp_dict
+from src.serving.conversation import Talk
 
 
 class Writer:
@@ -84,22 +88,22 @@ class Writer:
         return text[len(begun) :]
 
 
-def load_writer(source: Path, places: Places) -> tuple[Writer, Any]:
+def load_writer(source: Path, places: Places) -> tuple[Writer | Talk, Any]:
     """Of a run or a checkpoint; and its model.
 
     Raises:
-        ConfigError: it was not trained on documents with metadata.
+        ConfigError: it was not trained on conversations, nor on documents with metadata; or it is a reward model.
         UserError: a part of the model is missing.
     """
     source = expand_run(source, places.runs)
     run = checkpoint_folder(source).parents[1]
     data = getattr(load_experiment(read_exp_dict(run), str(run)), "data", None)
-    parts = [data, *getattr(data, "parts_by_path", {}).values()]
-    data = next((part for part in parts if isinstance(part, metadata.Config)), None)
-    if data is None:
-        raise ConfigError(f"{run}: not trained on documents with metadata (data set 'metadata').")
+    parts = [part for _, part in leaf_configs("data", data)] if data else []
+    told = next((part for part in parts if isinstance(part, metadata.Config | ConversationConfig)), None)
+    if told is None:
+        raise ConfigError(f"{run}: not trained on conversations, nor on documents with metadata (data set 'metadata').")
     model, tokenizer = load(source, places)
-    return Writer(model, tokenizer, data), model
+    return (Talk if isinstance(told, ConversationConfig) else Writer)(model, tokenizer, told), model  # type: ignore[arg-type]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("src.serving.chat", __doc__)
     add = parser.add_argument
     add("run", type=Path, help="a save directory, the beginning of its id, or a checkpoint")
-    add("beginnings", nargs="*", help="of texts; each is gone on with (default: lines from the keyboard)")
+    add("beginnings", nargs="*", help="of texts, each of which is gone on with; or messages (default: lines from the keyboard)")
     add("--metadata", action="append", default=[], metavar="KEY=VALUE", help="what is known of the text; again for more")
     add("--max_new_tokens", type=int, default=100, help="(default: %(default)s)")
     add("--temperature", type=float, default=0.8, help="of sampling; 0 for the likeliest token each time (default: %(default)s)")
@@ -126,13 +130,17 @@ def _act(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1 or not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
         raise ConfigError("expected --max_new_tokens of at least 1, --temperature from 0 on, and --top_p above 0 and up to 1.")
     writer, model = load_writer(args.run, Places(args.data_path, args.savedir_base))
-    items = writer.items(args.metadata)
+    if isinstance(writer, Talk) and args.metadata:
+        raise ConfigError("--metadata: conversations have none. Leave it out.")
+    items = [] if isinstance(writer, Talk) else writer.items(args.metadata)
     move(model, args.device)
     torch.manual_seed(args.seed)
     sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {"do_sample": False}
     for beginning in args.beginnings or (line.rstrip("\n") for line in sys.stdin):
-        text = writer.write(beginning, items, max_new_tokens=args.max_new_tokens, **sampling)
-        sys.stdout.write(f"{beginning}{text}\n")
+        if isinstance(writer, Talk):
+            writer.answer(beginning, writer.streamer(), max_new_tokens=args.max_new_tokens, **sampling)
+        else:
+            sys.stdout.write(f"{beginning}{writer.write(beginning, items, max_new_tokens=args.max_new_tokens, **sampling)}\n")
         sys.stdout.flush()
     return 0
 

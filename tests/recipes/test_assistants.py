@@ -1,5 +1,6 @@
 """Supervised fine-tuning, reward models and preferences: what they learn, what they refuse, kills, and exports."""
 
+import io
 import json
 import math
 import shutil
@@ -18,6 +19,8 @@ from src.interfaces import load_experiment
 from src.models.export import main as export
 from src.models.load import load
 from src.registry import DATASETS, MODELS, bind
+from src.serving import chat
+from src.serving.conversation import Talk
 from tests import toy
 from tests.data.conversations import talk
 from tests.recipes.train_assistants import DPO, REPLIES, REWARD, SFT, TALK, write_data
@@ -228,6 +231,29 @@ def test_an_exported_chat_model_writes_as_it_was_trained(folder: Path, tmp_path:
     ours, _ = load(run, Places(folder / "data", folder / "runs"))
     with torch.no_grad():
         assert torch.equal(model(input_ids=torch.tensor([asked])).logits, ours(input_ids=torch.tensor([asked])).logits)
+
+
+def test_a_conversation_goes_on_until_it_is_begun_anew(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """From the keyboard, or a file in its place."""
+    run, where = str(folder / "runs" / exp_id(SFT)), ["--data_path", str(folder / "data"), "-sb", str(folder / "runs")]
+    options = ["--temperature", "0", "--max_new_tokens", "4", "--device", "cpu"]
+    assert chat.main([run, "2?", *options, *where]) == 0
+    first = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2?\n3?\n!reset\n2?\n"))
+    assert chat.main([run, *options, *where]) == 0
+    assert [line + "\n" for line in capsys.readouterr().out.split("\n")][::2][:2] == [first, first]
+    talk_with = Talk(*load(Path(run), Places(folder / "data", folder / "runs")), load_experiment(SFT, "here").data)  # type: ignore[attr-defined]
+    talk_with.answer("2?", max_new_tokens=4, do_sample=False)
+    talk_with.answer("3?", max_new_tokens=4, do_sample=False)
+    assert [message.role for message in talk_with.messages] == ["user", "assistant"] * 2
+    with pytest.raises(ConfigError, match=r"more than the model's 96\. Say !reset"):
+        talk_with.answer("x" * 90, max_new_tokens=4)
+    assert len(talk_with.messages) == 4, "nothing is lost"
+    talk_with.answer("!reset", max_new_tokens=4)
+    assert talk_with.messages == []
+    for exp, words, message in ((REWARD, [], "a reward model gives a conversation a number"), (SFT, ["--metadata", "a=b"], "have none")):
+        assert chat.main([str(folder / "runs" / exp_id(exp)), "2?", *words, *where]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_a_tokenizer_without_padding_gets_one(folder: Path, tmp_path: Path):

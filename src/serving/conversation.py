@@ -1,0 +1,72 @@
+"""A conversation with a model that was trained on conversations, written as its experiment writes them."""
+
+from typing import Any
+
+from src.data.conversations import templates
+from src.data.conversations.dataset import ConversationConfig, with_system
+from src.data.conversations.entries import Message
+from src.data.conversations.rendering import Renderer
+from src.data.text.tokenizers import control_ids
+from src.errors import ConfigError
+from src.models.reward.layers import RewardModel
+
+RESET = "!reset"
+"""A line that begins the conversation anew."""
+
+
+class Talk:
+    """What a person and a model have said so far."""
+
+    def __init__(self, model: Any, tokenizer: Any, data: ConversationConfig) -> None:
+        """Raises ConfigError for a reward model, which gives numbers."""
+        if isinstance(model, RewardModel):
+            raise ConfigError("a reward model gives a conversation a number, and says nothing. Take the run that it began with.")
+        self._model, self._tokenizer, self._system = model, tokenizer, data.writing.system
+        self._renderer = Renderer(tokenizer, templates.find(data.writing.template, tokenizer))
+        self.messages: list[Message] = []
+
+    def streamer(self) -> Any:
+        """Of transformers: writes an answer to standard output as it comes."""
+        from transformers import TextStreamer
+
+        return TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    def prompt(self) -> list[int]:
+        """Ids of what was said, up to where the answer begins."""
+        return self._renderer.render(with_system(self.messages, self._system), answering=True).ids
+
+    def answer(self, text: str, streamer: Any = None, **options: Any) -> str:
+        """The model's answer to what a person says next; the line `RESET` begins anew and has none.
+
+        streamer: of transformers, which is given tokens as they come. options: of transformers' `generate`.
+
+        Raises:
+            ConfigError: the conversation has become longer than the model can read; what was said last is taken back.
+        """
+        import torch
+
+        if text.strip() == RESET:
+            self.messages.clear()
+            return ""
+        self.messages.append(Message("user", text))
+        ids = torch.tensor([self.prompt()], device=self._model.device)
+        longest = getattr(self._model.config, "max_position_embeddings", None)
+        if longest and ids.shape[1] + options["max_new_tokens"] > longest:
+            self.messages.pop()
+            given = f"{ids.shape[1]} tokens and --max_new_tokens {options['max_new_tokens']}"
+            raise ConfigError(f"the conversation has {given}, more than the model's {longest}. Say {RESET}, or ask for fewer.")
+        ends = [self._tokenizer.eos_token_id, *filter(None, [self._renderer.safe.control_id("<|im_end|>")])]
+        never = [index for index in control_ids(self._tokenizer) if index not in ends] or None
+        with torch.no_grad():
+            found = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                eos_token_id=ends,
+                pad_token_id=ends[0],
+                suppress_tokens=never,
+                streamer=streamer,
+                **options,
+            )
+        said = self._tokenizer.decode(found[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
+        self.messages.append(Message("assistant", said))
+        return said
