@@ -40,11 +40,11 @@ def scan(tar: memoryview) -> Members:
 
     offsets, sizes, cut = _walk(tar)
     found = Members([], [], [], [], cut)
-    everything = np.frombuffer(tar, dtype=np.uint8)
+    blocks = np.frombuffer(tar, dtype=np.uint8, count=len(tar) // BLOCK * BLOCK).reshape(-1, BLOCK)
     begin, long_name = 0, None  # of a member with several headers
     for first in range(0, len(offsets), _AT_ONCE):
         own = offsets[first : first + _AT_ONCE]
-        headers = everything[np.array(own)[:, None] + np.arange(BLOCK)]
+        headers = blocks[np.array(own) // BLOCK]
         wrong = np.flatnonzero(~_checksum_agrees(headers))
         kinds = headers[: wrong[0] if len(wrong) else None, 156].tolist()
         names = _names(headers)
