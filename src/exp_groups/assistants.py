@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from src.experiments.grid import ref
+from src.experiments.grid import override, ref
 
 _WRITING = {"template": "oasst"}
 _METRICS = [{"name": "expressions"}]
@@ -53,7 +53,8 @@ DPO_TINY: dict[str, Any] = {
     "seed": 0,
     "model": ref(SFT_TINY),
     "data": {**REWARD_TINY["data"], "corpus": "expression_pairs", "max_replies": 2},
-    "loop": {**REWARD_TINY["loop"], "steps": 100, "learning_rate": 1e-4, "eval_every": 50},
+    "loop": {**REWARD_TINY["loop"], "steps": 100, "learning_rate": 2e-4, "eval_every": 50},
+    "preference": {"sft_weight": 1.0},
 }
 # What each link of the chain is worth: tasks solved, and answers in the preferred style.
 JUDGED_TINY: dict[str, Any] = {
@@ -64,9 +65,20 @@ JUDGED_TINY: dict[str, Any] = {
     "evaluation": {"micro_batch": 32},
     "answers": SFT_TINY["answers"],
 }
+
+
+def chain(seed: int) -> list[dict[str, Any]]:
+    """The links that are judged, with one seed: fine-tuning, preferences, and what the tasks say of both."""
+    sft = override(SFT_TINY, {"seed": seed})
+    dpo = override(DPO_TINY, {"seed": seed, "model": ref(sft)})
+    return [sft, dpo, override(JUDGED_TINY, {"seed": seed, "model": ref(dpo)})]
+
+
 GROUPS = {
     "assistant_tiny_sft": [SFT_TINY],
     "assistant_tiny_reward": [REWARD_TINY],
     "assistant_tiny_dpo": [DPO_TINY],
     "assistant_tiny_judged": [JUDGED_TINY],
+    "assistant_tiny_seeds": [exp for seed in (1, 2, 3) for exp in chain(seed)],
+    "assistant_tiny_reward_control": [override(REWARD_TINY, {"data.shuffled_ranks": True})],
 }

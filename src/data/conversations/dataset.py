@@ -118,7 +118,7 @@ class Conversations:
         """Numbers of the rows that are read."""
         if not self.config.without_refusals:
             return range(len(self._rows))
-        chosen = [i for i in range(len(self._rows)) if not refuses(read_entry(self._rows[i], self._name).messages)]
+        chosen = [i for i in range(len(self._rows)) if not refuses(read_entry(self._rows[i], self._name).conversation)]
         log.info("%s: %d of %d conversations refuse, and are left out.", self._name, len(self._rows) - len(chosen), len(self._rows))
         if not chosen:
             raise DataError(f"{self._name}: the assistant refuses in every conversation. Write without_refusals: false.")
@@ -141,7 +141,7 @@ class Conversations:
         key = None if self._seed is None else (self._seed, epoch, index)
         if entry.text is not None:
             return window(self.renderer.render_text(entry.text), config.sequence_tokens, 0.0, None)
-        messages = with_system(entry.messages, config.writing.system)
+        messages = with_system(entry.conversation, config.writing.system)
         told = config.writing.tags.write_all(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
         whole = self.renderer.render(messages, told)
         return window(whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None)

@@ -53,6 +53,11 @@ class Entry:
     """To the last of the messages, which is not an assistant's."""
     text: str | None = None
 
+    @property
+    def conversation(self) -> Sequence[Message]:
+        """The messages; with the best of the replies, the first of several, if there are some."""
+        return [*self.messages, min(self.replies, key=lambda reply: reply.rank).message] if self.replies else self.messages
+
 
 def check_row(row: dict[str, Any], where: str) -> None:
     """Raises DataError, which names `where`, for a row that is no entry."""
@@ -68,6 +73,8 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
     if "text" in row:
         if row.keys() & {"messages", "replies"}:
             raise DataError(f"{where}: expected either text or messages, got both.")
+        if not row["text"]:
+            raise DataError(f"{where}: text: empty, so there is nothing to learn.")
         return Entry(text=_text(row["text"], f"{where}: text"))
     if not isinstance(row.get("messages"), list):
         raise DataError(f"{where}: expected a list of messages, or a text; the row has {', '.join(row) or 'nothing'}.")

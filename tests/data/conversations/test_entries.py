@@ -38,6 +38,7 @@ def built(folder: Path, split: str, **options: Any) -> Any:
     [
         ({}, "expected a list of messages, or a text; the row has nothing"),
         ({"text": "a", "messages": []}, "expected either text or messages, got both"),
+        ({"text": ""}, "text: empty, so there is nothing to learn"),
         ({"text": 3}, r"text: expected text, got 3 \(int\)"),
         ({"messages": []}, "no message is the assistant's"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
@@ -57,6 +58,10 @@ def built(folder: Path, split: str, **options: Any) -> Any:
         (row("a", "\ud800"), "surrogate"),
         ({**row("a"), "replies": []}, "replies: expected a list of at least one reply"),
         ({**row("a"), "replies": [{"content": "b"}]}, r"replies\[0\]: rank: expected a whole number, smaller for what is better, got None"),
+        (
+            {**row("a"), "replies": [{"content": "b", "rank": 0}, {"content": "b", "rank": 2}]},
+            r"replies\[0\] and replies\[1\] say the same, with ranks 0 and 2",
+        ),
         ({**row("a", "b"), "replies": [{"content": "c", "rank": 0}]}, "the messages before replies end with assistant"),
     ],
 )
@@ -85,6 +90,13 @@ def test_samples_are_what_the_assistant_says(tmp_path: Path):
     assert everything["loss_mask"] == [False] + [True] * (len(everything["input_ids"]) - 1)
     with_system = built(tmp_path, "train", writing={"system": "Be kind"}).sample(0, 0)
     assert MADE.decode(with_system["input_ids"]).startswith("<|system|>Be kind<end><|prompter|>")
+
+
+def test_of_ranked_replies_the_best_is_learned(tmp_path: Path):
+    """As of webgpt's, to learn answers from."""
+    ranked = {**row("a"), "replies": [{"content": "worse", "rank": 3}, {"content": "best", "rank": 1}]}
+    found = write(tmp_path, [ranked]).render(0, 0)
+    assert MADE.decode(found.ids) == "<|prompter|>a<end><|assistant|>best<end>"
 
 
 def test_options_change_the_fingerprint(tmp_path: Path):
