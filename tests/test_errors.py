@@ -22,6 +22,7 @@ BAD_INPUT = {
     "data_prep.metadata.wiki_index": ["none.xml"],
     "data_prep.natural_instructions": ["none"],
     "data_prep.pmi_vocabulary": ["--data_path", "data", "--name", "toy", "--train", "none.txt"],
+    "data_prep.prepare_conversations": ["--form", "?", "--train", "x", "--name", "x"],
     "data_prep.prepare_qa": ["--data_path", "data", "--name", "toy", "--train", "none.json", "--val_percent", "25"],
     "data_prep.prepare_task": ["--data_path", "data", "--task", "none", "--train", "none.tsv"],
     "data_prep.preproc_nq": [*ENCODING, "--batch_size", "0"],

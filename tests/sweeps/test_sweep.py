@@ -279,7 +279,8 @@ def test_a_worker_and_its_training_that_are_killed_lose_nothing(world: World):
     os.kill(worker.pid, signal.SIGKILL)
     worker.communicate()
     for trainer in trainers(world):
-        trainer.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends with the worker
+            trainer.kill()
     expire_heartbeats(world)
     assert world.sweep("--trials", "2") == ["complete"] * 2
     assert sorted(world.started().values()) == [1, 2]

@@ -1,0 +1,164 @@
+"""Releases of conversations and of preferences in their layouts, and what is said about rows of another."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import prepare_conversations
+from data_prep.conversation_forms import FORMS, Options
+from src.data.conversations.entries import read_entry
+from src.errors import DataError
+
+
+def found(form: str, row: dict[str, Any], **options: Any) -> list[str]:
+    """The rows of a row, each message or reply by its first letters."""
+    rows = list(FORMS[form](row, "here", Options(**options)))
+    for each in rows:
+        read_entry(each, "here")
+    return [
+        " ".join(f"{message['role'][0]}:{message['content']}" for message in each["messages"])
+        + "".join(f" {reply['rank']}={reply['content']}" for reply in each.get("replies", []))
+        for each in rows
+    ]
+
+
+SAID = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+HF = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "wanted"),
+    [
+        ("messages", {"messages": HF}, ["u:a a:b"]),
+        ("messages", {"conversations": SAID}, ["u:a a:b"]),
+        ("messages", {"conversations": [*SAID, {"from": "human", "value": "c"}]}, ["u:a a:b"]),
+        ("messages", {"conversations": [SAID[0], SAID[0], SAID[1], SAID[1]]}, ["u:a\na a:b\nb"]),
+        ("messages", {"conversations": [{"from": "system", "value": "s"}, *SAID]}, ["s:s u:a a:b"]),
+        ("messages", {"conversations": [SAID[0]]}, []),
+        ("messages", {"messages": [HF[0], HF[1], {"role": "tool", "content": "t"}, HF[1]]}, ["u:a a:b t:t a:b"]),
+        ("completion", {"prompt": "a", "completion": "b"}, ["u:a a:b"]),
+        ("completion", {"prompt": HF[:1], "completion": HF[1:]}, ["u:a a:b"]),
+        ("alpaca", {"instruction": "a", "input": "", "output": "b"}, ["u:a a:b"]),
+        ("alpaca", {"instruction": "a", "input": "i", "output": "b"}, ["u:a\ni a:b"]),
+        ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c"}, ["u:a 0=b 1=c"]),
+        ("pairs", {"conversations": SAID[:1], "chosen": SAID[1], "rejected": {"from": "gpt", "value": "c"}}, ["u:a 0=b 1=c"]),
+        ("pairs", {"chosen": HF, "rejected": [HF[0], {"role": "assistant", "content": "c"}]}, ["u:a 0=b 1=c"]),
+        ("pairs", {"chosen": HF, "rejected": [{"role": "user", "content": "x"}, HF[1]]}, []),
+        ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, []),
+    ],
+)
+def test_a_row_of_each_layout(form: str, row: dict[str, Any], wanted: list[str]):
+    assert found(form, row) == wanted
+
+
+def node(text: str, rank: int | None, *replies: dict[str, Any], **more: Any) -> dict[str, Any]:
+    role = "assistant" if text[0] in "axy" else "prompter"
+    return {"text": text, "role": role, "rank": rank, "lang": "en", "review_result": True, "replies": list(replies), **more}
+
+
+def tree(**more: Any) -> dict[str, Any]:
+    first = node("a0", 0, node("p0", None, node("x", 0), node("y", 1)), node("p1", None))
+    prompt = node("p", None, first, node("a1", 1, node("p0", None), node("p1", None)), node("a2", 2))
+    return {"tree_state": "ready_for_export", "prompt": {**prompt, **more}}
+
+
+def test_threads_of_a_tree():
+    """The fixture of the specification: a parent that people answered, but nobody after them, is there once."""
+    assert found("oasst", tree()) == ["u:p a:a0 u:p0 a:x", "u:p a:a0 u:p0 a:y", "u:p a:a1", "u:p a:a2"]
+    assert found("oasst", tree(), top_k=1) == ["u:p a:a0 u:p0 a:x"]
+    assert found("oasst_ranked", tree()) == ["u:p 0=a0 1=a1 2=a2", "u:p a:a0 u:p0 0=x 1=y"]
+
+
+def test_trees_that_are_not_finished_not_good_or_of_another_language_are_left_out():
+    assert found("oasst", {**tree(), "tree_state": "prompt_lottery_waiting"}) == []
+    for more in ({"review_result": False}, {"lang": "de"}, {"deleted": True}, {"synthetic": True}):
+        assert found("oasst", tree(**more)) == []
+    assert len(found("oasst", tree(lang="de"), languages=["en", "de"])) == 4
+    assert len(found("oasst", tree(synthetic=True), synthetic=True)) == 4
+
+
+def test_what_labels_tell_is_kept():
+    labels = {"quality": {"value": 0.75, "count": 3}, "humor": {"value": None}}
+    (row,) = FORMS["oasst"]({**tree(), "prompt": node("p", None, node("a", 0, labels=labels))}, "here", Options())
+    assert row["messages"][1] == {"role": "assistant", "content": "a", "lang": "en", "quality": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "match"),
+    [
+        ("alpaca", {"question": "a"}, r"no column 'instruction'\. It has: question\. --columns instruction=COLUMN names another"),
+        ("completion", {"prompt": 3, "completion": "b"}, "expected messages with role and content"),
+        ("messages", {"messages": [{"role": "narrator", "content": "a"}]}, "expected messages with role and content, or from and value"),
+        ("messages", {}, "expected messages"),
+        ("pairs", {"chosen": "a"}, "no column 'rejected'"),
+        ("oasst", {"text": "a"}, "no column 'prompt'"),
+    ],
+)
+def test_rows_of_another_layout_are_told(form: str, row: dict[str, Any], match: str):
+    with pytest.raises(DataError, match=match):
+        found(form, row)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_file_becomes_a_folder_whose_splits_share_no_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [{"question": f"q{i % 50}", "answer": f"a{i}"} for i in range(100)]
+    words = ["--form", "completion", "--train", write(tmp_path / "a.jsonl", rows), "--columns", "prompt=question", "completion=answer"]
+    for _ in range(2):
+        assert prepare_conversations.main([*words, "--val_rate", "0.3", "--name", "own", "--data_path", str(tmp_path)]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    splits = [[json.loads(line) for line in (tmp_path / "own" / f"{split}.jsonl").read_text().splitlines()] for split in ("train", "val")]
+    asked = [{row["messages"][0]["content"] for row in split} for split in splits]
+    assert sum(map(len, splits)) == 100
+    assert asked[0]
+    assert asked[1]
+    assert not asked[0] & asked[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--form", "alpacca"], "--form: unknown form 'alpacca'. Did you mean 'alpaca'?"),
+        (["--form", "messages", "--val_rate", "1.5"], "--val_rate: expected a number between 0 and 1, got 1.5."),
+        (["--form", "messages", "--columns", "x"], "--columns 'x': expected NAME=COLUMN, such as prompt=question."),
+        (["--form", "messages"], "expected messages with role and content, or from and value"),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    source = write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a"}])
+    assert prepare_conversations.main([*words, "--train", source, "--name", "own", "--data_path", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "own").exists()
+
+
+def count_forks(message: dict[str, Any]) -> int:
+    """Messages of a person below which more than one reply is ranked."""
+    ranked = [reply for reply in message["replies"] if type(reply.get("rank")) is int]
+    own = message["role"] == "prompter" and len(ranked) > 1
+    return own + sum(map(count_forks, message["replies"]))
+
+
+def test_released_files(shared_data: Path, tmp_path: Path):
+    """GSM8K, Alpaca, ShareGPT, preference pairs and trees, as they were released."""
+    instruct, pairs = shared_data / "instruct", shared_data / "preference" / "llamafactory_demos" / "dpo_en_demo.json"
+    trees = str(instruct / "oasst_format" / "en_100_tree.jsonl")
+    forks = sum(count_forks(json.loads(line)["prompt"]) for line in Path(trees).read_text().splitlines())
+    wanted = {
+        "gsm8k": (["completion", str(instruct / "gsm8k" / "train.jsonl"), "--columns", "prompt=question", "completion=answer"], 7473),
+        "alpaca": (["alpaca", str(instruct / "alpaca_demo" / "alpaca_en_demo.json")], 999),
+        "sharegpt": (["messages", str(instruct / "fastchat" / "dummy_conversation.json")], 500),
+        "pairs": (["pairs", str(pairs)], 299),
+        "forks": (
+            ["oasst_ranked", trees, "--synthetic"],
+            sum(count_forks(row["prompt"]) for row in map(json.loads, Path(trees).read_text().splitlines())),
+        ),
+    }
+    for name, ((form, source, *more), count) in wanted.items():
+        assert prepare_conversations.main(["--form", form, "--train", source, *more, "--name", name, "--data_path", str(tmp_path)]) == 0
+        lines = sum(len((tmp_path / name / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "val"))
+        assert abs(lines - count) <= count // 100, (name, lines)
