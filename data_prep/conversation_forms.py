@@ -46,7 +46,7 @@ def read_messages(row: Row, where: str, options: Options) -> Iterator[Row]:
 
 def read_completion(row: Row, where: str, options: Options) -> Iterator[Row]:
     """{"prompt", "completion"}, of text or of messages."""
-    yield {"messages": [*_read_prompt(row, "prompt", where), *_talk(_column(row, "completion", where), where, "assistant")]}
+    yield {"messages": [*_talk(_column(row, "prompt", where), where), *_talk(_column(row, "completion", where), where, "assistant")]}
 
 
 def read_alpaca(row: Row, where: str, options: Options) -> Iterator[Row]:
@@ -61,13 +61,10 @@ def read_pair(row: Row, where: str, options: Options) -> Iterator[Row]:
     """{"chosen", "rejected"} with {"prompt"} or {"conversations"}: each of text, of a message, or of a conversation whose last message is
     the reply, as hh-rlhf has it."""
     chosen, rejected = (_talk(_column(row, name, where), where, "assistant") for name in ("chosen", "rejected"))
-    asked = (
-        _read_prompt(row, "prompt", where) if "prompt" in row else _talk(row.get("conversations"), where) if "conversations" in row else []
-    )
-    if not asked:
-        asked = chosen[:-1]
-        if rejected[:-1] != asked:
-            return  # they answer different conversations
+    given = row.get("prompt", row.get("conversations"))
+    asked = chosen[:-1] if given is None else _talk(given, where)
+    if given is None and rejected[:-1] != asked:
+        return  # they answer different conversations
     replies = [{"content": talk[-1]["content"], "rank": rank} for rank, talk in enumerate((chosen, rejected))]
     if replies[0]["content"] != replies[1]["content"]:
         yield {"messages": asked, "replies": replies}
@@ -153,10 +150,6 @@ def _message(message: Row) -> Row:
     lang = {"lang": message["lang"]} if message.get("lang") else {}
     return {"role": message["role"] if message["role"] in ("user", "assistant") else _ROLES.get(message["role"], "user"),
             "content": message["text"], **lang, **told}  # fmt: skip
-
-
-def _read_prompt(row: Row, name: str, where: str) -> list[Row]:
-    return _talk(_column(row, name, where), where, "user")
 
 
 def _talk(value: Any, where: str, role: str = "user") -> list[Row]:
