@@ -289,6 +289,24 @@ def test_processes_share_a_cache_of_two_shards(s3: S3Server, tmp_path: Path):
     assert set(files_of(cache)) == {".tar"}
 
 
+def test_a_shard_is_not_published_while_room_is_made(tmp_path: Path):
+    """Or the one that makes room finds it under neither name, and believes that there is more."""
+    begin, cache = tmp_path / "begin", tmp_path / "cache"
+    shard = Shard(f"pipe:while [ ! -e {begin} ]; do sleep 0.01; done; echo 1234", "", 1, 5)
+    reading = threading.Thread(target=lambda: reader(tmp_path).read(shard, 0, 5))
+    reading.start()
+    while [path.stat().st_size for path in cache.glob("*.part")] != [5]:
+        time.sleep(0.001)
+    with open(cache / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        begin.touch()
+        reading.join(0.5)
+        assert reading.is_alive()
+        assert files_of(cache) == [".part"]
+    reading.join()
+    assert files_of(cache) == [".tar"]
+
+
 def test_s5cmd_as_a_command(shard: Shard, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As the shards of a list of WebDataset: pipe:s5cmd cat s3://BUCKET/KEY."""
     monkeypatch.setenv("S3_ENDPOINT_URL", s3.environment["AWS_ENDPOINT_URL"])

@@ -133,10 +133,7 @@ class ShardCache:
 
     def _reserve(self, part: int, shard: Shard, let_go: Callable[[], bool]) -> bool:
         """Whether there is room for a shard; it is the part's from then on. Deletes what others have left, and files that nobody holds."""
-        with self._refusals(shard):
-            folder = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            self._lock(folder, fcntl.LOCK_EX, f"{self.folder / _LOCK}")
+        with self._folder_lock(shard):
             own, files = self.path(shard, "part").name, self._list_files()
             for name in [name for name in files if name.endswith(".part") and name != own]:
                 if self._delete(name):
@@ -154,8 +151,6 @@ class ShardCache:
                 os.ftruncate(part, 0)
                 os.ftruncate(part, shard.bytes)
             return True
-        finally:
-            os.close(folder)
 
     def _fetch(self, part: int, shard: Shard) -> None:
         """Fill a part, and make it the shard's file."""
@@ -171,17 +166,28 @@ class ShardCache:
                 if attempt:
                     raise ShardChanged(f"{shard.url}: its sha256 is not the one that was indexed, twice. Index it again.")
             os.fsync(part)
+        with self._folder_lock(shard), self._refusals(shard):
             os.replace(self.path(shard, "part"), self.path(shard))
         self._lock(part, fcntl.LOCK_SH, shard.url)  # so that it is not deleted until the caller has found it
 
+    @contextlib.contextmanager
+    def _folder_lock(self, shard: Shard) -> Iterator[None]:
+        """Room is made and files get their names by one process at a time: a listing would miss one that is renamed meanwhile."""
+        with self._refusals(shard):
+            folder = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock(folder, fcntl.LOCK_EX, f"{self.folder / _LOCK}")
+            yield
+        finally:
+            os.close(folder)
+
     def _list_files(self) -> dict[str, os.stat_result]:
-        """Files of the cache, and no others that may be in its folder. One that is published meanwhile is there once."""
-        found, inodes = dict[str, os.stat_result](), set[int]()
+        """Files of the cache, and no others that may be in its folder."""
+        found = dict[str, os.stat_result]()
         for entry in os.scandir(self.folder):
-            with contextlib.suppress(FileNotFoundError):  # published or given up meanwhile
-                if _OURS.fullmatch(entry.name) and (facts := entry.stat(follow_symlinks=False)).st_ino not in inodes:
-                    found[entry.name] = facts
-                    inodes.add(facts.st_ino)
+            with contextlib.suppress(FileNotFoundError):  # given up meanwhile
+                if _OURS.fullmatch(entry.name):
+                    found[entry.name] = entry.stat(follow_symlinks=False)
         return found
 
     def _delete(self, name: str) -> bool:
