@@ -70,6 +70,11 @@ def read_pair(row: Row, where: str, options: Options) -> Iterator[Row]:
         yield {"messages": asked, "replies": replies}
 
 
+def read_ranked(row: Row, where: str, options: Options) -> Iterator[Row]:
+    """{"messages", "replies"}: rows as they are trained on, such as `src.serving.page` writes of what a person prefers."""
+    yield {name: _column(row, name, where) for name in ("messages", "replies")}
+
+
 def read_tree(row: Row, where: str, options: Options) -> Iterator[Row]:
     """A tree of Open-Assistant: the threads from its prompt to each last answer."""
     for thread in _threads(_prompt(row, where, options), options):
@@ -101,6 +106,7 @@ FORMS: Mapping[str, Form] = {
     "completion": read_completion,
     "alpaca": read_alpaca,
     "pairs": read_pair,
+    "ranked": read_ranked,
     "oasst": read_tree,
     "oasst_ranked": read_ranked_tree,
 }

@@ -5,8 +5,9 @@ python -m data_prep.prepare_conversations --form completion --train gsm8k.jsonl 
 python -m data_prep.prepare_conversations --form oasst_ranked --train trees.jsonl --lang en,de --name oasst_replies
 
 Forms: messages (Hugging Face's, or ShareGPT's conversations), completion (prompt and completion), alpaca, pairs (chosen and rejected),
-oasst (the threads of message trees), oasst_ranked (their ranked replies). Sources: JSON, JSON lines (also .gz), Parquet, folders of
-`datasets`, hub:ID. Without --val a share of the rows is for validation: by what is asked first, so that no question is in both splits.
+ranked (messages and replies with ranks, as src.serving.page writes them), oasst (the threads of message trees), oasst_ranked (their
+ranked replies). Sources: JSON, JSON lines (also .gz), Parquet, folders of `datasets`, hub:ID. Without --val a share
+of the rows is for validation: by what is asked first, so that no question is in both splits.
 """
 
 import argparse

@@ -14,6 +14,7 @@ import panel as pn
 from results import answers, chart, markup, overview, panes
 from results.lineage import tree
 from results.run_arguments import RUNS
+from src.command_line import add_address, serve_page
 from src.errors import ConfigError, UserError, print_errors
 from src.tables import lineage
 from src.tables import rows as results
@@ -302,23 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the page until interrupted; prints its address when it can be opened. Returns the exit code."""
     options = _parser().parse_args(arguments)
     pn.config.raw_css.append(_BODY_CSS)
-    try:
-        server: Any = pn.serve(
-            lambda: app(options.runs, options.group),
-            port=options.port,
-            address=options.address,
-            websocket_origin=options.origin or None,
-            title=f"Experiments · {options.runs.name}",
-            show=False,
-            start=False,
-            verbose=False,
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"--port {options.port}: cannot listen on {options.address}: {error.strerror}. Choose another port, or 0 for a free one."
-        ) from None
-    print(f"http://{options.address}:{server.port}/", flush=True)
-    server.run_until_shutdown()
+    serve_page(lambda: app(options.runs, options.group), options, f"Experiments · {options.runs.name}")
     return 0
 
 
@@ -326,13 +311,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.dashboard", description=__doc__)
     parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
     parser.add_argument("-e", "--group", help="the group that is shown first, or all (default: the newest)")
-    parser.add_argument("--port", type=int, default=PORT, help=f"0 takes a free one (default: {PORT})")
-    parser.add_argument(
-        "--address", default="127.0.0.1", help="where to listen; anyone who can reach it can read the runs (default: 127.0.0.1)"
-    )
-    parser.add_argument(
-        "--origin", action="append", metavar="HOST:PORT", help="another address that browsers open it by, such as that of a tunnel"
-    )
+    add_address(parser, PORT, "anyone who can reach it can read the runs")
     return parser
 
 

@@ -47,6 +47,7 @@ HF = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         ("pairs", {"chosen": HF, "rejected": [HF[0], {"role": "assistant", "content": "c"}]}, ["u:a 0=b 1=c"]),
         ("pairs", {"chosen": HF, "rejected": [{"role": "user", "content": "x"}, HF[1]]}, []),
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, []),
+        ("ranked", {"messages": HF[:1], "replies": [{"content": "b", "rank": 1}, {"content": "c", "rank": 0}]}, ["u:a 1=b 0=c"]),
     ],
 )
 def test_a_row_of_each_layout(form: str, row: dict[str, Any], wanted: list[str]):
@@ -93,6 +94,7 @@ def test_what_labels_tell_is_kept():
         ("messages", {"messages": [{"role": "narrator", "content": "a"}]}, "expected messages with role and content, or from and value"),
         ("messages", {}, "expected messages"),
         ("pairs", {"chosen": "a"}, "no column 'rejected'"),
+        ("ranked", {"messages": HF}, "no column 'replies'"),
         ("oasst", {"text": "a"}, "no column 'prompt'"),
     ],
 )
