@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENCODING = ["--embedding_model", "none", "--maximum_input_length", "8", "--data_cache_path", "data", "--corpus", "none"]
 BAD_INPUT = {
     "data_prep.digit_pages": ["--pages", "0"],
+    "data_prep.chat_tokenizer": ["--data_path", "data", "--from", "./none", "--template", "oasst", "--name", "new"],
     "data_prep.context_cache": [*ENCODING, "--cache", "cache", "--max_bytes", "0"],
     "data_prep.llama2c": ["none.bin", "none.bin"],
     "data_prep.metadata.prepare": ["--data_path", "data", "--name", "toy", "--train", "none.jsonl", "--val", "none.jsonl"],
@@ -21,6 +22,7 @@ BAD_INPUT = {
     "data_prep.metadata.weights": ["none"],
     "data_prep.metadata.wiki_index": ["none.xml"],
     "data_prep.natural_instructions": ["none"],
+    "data_prep.oasst_trees": ["counts", "none.jsonl"],
     "data_prep.pmi_vocabulary": ["--data_path", "data", "--name", "toy", "--train", "none.txt"],
     "data_prep.prepare_conversations": ["--form", "?", "--train", "x", "--name", "x"],
     "data_prep.prepare_qa": ["--data_path", "data", "--name", "toy", "--train", "none.json", "--val_percent", "25"],

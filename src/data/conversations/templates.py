@@ -48,7 +48,12 @@ def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
 def _keep_source(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
     """Give the tokenizer the template as Jinja, where it has none."""
     if tokenizer.chat_template is None:
-        tokenizer.chat_template = (Path(__file__).parents[3] / "resources" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+        tokenizer.chat_template = read_source(name)
+
+
+def read_source(name: str) -> str:
+    """The template "oasst" or "chatml" as Jinja."""
+    return (Path(__file__).parents[3] / "resources" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
