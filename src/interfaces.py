@@ -273,6 +273,11 @@ class DatasetConfig(Component):
     """Whether training reads it in an order of its own (`orders.OrderedDataset`), so that no mixture can."""
 
     @property
+    def is_measured(self) -> bool:
+        """Whether its data sets are `MeasuredDataset`s."""
+        return False
+
+    @property
     def reader(self) -> str:
         """The kind of model that reads the samples, one of `kinds.KINDS`."""
         return DECODER

@@ -4,15 +4,16 @@ Where the samples of a step follow from its number alone (a permutation of an in
 filtered streams, rollouts) its state is a cursor: JSON values that travel with each micro-batch and are saved in every checkpoint.
 """
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 from src.config import added_field
 from src.errors import RunError
-from src.interfaces import Dataset, DatasetConfig
+from src.interfaces import Dataset, DatasetConfig, MeasuredDataset
 from src.runs.history.branches import Branch
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ Cursor = dict[str, Any]
 
 Shuffle = Literal["numpy", "feistel"]
 _ROUNDS = 4
+_WINDOW = 50
+"""Steps whose samples are sorted by length together."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +115,20 @@ def require_own_order(config: DatasetConfig, field: str) -> None:
         raise ValueError(f"{field}.shuffle: would be ignored, as these data are not read in an order of their own. Leave it out.")
 
 
-def order_of(dataset: Dataset, seed: int, per_step: int, steps: int, branches: Sequence[Branch] = ()) -> Order:
-    """The order of a training: the data set's own if it has one, else permutations of its indices."""
+def order_of(
+    dataset: Dataset, seed: int, per_step: int, steps: int, branches: Sequence[Branch] = (), group: int | None = None
+) -> Order:
+    """The order of a training: the data set's own if it has one, else permutations of its indices.
+
+    group: samples of like lengths that stay together; None: lengths do not matter.
+    """
     if isinstance(dataset, OrderedDataset):
         return dataset.order(seed, per_step, steps, branches)
     if any(branch.denied for branch in branches):
         raise RunError("a deny list is for data that are streamed from tars, and these are not. Undo it.")
     shuffle = dataset.shuffle if isinstance(dataset, ShuffledDataset) else "numpy"
-    return IndexedOrder(seed, len(dataset), per_step, branches, shuffle)
+    order = IndexedOrder(seed, len(dataset), per_step, branches, shuffle)
+    return order if group is None else GroupedOrder(order, cast(MeasuredDataset, dataset).length, group)
 
 
 @dataclass(frozen=True)
@@ -191,6 +200,54 @@ class IndexedOrder:
         """(place from which the epoch is permuted again, number of the branch); what was read before keeps its place."""
         begins = [(divmod(self.position(branch.from_step), self.num_samples), branch) for branch in self.branches]
         return [(place, branch.number) for (own, place), branch in begins if own == epoch and branch.data == "reshuffle"]
+
+
+@dataclass(frozen=True)
+class GroupedOrder:
+    """An order whose samples, within windows of `_WINDOW` steps, are sorted by length and cut into groups that stay together.
+
+    The groups of a window are dealt to its steps at random, so a step reads short and long ones; in a step they go by length, so that
+    processes pass over like ones at a time. The first step reads the longest of its window: what does not fit in memory is seen at once.
+    Near the end of an epoch a window has samples of the next one.
+    """
+
+    order: IndexedOrder
+    length: Callable[[int, int], int]
+    """Tokens of the sample of a key."""
+    group: int
+    """Samples of a group; a divisor of the samples of a step."""
+
+    def __post_init__(self) -> None:
+        if any(branch.data == "reshuffle" for branch in self.order.branches):
+            raise RunError("data that are grouped by length cannot be permuted again (reshuffle). Pass over steps instead: skip:K.")
+
+    def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
+        """See `Order`."""
+        window, steps = -1, list[list[Key]]()
+        for step in count(first_step):
+            number, place = divmod(self.order.position(step) // self.order.per_step, _WINDOW)
+            if number != window:
+                window, steps = number, self._deal(number)
+            for g in share.numbers:
+                yield MicroBatch(steps[place][g * share.micro_batch : (g + 1) * share.micro_batch], {})
+
+    def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
+        """As without groups: how much was read."""
+        return self.order.describe(step, cursor)
+
+    def _deal(self, window: int) -> list[list[Key]]:
+        """The keys of each step of a window."""
+        size = _WINDOW * self.order.per_step
+        keys = list(islice(self.order.keys(window * size), size))
+        keys.sort(key=lambda key: -self.length(*key))  # stable
+        groups = [range(first, first + self.group) for first in range(0, size, self.group)]
+        random.Random(f"{self.order.seed}/{window}").shuffle(groups)
+        if window == 0:
+            longest = groups.index(range(self.group))
+            groups[0], groups[longest] = groups[longest], groups[0]
+        each = self.order.per_step // self.group
+        steps = [sorted(groups[first : first + each], key=lambda own: own.start) for first in range(0, len(groups), each)]
+        return [[keys[place] for own in step for place in own] for step in steps]
 
 
 def feistel_permute(position: int, size: int, key: str) -> int:

@@ -43,6 +43,7 @@ MODELS = ComponentTable(
         "gpt_bigcode": "src.models.gpt_bigcode",
         "hf": "src.models.hf",
         "lora": "src.models.lora",
+        "regularized": "src.models.regularized",
         "reward": "src.models.reward.config",
         "t5": "src.models.t5.config",
         "vision_language": "src.models.vision_language.config",

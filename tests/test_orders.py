@@ -11,7 +11,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from src.orders import IndexedOrder, Key, RankShare, Shuffle
+from src.errors import RunError
+from src.orders import GroupedOrder, IndexedOrder, Key, RankShare, Shuffle
 from src.runs.history.branches import Branch
 from src.training.seeds import dropout_seed
 
@@ -158,3 +159,44 @@ def test_a_permutation_without_memory_needs_none():
 
 def test_the_order_of_runs_made_before_is_unmoved():
     assert list(islice(IndexedOrder(0, 1000, 4).keys(), 6)) == [(0, index) for index in np.random.default_rng([0, 0]).permutation(1000)[:6]]
+
+
+LENGTHS = random.Random(0).choices(range(5, 500), k=330)
+
+
+def grouped(branches: Sequence[Branch] = ()) -> GroupedOrder:
+    return GroupedOrder(IndexedOrder(1, len(LENGTHS), per_step=8, branches=branches), lambda _, index: LENGTHS[index], group=4)
+
+
+def read_steps(order: GroupedOrder, first: int, steps: int, micro_batch: int = 4, world_size: int = 1) -> list[list[list[Key]]]:
+    """The micro-batches of each step, in the order of their numbers."""
+    shares = [RankShare(8, micro_batch, rank, world_size) for rank in range(world_size)]
+    streams = [order.micro_batches(first, share, {}) for share in shares]
+    return [[next(streams[g % world_size]).keys for g in range(8 // micro_batch)] for _ in range(steps)]
+
+
+def test_groups_of_like_lengths_read_what_the_steps_of_their_window_would():
+    order = grouped()
+    steps = read_steps(order, 0, 100)
+    for begin in (0, 50):
+        read = sorted(key for step in steps[begin : begin + 50] for batch in step for key in batch)
+        assert read == sorted(islice(order.order.keys(8 * begin), 400))
+    padded = sum(max(LENGTHS[index] for _, index in batch) * 4 for step in steps for batch in step)
+    assert padded < 1.03 * sum(LENGTHS[index] for step in steps for batch in step for _, index in batch)
+    assert max(LENGTHS[index] for _, index in steps[0][0]) == max(LENGTHS[index] for step in steps[:50] for b in step for _, index in b)
+
+
+@pytest.mark.parametrize("first", [0, 3, 49, 50, 77])
+def test_groups_do_not_depend_on_where_one_starts_nor_on_processes_nor_on_the_micro_batch(first: int):
+    whole = read_steps(grouped(), 0, 100)[first:]
+    assert read_steps(grouped(), first, 100 - first) == whole
+    assert read_steps(grouped(), first, 100 - first, world_size=2) == whole
+    other = read_steps(grouped(), first, 100 - first, micro_batch=2)
+    assert [[key for batch in step for key in batch] for step in other] == [[key for batch in step for key in batch] for step in whole]
+
+
+def test_groups_after_a_rewind_pass_over_steps_and_are_not_permuted_again():
+    skipped = grouped([Branch(number=1, from_step=10, data="skip:3")])
+    assert read_steps(skipped, 10, 20) == read_steps(grouped(), 13, 20)
+    with pytest.raises(RunError, match="cannot be permuted again"):
+        grouped([Branch(number=1, from_step=10, data="reshuffle")])

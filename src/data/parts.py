@@ -53,6 +53,10 @@ class PartsConfig(DatasetConfig):
     def reader(self) -> str:
         return next(iter(self.parts_by_path.values())).reader
 
+    @property
+    def is_measured(self) -> bool:
+        return all(part.is_measured for part in self.parts_by_path.values())
+
     def check(self, places: Places) -> None:
         self.check_parts(lambda part: call_once(part.check, places))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from src.call_once import call_once
+from src.config import Config as StrictConfig
 from src.config import Places, added_field
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json, sample_digest, sha256
@@ -28,6 +29,35 @@ WITHOUT_FLEX = ("gpt2", "gpt_bigcode")
 """Families that have no flex_attention in transformers 5.23."""
 
 
+class RotaryScaling(StrictConfig):
+    """How a model with rotary positions reads more tokens than it was trained on. It is part of what `save_pretrained` writes."""
+
+    kind: Literal["linear", "dynamic", "yarn", "ntk"]
+    """linear: positions are divided by `factor` (Chen et al. 2023, arXiv 2306.15595). ntk: the base of the frequencies is multiplied by
+    factor^(d / (d - 2)), d being the rotated width of a head. dynamic: the same, growing with the length. yarn: arXiv 2309.00071."""
+    factor: float = Field(gt=1)
+    """Times as many tokens."""
+
+    def apply(self, config: Any) -> None:
+        """Change a transformers config.
+
+        Raises:
+            ConfigError: its family has no rotary positions.
+        """
+        given = getattr(config, "rope_parameters", None)
+        if not isinstance(given, dict) or "rope_theta" not in given:
+            raise ConfigError(f"model.rope: the family {config.model_type!r} has no rotary positions of one kind. Leave it out.")
+        if given.get("rope_type", "default") != "default":
+            raise ConfigError(f"model.rope: its rotary positions are scaled already ({given['rope_type']}). Leave it out.")
+        if self.kind == "ntk":
+            head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            width = int(head * given.get("partial_rotary_factor", 1.0))
+            config.rope_parameters = {**given, "rope_theta": given["rope_theta"] * self.factor ** (width / (width - 2))}
+            config.max_position_embeddings = int(config.max_position_embeddings * self.factor)
+        else:
+            config.rope_parameters = {**given, "rope_type": self.kind, "factor": self.factor}
+
+
 class Config(ModelConfig):
     """Which model, and the type of its weights in memory."""
 
@@ -42,6 +72,9 @@ class Config(ModelConfig):
     """Transformers' implementation of attention; None: its choice, which is sdpa where the family has it."""
     extra_tokens: list[str] | None = added_field(None)
     """Control tokens that are new in its vocabulary."""
+
+    rope: RotaryScaling | None = added_field(None)
+    """None: as config.json has them."""
 
     @model_validator(mode="after")
     def _new_tokens_are_learned(self) -> "Config":
@@ -84,6 +117,7 @@ class Config(ModelConfig):
                 output_loading_info=True,
                 quantization_config=self._quantization_config(),
                 attn_implementation=self.attention,
+                **({"config": self._scaled_config(places)} if self.rope else {}),
             )
         except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
             raise CheckpointError(f"{_find_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again.") from error
@@ -105,6 +139,12 @@ class Config(ModelConfig):
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
         return model.requires_grad_(False)
+
+    def _scaled_config(self, places: Places) -> Any:
+        config = self.load_config(places)
+        if self.rope:
+            self.rope.apply(config)
+        return config
 
     def _quantization_config(self) -> Any:
         """The quantization setting as transformers takes it."""
@@ -134,6 +174,8 @@ class Config(ModelConfig):
         if self.quantization is not None and find_spec("bitsandbytes") is None:
             raise ConfigError(f"quantization {self.quantization!r} needs a package that is not installed: pip install -r {BITSANDBYTES}")
         self._check_attention(places)
+        if self.rope:
+            self._scaled_config(places)
         if self._local_folder(places) is not None and self.revision is not None:
             raise ConfigError(f"{self.path!r} is a folder, so revision {self.revision!r} would be ignored. Remove it, or name a hub id.")
         weights = _find_weights(folder)
@@ -186,6 +228,8 @@ class Config(ModelConfig):
             sizes = from_dict(self.read_config(places))
         except ValueError as error:
             raise ConfigError(f"{self.folder(places) / 'config.json'}: {error}") from None
+        if sizes and self.rope and sizes.max_positions:
+            sizes = replace(sizes, max_positions=int(sizes.max_positions * self.rope.factor))
         return sizes and replace(sizes, attention=self.attention)
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:

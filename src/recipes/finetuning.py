@@ -32,6 +32,13 @@ class Finetuning(RecipeConfig):
             raise ValueError("model: new adapters change nothing before they are trained. Take their base, or write loop.")
         return self
 
+    @model_validator(mode="after")
+    def _lengths_are_known(self) -> "Finetuning":
+        if self.loop and self.loop.group_by_length and (self.data.has_order or not self.data.is_measured):
+            why = "come in an order of their own" if self.data.has_order else "do not tell the lengths of their samples"
+            raise ValueError(f"loop.group_by_length: {self.data.name!r} data {why}. Leave it out.")
+        return self
+
     @property
     def micro_batch(self) -> int:
         """Sequences in one forward pass."""

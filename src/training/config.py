@@ -57,6 +57,8 @@ class LoopConfig(Config):
     for T5 (`z_loss` of Mesh TensorFlow's Unitransformer)."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the forward and backward pass; weights and optimizer stay as the model was built."""
+    group_by_length: bool = added_field(False)
+    """Whether micro-batches are made of samples of like lengths, so that less is padded: those of 50 steps are sorted, and dealt anew."""
     compile: bool = False
     """Whether the model's layers are compiled for training passes. Another rounding, and other draws of dropout."""
     eval_every: int = Field(gt=0)

@@ -106,7 +106,9 @@ class Loop:
         self.spec, self.run, self.config, self.seed, self.accelerator = spec, run, config, seed, accelerator
         self.engine: Engine  # made by `restore`, when the weights are there
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
-        self.order = order_of(spec.train, seed, config.sequences_per_step, config.steps, self.branches)
+        own = (run.dir.exp.get("loop") or {}).get("micro_batch", config.micro_batch)  # whatever --micro_batch says
+        group = own if config.group_by_length else None
+        self.order = order_of(spec.train, seed, config.sequences_per_step, config.steps, self.branches, group)
         self.cursor: Cursor = {}
         """What this process has changed of the order's cursor since the start, up to the last finished step."""
         self.learning_rate = branches.override_learning_rate(schedule.learning_rate(config), self.branches)
@@ -123,7 +125,7 @@ class Loop:
         self.sources = loader.sources(spec.train)
         self.names: list[str] | None = None  # of the loss's named sums, from the first pass on
         self.generated = 0  # blocks of `Engine.generating` since the last step, start or checkpoint
-        self.other_micro_batch = config.micro_batch != (run.dir.exp.get("loop") or {}).get("micro_batch", config.micro_batch)
+        self.other_micro_batch = config.micro_batch != own
         """Whether this start has another than the experiment (--micro_batch), and no pass has shown yet that it may."""
         self.stopping = False  # True once any process was asked to stop; the same on every rank
 

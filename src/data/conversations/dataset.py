@@ -50,6 +50,10 @@ class ConversationConfig(ShuffledConfig):
     val_samples: int | None = Field(default=None, gt=0)
     """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
 
+    @property
+    def is_measured(self) -> bool:
+        return True
+
     def check(self, places: Places) -> None:
         jsonl.require_splits(places, self.corpus)
 

@@ -72,6 +72,10 @@ class RankedReplies:
         """Conversations."""
         return len(self._chosen)
 
+    def length(self, epoch: int, index: int) -> int:
+        """Tokens of the longest row of conversation `index` of an epoch."""
+        return max(map(len, self.sample(epoch, index)["input_ids"]))
+
     def sample(self, epoch: int, index: int) -> Sample:
         """Conversation `index` of an epoch, its best reply first."""
         if not 0 <= index < len(self):

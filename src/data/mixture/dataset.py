@@ -9,7 +9,7 @@ validation split has every sample of every part once, part by part.
 import hashlib
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,7 +18,7 @@ from src.config import Places, added_field, unknown_text
 from src.data.mixture.interleaving import Interleaving, rates, shares
 from src.data.parts import CollatedDataset, PartsConfig, part_seed
 from src.errors import DataError
-from src.interfaces import Dataset, DatasetConfig, DatasetField
+from src.interfaces import Dataset, DatasetConfig, DatasetField, MeasuredDataset
 from src.orders import Shuffle, ShuffledConfig, feistel_permute, require_own_order
 
 if TYPE_CHECKING:
@@ -183,6 +183,11 @@ class MixtureDataset:
         if self._seed is not None:
             position = feistel_permute(position, size, f"{self._seed}/{name}/{own_epoch}")
         return name, own_epoch, position
+
+    def length(self, epoch: int, index: int) -> int:
+        """Tokens of sample `index` of an epoch, where the parts tell theirs."""
+        name, own_epoch, position = self.locate(epoch, index)
+        return cast(MeasuredDataset, self.parts[name]).length(own_epoch, position)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of an epoch."""

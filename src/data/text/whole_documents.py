@@ -24,6 +24,10 @@ class Config(documents.TextConfig):
     sequence_tokens: int | None = Field(default=None, gt=1)
     """Most tokens of a document; what follows is not read. None: all of it."""
 
+    @property
+    def is_measured(self) -> bool:
+        return True
+
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         if self.sequence_tokens is None and max_positions is not None:
             raise ConfigError(f"data.sequence_tokens: missing. A document may be longer than the {max_positions} positions of the model.")
