@@ -97,6 +97,11 @@ class ModelConfig(Component):
         base = getattr(self, "base", None)
         return base.new_tokens() if isinstance(base, ModelConfig) else getattr(self, "extra_tokens", None) or ()
 
+    def new_token_ids(self, places: Places) -> Sequence[int]:
+        """Ids of the tokens whose embeddings `build` adds to those of pretrained weights."""
+        base = getattr(self, "base", None)
+        return base.new_token_ids(places) if isinstance(base, ModelConfig) else ()
+
     def weight_type(self, places: Places) -> str | None:
         """ "float32", "bfloat16" or "float16", of its weights or its base's in memory; None where its config does not say."""
         base = getattr(self, "base", None)

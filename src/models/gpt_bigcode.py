@@ -63,6 +63,10 @@ class Config(ModelConfig):
     def check(self, places: Places) -> None:
         prepared_tokenizer.require(places.data / self.tokenizer)
 
+    def new_token_ids(self, places: Places) -> list[int]:
+        known = prepared_tokenizer.load(places.data / self.tokenizer, self.new_tokens())
+        return [known.convert_tokens_to_ids(token) for token in self.new_tokens()]
+
     def architecture(self, places: Places) -> Architecture:
         del places  # they are in the config
         sizes = (self.num_layers, self.hidden_size, self.num_heads)

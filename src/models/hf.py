@@ -73,13 +73,16 @@ class Config(ModelConfig):
     extra_tokens: list[str] | None = added_field(None)
     """Control tokens that are new in its vocabulary."""
 
+    tokenizer: str | None = added_field(None, min_length=1)
+    """Folder below `--data_path` of a prepared tokenizer that has the model's own tokens and new ones; None: the model's own tokenizer."""
     rope: RotaryScaling | None = added_field(None)
     """None: as config.json has them."""
 
     @model_validator(mode="after")
     def _new_tokens_are_learned(self) -> "Config":
-        if self.extra_tokens and self.quantization:
-            raise ValueError("extra_tokens: a quantized model cannot learn them. Leave one of the two out.")
+        for field in ("extra_tokens", "tokenizer"):
+            if getattr(self, field) and self.quantization:
+                raise ValueError(f"{field}: a quantized model cannot learn new tokens. Leave one of the two out.")
         return self
 
     def build(self, places: Places) -> "PreTrainedModel":
@@ -130,8 +133,9 @@ class Config(ModelConfig):
             # transformers would use random numbers instead.
             missing = ", ".join(sorted(report["missing_keys"])[:3])
             raise CheckpointError(f"{_find_weights(folder)}: incomplete: {missing} missing. Get it again.")
-        if self.extra_tokens:
-            tokenizer.grow_embeddings(model, folder, self.extra_tokens)
+        if self.extra_tokens or self.tokenizer:
+            model.name_or_path = str(self.tokenizer_folder(places) or folder)
+            tokenizer.grow_embeddings(model, Path(model.name_or_path), self.extra_tokens or ())
         if self.quantization is None:
             return model
         for module in model.modules():
@@ -174,6 +178,8 @@ class Config(ModelConfig):
         if self.quantization is not None and find_spec("bitsandbytes") is None:
             raise ConfigError(f"quantization {self.quantization!r} needs a package that is not installed: pip install -r {BITSANDBYTES}")
         self._check_attention(places)
+        if self.tokenizer:
+            tokenizer.require(places.data / self.tokenizer)
         if self.rope:
             self._scaled_config(places)
         if self._local_folder(places) is not None and self.revision is not None:
@@ -192,6 +198,17 @@ class Config(ModelConfig):
         sizes = call_once(self.architecture, places)
         if self.attention == "flex_attention" and sizes and sizes.model_type in WITHOUT_FLEX:
             raise ConfigError(f"model.attention: the family {sizes.model_type!r} has no {self.attention!r}. Take 'sdpa'.")
+
+    def tokenizer_folder(self, places: Places) -> Path | None:
+        return places.data / self.tokenizer if self.tokenizer else None
+
+    def new_token_ids(self, places: Places) -> list[int]:
+        if not (self.extra_tokens or self.tokenizer):
+            return []
+        folder = self.folder(places)
+        known = tokenizer.load(folder).get_vocab()
+        found = tokenizer.load(self.tokenizer_folder(places) or folder, self.extra_tokens or ()).get_vocab()
+        return sorted(number for token, number in found.items() if token not in known)
 
     def read_config(self, places: Places) -> dict[str, Any]:
         """The content of config.json.

@@ -48,7 +48,8 @@ class Config(ModelConfig):
     target_modules: list[str] = Field(min_length=1)
     """Names of the matrices, such as "q_proj": in all layers."""
     base: ModelField
-    """The model that is frozen. In a cross-attention model the decoder gets the adapters, and the blocks are trained as without."""
+    """The model that is frozen, but for the embeddings of new tokens. In a cross-attention model the decoder gets the adapters,
+    and the blocks are trained as without."""
     dropout_rate: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of an adapter's inputs in training."""
 
@@ -58,8 +59,6 @@ class Config(ModelConfig):
             raise ValueError("base: a new adapter around a new adapter is one of a higher rank. Write one, with all target_modules.")
         if self.base.trains_base():
             raise ValueError("base: it has train_all_params, which adapters would undo: all but them is frozen. Leave one of the two out.")
-        if self.base.new_tokens():
-            raise ValueError("base: it has extra_tokens, and it is frozen, so they would not be learned. Leave them out.")
         if isinstance(self.base, CrossAttention) and self.base.cache_contexts:
             raise ValueError("base: it has cache_contexts, but adapters change what the decoder makes of a context. Leave it out there.")
         if self.dropout_rate and self.base.kind(None) == CROSS_ATTENTION:
@@ -91,12 +90,22 @@ class Config(ModelConfig):
             lora_dropout=self.dropout_rate,
             target_modules=sorted(chosen),
             fan_in_fan_out=transposed,
+            trainable_token_indices=self._new_rows(places, decoder),
         )
         inject_adapter_in_model(settings, decoder)  # freezes all the rest of it
         for parameter in decoder.parameters():
             if parameter.requires_grad:  # in float32 whatever the base's type: small steps would be lost in the rounding
                 parameter.data = parameter.data.float()
         return model
+
+    def _new_rows(self, places: Places, decoder: Any) -> dict[str, list[int]] | None:
+        """Ids of the base's new tokens, whose rows are learned: of the embedding, and of an output matrix that is another one."""
+        ids = [*self.base.new_token_ids(places)]
+        if not ids:
+            return None
+        inputs, outputs = decoder.get_input_embeddings(), decoder.get_output_embeddings()
+        tables = [inputs] if outputs is None or outputs.weight is inputs.weight else [inputs, outputs]
+        return {name: ids for name, module in decoder.named_modules() if any(module is table for table in tables)}
 
     def check(self, places: Places) -> None:
         call_once(self.base.check, places)
@@ -122,7 +131,11 @@ def merge(model: "nn.Module") -> int:
     """Merge the adapters in `model` into their matrices, in place; returns how many there were."""
     import torch
     from peft.tuners.lora import LoraLayer
+    from peft.utils.other import TrainableTokensWrapper
 
+    for name, wrapped in [(name, layer) for name, layer in model.named_modules() if isinstance(layer, TrainableTokensWrapper)]:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, wrapped.unload_and_optionally_merge_module(True, True, None))
     adapted = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
     with torch.no_grad():
         for name, layer in adapted:

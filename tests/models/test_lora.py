@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
-from src.config import Problems
+from src.config import Places, Problems
 from src.errors import ConfigError
 from src.files import new_directory, write_json
 from src.interfaces import ModelConfig
@@ -236,3 +237,44 @@ def test_names_and_sizes_are_the_bases(places):
 def test_fingerprint_is_of_the_base(tmp_path: Path, places):
     base = pretrained("llama", tmp_path / "m")
     assert part(target_modules=["q_proj"], base=base).fingerprint(places) == bind(MODELS, base).fingerprint(places)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])  # the output matrix is the embedding, and is not
+def test_of_the_vocabulary_the_rows_of_extra_tokens_alone_are_learned(model_type: str, tmp_path: Path, places: Places):
+    tokenizer = AutoTokenizer.from_pretrained(places.data / "tokenizer")
+    make_base(model_type, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    names = ["c_attn"] if model_type == "gpt2" else ["q_proj"]
+    base = {"name": "hf", "path": str(tmp_path / "base"), "extra_tokens": ["<a>", "<b>"]}
+    config = part(base=base, target_modules=names)
+    torch.manual_seed(0)
+    model = config.build(places).train()
+    old, ids = len(tokenizer), torch.tensor([[3, len(tokenizer), 4, len(tokenizer) + 1, 5]])
+    before = {name: weight.clone() for name, weight in merged(model).state_dict().items()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    after, whole = merged(model).state_dict(), merged(model).eval()(ids).logits
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    tables = {"transformer.wte.weight", "lm_head.weight"} if model_type == "gpt2" else {"model.embed_tokens.weight", "lm_head.weight"}
+    assert changed - tables == {name for name in before if name.split(".")[-2] in names and name.endswith("weight")}
+    assert changed >= tables
+    for name in tables:
+        assert torch.equal(before[name][:old], after[name][:old])
+        assert not (before[name][old:] == after[name][old:]).all(dim=1).any()
+    assert torch.allclose(whole, model.eval()(ids).logits, atol=1e-5)
+
+    saved = {name: weight.clone() for name, weight in trained_weights(model).items()}
+    assert sum("token" in name for name in saved) == (1 if model_type == "gpt2" else 2)
+    save_file(saved, tmp_path / "model.safetensors")
+    torch.manual_seed(1)
+    again = config.build(places)
+    load_trained(again, tmp_path / "model.safetensors")
+    assert torch.equal(again.eval()(ids).logits, model(ids).logits)
+
+
+def merged(model: torch.nn.Module) -> Any:
+    own = copy.deepcopy(model)
+    assert lora.merge(own)
+    return own

@@ -220,16 +220,9 @@ def test_new_control_tokens_are_learned_saved_and_exported_b18(folder: Path):
         assert model.get_input_embeddings().num_embeddings == len(tokenizer) + more
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"name": "lora", "rank": 1, "alpha": 1, "target_modules": ["c_attn"]},
-        {"name": "cross_attention", "num_layers": 1, "stride": 1},
-    ],
-)
-def test_new_tokens_of_a_frozen_model_are_refused(model: dict[str, Any]):
+def test_new_tokens_of_a_frozen_model_are_refused():
     base = {**TOLD["model"], "extra_tokens": ["<E>"]}
     with pytest.raises(ConfigError, match="it has extra_tokens, and it is frozen"):
-        load_experiment({**TOLD, "model": {**model, "base": base}}, "here")
-    with pytest.raises(ConfigError, match="a quantized model cannot learn them"):
+        load_experiment({**TOLD, "model": {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": base}}, "here")
+    with pytest.raises(ConfigError, match="a quantized model cannot learn new tokens"):
         load_experiment({**TOLD, "model": {"name": "hf", "path": "x", "quantization": "8bit", "extra_tokens": ["<E>"]}}, "here")
