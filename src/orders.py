@@ -115,9 +115,7 @@ def require_own_order(config: DatasetConfig, field: str) -> None:
         raise ValueError(f"{field}.shuffle: would be ignored, as these data are not read in an order of their own. Leave it out.")
 
 
-def order_of(
-    dataset: Dataset, seed: int, per_step: int, steps: int, branches: Sequence[Branch] = (), group: int | None = None
-) -> Order:
+def order_of(dataset: Dataset, seed: int, per_step: int, steps: int, branches: Sequence[Branch] = (), group: int | None = None) -> Order:
     """The order of a training: the data set's own if it has one, else permutations of its indices.
 
     group: samples of like lengths that stay together; None: lengths do not matter.

@@ -109,7 +109,7 @@ def _layers(decoder: Any) -> "list[nn.Module]":
     wanted = decoder.config.num_hidden_layers
     found = [part for part in decoder.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == wanted]
     if not found:
-        raise ConfigError(f"model.base: the layers of the family {decoder.config.model_type!r} were not found. 'regularized' cannot keep it.")
+        raise ConfigError(f"model.base: the layers of {decoder.config.model_type!r} were not found, so it cannot be regularized.")
     return list(found[0])
 
 

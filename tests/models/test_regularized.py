@@ -33,7 +33,8 @@ IDS = torch.arange(12)[None] % 31
 def saved(folder: Path, family: str) -> dict[str, Any]:
     """The part of an experiment that names a tiny model of a family, which is in `folder`."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, vocab_size=31, bos_token_id=0, eos_token_id=0, pad_token_id=1, **QUIET, **SIZES[family])
+    sizes = {"vocab_size": 31, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1, **QUIET, **SIZES[family]}
+    config = transformers.AutoConfig.for_model(family, **sizes)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
     return {"name": "hf", "path": str(folder / family)}
 
