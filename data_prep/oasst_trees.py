@@ -86,7 +86,7 @@ def filter_messages(options: argparse.Namespace) -> Iterator[Any]:
                 and (options.user is None or message.get("user_id") == options.user)
                 and not (options.prompts_only and message.get("parent_id"))
             ):
-                yield message["text"] if options.text_only else _alone(message)
+                yield message["text"] if options.text_only else _drop_replies(message)
 
 
 def filter_trees(options: argparse.Namespace) -> Iterator[Row]:
@@ -107,7 +107,7 @@ def tree_to_messages(options: argparse.Namespace) -> Iterator[Row]:
     for where, row, is_tree in read(options.input):
         _require_tree(where, is_tree)
         for message in walk(row["prompt"]):
-            yield {**_alone(message), "message_tree_id": row["message_tree_id"], "tree_state": row.get("tree_state")}
+            yield {**_drop_replies(message), "message_tree_id": row["message_tree_id"], "tree_state": row.get("tree_state")}
 
 
 def split(options: argparse.Namespace) -> Callable[[Row], bool]:
@@ -158,7 +158,7 @@ def _is_wanted(kinds: Mapping[str, Any], options: argparse.Namespace) -> bool:
     return all(choice == "with" or bool(kinds[name]) == (choice == "only") for name, choice in chosen.items())
 
 
-def _alone(message: Row) -> Row:
+def _drop_replies(message: Row) -> Row:
     return {name: value for name, value in message.items() if name != "replies"}
 
 
