@@ -18,10 +18,11 @@ _SAVED = ("dataset_dict.json", "dataset_info.json")
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+|[\w-]+)(@[\w.-]+)?(#\w+)?")
 
 
-def open_rows(source: str, splits: Sequence[str], streaming: bool = False) -> Any:
+def open_rows(source: str, splits: Sequence[str], streaming: bool = False, **pinned: Any) -> Any:
     """The rows of a set of the hub, "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT", or of a folder saved by `datasets`; None of a file.
 
     splits: names of the split to read, where a set has several; the first that is there counts, unless the source names one.
+    pinned: more arguments of `datasets.load_dataset` for a set of the hub, such as its revision.
 
     Raises:
         DataError: there is no such source, or `datasets` cannot read it.
@@ -29,7 +30,7 @@ def open_rows(source: str, splits: Sequence[str], streaming: bool = False) -> An
     path, wanted = Path(source), ""
     if source.startswith(HUB):
         identity, config, wanted = hub_id(source)
-        loaded = call_datasets(source, lambda datasets: datasets.load_dataset(identity, config, streaming=streaming))
+        loaded = call_datasets(source, lambda datasets: datasets.load_dataset(identity, config, streaming=streaming, **pinned))
     elif path.is_dir():
         if not any((path / name).is_file() for name in _SAVED):
             raise DataError(f"{source}: a folder, but not one that `datasets` saved: it has neither {' nor '.join(_SAVED)}.")

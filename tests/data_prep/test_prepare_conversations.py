@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from data_prep import prepare_conversations
-from data_prep.conversation_forms import FORMS, Options
+from data_prep.conversation_table import load_form
 from src.data.conversations.entries import read_entry
 from src.errors import DataError
 
 
 def found(form: str, row: dict[str, Any], **options: Any) -> list[str]:
     """The rows of a row, each message or reply by its first letters."""
-    rows = list(FORMS[form](row, "here", Options(**options)))
+    rows = list(load_form({"name": form, **options}, "form").read(row, "here"))
     for each in rows:
         read_entry(each, "here")
     return [
@@ -82,7 +82,7 @@ def test_trees_that_are_not_finished_not_good_or_of_another_language_are_left_ou
 
 def test_what_labels_tell_is_kept():
     labels = {"quality": {"value": 0.75, "count": 3}, "humor": {"value": None}}
-    (row,) = FORMS["oasst"]({**tree(), "prompt": node("p", None, node("a", 0, labels=labels))}, "here", Options())
+    (row,) = load_form("oasst", "form").read({**tree(), "prompt": node("p", None, node("a", 0, labels=labels))}, "here")
     assert row["messages"][1] == {"role": "assistant", "content": "a", "lang": "en", "quality": 0.75}
 
 
@@ -125,14 +125,21 @@ def test_a_file_becomes_a_folder_whose_splits_share_no_question(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--form", "alpacca"], "--form: unknown form 'alpacca'. Did you mean 'alpaca'?"),
+        (["--form", "alpacca"], "--form: form: unknown form 'alpacca'. Did you mean 'alpaca'?"),
+        (["--form", "alpaca", "--mode", "rm"], "--form says what --release, --release_file and --mode would: give either."),
+        (["--form", "alpaca", "--top_k", "1"], "--lang, --top_k and --synthetic are of trees, and rows of this form are none."),
+        (["--release", "webgtp"], "--name: unknown release 'webgtp'. Did you mean 'webgpt'?"),
+        (["--release", "alpaca", "--mode", "rm"], "--mode rm: alpaca has sft only."),
+        (["--release", "gsm8k"], "a.jsonl:1: no column 'answer'. It has: question, reply."),
+        (["--release", "wmt2019_de-xx"], "pair: unknown language 'xx'. Known: ar, de, en"),
+        (["--release", "wmt2019_de-de"], "pair: expected two codes such as de-en, got 'de-de'."),
         (["--form", "messages", "--val_rate", "1.5"], "--val_rate: expected a number between 0 and 1, got 1.5."),
         (["--form", "messages", "--columns", "x"], "--columns 'x': expected NAME=COLUMN, such as prompt=question."),
         (["--form", "messages"], "expected messages with role and content, or from and value"),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    source = write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a"}])
+    source = write(tmp_path / "a.jsonl", [{"question": "q", "reply": "a"}])
     assert prepare_conversations.main([*words, "--train", source, "--name", "own", "--data_path", str(tmp_path)]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "own").exists()

@@ -1,0 +1,117 @@
+"""Rows whose columns are filled into texts: what is asked, what is answered, and what is told about the answer.
+
+"{title}. {answers.text.0}" has the column `title`, and of the column `answers` the first item of `text`. "{aliases|any}" is one item of a
+list, the same one for the same row always; more words like `any` are in `FILTERS`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from data_prep.conversation_forms.rows import Form, Row, missing_column, pick
+from src.config import unknown_text
+from src.errors import DataError
+
+_PLACE = re.compile(r"\{([^{}|]+)((?:\|\w+)*)\}")
+_REFERENCES = re.compile(r"\s*\[(?:\d+(?:,\s*\d+)*|[a-zA-Z]|citation needed)\]")
+_CHOICE = re.compile(r"\s*answer :.*", re.DOTALL)
+_BLANK_LINES = re.compile(r"\n{2,}")
+MOST_WORDS = 512
+
+
+def remove_references(text: str) -> str:
+    """The text without marks of references such as [1], [1, 2], [a] and [citation needed]."""
+    return _REFERENCES.sub("", text)
+
+
+FILTERS: dict[str, Callable[[str], str]] = {
+    "strip": str.strip,
+    "unreferenced": remove_references,
+    "before_answer": lambda text: _CHOICE.sub("", text),
+    "words": lambda text: " ".join(_BLANK_LINES.sub("\n", text).split(" ")[:MOST_WORDS]),
+}
+"""What is done to a text. words: its first 512, without blank lines. Of a list, `any` is one item; otherwise its items are joined."""
+
+
+class Columns(Form):
+    """Columns of a row, filled into texts. A row that asks or answers nothing is left out."""
+
+    user: str | Sequence[str]
+    """What is asked; of several texts one."""
+    assistant: str | Sequence[str]
+    """What is answered; of several texts one."""
+    system: str | None = None
+    context: str | None = None
+    """What is told about the answer: what it is drawn from."""
+    lang: str | None = None
+    """What is told about both: the language that they are in."""
+    otherwise: str | None = Field(default=None, min_length=1)
+    """The answer where the columns have none."""
+
+    @field_validator("user", "assistant", "system", "context", "lang")
+    @classmethod
+    def _check_filters(cls, value: str | Sequence[str] | None) -> str | Sequence[str] | None:
+        for text in (value,) if isinstance(value, str) else value or ():
+            for name in (name for _, names in _PLACE.findall(text) for name in names.split("|")[1:]):
+                if name not in (*FILTERS, "any"):
+                    raise ValueError(unknown_text("filter", name, [*FILTERS, "any"]))
+        return value
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        asked, answer = self._choose(self.user, row, where), self._choose(self.assistant, row, where)
+        answer = answer if answer.strip() else self.otherwise or ""
+        if not asked.strip() or not answer.strip():
+            return
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        if self.system and (system := fill(self.system, row, where)).strip():
+            messages.insert(0, {"role": "system", "content": system})
+        if self.context and (context := fill(self.context, row, where)).strip():
+            messages[-1]["context"] = context
+        if self.lang:
+            for message in messages[-2:]:
+                message["lang"] = fill(self.lang, row, where)
+        yield {"messages": messages}
+
+    def _choose(self, texts: str | Sequence[str], row: Row, where: str) -> str:
+        return fill(texts if isinstance(texts, str) else pick(texts, row), row, where).strip(" ")
+
+
+def fill(text: str, row: Row, where: str) -> str:
+    """The text with the columns of a row in their places; nothing in the place of one that is null.
+
+    Raises:
+        DataError: the row lacks a column, or it holds no text.
+    """
+
+    def value_of(place: re.Match[str]) -> str:
+        value, names = look_up(row, place[1], where), place[2].split("|")[1:]
+        if isinstance(value, list):
+            value = (pick(value, row, place[1]) if value else "") if "any" in names else " ".join(map(str, value))
+        if isinstance(value, dict):
+            raise DataError(f"{where}: column {place[1]!r}: expected text, got an object with {', '.join(value) or 'nothing'}.")
+        found = "" if value is None else str(value)
+        for name in names:
+            found = FILTERS.get(name, str)(found)
+        return found
+
+    return _PLACE.sub(value_of, text)
+
+
+def look_up(row: Row, path: str, where: str) -> Any:
+    """What is at a dotted path such as "answers.text.0" of a row; None where a list is shorter, or something on the way is null.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    found: Any = row
+    for name in path.split("."):
+        if isinstance(found, list):
+            found = found[int(name)] if name.isdigit() and int(name) < len(found) else None
+        elif isinstance(found, dict) and name in found:
+            found = found[name]
+        elif found is not None:
+            raise missing_column(row, path, where)
+    return found

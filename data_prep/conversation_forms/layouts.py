@@ -1,0 +1,91 @@
+"""The layouts that many releases share: messages, a prompt and its completion, Alpaca's, a chosen and a rejected reply, plain text."""
+
+from collections.abc import Iterator, Sequence
+
+from pydantic import Field
+
+from data_prep.conversation_forms.rows import Form, Row, column, messages_of, pick, text_of, up_to_last_answer
+
+_NO_INPUT = ("no input", "noinput", "n/a")
+
+
+class Messages(Form):
+    """{"messages": [{"role", "content"}]}, or {"conversations": [{"from", "value"}]} as ShareGPT has it.
+
+    Messages of one speaker that follow each other are joined by an end of line; what a person says last, without an answer, is left out.
+    """
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        if talk := up_to_last_answer(messages_of(row.get("messages", row.get("conversations")), where)):
+            yield {"messages": talk}
+
+
+class Completion(Form):
+    """{"prompt", "completion"}, of text or of messages."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        asked = messages_of(column(row, "prompt", where), where)
+        yield {"messages": [*asked, *messages_of(column(row, "completion", where), where, "assistant")]}
+
+
+class Alpaca(Form):
+    """{"instruction", "input", "output"}: the input, if there is one, stands below the instruction."""
+
+    joins: Sequence[str] = Field(default=["\n"], min_length=1)
+    """Between the instruction and the input: one of these."""
+    skip_no_input: bool = False
+    """Whether an input is left out that says that there is none, or that the instruction has already."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        asked, more = text_of(row, "instruction", where), str(row.get("input") or "")
+        answer = text_of(row, "output", where)
+        if self.skip_no_input and (any(words in more.lower() for words in _NO_INPUT) or more.lower() in asked.lower()):
+            more = ""
+        asked = pick(self.joins, asked, more).join(part for part in (asked, more) if part)
+        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        if asked.strip() and answer.strip():
+            yield {"messages": [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+
+
+class Pairs(Form):
+    """{"chosen", "rejected"} with {"prompt"} or {"conversations"}: each of text, of a message, or of a conversation whose last message is
+    the reply."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        chosen, rejected = (messages_of(column(row, name, where), where, "assistant") for name in ("chosen", "rejected"))
+        given = row.get("prompt", row.get("conversations"))
+        asked = chosen[:-1] if given is None else messages_of(given, where)
+        if given is None and rejected[:-1] != asked:
+            return  # they answer different conversations
+        yield from pair(asked, chosen[-1]["content"], rejected[-1]["content"])
+
+
+def pair(asked: list[Row], chosen: str, rejected: str) -> Iterator[Row]:
+    """A row of two replies, unless they say the same."""
+    if chosen != rejected:
+        yield {"messages": asked, "replies": [{"content": text, "rank": rank} for rank, text in enumerate((chosen, rejected))]}
+
+
+class RankedReplies(Form):
+    """{"messages", "replies"}: rows as they are trained on, such as `src.serving.page` writes of what a person prefers."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        yield {name: column(row, name, where) for name in ("messages", "replies")}
+
+
+class Text(Form):
+    """{"text"}: plain text, in pieces."""
+
+    characters: int = Field(default=65_536, gt=0)
+    """Of a piece."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        text = text_of(row, "text", where)
+        for begin in range(0, len(text), self.characters):
+            yield {"text": text[begin : begin + self.characters]}

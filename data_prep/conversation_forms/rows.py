@@ -1,0 +1,115 @@
+"""What every form of a release is made of: the rows that it reads, messages of them, and choices that depend on a row alone."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from src.config import Config
+from src.data.conversations.choices import draws
+from src.errors import DataError
+
+Row = dict[str, Any]
+T = TypeVar("T")
+SPLIT_NAME = "split_name"
+"""Column that every row has besides its own: the name of the split of the hub's set that it is in, or of its file."""
+ROLES: Mapping[str, str] = {
+    "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "bot": "assistant", "function_call": "assistant", "system": "system", "observation": "tool", "tool": "tool", "function": "tool",
+}  # fmt: skip
+
+
+class Form(Config):
+    """A layout in which conversations or preferences are released; its fields are options of an entry of resources/conversations.
+
+    A row of ours is as src/data/conversations/entries.py describes it.
+    """
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """The rows of ours that a row of the release gives. That of a release with `group_by` is {"rows": the rows of one group}.
+
+        Raises:
+            DataError: the row is of another layout; names `where`.
+        """
+        raise NotImplementedError
+
+
+def pick(choices: Sequence[T], *key: object) -> T:
+    """One of several, which depends on `key` alone: the same for a row wherever it stands, in every process."""
+    own = [{name: part[name] for name in part if name != SPLIT_NAME} if isinstance(part, dict) else part for part in key]
+    return draws("release", *(json.dumps(part, sort_keys=True, default=str) for part in own)).choice(choices)
+
+
+def rows_of(row: Row) -> list[Row]:
+    """The rows of a group; of a row that is in none, itself."""
+    rows = row.get("rows")
+    return rows if isinstance(rows, list) and set(row) == {"rows"} else [row]
+
+
+def column(row: Row, name: str, where: str) -> Any:
+    """What a row has in a column, which may not be missing."""
+    if row.get(name) is None:
+        raise missing_column(row, name, where)
+    return row[name]
+
+
+def missing_column(row: Row, name: str, where: str) -> DataError:
+    """Says which column is wanted, and which there are."""
+    names = ", ".join(each for each in row if each != SPLIT_NAME)
+    return DataError(f"{where}: no column {name!r}. It has: {names or 'none'}. --columns {name}=COLUMN names another.")
+
+
+def text_of(row: Row, name: str, where: str) -> str:
+    """The text in a column."""
+    value = column(row, name, where)
+    if not isinstance(value, str):
+        raise DataError(f"{where}: column {name!r}: expected text, got {type(value).__name__}.")
+    return value
+
+
+def list_of(row: Row, name: str, where: str) -> list[Any]:
+    """The list in a column."""
+    value = column(row, name, where)
+    if not isinstance(value, list):
+        raise DataError(f"{where}: column {name!r}: expected a list, got {type(value).__name__}.")
+    return value
+
+
+def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
+    """Messages of a text, which is of `role`, of a message, or of a list of messages. What one speaker says twice is joined by an end of
+    line."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    found = list[Row]()
+    for message in [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]:
+        speaker = message.get("role", message.get("from")) if isinstance(message, dict) else None
+        text = message.get("content", message.get("value")) if isinstance(message, dict) else None
+        if not isinstance(speaker, str) or speaker not in ROLES or not isinstance(text, str):
+            raise DataError(f"{where}: expected messages with role and content, or from and value; got {str(message)[:80]!r}.")
+        add_message(found, ROLES[speaker], text)
+    return found
+
+
+def add_message(messages: list[Row], role: str, text: str) -> None:
+    """Append a message, or join it by an end of line to the last one if that is of the same role."""
+    if messages and messages[-1]["role"] == role:
+        messages[-1]["content"] += f"\n{text}"
+    else:
+        messages.append({"role": role, "content": text})
+
+
+def alternate(texts: Sequence[str]) -> list[Row]:
+    """Messages of texts that a person and the assistant say in turns."""
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+def up_to_last_answer(messages: list[Row]) -> list[Row]:
+    """The messages without what is said after the assistant's last."""
+    end = max((place for place, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
+    return messages[:end]
+
+
+def rank_replies(scores: Mapping[str, float]) -> list[Row]:
+    """Replies with ranks, best first. Equal scores are equal ranks: ties. scores: of each reply, greater for what is better."""
+    steps = sorted(set(scores.values()), reverse=True)
+    ordered = sorted(scores, key=lambda content: -scores[content])  # stable
+    return [{"content": content, "rank": steps.index(scores[content])} for content in ordered]

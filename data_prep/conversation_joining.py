@@ -1,0 +1,51 @@
+"""Several conversations made one: until they have so many characters, or with an earlier one first, as an example."""
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from src.data.conversations.choices import draws
+
+Row = dict[str, Any]
+_NEAR = 5
+
+
+class Joiner:
+    """Makes rows of one split longer, in their order. Rows of text, and of ranked replies, stay as they are."""
+
+    def __init__(self, characters: int | None, shots: float) -> None:
+        """characters: join conversations of one system message until they have so many. shots: share that begins with an earlier one."""
+        self._characters, self._shots = characters, shots
+        self._open = dict[str, tuple[list[Row], list[Row]]]()
+        self._recent = deque[list[Row]](maxlen=_NEAR)
+
+    def add(self, row: Row) -> Iterator[Row]:
+        """The rows that are ready once this one is there."""
+        if "text" in row or "replies" in row:
+            yield row
+        elif self._characters is not None:
+            yield from self._join(row["messages"], self._characters)
+        else:
+            yield {**row, "messages": self._with_example(row["messages"])}
+
+    def flush(self) -> Iterator[Row]:
+        """What was waiting for more."""
+        yield from ({"messages": [*system, *talk]} for system, talk in self._open.values())
+        self._open.clear()
+
+    def _join(self, messages: list[Row], characters: int) -> Iterator[Row]:
+        count = int(messages[0]["role"] == "system")
+        key = messages[0]["content"] if count else ""
+        system, talk = self._open.setdefault(key, (messages[:count], []))
+        talk += messages[count:]
+        if sum(len(message["content"]) for message in (*system, *talk)) >= characters:
+            yield {"messages": [*system, *self._open.pop(key)[1]]}
+
+    def _with_example(self, messages: list[Row]) -> list[Row]:
+        """The messages, sometimes behind those of one of the last few rows; which, depends on the row and on those alone."""
+        if not self._shots:
+            return messages
+        draw, near = draws("shots", json.dumps(messages, sort_keys=True)), [*self._recent]
+        self._recent.append(messages)
+        return [*draw.choice(near), *messages] if near and draw.random() < self._shots else messages

@@ -1,0 +1,165 @@
+"""Releases of conversations and of preferences: entries of resources/conversations/*.yaml, or of a file of one's own.
+
+An entry says where a release is, in which form its rows are, and which of them are for validation.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from data_prep.conversation_forms import columns, comparisons, dialogue, layouts, rows, translation, trees
+from data_prep.conversation_forms.rows import Form
+from src.config import Config, join, problems, unknown_text
+from src.config import load as load_config
+from src.errors import ConfigError, DataError
+from src.files import read_yaml
+
+FOLDER = Path(__file__).resolve().parents[1] / "resources" / "conversations"
+FORMS: Mapping[str, type[Form]] = {
+    "alpaca": layouts.Alpaca,
+    "augmented": comparisons.Augmented,
+    "columns": columns.Columns,
+    "completion": layouts.Completion,
+    "dialogues": comparisons.Dialogues,
+    "divemt": translation.DiveMT,
+    "endings": comparisons.Endings,
+    "gpt4all": dialogue.GPT4All,
+    "marked": dialogue.Marked,
+    "messages": layouts.Messages,
+    "oasst": trees.Threads,
+    "oasst_ranked": trees.Ranked,
+    "pairs": layouts.Pairs,
+    "prosocial": dialogue.Prosocial,
+    "ranked": layouts.RankedReplies,
+    "rounds": dialogue.Rounds,
+    "scored": comparisons.Scored,
+    "sharegpt": dialogue.ShareGPT,
+    "soda": dialogue.Soda,
+    "text": layouts.Text,
+    "translation": translation.Translations,
+    "wins": comparisons.Wins,
+}
+SCRIPTS = tuple(str(module.__file__) for module in (rows, columns, comparisons, dialogue, layouts, translation, trees))
+REQUESTS = translation.REQUESTS
+"""With `SCRIPTS` what the rows of a form depend on."""
+Mode = Literal["sft", "rm"]
+
+
+class Release(Config):
+    """One entry of the table, without its name. "{pair}" in a name stands for whatever it is asked with, as in wmt2019_de-en."""
+
+    hub: str | None = None
+    """ID of the hub's set, or ID@CONFIG. None: `train` and `val` are files, beside the file of the entry."""
+    revision: str | None = None
+    """Of the hub's set; None: the newest."""
+    files: list[str] = []
+    """Of the hub's set those to read; none: all."""
+    url: str | None = None
+    """Where a file is that the hub does not have."""
+    train: list[str] = []
+    """Splits of the hub's set, or files, to train on."""
+    val: list[str] = []
+    """Splits or files for validation; none: a share of the others, by what is asked first."""
+    val_rate: float = Field(default=0.2, gt=0, lt=1)
+    """That share."""
+    split_column: str | None = None
+    """Column that tells the split of a row: rows where it begins with "val" or "test" are for validation."""
+    licence: str = Field(min_length=1)
+    """As the release says; "unstated" if it says nothing."""
+    modes: list[Mode] = Field(default=["sft"], min_length=1)
+    """What it is for, first what is prepared by default: sft, answers to learn; rm, replies that are ranked."""
+    form: str | dict[str, Any]
+    """A name in `FORMS`, or {"name", and its options}."""
+    ranked_form: str | dict[str, Any] | None = None
+    """The form for mode rm, where it is another."""
+    columns: dict[str, str] = {}
+    """What columns of the form are called in the release."""
+    group_by: str | None = None
+    """Dotted path of a column: rows where it is the same are read together."""
+    without_refusals: bool = False
+    """Whether rows are left out in which the assistant refuses, or says what it is."""
+    join_characters: int | None = Field(default=None, gt=0)
+    """Conversations with the same system message are joined, in their order, until they have so many characters."""
+    shots: float = Field(default=0.0, ge=0, le=1)
+    """Share of the conversations that begin with one of the five before them."""
+    max_rows: int | None = Field(default=None, gt=0)
+    """Rows of ours that are made of the sources of a split, the first ones."""
+
+    @model_validator(mode="after")
+    def _check_forms(self) -> "Release":
+        for field, form in (("form", self.form), ("ranked_form", self.ranked_form)):
+            if form is not None:
+                load_form(form, field)
+        if self.ranked_form is not None and "rm" not in self.modes:
+            raise ValueError("ranked_form: is of mode rm, which `modes` lacks.")
+        if self.split_column is not None and (self.group_by is not None or self.val):
+            raise ValueError("split_column: goes with neither group_by nor val.")
+        if self.hub is not None and not self.train:
+            raise ValueError("train: expected the names of splits of the hub's set.")
+        return self
+
+    def form_of(self, mode: Mode) -> Form:
+        """The form in which rows are read for a mode."""
+        return load_form(self.ranked_form if mode == "rm" and self.ranked_form is not None else self.form, "form")
+
+
+def load_form(raw: str | Mapping[str, Any], where: str) -> Form:
+    """A form of its name, or of {"name", and its options}.
+
+    Raises:
+        ValueError: there is no such form, or an option is wrong.
+    """
+    options = {"name": raw} if isinstance(raw, str) else {**raw}
+    name = str(options.pop("name", ""))
+    if name not in FORMS:
+        raise ValueError(f"{where}: {unknown_text('form', name, FORMS)}")
+    try:
+        return FORMS[name].model_validate(options)
+    except ValidationError as error:
+        raise ValueError(" ".join(f"{join(where, path)}: {text}" for path, text in problems(FORMS[name], error))) from None
+
+
+def find(name: str, own: Path | None = None) -> tuple[Release, Path]:
+    """The release called `name`, and the file of its entry. own: a file with entries, which are looked at before resources/conversations.
+
+    Raises:
+        ConfigError: no file has it, or its entry has a mistake: names the file, the entry and the field.
+    """
+    known = dict[str, Path]()
+    for path in [*([own] if own else []), *sorted(FOLDER.glob("*.yaml"))]:
+        for key, raw in read_yaml(path, "releases by name").items():
+            known.setdefault(str(key), path)
+            before, sign, after = str(key).partition("{pair}")
+            pair = name[len(before) : len(name) - len(after)] if sign and name.startswith(before) and name.endswith(after) else ""
+            if key == name or (pair and pair != sign):
+                return load_config(Release, _fill_pair(raw, pair), f"{path}: {key}"), path
+    raise ConfigError(
+        f"--name: {unknown_text('release', name, known)} Another is an entry of a file (--release_file), or --form says its form."
+    )
+
+
+def names(mode: Mode | None = None) -> list[str]:
+    """All releases of resources/conversations, or those for a mode, in the order of the alphabet."""
+    entries = {key: raw for path in FOLDER.glob("*.yaml") for key, raw in read_yaml(path, "releases by name").items()}
+    return sorted(key for key, raw in entries.items() if mode is None or mode in raw.get("modes", ["sft"]))
+
+
+def sources_of(release: Release, split: Literal["train", "val"], path: Path) -> list[str]:
+    """The sources of a split, as `sources.open_rows` takes them. path: the file of the entry."""
+    wanted = release.train if split == "train" else release.val
+    if release.hub is not None:
+        return [f"hub:{release.hub}#{name}" for name in wanted]
+    if split == "train" and not wanted:
+        raise DataError(f"--train: expected a file of this release, which the hub does not have. It is {release.url or 'your own'}.")
+    return [str(path.parent / name) for name in wanted]
+
+
+def _fill_pair(raw: Any, pair: str) -> Any:
+    """The entry with `pair` wherever it says "{pair}"."""
+    if isinstance(raw, str):
+        return raw.replace("{pair}", pair)
+    if isinstance(raw, dict):
+        return {key: _fill_pair(value, pair) for key, value in raw.items()}
+    return [_fill_pair(value, pair) for value in raw] if isinstance(raw, list) else raw

@@ -1,0 +1,209 @@
+"""Each release of resources/conversations: what becomes of a few rows in its layout, and of a person's own file with an entry in YAML."""
+
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import conversation_table, prepare_conversations
+from data_prep.conversation_forms.rows import pick
+from data_prep.conversation_forms.translation import load_requests
+from data_prep.conversation_joining import Joiner
+from data_prep.conversation_table import load_form
+from src.files import read_yaml
+
+FIXTURES = Path(__file__).parent / "release_rows.yaml"
+TWELVE = {"ar", "de", "fr", "en", "it", "nl", "tr", "ru", "ms", "ko", "ja", "zh"}
+
+
+@cache
+def fixtures() -> dict[str, Any]:
+    return read_yaml(FIXTURES, "rows by release")
+
+
+def show(row: dict[str, Any]) -> str:
+    """A row as the fixtures write it."""
+
+    def show_one(head: str, message: dict[str, Any]) -> str:
+        told = [str(value) for name, value in message.items() if name not in ("role", "content", "rank")]
+        return f"{head}{message['content']}" + (f" [{'|'.join(told)}]" if told else "")
+
+    said = [show_one(f"{message['role'][0]}:", message) for message in row.get("messages", ())]
+    return row.get("text") or " ".join([*said, *(show_one(f"{reply['rank']}=", reply) for reply in row.get("replies", ()))])
+
+
+def prepare(folder: Path, words: list[str], name: str) -> dict[str, list[str]]:
+    """The rows of each split."""
+    assert prepare_conversations.main([*words, "--name", name, "--data_path", str(folder)]) == 0
+    paths = {split: folder / name / f"{split}.jsonl" for split in ("train", "val")}
+    return {split: [show(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()] for split, path in paths.items()}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_every_release_has_rows():
+    """And no name stands in two files."""
+    asked = {name.partition(" ")[0].replace("de-en", "{pair}") for name in fixtures()}
+    listed = [name for path in conversation_table.FOLDER.glob("*.yaml") for name in read_yaml(path, "releases")]
+    assert sorted(listed) == sorted(asked)
+    assert conversation_table.names() == sorted(listed)
+    assert conversation_table.names("rm") == [
+        "anthropic_rlhf", "augment_oasst", "hellaswag", "hf_summary", "hf_summary_pairs", "oasst_export", "shp", "webgpt",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", fixtures())
+def test_rows_of_each_release(name: str, tmp_path: Path):
+    release, _, mode = name.partition(" ")
+    fixture = fixtures()[name]
+    source = write(tmp_path / fixture.get("file", "rows.jsonl"), fixture["rows"] or fixtures()[release]["rows"])
+    words = ["--release", release, "--train", source, *(["--mode", mode] if mode else [])]
+    found = prepare(tmp_path, words if release == "augment_oasst" else [*words, "--val", source], "own")
+    assert found["train"] == fixture["wanted"]
+    assert found["val"] == (["u:Hello? 0=Hi. 1=No."] if release == "augment_oasst" else fixture["wanted"])
+
+
+def test_a_file_of_ones_own_is_an_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Its files lie beside it; columns, and what is left out, are said there."""
+    rows = [{"q": f"What is {i}?", "a": "I'm an AI." if i % 5 == 0 else f"It is {i}."} for i in range(40)]
+    with gzip.open(tmp_path / "mine.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    entry = tmp_path / "mine.yaml"
+    entry.write_text(
+        "mine: {train: [mine.jsonl.gz], licence: ours, form: completion, columns: {prompt: q, completion: a}, without_refusals: true}"
+    )
+    found = prepare(tmp_path, ["--release_file", str(entry)], "mine")
+    assert "8 answers that refuse" in capsys.readouterr().out
+    assert sorted(found["train"] + found["val"]) == sorted(f"u:What is {i}? a:It is {i}." for i in range(40) if i % 5)
+    assert 1 <= len(found["val"]) <= 14
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{licence: x, form: alpacca}", "mine: form: unknown form 'alpacca'. Did you mean 'alpaca'?"),
+        ("{licence: x, form: {name: text, charactres: 2}}", "form: unknown key 'charactres'. Did you mean 'characters'?"),
+        ("{licence: x, form: text, trian: [a]}", "mine: unknown key 'trian'. Did you mean 'train'?"),
+        ("{licence: x, form: text}", "--train: expected a file of this release, which the hub does not have. It is your own."),
+        ("{licence: x, form: text, hub: a/b}", "train: expected the names of splits of the hub's set."),
+        ("{licence: x, form: oasst, ranked_form: oasst_ranked}", "ranked_form: is of mode rm, which `modes` lacks."),
+        ("{licence: x, form: text, split_column: s, val: [b]}", "split_column: goes with neither group_by nor val."),
+        (
+            "{licence: x, form: {name: columns, user: '{a|anny}', assistant: '{b}'}}",
+            "form.user: unknown filter 'anny'. Did you",
+        ),
+        ("{licence: x, form: text, train: [none.jsonl]}", "none.jsonl: no such file."),
+    ],
+)
+def test_mistakes_of_an_entry_are_told(entry: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "mine.yaml").write_text(f"mine: {entry}\n")
+    words = ["--release_file", str(tmp_path / "mine.yaml"), "--name", "mine", "--data_path", str(tmp_path)]
+    assert prepare_conversations.main(words) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "mine").exists()
+
+
+def test_no_question_is_in_both_splits(tmp_path: Path):
+    """Of replies to one question, which the split keeps together, of pieces of one text, and of joined conversations."""
+    questions = [{"instruction": f"{i % 40}?", "input": "", "output": f"a{i}"} for i in range(120)]
+    found = prepare(tmp_path, ["--release", "alpaca", "--train", write(tmp_path / "a.jsonl", questions)], "alpaca")
+    asked = [{row.partition(" ")[0] for row in found[split]} for split in ("train", "val")]
+    assert asked[1]
+    assert not asked[0] & asked[1]
+    texts = [{"text": f"{i} " * 40_000} for i in range(20)]
+    found = prepare(tmp_path, ["--release", "fanfics", "--train", write(tmp_path / "t.jsonl", texts)], "fanfics")
+    begins = [{row.split()[1] for row in found[split]} for split in ("train", "val")]
+    assert sum(map(len, found.values())) > 30
+    assert begins[1]
+    assert not begins[0] & begins[1]
+
+
+def test_choices_depend_on_the_row_alone(tmp_path: Path):
+    """Not on its place, nor on the name of the file."""
+    rows = [{"question": f"{i}?", "answer": {"aliases": [f"{i}{c}" for c in "abcde"]}} for i in range(30)]
+    words = ["--release", "trivia_qa_nocontext", "--train"]
+    first, second = write(tmp_path / "one.jsonl", rows), write(tmp_path / "two.jsonl", rows[::-1])
+    found = [prepare(tmp_path, [*words, source, "--val", source], name)["train"] for source, name in ((first, "a"), (second, "b"))]
+    assert found[0] == found[1][::-1]
+    assert len({row[-1] for row in found[0]}) == 5
+    assert pick("abc", {"a": 1, "b": None}) == pick("abc", {"b": None, "a": 1})
+
+
+def test_translations_go_both_ways_in_all_languages():
+    languages = load_requests()["languages"]
+    assert languages.keys() >= TWELVE
+    for code in languages.keys() - {"en"}:
+        form = load_form({"name": "translation", "pair": f"en-{code}"}, "form")
+        found = [show(row) for i in range(60) for row in form.read({"translation": {"en": f"A{i}", code: f"B{i}"}}, "here")]
+        assert len(found) == 60
+        forth = [row for row in found if f"[{code}]" in row]
+        assert 15 < len(forth) < 45
+        asked = {"".join(sign for sign in row.partition(" a:")[0] if not sign.isdigit()) for row in forth}
+        assert len(asked) == len(languages[code]["own"]) + 3, "every wording is used"
+    assert load_form({"name": "translation", "pair": "zh-tw-en"}, "form")
+
+
+def test_an_earlier_conversation_is_an_example_now_and_then():
+    talks = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}] for i in range(400)]
+    joiner = Joiner(None, 0.2)
+    found = [row["messages"] for talk in talks for row in joiner.add({"messages": talk})]
+    assert [talk[-2:] for talk in found] == talks
+    longer = [talk for talk in found if len(talk) > 2]
+    assert 50 < len(longer) < 110
+    assert all(1 <= int(talk[2]["content"][1:]) - int(talk[0]["content"][1:]) <= 5 for talk in longer)
+
+
+def test_conversations_are_joined_until_they_are_long_enough():
+    joiner = Joiner(6, 0.0)
+    talks = [("s", "ab", "cd"), ("t", "ab", "cd"), ("s", "ef", "gh"), ("s", "ij", "kl")]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in zip(("system", "user", "assistant"), talk, strict=True)]}
+            for talk in talks]  # fmt: skip
+    assert [show(row) for given in rows for row in joiner.add(given)] == ["s:s u:ab a:cd u:ef a:gh"]
+    assert [show(row) for row in joiner.flush()] == ["s:t u:ab a:cd", "s:s u:ij a:kl"]
+    assert [show(row) for row in joiner.flush()] == []
+
+
+def test_choosers_who_were_not_sure_count_if_wanted():
+    row = {"info": {"post": "p"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 0, "extra": {"confidence": 3}}
+    for least, wanted in ((None, 1), (3, 1), (4, 0)):
+        form = load_form({"name": "wins", "texts": ["info.post"], "prompts": ["{text}"], "least_confidence": least}, "form")
+        assert len(list(form.read(row, "here"))) == wanted
+
+
+def test_long_messages_lose_their_end():
+    for name, row in (
+        ("soda", {"narrative": "n", "dialogue": ["x" * 99, "y" * 99], "speakers": ["A", "B"]}),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "x" * 99}, {"from": "gpt", "value": "y" * 99}]}),
+    ):
+        (found,) = load_form({"name": name, "characters": 20}, "form").read(row, "here")
+        assert [len(message["content"]) for message in found["messages"]] == [20, 20]
+    (found,) = load_form({"name": "columns", "user": "{a|words}", "assistant": "b"}, "form").read({"a": "w " * 999}, "here")
+    assert found["messages"][0]["content"].count("w") == 512
+
+
+def list_messages(message: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """A message and all below it as rows of the hub, which has labels in columns."""
+    labels = message.get("labels") or {}
+    told = {"name": [*labels], "value": [each["value"] for each in labels.values()]}
+    own = {**message, **more, "labels": told, "replies": None}
+    below = [row for reply in message["replies"] for row in list_messages(reply, **{**more, "parent_id": message["message_id"]})]
+    return [own, *below]
+
+
+def test_trees_of_the_hub_are_those_of_the_files(shared_data: Path, tmp_path: Path):
+    """The released trees, and their messages in the layout and order of the hub."""
+    path = shared_data / "instruct" / "oasst_format" / "en_100_tree.jsonl"
+    trees = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    told = [{"message_tree_id": tree["message_tree_id"], "tree_state": tree["tree_state"], "parent_id": None} for tree in trees]
+    rows = [row for tree, more in zip(trees, told, strict=True) for row in list_messages(tree["prompt"], **more)]
+    for mode in ("sft", "rm"):
+        words = ["--release", "oasst_export", "--synthetic", "--mode", mode, "--train"]
+        of_file = prepare(tmp_path, [*words, str(path)], f"trees_{mode}")
+        assert prepare(tmp_path, [*words, write(tmp_path / "rows.jsonl", rows)], f"messages_{mode}") == of_file
+        assert len(of_file["train"]) > 50
