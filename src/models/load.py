@@ -4,6 +4,7 @@ model, tokenizer = load("results/runs/EXP_ID")
 model.generate(input_ids=…, attention_mask=…, context_ids=…, context_mask=…, max_new_tokens=40)
 """
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
     if isinstance(model, CrossAttentionLM):
         model.blocks.to(model.base.dtype)
     return model.eval(), AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Of commands that load a model: its device, and where it is."""
+    add = parser.add_argument
+    add("--device", help="such as cuda (default: the first GPU, or the CPU)")
+    add("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
+    add("-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="save directories of the model's parents")
 
 
 def move(model: Any, device: str | None) -> None:

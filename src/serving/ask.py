@@ -28,7 +28,7 @@ from src.data.qa import cross_attention as qa
 from src.errors import ConfigError, DataError, UserError
 from src.files import reading
 from src.interfaces import load_experiment
-from src.models.load import PLACES, checkpoint_folder, load, move
+from src.models.load import add_options, checkpoint_folder, load, move
 from src.runs.metadata import expand_run, read_exp_dict
 
 log = logging.getLogger(__name__)
@@ -203,10 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--context", type=Path, metavar="FILE", help="what they are asked on, as UTF-8 text")
     add("--serve", type=int, metavar="PORT", help="answer requests instead; 0 for any free port")
     add("--host", default="127.0.0.1", help="of --serve (default: %(default)s)")
-    add("--device", help="such as cuda (default: the first GPU, or the CPU)")
     add("--max_new_tokens", type=int, help="of an answer (default: the experiment's)")
-    add("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
-    add("-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="save directories of the model's parents")
+    add_options(parser)
     args = parse_arguments(parser, argv)
     return run_command(lambda: _act(args))
 

@@ -33,7 +33,11 @@ class Talk:
 
     def prompt(self) -> list[int]:
         """Ids of what was said, up to where the answer begins."""
-        return self._renderer.render(with_system(self.messages, self._system), answering=True).ids
+        return self.prompt_ids(self.messages)
+
+    def prompt_ids(self, messages: list[Message]) -> list[int]:
+        """Ids of a conversation, up to where its next answer begins."""
+        return self._renderer.render(with_system(messages, self._system), answering=True).ids
 
     def answer(self, text: str, streamer: Any = None, **options: Any) -> str:
         """The model's answer to what a person says next; the line `RESET` begins anew and has none.
@@ -43,18 +47,30 @@ class Talk:
         Raises:
             ConfigError: the conversation has become longer than the model can read; what was said last is taken back.
         """
-        import torch
-
         if text.strip() == RESET:
             self.messages.clear()
             return ""
         self.messages.append(Message("user", text))
-        ids = torch.tensor([self.prompt()], device=self._model.device)
+        try:
+            (said,) = self.generate(self.prompt(), streamer, **options)
+        except ConfigError as error:
+            self.messages.pop()
+            raise ConfigError(f"the conversation: {error} Say {RESET}, or ask for fewer.") from None
+        self.messages.append(Message("assistant", said))
+        return said
+
+    def generate(self, prompt: list[int], streamer: Any = None, **options: Any) -> list[str]:
+        """What the model says behind the ids of a prompt: once, or `num_return_sequences` times. See `answer`.
+
+        Raises:
+            ConfigError: it would be longer than the model can read.
+        """
+        import torch
+
+        ids = torch.tensor([prompt], device=self._model.device)
         longest = getattr(self._model.config, "max_position_embeddings", None)
         if longest and ids.shape[1] + options["max_new_tokens"] > longest:
-            self.messages.pop()
-            given = f"{ids.shape[1]} tokens and --max_new_tokens {options['max_new_tokens']}"
-            raise ConfigError(f"the conversation has {given}, more than the model's {longest}. Say {RESET}, or ask for fewer.")
+            raise ConfigError(f"{ids.shape[1]} tokens and max_new_tokens {options['max_new_tokens']} are more than the model's {longest}.")
         ends = [self._tokenizer.eos_token_id, *filter(None, [self._renderer.safe.control_id("<|im_end|>")])]
         never = [index for index in control_ids(self._tokenizer) if index not in ends] or None
         with torch.no_grad():
@@ -67,6 +83,4 @@ class Talk:
                 streamer=streamer,
                 **options,
             )
-        said = self._tokenizer.decode(found[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
-        self.messages.append(Message("assistant", said))
-        return said
+        return [self._tokenizer.decode(row[ids.shape[1] :].tolist(), skip_special_tokens=True) for row in found]

@@ -82,9 +82,9 @@ class RankedReplies:
             raise IndexError(f"sample {index} of {len(self)}")
         row = self._chosen[index]
         entry = read_entry(self._rows[row], f"{self._name}: row {row}")
-        messages = with_system(entry.messages, self.config.writing.system)
+        key = None if self._seed is None else (self._seed, epoch, index)
         replies, ranks = self._choose(entry.replies, epoch, index)
-        found = [self._render(messages, reply, (epoch, index), place) for place, reply in enumerate(replies)]
+        found = [render_reply(self.config, self.renderer, entry.messages, reply, key, place) for place, reply in enumerate(replies)]
         return {"input_ids": [each.ids for each in found], "loss_mask": [each.learned for each in found], "ranks": ranks}
 
     def _choose(self, replies: Sequence[Reply], epoch: int, index: int) -> tuple[list[Reply], list[int]]:
@@ -100,24 +100,6 @@ class RankedReplies:
         if self.config.shuffled_ranks and self._seed is not None:
             draws("ranks", self._seed, index).shuffle(ranks)
         return ordered, ranks
-
-    def _render(self, messages: Sequence[Message], reply: Reply, key: tuple[int, int], place: int) -> Rendered:
-        """The end of a conversation with a reply, of at most `sequence_tokens`; the reply alone is learned.
-
-        Both are tokenised together: no start token is put before the reply (B24). A prompt that is shorter than `min_prompt_tokens` leaves
-        the reply all the rest (B5), and the whole is never too long (B6).
-        """
-        tags, told = self.config.writing.tags, list[str]()
-        if tags:
-            drawn = [None if self._seed is None else draws("tags", self._seed, *key, *more) for more in ((), (place,))]
-            told = [*tags.write_all(messages, drawn[0]), tags.write(reply.message, drawn[1])]
-        found, most = self.renderer.render([*messages, reply.message], told), self.config.sequence_tokens
-        answer = found.last_answer()
-        prompt, end = answer.start, len(found.ids)
-        kept = max(most - (end - prompt), min(self.config.min_prompt_tokens, most // 2), 1)  # of the prompt, from its end
-        begin = max(0, prompt - kept)
-        cut = found.part(begin, begin + most)
-        return Rendered(cut.ids, [role if number >= prompt - begin else Role.TEMPLATE for number, role in enumerate(cut.roles)])
 
     def collate(self, samples: Sequence[Sample]) -> RankedBatch:
         """All replies of all conversations, padded on the right; padding is masked, so its id does not matter."""
@@ -135,3 +117,27 @@ class RankedReplies:
             "ranks": torch.tensor([rank for sample in samples for rank in sample["ranks"]]),
             "sample_of_row": torch.tensor(numbers),
         }
+
+
+def render_reply(
+    config: Config, renderer: Renderer, messages: Sequence[Message], reply: Reply, key: tuple[int, int, int] | None = None, place: int = 0
+) -> Rendered:
+    """The end of a conversation with a reply, of at most `sequence_tokens`; the reply alone is learned.
+
+    key: (seed, epoch, index) by which tags are dropped; None: all are told. place: of the reply among those of the conversation.
+
+    Both are tokenised together: no start token is put before the reply (B24). A prompt that is shorter than `min_prompt_tokens` leaves the
+    reply all the rest (B5), and the whole is never too long (B6).
+    """
+    messages = with_system(messages, config.writing.system)
+    tags, told = config.writing.tags, list[str]()
+    if tags:
+        drawn = [None if key is None else draws("tags", *key, *more) for more in ((), (place,))]
+        told = [*tags.write_all(messages, drawn[0]), tags.write(reply.message, drawn[1])]
+    found, most = renderer.render([*messages, reply.message], told), config.sequence_tokens
+    answer = found.last_answer()
+    prompt, end = answer.start, len(found.ids)
+    kept = max(most - (end - prompt), min(config.min_prompt_tokens, most // 2), 1)  # of the prompt, from its end
+    begin = max(0, prompt - kept)
+    cut = found.part(begin, begin + most)
+    return Rendered(cut.ids, [role if number >= prompt - begin else Role.TEMPLATE for number, role in enumerate(cut.roles)])
