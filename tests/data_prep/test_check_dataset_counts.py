@@ -1,0 +1,81 @@
+"""Counts of prepared conversations: by mode, for names, groups and all that is there."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from data_prep import check_dataset_counts, prepare_conversations
+from src.exp_groups import assistants
+
+
+def prepare(folder: Path, name: str, form: str, train: list[dict[str, object]], val: list[dict[str, object]]) -> None:
+    words = ["--form", form, "--name", name, "--data_path", str(folder / "data")]
+    for split, rows in (("train", train), ("val", val)):
+        path = folder / f"{name}_{split}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words += [f"--{split}", str(path)]
+    assert prepare_conversations.main(words) == 0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three data sets: 3 and 1 answers; 2 and 1 pairs and a tie; texts of another command."""
+    answers = [{"prompt": f"q{i}", "completion": "a"} for i in range(4)]
+    prepare(tmp_path, "answers", "completion", answers[:3], answers[3:])
+    asked = [{"messages": [{"role": "user", "content": f"q{i}", "lang": "de"}]} for i in range(4)]
+    ranks = [[{"content": "a", "rank": 0}, {"content": "b", "rank": rank}] for rank in (1, 1, 0, 1)]
+    ranked = [{**row, "replies": replies} for row, replies in zip(asked, ranks, strict=True)]
+    prepare(tmp_path, "ranked", "ranked", ranked[:3], ranked[3:])
+    return tmp_path
+
+
+def count(folder: Path, *words: str) -> list[list[str]]:
+    out = folder / "counts.csv"
+    assert check_dataset_counts.main(["--data_path", str(folder / "data"), "--output_path", str(out), *words]) == 0
+    return read(out)
+
+
+def read(path: Path) -> list[list[str]]:
+    return list(csv.reader(path.read_text().splitlines()))
+
+
+HEADER = ["dataset_name", "train_counts", "eval_counts", "total_counts"]
+
+
+def test_counts_of_each_mode(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """A tie counts for answers, not for ranks; a set that is named twice stands there once."""
+    answers, ranked = ["answers", "3", "1", "4"], ["ranked", "3", "1", "4"]
+    assert count(folder, "--datasets", "ranked", "answers,ranked", "answers", "--mode", "sft") == [HEADER, ranked, answers]
+    assert "ranked        3             1            4" in capsys.readouterr().out
+    assert count(folder, "--datasets", "all", "--mode", "rm") == [HEADER, ["ranked", "2", "1", "3"]]
+    assert count(folder, "--datasets", "all") == [HEADER, answers, ranked]
+
+
+def test_a_group_stands_for_its_data(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    mixed = {"data": {"name": "mixture", "parts": [{"data": {"corpus": "answers"}}, {"data": {"corpus": "ranked"}}]}}
+    monkeypatch.setitem(assistants.GROUPS, "mixed", [mixed])
+    assert [row[0] for row in count(folder, "--datasets", "mixed")[1:]] == ["answers", "ranked"]
+
+
+def test_languages_are_counted_as_told(folder: Path):
+    count(folder, "--datasets", "all", "--languages", str(folder / "languages.csv"))
+    rows = read(folder / "languages.csv")
+    assert rows == [["dataset_name", "language", "messages"], ["answers", "untold", "8"], ["ranked", "de", "4"], ["ranked", "untold", "4"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["answers", "anwsers"], "anwsers: no such data set"),
+        (["answers", "--mode", "rm"], "answers: nothing to learn from in mode rm."),
+        (["joke", "--prepare"], "--train: expected a file of this release, which the hub does not have."),
+    ],
+)
+def test_what_is_not_there_is_told(folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    out = folder / "counts.csv"
+    command = ["--data_path", str(folder / "data"), "--output_path", str(out), "--datasets", *words]
+    assert check_dataset_counts.main(command) == 1
+    assert message in capsys.readouterr().err
+    assert not out.exists()
