@@ -15,6 +15,9 @@ layout of TensorFlow Datasets, called as get_glue_text_preprocessor does.
 nanot5: AdamWScale of nanoT5 (copied_utils.py at 73b2e63, copied by hand too), in float64, and its
 cosine schedule: LinearLR from one half in 4 steps, then
 CosineAnnealingLR to 1e-5 in 16; learning rate 2e-2, no decay of the first two tensors and 0.1 of the others.
+
+trl: TRL 1.16.0, the losses of DPOTrainer and RewardTrainer for the numbers of `scored` below. pairs: loss_type, beta, label_smoothing, and
+the mean. rewards: margin, center_rewards_coefficient, and the mean, for 2 sin(2.3 i), the first half being chosen.
 """
 
 import json
@@ -36,6 +39,7 @@ from src.models.cross_attention import xc_cache_weights
 from src.training.config import LoopConfig
 from src.training.optim.adamw_scale import AdamWScale
 from src.training.optim.schedule import learning_rate
+from src.training.preferences.losses import answer_logps, pair_loss, ranking_loss
 from tests.conftest import ROOT
 from tests.models.conftest import make, make_base  # noqa: F401  a fixture
 
@@ -49,6 +53,15 @@ def drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Weights that are a function of their name and shape."""
     x = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
     return torch.tensor(x / 3 if len(shape) > 1 else 1 + x / 5 if "norm" in name or "ln_" in name else x / 5, dtype=torch.float32)
+
+
+def scored(phase: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of 8 answers of 9 tokens of 7, their ids, and which are learned; the first four are chosen, the others rejected."""
+    logits = torch.sin(torch.arange(8 * 9 * 7, dtype=torch.float64) * 1.7 + phase) * 3
+    mask = torch.zeros(8, 9, dtype=torch.bool)
+    for row, (begin, end) in enumerate([(3, 9), (2, 6), (4, 9), (5, 7), (3, 5), (2, 9), (6, 9), (4, 8)]):
+        mask[row, begin:end] = True
+    return logits.view(8, 9, 7).float(), (torch.arange(8 * 9) * 5 % 7).view(8, 9), mask
 
 
 def questions() -> dict[str, torch.Tensor]:
@@ -140,3 +153,17 @@ def test_steps_and_rates_are_those_of_nanot5():
         optimizer.step()
     for weight, expected in zip(weights, wanted["weights"], strict=True):
         assert weight.flatten().tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_losses_of_preferences_are_those_of_trl():
+    ours, before = answer_logps(*scored(0.0)), answer_logps(*scored(0.4))
+    for kind, beta, flipped, wanted in originals()["trl"]["pairs"]:
+        ratios = (ours.logps - before.logps) / (ours.tokens if kind == "ipo" else 1)
+        found = pair_loss(ratios[:4], ratios[4:], kind=kind, beta=beta, flipped=flipped) / 4
+        assert float(found) == pytest.approx(wanted, rel=1e-5)
+    rewards = torch.sin(torch.arange(8, dtype=torch.float64) * 2.3) * 2
+    for margin, centring, wanted in originals()["trl"]["rewards"]:
+        for by in ("conversations", "pairs"):
+            of, ranks = torch.arange(8) % 4, torch.arange(8) // 4
+            found = ranking_loss(rewards, of, ranks, by=by, margin=margin, centring=centring) / 4
+            assert float(found) == pytest.approx(wanted, rel=1e-5)

@@ -83,20 +83,22 @@ def sft(section: str, corpora: Sequence[str] = DEFAULT_MIX, **model: Any) -> dic
         "model": base,
         "data": conversations(corpora, tokens, packed),
         "loop": {
-            **loop(micro_batch, passes, 1 if section in _SMALL else DEVICES, samples, epochs, warmup, rate),
+            **loop(micro_batch, micro_batch * passes * (1 if section in _SMALL else DEVICES), samples * epochs, warmup, rate),
             **({} if packed else {"group_by_length": True}),
             **({"precision": "float32"} if section == "galactica-125m" else {}),
         },
     }
 
 
-def loop(micro_batch: int, passes: int, devices: int, samples: int, epochs: int, warmup: int, rate: float) -> dict[str, Any]:
-    """Section "defaults", and what others change of it. A step of packed rows reads more samples, so it makes more epochs."""
-    per_step = micro_batch * passes * devices
-    steps = max(1, samples * epochs // per_step)
+def loop(micro_batch: int, sequences: int, samples: int, warmup: int, rate: float) -> dict[str, Any]:
+    """Section "defaults", and what others change of it. sequences: of a step. samples: of all epochs; rows that are packed make more.
+
+    warmup: steps.
+    """
+    steps = max(1, samples // sequences)
     return {
         "steps": steps,
-        "sequences_per_step": per_step,
+        "sequences_per_step": sequences,
         "micro_batch": micro_batch,
         "learning_rate": rate,
         "warmup_rate": round(min(0.5, warmup / steps), 4),
@@ -118,7 +120,7 @@ def lora(section: str) -> dict[str, Any]:
         sft("llama-13b"),
         {
             "model": {"name": "lora", "rank": 16, "alpha": 32.0, "dropout_rate": 0.05, "target_modules": names, "base": base},
-            "loop": loop(micro_batch, passes, DEVICES, samples, 12, 300, 5e-5),
+            "loop": loop(micro_batch, micro_batch * passes * DEVICES, samples * 12, 300, 5e-5),
         },
     )
 
@@ -136,7 +138,7 @@ def reward(size: str) -> dict[str, Any]:
         "seed": 0,
         "model": {"name": "reward", "base": base},
         "data": {"name": "mixture", "parts": parts, "draw": REWARD_MIX},
-        "loop": {**loop(1, 4, DEVICES, REWARD_SAMPLES, epochs, 50, rate), "group_by_length": True, "best_metric": "val_accuracy",
+        "loop": {**loop(1, 4 * DEVICES, REWARD_SAMPLES * epochs, 50, rate), "group_by_length": True, "best_metric": "val_accuracy",
                  "best_mode": "max"},
     }  # fmt: skip
 
@@ -144,7 +146,9 @@ def reward(size: str) -> dict[str, Any]:
 ROPE_SCALING = override(
     sft("llama-13b"),
     {
-        "model": override(lora("llama-13b")["model"], {"base.path": "meta-llama/Llama-2-13b-hf", "base.rope": {"kind": "linear", "factor": 2.0}}),
+        "model": override(
+            lora("llama-13b")["model"], {"base.path": "meta-llama/Llama-2-13b-hf", "base.rope": {"kind": "linear", "factor": 2.0}}
+        ),
         "data": conversations(DEFAULT_MIX, 4048, packed=True),
     },
 )  # fmt: skip
