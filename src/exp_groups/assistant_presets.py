@@ -8,9 +8,9 @@ bfloat16 here, and an epoch has at most `MOST` samples of each data set, another
 from collections.abc import Sequence
 from typing import Any
 
-from src.data.conversations.templates import OASST_TOKENS
 from src.experiments.grid import override
 
+CONTROL_TOKENS = ["<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>", "<|prefix_end|>"]
 MOST = 20_000
 DEVICES = 8
 """Among which the sequences of a step are meant to be shared, of all but the smallest models."""
@@ -72,7 +72,7 @@ def sft(section: str, corpora: Sequence[str] = DEFAULT_MIX, **model: Any) -> dic
     """A section of supervised fine-tuning on some data sets. model: more fields of its 'hf'."""
     path, rate, tokens, micro_batch, passes, epochs, warmup, packed = SFT[section]
     samples = sum(FEWER.get(name, MOST) for name in corpora)
-    base = {"name": "hf", "path": path, "extra_tokens": [*OASST_TOKENS], **model}
+    base = {"name": "hf", "path": path, "extra_tokens": CONTROL_TOKENS, **model}
     if section == "galactica-125m":  # whose own tokenizer names no end token
         base = {"name": "hf", "path": path, "tokenizer": "galactica_oasst"}
     if section == "falcon-7b":
@@ -114,7 +114,7 @@ def lora(section: str) -> dict[str, Any]:
     micro_batch, passes = LORA[section]
     path = SFT[section][0] if section in SFT else "huggyllama/llama-65b"
     names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    base = {"name": "hf", "path": path, "dtype": "bfloat16", "extra_tokens": [*OASST_TOKENS]}
+    base = {"name": "hf", "path": path, "dtype": "bfloat16", "extra_tokens": CONTROL_TOKENS}
     samples = sum(FEWER.get(name, MOST) for name in DEFAULT_MIX)
     return override(
         sft("llama-13b"),
@@ -132,7 +132,7 @@ def reward(size: str) -> dict[str, Any]:
         name: {"name": "ranked_replies", "corpus": name, "sequence_tokens": 2048, "min_prompt_tokens": 256, "writing": _WRITING}
         for name in REWARD_MIX
     }
-    base = {"name": "hf", "path": f"EleutherAI/pythia-{size}-deduped", "extra_tokens": [*OASST_TOKENS]}
+    base = {"name": "hf", "path": f"EleutherAI/pythia-{size}-deduped", "extra_tokens": CONTROL_TOKENS}
     return {
         "recipe": "reward",
         "seed": 0,
