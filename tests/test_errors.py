@@ -29,6 +29,7 @@ BAD_INPUT = {
     "data_prep.prepare_qa": ["--data_path", "data", "--name", "toy", "--train", "none.json", "--val_percent", "25"],
     "data_prep.prepare_task": ["--data_path", "data", "--task", "none", "--train", "none.tsv"],
     "data_prep.preproc_nq": [*ENCODING, "--batch_size", "0"],
+    "data_prep.show_conversations": ["no_such_group"],
     "data_prep.stdlib_conversations": ["--data_path", "/dev/null/x"],
     "data_prep.stdlib_pages": ["--data_path", "/dev/null/x"],
     "data_prep.stdlib_qa": ["--data_path", "data", "--vocab_size", "100"],

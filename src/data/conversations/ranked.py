@@ -11,7 +11,7 @@ from src.data.conversations import templates
 from src.data.conversations.choices import draws
 from src.data.conversations.dataset import ConversationConfig, with_system
 from src.data.conversations.entries import Message, Reply, read_entry
-from src.data.conversations.rendering import Rendered, Renderer, Role
+from src.data.conversations.rendering import LEARNED, Rendered, Renderer, Role
 from src.errors import DataError
 from src.kinds import REWARD
 
@@ -78,6 +78,15 @@ class RankedReplies:
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Conversation `index` of an epoch, its best reply first."""
+        found, ranks = self._render(epoch, index)
+        return {"input_ids": [each.ids for each in found], "loss_mask": [each.learned for each in found], "ranks": ranks}
+
+    def render(self, epoch: int, index: int) -> list[Rendered]:
+        """Conversation `index` of an epoch with each of its replies, and their roles."""
+        return self._render(epoch, index)[0]
+
+    def _render(self, epoch: int, index: int) -> tuple[list[Rendered], list[int]]:
+        """The conversation with each reply, and the ranks."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         row = self._chosen[index]
@@ -85,7 +94,7 @@ class RankedReplies:
         key = None if self._seed is None else (self._seed, epoch, index)
         replies, ranks = self._choose(entry.replies, epoch, index)
         found = [render_reply(self.config, self.renderer, entry.messages, reply, key, place) for place, reply in enumerate(replies)]
-        return {"input_ids": [each.ids for each in found], "loss_mask": [each.learned for each in found], "ranks": ranks}
+        return found, ranks
 
     def _choose(self, replies: Sequence[Reply], epoch: int, index: int) -> tuple[list[Reply], list[int]]:
         """The replies that are read, best first, and their ranks."""
@@ -140,4 +149,5 @@ def render_reply(
     kept = max(most - (end - prompt), min(config.min_prompt_tokens, most // 2), 1)  # of the prompt, from its end
     begin = max(0, prompt - kept)
     cut = found.part(begin, begin + most)
-    return Rendered(cut.ids, [role if number >= prompt - begin else Role.TEMPLATE for number, role in enumerate(cut.roles)])
+    before = prompt - begin
+    return Rendered(cut.ids, [Role.TEMPLATE if i < before and role in LEARNED else role for i, role in enumerate(cut.roles)])

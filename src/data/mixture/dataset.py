@@ -171,6 +171,11 @@ class MixtureDataset:
         """Samples in one epoch."""
         return len(self._order)
 
+    @property
+    def epoch_counts(self) -> Mapping[str, int]:
+        """Samples of each part in an epoch."""
+        return dict(zip(self.parts, self._counts, strict=True))
+
     def sample_source(self, epoch: int, index: int) -> str:
         """The part of a sample, the same in every epoch."""
         return self.sources[self._place(index)[0]]
