@@ -14,6 +14,7 @@ os.environ.update(
 )  # before the libraries that read them at import
 
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -136,6 +137,19 @@ def shared_data() -> Path:
     if not Path(folder).is_dir():
         pytest.fail(f"TRAINVAL_DATA={folder}: no such folder")
     return Path(folder)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A browser of playwright."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("chromium is not on PATH; .ci/browser installs it")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()
 
 
 @pytest.fixture

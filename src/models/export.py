@@ -76,6 +76,7 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None,
             _copy_tokenizer(folder / "tokenizer", own)
         if isinstance(model, RewardModel):
             classifier.save(model, made)
+        tokenizer.write_ends(made)
         if getattr(model.config, "model_type", None) in FAMILIES:
             processor.save(made, folder, tokenizer.load(made))
     log.info("%s: %d adapters merged.", target, merged)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import DataError
+from src.files import read_json, write_json
 
 
 def load(folder: Path, extra: Sequence[str] = ()) -> Any:
@@ -32,6 +33,39 @@ def require(folder: Path) -> None:
         if not os.path.isfile(folder / name):  # unlike Path.is_file, False for a name that is too long
             made = "python -m data_prep.stdlib_qa makes stdlib_tokenizer, data_prep.t5_tokenizer one for T5"
             raise DataError(f"{folder}: no tokenizer here ({name} is missing). Prepare it ({made}), or name another --data_path.")
+
+
+def end_ids(tokenizer: Any) -> list[int]:
+    """Its end token, and the control token that its chat template writes behind an answer, where that is another one."""
+    from jinja2 import TemplateError
+
+    ends, mark = [tokenizer.eos_token_id], "\x02"
+    if not isinstance(tokenizer.chat_template, str):
+        return ends
+    talk = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
+    try:
+        _, _, after = tokenizer.apply_chat_template(talk, tokenize=False).rpartition(mark)
+    except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError):
+        return ends  # it writes no such conversation
+    controls = _control_ids(tokenizer)
+    behind = next((index for index in tokenizer(after, add_special_tokens=False)["input_ids"] if index in controls), ends[0])
+    return list(dict.fromkeys([*ends, behind]))
+
+
+def write_ends(folder: Path) -> None:
+    """Let generation by the model in `folder` end where its tokenizer's chat template does, if it has one; for programs that serve it."""
+    path, tokenizer = folder / "generation_config.json", load(folder)
+    if not path.is_file() or tokenizer.chat_template is None:
+        return
+    config = read_json(path, DataError)
+    ends, known = end_ids(tokenizer), config.get("eos_token_id")
+    ends += [index for index in (known if isinstance(known, list) else [known]) if index in _control_ids(tokenizer) and index not in ends]
+    pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    write_json(path, {**config, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": pad})
+
+
+def _control_ids(tokenizer: Any) -> set[int]:
+    return {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def grow_embeddings(model: Any, folder: Path, extra: Sequence[str]) -> None:

@@ -106,13 +106,9 @@ def load_writer(source: Path, places: Places) -> tuple[Writer | Talk, Any]:
     return (Talk if isinstance(told, ConversationConfig) else Writer)(model, tokenizer, told), model  # type: ignore[arg-type]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    parser = make_parser("src.serving.chat", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How is sampled, and where models are."""
     add = parser.add_argument
-    add("run", type=Path, help="a save directory, the beginning of its id, or a checkpoint")
-    add("beginnings", nargs="*", help="of texts, each of which is gone on with; or messages (default: lines from the keyboard)")
-    add("--metadata", action="append", default=[], metavar="KEY=VALUE", help="what is known of the text; again for more")
     add("--max_new_tokens", type=int, default=100, help="(default: %(default)s)")
     add("--temperature", type=float, default=0.8, help="of sampling; 0 for the likeliest token each time (default: %(default)s)")
     add("--top_p", type=float, default=0.95, help="share of the probability that is sampled from (default: %(default)s)")
@@ -120,6 +116,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--device", help="such as cuda (default: the first GPU, or the CPU)")
     add("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
     add("-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="save directories of the model's parents")
+
+
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `generate` of transformers takes, of `add_options`.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+    if args.max_new_tokens < 1 or not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
+        raise ConfigError("expected --max_new_tokens of at least 1, --temperature from 0 on, and --top_p above 0 and up to 1.")
+    sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {"do_sample": False}
+    return {"max_new_tokens": args.max_new_tokens, **sampling}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = make_parser("src.serving.chat", __doc__)
+    add = parser.add_argument
+    add("run", type=Path, help="a save directory, the beginning of its id, or a checkpoint")
+    add("beginnings", nargs="*", help="of texts, each of which is gone on with; or messages (default: lines from the keyboard)")
+    add("--metadata", action="append", default=[], metavar="KEY=VALUE", help="what is known of the text; again for more")
+    add_options(parser)
     args = parse_arguments(parser, argv)
     return run_command(lambda: _act(args))
 
@@ -127,20 +145,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _act(args: argparse.Namespace) -> int:
     import torch
 
-    if args.max_new_tokens < 1 or not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
-        raise ConfigError("expected --max_new_tokens of at least 1, --temperature from 0 on, and --top_p above 0 and up to 1.")
+    options = generation_options(args)
     writer, model = load_writer(args.run, Places(args.data_path, args.savedir_base))
     if isinstance(writer, Talk) and args.metadata:
         raise ConfigError("--metadata: conversations have none. Leave it out.")
     items = [] if isinstance(writer, Talk) else writer.items(args.metadata)
     move(model, args.device)
     torch.manual_seed(args.seed)
-    sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {"do_sample": False}
     for beginning in args.beginnings or (line.rstrip("\n") for line in sys.stdin):
         if isinstance(writer, Talk):
-            writer.answer(beginning, writer.streamer(), max_new_tokens=args.max_new_tokens, **sampling)
+            writer.answer(beginning, writer.streamer(), **options)
         else:
-            sys.stdout.write(f"{beginning}{writer.write(beginning, items, max_new_tokens=args.max_new_tokens, **sampling)}\n")
+            sys.stdout.write(f"{beginning}{writer.write(beginning, items, **options)}\n")
         sys.stdout.flush()
     return 0
 

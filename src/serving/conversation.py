@@ -1,5 +1,6 @@
 """A conversation with a model that was trained on conversations, written as its experiment writes them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from src.data.conversations import templates
@@ -23,13 +24,20 @@ class Talk:
             raise ConfigError("a reward model gives a conversation a number, and says nothing. Take the run that it began with.")
         self._model, self._tokenizer, self._system = model, tokenizer, data.writing.system
         self._renderer = Renderer(tokenizer, templates.find(data.writing.template, tokenizer))
+        said = self._renderer.render([Message("user", "?"), Message("assistant", "?")])
+        last, controls = said.ids[said.last_answer().stop - 1], control_ids(tokenizer)
+        self._ends = [tokenizer.eos_token_id, *([last] if last in controls else [])]
+        self._never = [index for index in controls if index != last] or None
         self.messages: list[Message] = []
 
-    def streamer(self) -> Any:
-        """Of transformers: writes an answer to standard output as it comes."""
+    def streamer(self, show: Callable[[str], object] | None = None) -> Any:
+        """Of transformers: gives `show` an answer piece by piece, as it comes. None: writes it to standard output."""
         from transformers import TextStreamer
 
-        return TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        if show is not None:
+            streamer.on_finalized_text = lambda text, stream_end=False: show(text)  # type: ignore[method-assign]
+        return streamer
 
     def prompt(self) -> list[int]:
         """Ids of what was said, up to where the answer begins."""
@@ -71,15 +79,13 @@ class Talk:
         longest = getattr(self._model.config, "max_position_embeddings", None)
         if longest and ids.shape[1] + options["max_new_tokens"] > longest:
             raise ConfigError(f"{ids.shape[1]} tokens and max_new_tokens {options['max_new_tokens']} are more than the model's {longest}.")
-        ends = [self._tokenizer.eos_token_id, *filter(None, [self._renderer.safe.control_id("<|im_end|>")])]
-        never = [index for index in control_ids(self._tokenizer) if index not in ends] or None
         with torch.no_grad():
             found = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                eos_token_id=ends,
-                pad_token_id=ends[0],
-                suppress_tokens=never,
+                eos_token_id=self._ends,
+                pad_token_id=self._ends[0],
+                suppress_tokens=self._never,
                 streamer=streamer,
                 **options,
             )

@@ -18,6 +18,7 @@ from src.experiments.identity import exp_id
 from src.interfaces import load_experiment
 from src.models.export import main as export
 from src.models.load import load
+from src.models.tokenizer import end_ids
 from src.registry import DATASETS, MODELS, bind
 from src.serving import chat
 from src.serving.conversation import Talk
@@ -231,6 +232,11 @@ def test_an_exported_chat_model_writes_as_it_was_trained(folder: Path, tmp_path:
     ours, _ = load(run, Places(folder / "data", folder / "runs"))
     with torch.no_grad():
         assert torch.equal(model(input_ids=torch.tensor([asked])).logits, ours(input_ids=torch.tensor([asked])).logits)
+    ends = ["<end>"] if template == "oasst" else ["<end>", "<|im_end|>"]
+    assert end_ids(tokenizer) == Talk(ours, tokenizer, load_experiment(exp, "here").data)._ends[-len(ends) :]  # type: ignore[attr-defined]
+    found = model.generation_config.eos_token_id
+    assert tokenizer.convert_ids_to_tokens(found if isinstance(found, list) else [found]) == ends
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
 def test_a_conversation_goes_on_until_it_is_begun_anew(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

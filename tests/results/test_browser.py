@@ -3,10 +3,7 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,15 +13,14 @@ import pytest
 from results import report, run_page
 from src.runs.run_dir import RunDir
 from src.tables import rows as results
-from tests.conftest import ROOT
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-from playwright.sync_api import Browser, Locator, Page, Route, expect  # noqa: E402  only where it is installed
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from tests.browsing import SLOW, opened
+from tests.servers import served
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-SLOW = 120_000
-"""Milliseconds that a page may take where two cores are busy."""
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 
 
@@ -66,65 +62,6 @@ def world(tmp_path: Path) -> Iterator[World]:
         run.scores.append({"step": 1, "val_loss": 4.0, "em": 0.0})
         made.ids["running"] = run.exp_id
         yield made
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("chromium is not on PATH; .ci/browser installs it")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-@contextmanager
-def served(arguments: list[str], env: dict[str, str] | None = None) -> Iterator[str]:
-    """The address of a server process, which ends with the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
-    )
-    try:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if found := re.search(r"http://\S+:[1-9]\d*\S*", line):
-                yield found[0]
-                return
-        pytest.fail("the server ended: " + "".join(lines))
-    finally:
-        process.terminate()
-        process.communicate(timeout=300)
-
-
-@contextmanager
-def opened(browser: Browser, address: str) -> Iterator[Page]:
-    """A page that shows `address`. At the end: no error was told on its console, and it asked nothing of another machine."""
-    strange: list[str] = []
-
-    def guard(route: Route) -> None:
-        if re.match(r"(http://(127\.0\.0\.1|localhost):|data:|blob:)", route.request.url):
-            route.continue_()
-        else:
-            strange.append(route.request.url)
-            route.abort()
-
-    page = browser.new_page(viewport={"width": 1400, "height": 1000})
-    try:
-        page.route("**/*", guard)
-        page.on("websocket", lambda socket: None if socket.url.startswith("ws://127.0.0.1:") else strange.append(socket.url))
-        page.on("console", lambda message: strange.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: strange.append(f"{error}\n{error.stack}"))
-        page.set_default_timeout(SLOW)
-        expect.set_options(timeout=SLOW)
-        page.goto(address)
-        yield page
-        page.unroute_all(behavior="ignoreErrors")
-    finally:
-        with suppress(playwright.Error):
-            page.close()
-    assert not strange, "\n".join(strange)
 
 
 @pytest.fixture

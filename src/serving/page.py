@@ -1,0 +1,203 @@
+"""A page on which a person talks with one run that was trained on conversations, or with two side by side, and says whose reply is better.
+
+python -m src.serving.page RUN                  a conversation
+python -m src.serving.page RUN OTHER            both answer each message; the conversation goes on with the reply that is preferred
+python -m src.serving.page RUN RUN              two samples of one
+
+What is preferred is appended to --output, a row at each click. Rewards and preferences are trained on it when it is prepared:
+python -m data_prep.prepare_conversations --form ranked --train results/data/preferences.jsonl --name preferences
+"""
+
+import argparse
+import asyncio
+import html
+import sys
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import panel as pn
+
+from src.command_line import add_address, make_parser, parse_arguments, run_command, serve_page
+from src.config import Places
+from src.errors import ConfigError, UserError
+from src.models.load import checkpoint_folder, move
+from src.runs.metadata import expand_run
+from src.serving.chat import add_options, generation_options, load_writer
+from src.serving.conversation import Talk
+from src.serving.preferences import Conversation, Side, check_output
+
+PORT = 5007
+MOST_RUNS = 2
+_WRAPPED = {"white-space": "pre-wrap", "overflow-wrap": "anywhere"}
+_SEND, _CLEAR, _NONE = (
+    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2">{shape}</svg>'
+    for shape in ('<path d="M4 12h15M13 6l6 6-6 6"/>', '<path d="M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13"/>', "")
+)
+"""Panel's own icons would be asked of another machine."""
+
+
+class _Message(pn.chat.ChatMessage):
+    """One without icons."""
+
+    def __init__(self, *args: Any, **params: Any) -> None:
+        super().__init__(*args, **params)
+        self.edit_icon.param.update(icon=_NONE, active_icon=_NONE)  # a view is made of it, though it is hidden
+
+
+class _Chat(pn.chat.ChatInterface):
+    """Of such messages."""
+
+    _message_type = _Message
+
+
+def make_page(conversation: Conversation) -> pn.viewable.Viewable:
+    """The view of a conversation."""
+    pn.extension(inline=True, notifications=False)
+    return Page(conversation).chat
+
+
+class Page:
+    """A conversation, in `chat`."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._open: list[pn.widgets.Button] = []
+        """The buttons that prefer a reply to what was asked last."""
+        self.chat = _Chat(
+            callback=self._answer,
+            callback_user="Reply" if len(conversation.sides) == 1 else "Replies",
+            user="You",
+            avatar="Y",
+            renderers=_text,
+            message_params={"reaction_icons": {}, "show_copy_icon": False, "show_timestamp": False},
+            show_activity_dot=False,
+            show_rerun=False,
+            show_undo=False,
+            show_stop=False,
+            button_properties={
+                **{name: {"icon": _NONE} for name in ("rerun", "undo", "stop")},
+                "send": {"icon": _SEND},
+                "clear": {"icon": _CLEAR},
+            },
+            sizing_mode="stretch_both",
+        )
+        self.chat.param.watch(lambda event: None if event.new else self._begin_anew(), "objects")
+
+    async def _answer(self, said: str, user: str, interface: Any) -> AsyncIterator[Any]:
+        """What is shown in answer to what a person says: filled as the replies come. said: as `_text` shows it."""
+        panes = [_text("") for _ in self._conversation.sides]
+        buttons = [pn.widgets.Button(label="Better", visible=False) for _ in panes] if len(panes) > 1 else []
+        note = _text("")
+        yield self._layout(panes, buttons, note)
+        # A thread replies, and the loop alone changes what is shown: a browser is told in order.
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[Any, str] | None]()
+        shows = [lambda text, pane=pane: loop.call_soon_threadsafe(pieces.put_nowait, (pane, text)) for pane in panes]
+        replying = asyncio.create_task(asyncio.to_thread(self._conversation.ask, html.unescape(said), shows))
+        replying.add_done_callback(lambda _: pieces.put_nowait(None))
+        while (piece := await pieces.get()) is not None:
+            pane, text = piece
+            pane.object += html.escape(text)
+        try:
+            replies = replying.result()
+        except UserError as error:
+            note.object = html.escape(f"error: {error}")
+            return
+        if not replies:
+            self._close()
+            interface.clear()
+            return
+        for pane, reply in zip(panes, replies, strict=True):
+            pane.object = html.escape(reply or "(says nothing)")
+        self._close()
+        if len(set(replies)) > 1:
+            self._open = buttons
+            for number, button in enumerate(buttons):
+                button.on_click(partial(self._prefer, number, note))
+                button.visible = True
+        elif buttons:
+            note.object = "Both say the same."
+
+    def _layout(self, panes: Sequence[Any], buttons: Sequence[Any], note: Any) -> pn.Column:
+        names = [f"{number}: {side.name}" for number, side in enumerate(self._conversation.sides, 1)]
+        columns = [
+            pn.Column(_text(name, **{"font-weight": "bold"}), pane, *buttons[place : place + 1], sizing_mode="stretch_width")
+            for place, (name, pane) in enumerate(zip(names, panes, strict=True))
+        ]
+        return pn.Column(pn.Row(*columns, sizing_mode="stretch_width"), note, sizing_mode="stretch_width")
+
+    def _prefer(self, number: int, note: Any, _: object) -> None:
+        try:
+            self._conversation.prefer(number)
+        except UserError as error:
+            note.object = html.escape(f"error: {error}")
+            return
+        self._close()
+        note.object = html.escape(f"{number + 1} is better: written to {self._conversation.output}.")
+
+    def _close(self) -> None:
+        for button in self._open:
+            button.visible = False
+        self._open = []
+
+    def _begin_anew(self) -> None:
+        self._conversation.reset()
+        self._close()
+
+
+def _text(text: str, **styles: str) -> pn.pane.HTML:
+    """Text as it is: nothing in it is obeyed."""
+    return pn.pane.HTML(html.escape(text), styles={**_WRAPPED, **styles}, sizing_mode="stretch_width", margin=(5, 10))
+
+
+def load_sides(sources: Sequence[Path], places: Places, device: str | None) -> list[Side]:
+    """A side for each run or checkpoint; one that is named twice is loaded once.
+
+    Raises:
+        ConfigError: there are more than two, or one was not trained on conversations, or is a reward model.
+        UserError: a part of a model is missing.
+    """
+    if len(sources) > MOST_RUNS:
+        raise ConfigError(f"expected one run or two, got {len(sources)}.")
+    loaded, sides = dict[Path, Side](), list[Side]()
+    for source in sources:
+        folder = checkpoint_folder(expand_run(source, places.runs))
+        if folder not in loaded:
+            talk, model = load_writer(source, places)
+            if not isinstance(talk, Talk):
+                raise ConfigError(f"{source}: not trained on conversations. python -m src.serving.chat goes on with what it is given.")
+            move(model, device)
+            loaded[folder] = Side(f"{folder.parents[1].name[:8]} {folder.name}", talk)
+        sides.append(loaded[folder])
+    return sides
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = make_parser("src.serving.page", __doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a save directory, the beginning of its id, or a checkpoint")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="what is preferred is appended to it (default: preferences.jsonl in --data_path)"
+    )
+    add_options(parser)
+    add_address(parser, PORT, "anyone who can reach it can talk, and prefer")
+    args = parse_arguments(parser, argv)
+    return run_command(lambda: _act(args))
+
+
+def _act(args: argparse.Namespace) -> int:
+    import torch
+
+    options, output = generation_options(args), args.output or args.data_path / "preferences.jsonl"
+    sides, lock = load_sides(args.runs, Places(args.data_path, args.savedir_base), args.device), Lock()
+    if len(sides) > 1:
+        check_output(output)
+    torch.manual_seed(args.seed)
+    serve_page(lambda: make_page(Conversation(sides, output, lock, options)), args, "Conversation")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Servers that end with a test."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+@contextmanager
+def served(arguments: list[str], env: dict[str, str] | None = None) -> Iterator[str]:
+    """The address of a server process, which ends with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    )
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if found := re.search(r"http://\S+:[1-9]\d*\S*", line):
+                yield found[0]
+                return
+        pytest.fail("the server ended: " + "".join(lines))
+    finally:
+        process.terminate()
+        process.communicate(timeout=300)
