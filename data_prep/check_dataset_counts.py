@@ -24,11 +24,12 @@ from src.config import Places
 from src.data import jsonl
 from src.data.conversations.entries import Entry, check_row, read_entry
 from src.errors import DataError
-from src.exp_groups.assistants import GROUPS
+from src.exp_groups import assistant_presets, assistants
 from src.files import MANIFEST, read_manifest, write_atomic
 
 COMMAND = "python -m data_prep.check_dataset_counts"
 COLUMNS = ("dataset_name", "train_counts", "eval_counts", "total_counts")
+GROUPS = {**assistants.GROUPS, **assistant_presets.GROUPS}
 _MADE_BY = (prepare_conversations.COMMAND, stdlib_conversations.COMMAND)
 
 
@@ -119,7 +120,7 @@ def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]
 def _names(data_path: Path, name: str, mode: Mode, prepare: bool) -> list[str]:
     """The folders that a name stands for."""
     if name in GROUPS:
-        return [corpus for experiment in GROUPS[name] for corpus in _corpora(experiment.get("data"))]
+        return [corpus for experiment in GROUPS[name] for corpus in list_corpora(experiment.get("data"))]
     if name != "all":
         return [name]
     made = (path.parent for path in sorted(data_path.glob(f"*/{MANIFEST}")))
@@ -127,12 +128,12 @@ def _names(data_path: Path, name: str, mode: Mode, prepare: bool) -> list[str]:
     return sorted({*found, *(each for each in conversation_table.names(mode) if prepare and "{" not in each)})
 
 
-def _corpora(data: Any) -> list[str]:
+def list_corpora(data: Any) -> list[str]:
     """The corpora of the data of an experiment, of mixtures too."""
     if isinstance(data, Mapping):
         own = [data["corpus"]] if isinstance(data.get("corpus"), str) else []
-        return [*own, *(corpus for value in data.values() for corpus in _corpora(value))]
-    return [corpus for each in data for corpus in _corpora(each)] if isinstance(data, list) else []
+        return [*own, *(corpus for value in data.values() for corpus in list_corpora(value))]
+    return [corpus for each in data for corpus in list_corpora(each)] if isinstance(data, list) else []
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, check)

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from data_prep.conversation_forms.columns import fill, look_up, remove_references
 from data_prep.conversation_forms.layouts import pair
-from data_prep.conversation_forms.rows import Form, Row, alternate, column, list_of, pick, rank_replies, rows_of, text_of
+from data_prep.conversation_forms.rows import Form, Row, alternate, column, objects_of, pick, rank_replies, rows_of, text_of, texts_of
 from src.errors import DataError
 
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
@@ -32,7 +32,7 @@ class Scored(Form):
         """See `Form.read`. Pairs that say the same, or of which one says nothing, are left out."""
         rows, scores = rows_of(row), dict[str, list[float]]()
         for each in rows:
-            told = [(self._reply(each, name, where), float(column(each, score, where))) for name, score in self.replies]
+            told = [(self._reply(each, name, where), _number(each, score, where)) for name, score in self.replies]
             if all(text.strip() for text, _ in told) and len({text for text, _ in told}) > 1:
                 for text, score in told:
                     scores.setdefault(text, []).append(score)
@@ -63,18 +63,30 @@ class Wins(Form):
         """See `Form.read`."""
         rows, wins = rows_of(row), dict[str, int]()
         for each in rows:
-            confidence = (each.get("extra") or {}).get("confidence")
-            if self.least_confidence is not None and confidence is not None and confidence < self.least_confidence:
-                continue
-            chosen, told = column(each, "choice", where), list_of(each, "summaries", where)
-            if chosen not in (0, 1) or len(told) != 2 or told[0]["text"] == told[1]["text"]:
+            chosen = column(each, "choice", where)
+            told = [text_of(summary, "text", f"{where}: summaries") for summary in objects_of(each, "summaries", where)]
+            if chosen not in (0, 1) or len(set(told)) != 2 or len(told) != 2 or not self._is_sure(each):
                 continue
             for place, summary in enumerate(told):
-                wins[summary["text"]] = wins.get(summary["text"], 0) + (place == chosen)
+                wins[summary] = wins.get(summary, 0) + (place == chosen)
         text = next((found for path in self.texts if (found := look_up(rows[0], path, where))), None)
-        if wins and text:
+        if wins and text is not None:
+            if not isinstance(text, str):
+                raise DataError(f"{where}: columns {', '.join(self.texts)}: expected text, got {type(text).__name__}.")
             asked = pick(self.prompts, text).replace("{text}", text)
             yield {"messages": [{"role": "user", "content": asked}], "replies": rank_replies(wins)}
+
+    def _is_sure(self, row: Row) -> bool:
+        extra = row.get("extra")
+        confidence = extra.get("confidence") if isinstance(extra, dict) else None
+        return self.least_confidence is None or not isinstance(confidence, int | float) or confidence >= self.least_confidence
+
+
+def _number(row: Row, name: str, where: str) -> float:
+    value = column(row, name, where)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{where}: column {name!r}: expected a number, got {type(value).__name__}.")
+    return float(value)
 
 
 class Dialogues(Form):
@@ -103,7 +115,7 @@ class Endings(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        text, endings, label = text_of(row, "ctx", where), list_of(row, "endings", where), str(column(row, "label", where))
+        text, endings, label = text_of(row, "ctx", where), texts_of(row, "endings", where), str(column(row, "label", where))
         if not label.isdigit() or int(label) >= len(endings):
             raise DataError(f"{where}: column 'label': expected the number of one of {len(endings)} endings, got {label!r}.")
         others = [ending for place, ending in enumerate(endings) if place != int(label)]
@@ -118,9 +130,9 @@ class Augmented(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        replies = list_of(row, "responses", where)
-        worse = [text for text in row.get("augmented") or () if text not in replies]
+        replies = texts_of(row, "responses", where)
+        worse = [text for text in texts_of(row, "augmented", where) if text not in replies] if row.get("augmented") else []
         if worse and row.get("split") != "val":
             replies = [*replies, pick(worse, row)]
         told = {text: -float(place) for place, text in enumerate(replies)}
-        yield {"messages": alternate(list_of(row, "prefixes", where)), "replies": rank_replies(told)}
+        yield {"messages": alternate(texts_of(row, "prefixes", where)), "replies": rank_replies(told)}

@@ -2,11 +2,23 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from pydantic import Field
 
 from data_prep.conversation_forms.columns import remove_references
-from data_prep.conversation_forms.rows import Form, Row, add_message, alternate, column, list_of, pick, text_of, up_to_last_answer
+from data_prep.conversation_forms.rows import (
+    Form,
+    Row,
+    add_message,
+    alternate,
+    column,
+    objects_of,
+    pick,
+    text_of,
+    texts_of,
+    up_to_last_answer,
+)
 from src.errors import DataError
 
 _GO_ON = ("Go on.", "Please continue.", "And then?")
@@ -25,8 +37,8 @@ class ShareGPT(Form):
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`. Signs that Markdown escapes, and marks of references, are undone."""
         messages = list[Row]()
-        for place, each in enumerate(list_of(row, "conversations", where)):
-            said = each.get("value") or ""
+        for place, each in enumerate(objects_of(row, "conversations", where)):
+            said = text_of(each, "value", where) if each.get("value") else ""
             if each.get("from") not in ("human", "gpt"):
                 raise DataError(f"{where}: conversations[{place}]: expected 'from' to be human or gpt, got {each.get('from')!r}.")
             if not said and each["from"] == "gpt":
@@ -47,7 +59,7 @@ class Soda(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`. More speakers, and such as do not alternate, are left out."""
-        speakers, said = list_of(row, "speakers", where), list_of(row, "dialogue", where)
+        speakers, said = texts_of(row, "speakers", where), texts_of(row, "dialogue", where)
         narrative = text_of(row, "narrative", where)
         first, second = len(set(speakers[::2])) == 1, len(set(speakers[1::2])) == 1
         if not (first and second and len(set(speakers)) == 2 and len(speakers) == len(said) and len(said) % 2 == 0):
@@ -69,7 +81,7 @@ class Marked(Form):
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
         user, assistant = map(re.escape, self.marks)
-        _, *parts = re.split(rf"\s*({user}|{assistant})\s*", column(row, self.text, where))
+        _, *parts = re.split(rf"\s*({user}|{assistant})\s*", text_of(row, self.text, where))
         turns = [
             ("user" if mark == self.marks[0] else "assistant", said.strip()) for mark, said in zip(parts[::2], parts[1::2], strict=True)
         ]
@@ -83,7 +95,7 @@ class Marked(Form):
 def _good_pairs(turns: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Turns of a person that are followed by one of the assistant alone, and those."""
     begins = [place for place, (role, _) in enumerate(turns) if role == "user"]
-    for begin, end in zip(begins, [*begins[1:], len(turns)], strict=True):
+    for begin, end in pairwise([*begins, len(turns)]):
         if end == begin + 2 and all(said for _, said in turns[begin:end]):
             yield from turns[begin:end]
 
@@ -99,8 +111,8 @@ class GPT4All(Form):
                 yield {"messages": alternate([asked, answer])}
             return
         messages = list[Row]()
-        for each in list_of(row, "conversation", where):
-            user, bot = each.get("User"), each.get("Bot")
+        for each in objects_of(row, "conversation", where):
+            user, bot = (text_of(each, name, where) if each.get(name) else "" for name in ("User", "Bot"))
             if user and bot:
                 raise DataError(f"{where}: conversation: expected User or Bot in each message, got both.")
             if user or bot:
@@ -127,8 +139,8 @@ class Rounds(Form):
         if any(text in text_of(row, name, where) for name, text in self.skip.items()):
             return
         told = column(row, self.rounds, where)
-        told = told.get("samples") if isinstance(told, dict) else told
-        texts = [text_of(each, name, f"{where}: {self.rounds}") for each in told or () for name in (self.user, self.assistant)]
+        rounds = objects_of(told, "samples", where) if isinstance(told, dict) else objects_of(row, self.rounds, where)
+        texts = [text_of(each, name, f"{where}: {self.rounds}") for each in rounds for name in (self.user, self.assistant)]
         system = text_of(row, self.system, where) if self.system else ""
         if texts and all(text.strip() for text in texts):
             yield {"messages": [*([{"role": "system", "content": system}] if system.strip() else []), *alternate(texts)]}
@@ -144,9 +156,9 @@ class Prosocial(Form):
         """See `Form.read`."""
         said = text_of(row, "context", where)
         if not self.explained:
-            yield from ({"messages": alternate([said, rule])} for rule in list_of(row, "rots", where) if rule.strip())
+            yield from ({"messages": alternate([said, rule])} for rule in texts_of(row, "rots", where) if rule.strip())
             return
-        annotations, reasons = (list_of(row, name, where) for name in ("safety_annotations", "safety_annotation_reasons"))
+        annotations, reasons = (texts_of(row, name, where) for name in ("safety_annotations", "safety_annotation_reasons"))
         for annotation, reason in zip(annotations, reasons, strict=False):
             if reason.strip():
                 label = annotation.strip("_ ").replace("_", " ")

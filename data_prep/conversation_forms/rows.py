@@ -66,11 +66,21 @@ def text_of(row: Row, name: str, where: str) -> str:
     return value
 
 
-def list_of(row: Row, name: str, where: str) -> list[Any]:
-    """The list in a column."""
+def texts_of(row: Row, name: str, where: str) -> list[str]:
+    """The list of texts in a column."""
+    return _list_of(row, name, where, str, "texts")
+
+
+def objects_of(row: Row, name: str, where: str) -> list[Row]:
+    """The list of objects in a column."""
+    return _list_of(row, name, where, dict, "objects")
+
+
+def _list_of(row: Row, name: str, where: str, kind: type[T], noun: str) -> list[T]:
     value = column(row, name, where)
-    if not isinstance(value, list):
-        raise DataError(f"{where}: column {name!r}: expected a list, got {type(value).__name__}.")
+    wrong = value if not isinstance(value, list) else next((each for each in value if not isinstance(each, kind)), None)
+    if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+        raise DataError(f"{where}: column {name!r}: expected a list of {noun}, got {str(wrong)[:60]!r} ({type(wrong).__name__}).")
     return value
 
 

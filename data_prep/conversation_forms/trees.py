@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import Field
 
-from data_prep.conversation_forms.rows import ROLES, Form, Row, column, rows_of, up_to_last_answer
+from data_prep.conversation_forms.rows import ROLES, Form, Row, column, objects_of, rows_of, text_of, up_to_last_answer
+from src.errors import DataError
 
 _LABELS = ("quality", "humor", "creativity")
 
@@ -46,6 +47,7 @@ class Threads(Form):
         """The prompt of a tree that is finished, was found good, and is in one of the languages; else none."""
         tree = _tree(rows_of(row), where)
         prompt = column(tree, "prompt", where)
+        _check(prompt, f"{where}: prompt")
         good = tree.get("tree_state") == "ready_for_export" and prompt.get("review_result") and prompt.get("lang") in self.languages
         return [{**prompt, "role": "user"}] if good and self.is_read(prompt) else []
 
@@ -87,17 +89,30 @@ def _tree(rows: list[Row], where: str) -> Row:
     """The tree of its messages, whatever their order; of one row that is a tree, itself."""
     if len(rows) == 1 and "message_id" not in rows[0]:
         return rows[0]
-    copies = {column(row, "message_id", where): {**row, "replies": list[Row]()} for row in rows}
+    copies = {text_of(row, "message_id", where): {**row, "replies": list[Row]()} for row in rows}
     roots = list[Row]()
     for message in copies.values():
-        above = copies.get(message.get("parent_id"))
+        above = copies.get(str(message.get("parent_id")))
         (above["replies"] if above else roots).append(message)
     first = next((root for root in roots if root.get("parent_id") is None), {})
     return {"tree_state": first.get("tree_state"), "prompt": first}
 
 
+def _check(message: Any, where: str) -> None:
+    """Raises DataError where a message, or one below it, is none."""
+    if not isinstance(message, dict):
+        raise DataError(f"{where}: expected a message with text and role, got {str(message)[:60]!r} ({type(message).__name__}).")
+    for name in ("text", "role"):
+        text_of(message, name, where)
+    if type(message.get("rank")) not in (int, type(None)):
+        raise DataError(f"{where}: rank: expected a whole number or null, got {message['rank']!r:.60}.")
+    for reply in objects_of(message, "replies", where) if message.get("replies") is not None else ():
+        _check(reply, f"{where}.replies")
+
+
 def _message(message: Row) -> Row:
-    labels = message.get("labels") or {}
+    labels = message.get("labels")
+    labels = labels if isinstance(labels, dict) else {}
     told = {name: value for name in _LABELS if (value := _label(labels, name)) is not None}
     lang = {"lang": message["lang"]} if message.get("lang") else {}
     return {"role": ROLES.get(message["role"], "user"), "content": message["text"], **lang, **told}
@@ -105,6 +120,7 @@ def _message(message: Row) -> Row:
 
 def _label(labels: Row, name: str) -> Any:
     """A label's value: of {name: {"value"}} as files have them, or of {"name": [...], "value": [...]} as the hub does."""
-    if isinstance(labels.get("name"), list):
-        return dict(zip(labels["name"], labels["value"], strict=False)).get(name)
+    names, values = labels.get("name"), labels.get("value")
+    if isinstance(names, list) and isinstance(values, list):
+        return next((value for each, value in zip(names, values, strict=False) if each == name), None)
     return labels[name].get("value") if isinstance(labels.get(name), dict) else None

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import check_dataset_counts, prepare_conversations
-from src.exp_groups import assistants
+from data_prep import check_dataset_counts, conversation_table, prepare_conversations
+from src.exp_groups import assistant_presets
 
 
 def prepare(folder: Path, name: str, form: str, train: list[dict[str, object]], val: list[dict[str, object]]) -> None:
@@ -55,7 +55,7 @@ def test_counts_of_each_mode(folder: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_a_group_stands_for_its_data(folder: Path, monkeypatch: pytest.MonkeyPatch):
     mixed = {"data": {"name": "mixture", "parts": [{"data": {"corpus": "answers"}}, {"data": {"corpus": "ranked"}}]}}
-    monkeypatch.setitem(assistants.GROUPS, "mixed", [mixed])
+    monkeypatch.setitem(check_dataset_counts.GROUPS, "mixed", [mixed])
     assert [row[0] for row in count(folder, "--datasets", "mixed")[1:]] == ["answers", "ranked"]
 
 
@@ -79,3 +79,12 @@ def test_what_is_not_there_is_told(folder: Path, words: list[str], message: str,
     assert check_dataset_counts.main(command) == 1
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_the_data_of_published_settings_are_releases():
+    """So that --prepare, or data_prep.prepare_conversations --name, makes what they name."""
+    data = [experiment["data"] for group in assistant_presets.GROUPS.values() for experiment in group]
+    corpora = {corpus for each in data for corpus in check_dataset_counts.list_corpora(each)}
+    assert len(corpora) > 20
+    for corpus in corpora:
+        assert conversation_table.find(corpus)

@@ -1,7 +1,10 @@
 """Each release of resources/conversations: what becomes of a few rows in its layout, and of a person's own file with an entry in YAML."""
 
+import contextlib
+import copy
 import gzip
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,13 @@ from typing import Any
 import pytest
 
 from data_prep import conversation_table, prepare_conversations
-from data_prep.conversation_forms.rows import pick
+from data_prep.conversation_forms.columns import look_up
+from data_prep.conversation_forms.rows import SPLIT_NAME, pick
 from data_prep.conversation_forms.translation import load_requests
 from data_prep.conversation_joining import Joiner
 from data_prep.conversation_table import load_form
+from src.data.conversations.entries import read_entry
+from src.errors import DataError
 from src.files import read_yaml
 
 FIXTURES = Path(__file__).parent / "release_rows.yaml"
@@ -54,7 +60,7 @@ def test_every_release_has_rows():
     assert sorted(listed) == sorted(asked)
     assert conversation_table.names() == sorted(listed)
     assert conversation_table.names("rm") == [
-        "anthropic_rlhf", "augment_oasst", "hellaswag", "hf_summary", "hf_summary_pairs", "oasst_export", "shp", "webgpt",
+        "anthropic_rlhf", "augment_oasst", "hellaswag", "hf_summary", "hf_summary_pairs", "oasst_export", "shp", "webgpt", "webgpt_ranked",
     ]  # fmt: skip
 
 
@@ -150,6 +156,7 @@ def test_translations_go_both_ways_in_all_languages():
 
 
 def test_an_earlier_conversation_is_an_example_now_and_then():
+    """B20: of the five before it, never itself."""
     talks = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}] for i in range(400)]
     joiner = Joiner(None, 0.2)
     found = [row["messages"] for talk in talks for row in joiner.add({"messages": talk})]
@@ -207,3 +214,35 @@ def test_trees_of_the_hub_are_those_of_the_files(shared_data: Path, tmp_path: Pa
         of_file = prepare(tmp_path, [*words, str(path)], f"trees_{mode}")
         assert prepare(tmp_path, [*words, write(tmp_path / "rows.jsonl", rows)], f"messages_{mode}") == of_file
         assert len(of_file["train"]) > 50
+
+
+def spoil(value: Any, *path: str | int) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """(path, wrong value) of everything below a value."""
+    if path:
+        yield from ((path, wrong) for wrong in (None, 3, "x", [], {}, [None], [3], [{}], {"a": 1}))
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        yield from spoil(part, *path, name)
+
+
+@pytest.mark.parametrize("name", fixtures())
+def test_rows_of_another_shape_are_told(name: str):
+    """Whatever stands in the place of whatever: an error of the data, which names the row, or a row that is left out."""
+    release, _, mode = name.partition(" ")
+    entry, _ = conversation_table.find(release)
+    form = entry.form_of("rm" if mode else entry.modes[0])
+    rows = fixtures()[name]["rows"] or fixtures()[release]["rows"]
+    keys = [json.dumps(look_up(row, entry.group_by, "here")) if entry.group_by else str(place) for place, row in enumerate(rows)]
+    for key in set(keys):
+        group = [row for row, own in zip(rows, keys, strict=True) if own == key]
+        for (place, *path), wrong in spoil(group):
+            if not path:
+                continue
+            spoilt: Any = copy.deepcopy(group)
+            within = spoilt[place]
+            for part in path[:-1]:
+                within = within[part]
+            within[path[-1]] = wrong
+            with contextlib.suppress(DataError):
+                for row in form.read({"rows": spoilt} if entry.group_by else {**spoilt[0], SPLIT_NAME: "x"}, "here"):
+                    read_entry(row, "here")
