@@ -31,6 +31,9 @@ from src.models.load import ROOT, add_options, move
 from src.serving.chat import load_writer
 from src.serving.conversation import Talk
 
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Arguments of `generate` that change nothing where no token is drawn."""
+
 
 class Sampling(configs.Config):
     """One way to sample."""
@@ -61,7 +64,9 @@ class Sampling(configs.Config):
 
 
 def read_samplings(path: Path, names: Sequence[str] | None) -> list[Sampling]:
-    """Those in a file, merged with its default, whose values any other overrides. names: of those to take; None: all.
+    """Those in a file, merged with its default, whose values any other overrides; without do_sample its arguments of sampling do not count.
+
+    names: of those to take; None: all.
 
     Raises:
         ConfigError: the file, or a name, is wrong.
@@ -76,6 +81,11 @@ def read_samplings(path: Path, names: Sequence[str] | None) -> list[Sampling]:
         if not isinstance(own, dict) or not isinstance(arguments := own.get("generate_args", {}), dict):
             raise ConfigError(f"{where}: expected an object with name and generate_args.")
         merged = {**default.get("generate_args", {}), **arguments}
+        if not merged.get("do_sample"):
+            ignored = [name for name in _OF_SAMPLING if arguments.get(name) is not None]
+            if ignored:
+                raise ConfigError(f"{where}: {ignored[0]}: would be ignored without do_sample. Leave it out.")
+            merged = {name: value for name, value in merged.items() if name not in _OF_SAMPLING}
         made = configs.load(Sampling, {**default, **own, "generate_args": merged}, where)
         if found.setdefault(made.name, made) is not made:
             raise ConfigError(f"{where}: the name {made.name!r} stands twice.")

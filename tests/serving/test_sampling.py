@@ -18,7 +18,7 @@ from tests.recipes.train_assistants import REWARD, SFT, write_data
 WAYS = """
 default: {generate_args: {max_new_tokens: 6, do_sample: true, temperature: 3.0, top_k: 5}, pre_text: "Say: ", system_profile: terse}
 configurations:
-  - {name: greedy, generate_args: {do_sample: false, temperature: null, top_k: null}}
+  - {name: greedy, generate_args: {do_sample: false}}
   - {name: wild, generate_args: {top_k: 0}, pre_text: "", system_profile: ""}
 """
 
@@ -68,7 +68,7 @@ def test_a_report_has_the_layout_that_tools_read(folder: Path):
 
 def test_values_that_are_false_override_the_default(folder: Path):
     greedy, wild = sampling_report.read_samplings(folder / "ways.yaml", None)
-    assert greedy.generate_args == {"max_new_tokens": 6, "do_sample": False, "temperature": None, "top_k": None}
+    assert greedy.generate_args == {"max_new_tokens": 6, "do_sample": False}
     assert wild.generate_args == {"max_new_tokens": 6, "do_sample": True, "temperature": 3.0, "top_k": 0}
     assert greedy.messages("1?") == [Message("system", "terse"), Message("user", "Say: 1?")]
     assert wild.messages("1?") == [Message("user", "1?")]
@@ -146,7 +146,9 @@ def test_an_evaluation_has_the_scores_of_the_training(folder: Path, tmp_path: Pa
 
 
 COLD = "configurations: [{name: a, generate_args: {max_new_tokens: 1, do_sample: true, temperature: -1.0}}]"
+IGNORED = "configurations: [{name: a, generate_args: {max_new_tokens: 1, top_p: 0.5}}]"
 MISTAKES = [
+    ("report", {"--config": IGNORED}, "configurations[0]: top_p: would be ignored without do_sample. Leave it out."),
     ("report", {"--only": "gredy"}, "--only: unknown configuration 'gredy'. Did you mean 'greedy'?"),
     ("report", {"--num_samples": "0"}, "--num_samples: expected at least 1, got 0."),
     ("report", {"--prompts": "none"}, "none: no such file."),
