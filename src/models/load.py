@@ -5,12 +5,15 @@ model.generate(input_ids=…, attention_mask=…, context_ids=…, context_mask=
 """
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from src.config import Places
 from src.errors import CheckpointError, ConfigError
 from src.files import defect
+from src.models import lora
+from src.models.hf import BITSANDBYTES
 from src.models.trained_model import from_checkpoint
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.metadata import expand_run
@@ -63,6 +66,47 @@ def move(model: Any, device: str | None) -> None:
         model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device: {device!r} cannot be used ({str(error).splitlines()[0]}).") from None
+
+
+def require_8bit(device: str | None) -> str:
+    """The GPU that `quantize` takes. device: as of `move`.
+
+    Raises:
+        ConfigError: it is none, or bitsandbytes is not installed.
+    """
+    import torch
+
+    if not torch.cuda.is_available() or not (device or "cuda").startswith("cuda"):
+        raise ConfigError("--8bit: needs a GPU, and there is none here, or --device names none. Leave it out.")
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(f"--8bit: needs a package that is not installed: pip install -r {BITSANDBYTES}")
+    return device or "cuda"
+
+
+def quantize(model: Any, device: str) -> Any:
+    """A model of transformers with its matrices in 8 bits (LLM.int8()), on a device; adapters are merged into them first.
+
+    Raises:
+        ConfigError: it is a model of another kind, or quantized already; or torch cannot use the device here.
+    """
+    import torch
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or hasattr(model.config, "quantization_config"):
+        raise ConfigError("--8bit: its matrices are quantized already, or not those of a plain decoder. Leave it out.")
+    lora.merge(model)
+    try:
+        made: Any = type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict=model.state_dict(),
+            dtype=torch.float16 if model.dtype == torch.float32 else model.dtype,
+            quantization_config=BitsAndBytesConfig(load_in_8bit=True),
+            device_map=device,
+        )
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device: {device!r} cannot be used ({str(error).splitlines()[0]}).") from None
+    return made.eval()
 
 
 def checkpoint_folder(source: Path) -> Path:

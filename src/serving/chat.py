@@ -25,7 +25,7 @@ from src.data.parts import leaf_configs
 from src.data.text.tokenizers import SafeTokenizer, control_ids
 from src.errors import ConfigError, DataError
 from src.interfaces import load_experiment
-from src.models.load import PLACES, checkpoint_folder, load, move
+from src.models.load import PLACES, checkpoint_folder, load, move, quantize, require_8bit
 from src.runs.metadata import expand_run, read_exp_dict
 from src.serving.conversation import Talk
 
@@ -88,11 +88,11 @@ class Writer:
         return text[len(begun) :]
 
 
-def load_writer(source: Path, places: Places) -> tuple[Writer | Talk, Any]:
-    """Of a run or a checkpoint; and its model.
+def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) -> tuple[Writer | Talk, Any]:
+    """Of a run or a checkpoint; and its model. gpu_of_8bit: where its matrices are in 8 bits; None: as trained, on the CPU.
 
     Raises:
-        ConfigError: it was not trained on conversations, nor on documents with metadata; or it is a reward model.
+        ConfigError: it was not trained on conversations, nor on documents with metadata; it is a reward model; or not one for 8 bits.
         UserError: a part of the model is missing.
     """
     source = expand_run(source, places.runs)
@@ -103,6 +103,8 @@ def load_writer(source: Path, places: Places) -> tuple[Writer | Talk, Any]:
     if told is None:
         raise ConfigError(f"{run}: not trained on conversations, nor on documents with metadata (data set 'metadata').")
     model, tokenizer = load(source, places)
+    if gpu_of_8bit:
+        model = quantize(model, gpu_of_8bit)
     return (Talk if isinstance(told, ConversationConfig) else Writer)(model, tokenizer, told), model  # type: ignore[arg-type]
 
 
@@ -137,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("run", type=Path, help="a save directory, the beginning of its id, or a checkpoint")
     add("beginnings", nargs="*", help="of texts, each of which is gone on with; or messages (default: lines from the keyboard)")
     add("--metadata", action="append", default=[], metavar="KEY=VALUE", help="what is known of the text; again for more")
+    add("--8bit", dest="eight_bit", action="store_true", help="matrices in 8 bits, on a GPU, by bitsandbytes")
     add_options(parser)
     args = parse_arguments(parser, argv)
     return run_command(lambda: _act(args))
@@ -146,11 +149,13 @@ def _act(args: argparse.Namespace) -> int:
     import torch
 
     options = generation_options(args)
-    writer, model = load_writer(args.run, Places(args.data_path, args.savedir_base))
+    gpu = require_8bit(args.device) if args.eight_bit else None
+    writer, model = load_writer(args.run, Places(args.data_path, args.savedir_base), gpu)
     if isinstance(writer, Talk) and args.metadata:
         raise ConfigError("--metadata: conversations have none. Leave it out.")
     items = [] if isinstance(writer, Talk) else writer.items(args.metadata)
-    move(model, args.device)
+    if gpu is None:
+        move(model, args.device)
     torch.manual_seed(args.seed)
     for beginning in args.beginnings or (line.rstrip("\n") for line in sys.stdin):
         if isinstance(writer, Talk):

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import src.models.hf
+import src.models.load
 from src.errors import ConfigError
 from src.interfaces import load_experiment
+from src.models.load import quantize, require_8bit
 from src.registry import MODELS, bind
 from src.weights import trained_weights
 from tests.models.conftest import make_base
@@ -63,3 +65,40 @@ def test_what_could_not_learn_is_refused(folder: str, places, monkeypatch: pytes
     monkeypatch.setattr(src.models.hf, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install -r requirements/bitsandbytes\.txt"):
         bind(MODELS, around(folder, "8bit")["base"]).check(places)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_trained_model_is_quantized_with_its_adapters(folder: str, places, adapted: bool):
+    config = {"name": "hf", "path": folder}
+    lora = {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q_proj"], "base": config}
+    model: Any = bind(MODELS, lora if adapted else config).build(places).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.fill_(0.2)
+        ids = torch.arange(3, 13).view(2, 5)
+        plain: Any = bind(MODELS, config).build(places).eval()
+        exact, other = model(ids).logits, plain(ids).logits
+        small = quantize(model, "cpu")
+        near = small(ids).logits.float()
+    assert small.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
+    assert 0 < (near - exact).norm() / exact.norm() < 0.05
+    assert ((near - other).norm() / exact.norm() > 0.1) == adapted
+    with pytest.raises(ConfigError, match="--8bit: its matrices are quantized already"):
+        quantize(small, "cpu")
+    with pytest.raises(ConfigError, match="--device: 'cuda:99' cannot be used"):
+        quantize(plain, "cuda:99")
+
+
+def test_8_bits_need_a_gpu_and_their_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"--8bit: needs a GPU, and there is none here, or --device names none\. Leave it out\."):
+        require_8bit(None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        require_8bit("cpu")
+    assert require_8bit(None) == "cuda"
+    assert require_8bit("cuda:1") == "cuda:1"
+    monkeypatch.setattr(src.models.load, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--8bit: needs .*pip install -r requirements/bitsandbytes\.txt"):
+        require_8bit(None)
