@@ -22,11 +22,12 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 _OASST = {"user": "<|prompter|>", "assistant": "<|assistant|>", "system": "<|system|>", "tool": "<|prompter|>"}
 NAMES = ("chatml", "oasst", "tokenizer")
 _MARK = re.compile("\x02([0-9]+)\x03")
+_OWN = "own_chat_template"
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
 def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
-    """The template of a name, or the tokenizer's own. A tokenizer without one gets it, so that chats and exports of the run write the same.
+    """The template of a name, or the tokenizer's own. The tokenizer gets the one of a name, so that exports of the run write the same.
 
     Raises:
         DataError: the tokenizer lacks its control tokens, or has no template, or one with which nothing could be trained.
@@ -39,16 +40,17 @@ def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
         require_controls(tokenizer, CHATML_TOKENS, name)
         _keep_source(tokenizer, name)
         return ChatML()
-    source = tokenizer.chat_template
+    source = getattr(tokenizer, _OWN, tokenizer.chat_template)
     if not isinstance(source, str):
         raise DataError("data.template: the tokenizer has no chat template of its own. Take 'oasst' or 'chatml'.")
     return Jinja(source, {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)})
 
 
 def _keep_source(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
-    """Give the tokenizer the template as Jinja, where it has none."""
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = read_source(name)
+    """Give the tokenizer the template as Jinja. Its own, if it has one, is still what `find` takes for "tokenizer"."""
+    if tokenizer.chat_template is not None:
+        setattr(tokenizer, _OWN, getattr(tokenizer, _OWN, tokenizer.chat_template))
+    tokenizer.chat_template = read_source(name)
 
 
 def read_source(name: str) -> str:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -157,3 +158,17 @@ def test_a_tool_speaks_after_the_assistant():
     found = RENDERERS["chatml"].render([*talk.messages("2 + 3?", "add(2, 3)"), Message("tool", "5"), Message("assistant", "It is 5.")])
     assert talk.shown(found, MADE, [Role.TOOL]) == "5"
     assert talk.shown(found, MADE, [Role.ASSISTANT]) == "add(2, 3)<|im_end|>It is 5.<|im_end|>"
+
+
+def test_a_tokenizer_is_saved_with_the_template_that_was_trained_with(tmp_path: Path):
+    """Whatever it came with, which is its own as long as it is in memory."""
+    from transformers import AutoTokenizer
+
+    made = talk.tokenizer(template=SOURCES["chatml"])
+    for _ in range(2):
+        find("oasst", made)
+        own = find("tokenizer", made)
+        assert isinstance(own, Jinja)
+        assert own.source == SOURCES["chatml"]
+    made.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == SOURCES["oasst"]
