@@ -47,6 +47,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--train", nargs="+", default=[], metavar="SOURCE", help="rows to train on (default: where the release is)")
     add("--val", nargs="+", default=[], metavar="SOURCE", help="rows for validation (default: as the release says, or a share of --train)")
     add("--val_rate", type=float, help="that share (default: as the release says; 0.1 with --form)")
+    add("--fold", metavar="K/N", help="for validation the K-th of N parts of --train, such as 2/5: parts have no question in common")
     add("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help="what columns of the form are called in the source")
     add("--lang", metavar="LANGUAGES", help="of trees, such as en,de (default: en)")
     add("--top_k", type=int, metavar="K", help="of trees: replies of rank 0 to K - 1 are gone on with (default: all)")
@@ -64,6 +65,7 @@ def prepare(  # noqa: PLR0913  the options of the command
     train: Sequence[str] = (),
     val: Sequence[str] = (),
     val_rate: float | None = None,
+    fold: str | None = None,
     columns: Sequence[str] = (),
     lang: str | None = None,
     top_k: int | None = None,
@@ -77,6 +79,9 @@ def prepare(  # noqa: PLR0913  the options of the command
     """
     if val_rate is not None and not 0 < val_rate < 1:
         raise ConfigError(f"--val_rate: expected a number between 0 and 1, got {val_rate:g}.")
+    part = parse_fold(fold) if fold else None
+    if part and (val or val_rate is not None):
+        raise ConfigError("--fold says which rows are for validation: leave --val and --val_rate out.")
     if form is None:
         entry, path = conversation_table.find(release or name, release_file)
     elif release or release_file or mode:
@@ -91,8 +96,8 @@ def prepare(  # noqa: PLR0913  the options of the command
     renamed = {**entry.columns, **dict(_renaming(text) for text in columns)}
     entry = entry.model_copy(update={"val_rate": val_rate or entry.val_rate, "columns": renamed})
     train_sources = [*train] or conversation_table.sources_of(entry, "train", path)
-    val_sources = [*val] or ([] if train else conversation_table.sources_of(entry, "val", path))
-    work = _Work(name, entry, read, [("train", each) for each in train_sources] + [("val", each) for each in val_sources])
+    val_sources = [*val] or ([] if train or part else conversation_table.sources_of(entry, "val", path))
+    work = _Work(name, entry, read, [("train", each) for each in train_sources] + [("val", each) for each in val_sources], part)
     return command.make_folder(data_path / name, COMMAND, work.made_from(), work.fill) is not None
 
 
@@ -115,8 +120,11 @@ def _renaming(text: str) -> tuple[str, str]:
 class _Work:
     """From the rows of a release to the files of a folder."""
 
-    def __init__(self, name: str, release: Release, form: Form, named: Sequence[tuple[str, str]]) -> None:
-        """named: (split, source) of each source."""
+    def __init__(
+        self, name: str, release: Release, form: Form, named: Sequence[tuple[str, str]], part: tuple[float, float] | None = None
+    ) -> None:
+        """named: (split, source) of each source. part: of the questions, those for validation where no source is, from 0 to 1."""
+        self._part = part or (0.0, release.val_rate)
         self._name, self._release, self._form, self._named = name, release, form, named
         pinned = {"revision": release.revision, "data_files": release.files or None}
         self._given = {
@@ -131,6 +139,7 @@ class _Work:
         return {
             "sources": {source: sources.identify(source, rows) for source, rows in self._given.items()},
             "options": [[*map(list, self._named)], self._release.model_dump(mode="json"), self._form.model_dump(mode="json")],
+            "part": [*self._part],
             "scripts_sha256": command.digest_files(scripts),
         }
 
@@ -175,7 +184,7 @@ class _Work:
     def _split_of(self, split: str, row: Row, entry: Entry) -> str:
         if self._release.split_column is not None:
             return "val" if str(row.get(self._release.split_column)).startswith(("val", "test")) else "train"
-        return "val" if split == "val" or (not self._has_val and _is_for_validation(entry, self._release.val_rate)) else "train"
+        return "val" if split == "val" or (not self._has_val and self._part[0] <= _place(entry) < self._part[1]) else "train"
 
     def _groups(self, source: str) -> Iterator[tuple[str, Row]]:
         """(where, row), or where a release has `group_by`, (where, {"rows": those of a group}), in the order of their first rows."""
@@ -207,9 +216,22 @@ def _read(source: str, rows: Any) -> Iterator[tuple[str, Row]]:
         yield from json_stream.records(Path(source))
 
 
-def _is_for_validation(entry: Entry, rate: float) -> bool:
+def parse_fold(text: str) -> tuple[float, float]:
+    """Where the K-th of N equal parts of what is from 0 to 1 begins and ends, of the text K/N.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    number, sign, of = text.partition("/")
+    if not sign or not number.isdecimal() or not of.isdecimal() or not 1 <= int(number) <= int(of) or int(of) < 2:
+        raise ConfigError(f"--fold {text!r}: expected K/N, such as 2/5, with K from 1 to N.")
+    return (int(number) - 1) / int(of), int(number) / int(of)
+
+
+def _place(entry: Entry) -> float:
+    """From 0 to 1, by what is asked first."""
     asked = next((message.content for message in entry.conversation if message.role != "system"), entry.text or "")
-    return int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8], "big") < rate * 2**64
+    return int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8], "big") / 2**64
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, prepare)

@@ -67,6 +67,27 @@ JUDGED_TINY: dict[str, Any] = {
 }
 
 
+# Real questions, and a pretrained model of 260,000 parameters (data_prep.llama2c): GSM8K and Alpaca as data_prep.prepare_conversations
+# makes them of their releases. What the control lacks is the connection of question and answer.
+REAL = ("alpaca", "gsm8k")
+
+
+def real(seed: int, shuffled: bool) -> dict[str, Any]:
+    """A fine-tuning on both; shuffled: with another question's answers."""
+    more = {"shuffled_answers": True} if shuffled else {}
+    parts = {
+        name: {"name": "conversations", "corpus": name, "sequence_tokens": 384, "val_samples": 150, "writing": _WRITING, **more}
+        for name in REAL
+    }
+    return {
+        "recipe": "sft",
+        "seed": seed,
+        "model": {"name": "hf", "path": "stories260k", "extra_tokens": ["<|prompter|>", "<|assistant|>", "<|system|>"]},
+        "data": {"name": "packed", "documents": {"name": "mixture", "parts": parts}, "sequence_tokens": 384},
+        "loop": {**SFT_TINY["loop"], "steps": 400, "sequences_per_step": 8, "micro_batch": 8},
+    }
+
+
 def chain(seed: int) -> list[dict[str, Any]]:
     """The links that are judged, with one seed: fine-tuning, preferences, and what the tasks say of both."""
     sft = override(SFT_TINY, {"seed": seed})
@@ -80,5 +101,7 @@ GROUPS = {
     "assistant_tiny_dpo": [DPO_TINY],
     "assistant_tiny_judged": [JUDGED_TINY],
     "assistant_tiny_seeds": [exp for seed in (1, 2, 3) for exp in chain(seed)],
+    "sft_tiny": [real(seed, False) for seed in (0, 1, 2)],
+    "sft_tiny_control": [real(seed, True) for seed in (0, 1, 2)],
     "assistant_tiny_reward_control": [override(REWARD_TINY, {"data.shuffled_ranks": True})],
 }

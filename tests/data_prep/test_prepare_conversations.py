@@ -122,6 +122,22 @@ def test_a_file_becomes_a_folder_whose_splits_share_no_question(tmp_path: Path, 
     assert not asked[0] & asked[1]
 
 
+def test_each_question_is_for_validation_in_one_fold(tmp_path: Path):
+    rows = [{"messages": [{"role": "user", "content": f"{n // 2}?"}, {"role": "assistant", "content": str(n)}]} for n in range(80)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folds = list[list[str]]()
+    for k in range(1, 6):
+        words = ["--form", "messages", "--train", str(tmp_path / "rows.jsonl"), "--fold", f"{k}/5", "--name", f"fold{k}"]
+        assert prepare_conversations.main([*words, "--data_path", str(tmp_path)]) == 0
+        splits = [(tmp_path / f"fold{k}" / f"{split}.jsonl").read_text().splitlines() for split in ("train", "val")]
+        assert len(splits[0]) + len(splits[1]) == 80
+        assert not {json.loads(row)["messages"][0]["content"] for row in splits[0]} & {
+            json.loads(row)["messages"][0]["content"] for row in splits[1]
+        }
+        folds.append(splits[1])
+    assert sorted(row for fold in folds for row in fold) == sorted(json.dumps(row) for row in rows)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -133,6 +149,8 @@ def test_a_file_becomes_a_folder_whose_splits_share_no_question(tmp_path: Path, 
         (["--release", "gsm8k"], "a.jsonl:1: no column 'answer'. It has: question, reply."),
         (["--release", "wmt2019_de-xx"], "pair: unknown language 'xx'. Known: ar, de, en"),
         (["--release", "wmt2019_de-de"], "pair: expected two codes such as de-en, got 'de-de'."),
+        (["--form", "messages", "--fold", "6/5"], "--fold '6/5': expected K/N, such as 2/5, with K from 1 to N."),
+        (["--form", "messages", "--fold", "2/5", "--val_rate", "0.5"], "--fold says which rows are for validation"),
         (["--form", "messages", "--val_rate", "1.5"], "--val_rate: expected a number between 0 and 1, got 1.5."),
         (["--form", "messages", "--columns", "x"], "--columns 'x': expected NAME=COLUMN, such as prompt=question."),
         (["--form", "messages"], "expected messages with role and content, or from and value"),

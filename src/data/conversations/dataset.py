@@ -11,11 +11,11 @@ from pydantic import Field
 
 from src.batches import TokenBatch
 from src.config import Config as StrictConfig
-from src.config import Places
+from src.config import Places, added_field, drop_absences
 from src.data import jsonl
 from src.data.conversations import templates
 from src.data.conversations.choices import Tags, draws, window
-from src.data.conversations.entries import Message, check_row, read_entry
+from src.data.conversations.entries import Entry, Message, check_row, read_entry
 from src.data.conversations.refusals import refuses
 from src.data.conversations.rendering import Rendered, Renderer
 from src.errors import DataError
@@ -72,7 +72,7 @@ class ConversationConfig(ShuffledConfig):
         """Of the rows, and of how they are written."""
         told = [
             jsonl.fingerprint(jsonl.corpus_folder(places, self.corpus)),
-            self.model_dump(mode="json", exclude={"corpus", "val_samples", "shuffle"}),
+            drop_absences(self.model_dump(mode="json", exclude={"corpus", "val_samples", "shuffle"}), self),
         ]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
@@ -84,6 +84,8 @@ class Config(ConversationConfig):
     """Share of the conversations that are too long which begin at a random token; the others lose their end."""
     without_refusals: bool = False
     """Whether conversations are left out in which the assistant refuses, or says what it is."""
+    shuffled_answers: bool = added_field(False)
+    """Whether conversations to learn from end with the last answer of another one: a control."""
     learn_all: bool = False
     """Whether all tokens are learned, whoever says them."""
 
@@ -145,10 +147,18 @@ class Conversations:
         key = None if self._seed is None else (self._seed, epoch, index)
         if entry.text is not None:
             return window(self.renderer.render_text(entry.text), config.sequence_tokens, 0.0, None)
-        messages = with_system(entry.conversation, config.writing.system)
+        said = self._another_answer(index, entry) if config.shuffled_answers and key else entry.conversation
+        messages = with_system(said, config.writing.system)
         told = config.writing.tags.write_all(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
         whole = self.renderer.render(messages, told)
         return window(whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None)
+
+    def _another_answer(self, index: int, entry: Entry) -> Sequence[Message]:
+        """The conversation with the last answer of another, the same in every epoch."""
+        *before, last = entry.conversation
+        other = (index + draws("answers", self._seed, index).randrange(1, len(self))) % len(self) if len(self) > 1 else index
+        said = read_entry(self._rows[self._chosen[other]], f"{self._name}: row {self._chosen[other]}").conversation
+        return [*before, Message(last.role, next((m.content for m in reversed(said) if m.role == last.role), last.content))]
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of an epoch."""

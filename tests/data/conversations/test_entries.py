@@ -172,3 +172,15 @@ def test_refusals_are_whole_words(said: str, wanted: bool, tmp_path: Path):
         talk.write_rows(tmp_path / "talk", {"train": rows[1:], "val": rows})
         with pytest.raises(DataError, match="the assistant refuses in every conversation"):
             built(tmp_path, "train", without_refusals=True)
+
+
+def test_the_control_ends_conversations_to_learn_from_with_the_answers_of_others(tmp_path: Path):
+    def said(data: Any, epoch: int = 0) -> list[str]:
+        return [MADE.decode(data.sample(epoch, n)["input_ids"]) for n in range(len(data))]
+
+    own = write(tmp_path, [row(f"question {n}", f"answer {n}") for n in range(6)])
+    train, val = (built(tmp_path, split, shuffled_answers=True) for split in ("train", "val"))
+    assert all(f"question {n}" in text and f"answer {n}" not in text and "answer" in text for n, text in enumerate(said(train)))
+    assert said(train) == said(train, epoch=1)
+    assert said(val) == said(own)
+    assert train.fingerprint != own.fingerprint
