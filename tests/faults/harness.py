@@ -120,6 +120,8 @@ def disturb(training: Training, faults: int, draw: random.Random, log: Path, wor
     wanted = undisturbed(training, log)
     report = Report(kinds)
     while len(report.faults) < faults:
+        if report.starts > 20 and not report.faults:
+            raise RuntimeError(f"{training.run}: none of {report.starts} starts could be disturbed: is it a launcher with processes?")
         _train(training, faults, draw, log, world_size, report)
         found = training.fingerprints()
         assert found == wanted, (

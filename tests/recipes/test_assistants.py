@@ -283,19 +283,15 @@ def test_a_training_that_is_killed_ends_with_the_same_bits(folder: Path, tmp_pat
 
     from tests.faults import harness
 
-    exp = override(CHAIN[name][0], {"loop.steps": 24})
+    exp = override(CHAIN[name][0], {"loop.steps": 60})
     exp.pop("answers", None)
-    shutil.copytree(folder, tmp_path / "world")
-    (tmp_path / "exp.json").write_text(json.dumps(exp))
-    code = (
-        "import json, sys; from pathlib import Path; from tests import toy; folder = Path(sys.argv[1]);"
-        "sys.exit(toy.main(['-e', 'x'], {'x': [json.loads((folder / 'exp.json').read_text())]}, folder / 'world'))"
-    )
-    training = harness.Training([sys.executable, "-c", code, str(tmp_path)], tmp_path / "world" / "runs" / exp_id(exp), toy.environment())
-    wanted, draw = harness.undisturbed(training, tmp_path / "log"), random.Random(5)
-    for _ in range(2):
-        harness.disturb(training, 2, draw, tmp_path / "log", 1)
-        assert training.fingerprints() == wanted
+    world = tmp_path / "world"
+    shutil.copytree(folder, world)
+    root = toy.project(tmp_path, f"EXP_GROUPS = {{'x': [{exp!r}]}}\n")
+    command = toy.command(root, ["-e", "x", "--log_every", "4"], world, processes=2)
+    training = harness.Training(command, world / "runs" / exp_id(exp), toy.environment(), warm=True)
+    report = harness.disturb(training, 4, random.Random(5), tmp_path / "log", 2)
+    assert len(report.faults) == 4
 
 
 def test_references_are_kept_whole_and_of_their_data(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -55,7 +55,7 @@ def _keep_source(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
 
 def read_source(name: str) -> str:
     """The template "oasst" or "chatml" as Jinja."""
-    return (Path(__file__).parents[3] / "resources" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    return (Path(__file__).resolve().parents[3] / "resources" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
