@@ -110,7 +110,7 @@ def test_commands_of_modules_have_the_flags_shown(line: str, capsys: pytest.Capt
     place = f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
     with pytest.raises(SystemExit, match=r"^0$"):
         import_module(place).main(["--help"])
-    known = set(re.findall(r"(?<![\w-])-{1,2}[a-z][\w-]*", capsys.readouterr().out))
+    known = set(re.findall(r"(?<![\w-])-{1,2}[a-z0-9][\w-]*", capsys.readouterr().out))
     assert {word for word in words if word.startswith("-")} <= known
 
 
