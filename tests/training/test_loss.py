@@ -18,6 +18,17 @@ def test_z_loss_adds_the_squared_logarithm_of_the_softmax_denominator_where_some
     assert found.item() == pytest.approx(math.log(8 / 6) + 0.5 * math.log(8) ** 2)
 
 
+@pytest.mark.parametrize(
+    ("mask", "poly_epsilon", "wanted"), [("1100", 0.0, 0.813933), ("1111", 0.0, 0.724081), ("0000", 0.0, 0.0), ("1100", 1.0, 1.275687)]
+)
+def test_masked_cross_entropy_and_poly_loss(mask: str, poly_epsilon: float, wanted: float):
+    """Worked examples of the specification; the reference could not make its poly loss (B9), and where nothing is learned it is 0."""
+    logits = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 0.0], [0.0, 3.0, 1.0], [1.0, 1.0, 1.0]])
+    targets = torch.tensor([target if own == "1" else -100 for target, own in zip([0, 2, 1, 0], mask, strict=True)])
+    found = cross_entropy(logits, targets, poly_epsilon=poly_epsilon)
+    assert found.item() / max(1, mask.count("1")) == pytest.approx(wanted, abs=1e-6)
+
+
 def test_z_loss_pulls_the_logits_to_zero():
     logits = torch.full((1, 3), 4.0, requires_grad=True)
     cross_entropy(logits, torch.tensor([0]), z_loss=1.0).backward()
