@@ -43,6 +43,8 @@ class Config(ModelConfig):
             raise ValueError("expected residual_dropout, frozen_layers or frozen_embeddings; without them it is its base.")
         if self.dropout_by_layer == "growing" and not self.residual_dropout:
             raise ValueError("dropout_by_layer: without residual_dropout nothing grows. Leave it out.")
+        if (self.frozen_layers or self.frozen_embeddings) and self.base.has_random_weights():
+            raise ValueError("base: its weights are random, and what is frozen would never be learned. Freeze parts of a trained model.")
         if self.frozen_embeddings and self.base.new_tokens():
             raise ValueError("frozen_embeddings: the base has extra_tokens, which would not be learned. Leave one of the two out.")
         return self
@@ -77,6 +79,8 @@ class Config(ModelConfig):
     def check(self, places: Places) -> None:
         call_once(self.base.check, places)
         self.base.check_kind(DECODER, places, "model.base")
+        if self.frozen_embeddings and self.base.new_token_ids(places):
+            raise ConfigError("model.frozen_embeddings: the base's tokenizer has new tokens, which would not be learned. Leave one out.")
         sizes = self.architecture(places)
         if sizes:
             self._require_layers(sizes.num_layers)

@@ -26,6 +26,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 16, "n_layer": 3, "n_head": 2},
 }
 QUIET = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "dropout": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+RANDOM = {"name": "gpt_bigcode", "tokenizer": "t", "hidden_size": 8, "num_layers": 2, "num_heads": 1, "max_positions": 8}
 EVERY = pytest.mark.parametrize("family", SIZES)
 IDS = torch.arange(12)[None] % 31
 
@@ -82,6 +83,7 @@ def test_nothing_is_asked_for_that_does_nothing(tmp_path: Path):
     for wrong, told in (
         ({}, "without them it is its base"),
         ({"dropout_by_layer": "growing", "frozen_layers": 1}, "nothing grows"),
+        ({"frozen_layers": 1, "base": RANDOM}, "its weights are random"),
         ({"frozen_embeddings": True, "base": {**base, "extra_tokens": ["<a>"]}}, "would not be learned"),
     ):
         with pytest.raises(Problems, match=told):
