@@ -22,7 +22,8 @@ from data_prep.conversation_table import Mode
 from src.command_line import aligned_lines
 from src.config import Places
 from src.data import jsonl
-from src.data.conversations.entries import Entry, check_row, read_entry
+from src.data.conversations.entries import Entry, read_entry
+from src.data.conversations.rows import read_rows
 from src.errors import DataError
 from src.exp_groups import assistant_presets, assistants
 from src.files import MANIFEST, read_manifest, write_atomic
@@ -101,7 +102,7 @@ def read_entries(data_path: Path, name: str) -> Iterator[tuple[str, Entry]]:
     jsonl.require_splits(places, name)
     for split in jsonl.SPLITS:
         path = data_path / name / f"{split}.jsonl"
-        rows = jsonl.read_rows(path, {}, check=check_row, rules="conversations 1")
+        rows = read_rows(path)
         yield from ((split, read_entry(row, str(path))) for row in rows)
 
 

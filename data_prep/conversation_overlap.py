@@ -23,7 +23,8 @@ from data_prep.qa_releases import json_stream
 from src.command_line import aligned_lines
 from src.config import Places
 from src.data import jsonl
-from src.data.conversations.entries import check_row, read_entry
+from src.data.conversations.entries import read_entry
+from src.data.conversations.rows import read_rows
 from src.errors import ConfigError, DataError
 
 COMMAND = "python -m data_prep.conversation_overlap"
@@ -73,7 +74,7 @@ class Texts:
         for split in jsonl.SPLITS:
             for name in dict.fromkeys(names):
                 jsonl.require_splits(Places(data=data_path, runs=data_path), name)
-                rows = jsonl.read_rows(data_path / name / f"{split}.jsonl", {}, check=check_row, rules="conversations 1")
+                rows = read_rows(data_path / name / f"{split}.jsonl")
                 self._rows[name, split] = rows
                 self.places += [Place(name, split, number) for number in range(1, len(rows) + 1)]
 

@@ -15,9 +15,10 @@ from src.config import Places, added_field, drop_absences
 from src.data import jsonl
 from src.data.conversations import templates
 from src.data.conversations.choices import Tags, draws, window
-from src.data.conversations.entries import Entry, Message, check_row, read_entry
+from src.data.conversations.entries import Entry, Message, read_entry
 from src.data.conversations.refusals import refuses
 from src.data.conversations.rendering import Rendered, Renderer
+from src.data.conversations.rows import ANSWERED, ConversationRows, read_rows
 from src.errors import DataError
 from src.interfaces import require_fit
 from src.orders import ShuffledConfig
@@ -60,13 +61,12 @@ class ConversationConfig(ShuffledConfig):
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
 
-    def read(self, places: Places, split: str) -> Sequence[dict[str, Any]]:
+    def read(self, places: Places, split: str) -> ConversationRows:
         """The rows of a split, parsed on access."""
         path = jsonl.require_file(jsonl.corpus_folder(places, self.corpus), f"{split}.jsonl")
-        rows: Sequence[dict[str, Any]] = jsonl.read_rows(path, {}, check=check_row, rules="conversations 1")
-        if split == "val" and self.val_samples is not None:
-            return [rows[i] for i in jsonl.select_validation_rows(len(rows), self.val_samples, path)]
-        return rows
+        rows = read_rows(path)
+        wanted = self.val_samples if split == "val" else None
+        return ConversationRows(rows, None if wanted is None else jsonl.select_validation_rows(len(rows), wanted, path))
 
     def digest(self, places: Places) -> str:
         """Of the rows, and of how they are written."""
@@ -112,9 +112,7 @@ class Conversations:
 
     collation = "conversations"
 
-    def __init__(
-        self, config: Config, rows: Sequence[dict[str, Any]], renderer: Renderer, seed: int | None, digest: str, name: str
-    ) -> None:
+    def __init__(self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str) -> None:
         """seed: of what an epoch reads of a conversation; None: always the same. name: of the data, in messages."""
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
@@ -172,9 +170,12 @@ class Conversations:
         return len(self._asked)
 
     @cached_property
-    def _asked(self) -> list[int]:
-        rows = (self._rows[i].get("messages") for i in self._chosen)
-        return [index for index, messages in enumerate(rows) if messages and messages[-1]["role"] == "assistant"]
+    def _asked(self) -> Sequence[int]:
+        answered = self._rows.numbers_of(ANSWERED)
+        if isinstance(self._chosen, range):
+            return answered
+        some = set(answered)
+        return [index for index, row in enumerate(self._chosen) if row in some]
 
     def row(self, index: int) -> dict[str, Any]:
         """Question `index`: what is asked last, and the answer."""

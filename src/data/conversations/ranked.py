@@ -1,7 +1,7 @@
 """Conversations with ranked replies: each a sample of as many rows as it has replies."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from src.data.conversations.choices import draws
 from src.data.conversations.dataset import ConversationConfig, with_system
 from src.data.conversations.entries import Message, Reply, read_entry
 from src.data.conversations.rendering import LEARNED, Rendered, Renderer, Role
+from src.data.conversations.rows import RANKED, ConversationRows
 from src.errors import DataError
 from src.kinds import REWARD
 
@@ -58,13 +59,11 @@ class RankedReplies:
 
     collation = "ranked"
 
-    def __init__(
-        self, config: Config, rows: Sequence[dict[str, Any]], renderer: Renderer, seed: int | None, digest: str, name: str
-    ) -> None:
+    def __init__(self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str) -> None:
         """seed: of what an epoch reads of a conversation; None: always the same. name: of the data, in messages."""
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
-        self._chosen = [i for i in range(len(rows)) if len({reply.get("rank") for reply in rows[i].get("replies") or ()}) > 1]
+        self._chosen = rows.numbers_of(RANKED)
         if not self._chosen:
             raise DataError(f"{name}: no conversation has replies of different ranks. Ties alone tell nothing.")
 

@@ -1,0 +1,56 @@
+"""The rows of a file of conversations, and which of them can be asked or ranked: known from the index of a large file, not by parsing."""
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from src.data import jsonl
+from src.data.conversations.entries import check_row
+
+ANSWERED, RANKED, OTHER = "answered", "ranked", "other"
+"""Kinds of rows: the last message is the assistant's; replies of different ranks; neither."""
+_RULES = "conversations 2"
+
+
+def kind_of(row: dict[str, Any]) -> str:
+    """The kind of a row that is an entry."""
+    if len({reply["rank"] for reply in row.get("replies") or ()}) > 1:
+        return RANKED
+    return ANSWERED if row.get("replies") is None and "messages" in row and row["messages"][-1]["role"] == "assistant" else OTHER
+
+
+def read_rows(path: Path) -> jsonl.Rows:
+    """The rows of a file, each an entry, grouped by kind.
+
+    Raises:
+        DataError: the folder or the file is missing or incomplete, or a line is no entry; names it.
+    """
+    return jsonl.read_rows(path, {}, check=check_row, group=kind_of, rules=_RULES)
+
+
+class ConversationRows(Sequence[dict[str, Any]]):
+    """Some rows of a file, or all, parsed on access."""
+
+    def __init__(self, rows: jsonl.Rows, chosen: Sequence[int] | None = None) -> None:
+        """chosen: their numbers in the file, in order; None: all."""
+        self._rows, self._chosen = rows, chosen if chosen is not None else range(len(rows))
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: Any) -> Any:
+        return [self[i] for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self._rows[self._chosen[index]]
+
+    def numbers_of(self, kind: str) -> Sequence[int]:
+        """Which of these rows are of a kind: four bytes each, or none where all are."""
+        import numpy as np
+
+        index = self._rows.row_index
+        if kind not in index.names:
+            return ()
+        groups = np.asarray(index.groups, dtype=np.uint32)
+        if len(self) != len(groups) or not isinstance(self._chosen, range):
+            groups = groups[np.fromiter(self._chosen, dtype=np.int64, count=len(self))]
+        found = groups == index.names.index(kind)
+        return range(len(self)) if found.all() else array("I", np.flatnonzero(found).astype(np.uint32).tobytes())
