@@ -7,8 +7,8 @@ from src.experiments.grid import override, ref
 _WRITING = {"template": "oasst"}
 _METRICS = [{"name": "expressions"}]
 
-# Expressions of two numbers with a given value (python -m data_prep.stdlib_conversations), judged by this Python.
-SFT_TINY: dict[str, Any] = {
+# What the assistants begin with: every token of the standard library's doctests (python -m data_prep.stdlib_conversations).
+BASE_TINY: dict[str, Any] = {
     "recipe": "sft",
     "seed": 0,
     "model": {
@@ -19,16 +19,34 @@ SFT_TINY: dict[str, Any] = {
         "num_heads": 4,
         "max_positions": 96,
     },
-    "data": {"name": "conversations", "corpus": "expression_tasks", "sequence_tokens": 80, "writing": _WRITING},
+    "data": {
+        "name": "packed",
+        "documents": {
+            "name": "conversations",
+            "corpus": "stdlib_doctests",
+            "sequence_tokens": 96,
+            "writing": _WRITING,
+            "learn_all": True,
+        },
+        "sequence_tokens": 96,
+    },
     "loop": {
-        "steps": 600,
+        "steps": 200,
         "sequences_per_step": 32,
         "micro_batch": 32,
         "learning_rate": 3e-3,
         "schedule": "cosine",
         "warmup_rate": 0.1,
-        "eval_every": 200,
+        "eval_every": 100,
     },
+}
+# Expressions of two numbers with a given value, judged by this Python.
+SFT_TINY: dict[str, Any] = {
+    "recipe": "sft",
+    "seed": 0,
+    "model": ref(BASE_TINY),
+    "data": {"name": "conversations", "corpus": "expression_tasks", "sequence_tokens": 80, "writing": _WRITING},
+    "loop": {**BASE_TINY["loop"], "steps": 400},
     "answers": {"questions": 100, "max_new_tokens": 12, "metrics": _METRICS},
 }
 REWARD_TINY: dict[str, Any] = {
@@ -56,20 +74,24 @@ DPO_TINY: dict[str, Any] = {
     "loop": {**REWARD_TINY["loop"], "steps": 100, "learning_rate": 2e-4, "eval_every": 50},
     "preference": {"sft_weight": 1.0},
 }
-# What each link of the chain is worth: tasks solved, and answers in the preferred style.
-JUDGED_TINY: dict[str, Any] = {
-    "recipe": "sft",
-    "seed": 0,
-    "model": ref(DPO_TINY),
-    "data": SFT_TINY["data"],
-    "evaluation": {"micro_batch": 32},
-    "answers": SFT_TINY["answers"],
-}
+
+
+def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
+    """What a link of the chain is worth: tasks solved, and answers in the preferred style."""
+    return {
+        "recipe": "sft",
+        "seed": trained["seed"],
+        "model": ref(trained),
+        "data": SFT_TINY["data"],
+        "evaluation": {"micro_batch": 32},
+        "answers": SFT_TINY["answers"],
+    }
 
 
 # Real questions, and a pretrained model of 260,000 parameters (data_prep.llama2c): GSM8K and Alpaca as data_prep.prepare_conversations
 # makes them of their releases. What the control lacks is the connection of question and answer.
 REAL = ("alpaca", "gsm8k")
+STORIES = {"name": "hf", "path": "stories260k", "extra_tokens": ["<|prompter|>", "<|assistant|>", "<|system|>"]}
 
 
 def real(seed: int, shuffled: bool) -> dict[str, Any]:
@@ -82,25 +104,56 @@ def real(seed: int, shuffled: bool) -> dict[str, Any]:
     return {
         "recipe": "sft",
         "seed": seed,
-        "model": {"name": "hf", "path": "stories260k", "extra_tokens": ["<|prompter|>", "<|assistant|>", "<|system|>"]},
+        "model": STORIES,
         "data": {"name": "packed", "documents": {"name": "mixture", "parts": parts}, "sequence_tokens": 384},
-        "loop": {**SFT_TINY["loop"], "steps": 400, "sequences_per_step": 8, "micro_batch": 8},
+        "loop": {**SFT_TINY["loop"], "steps": 400, "sequences_per_step": 8, "micro_batch": 8, "eval_every": 200},
     }
 
 
-def chain(seed: int) -> list[dict[str, Any]]:
-    """The links that are judged, with one seed: fine-tuning, preferences, and what the tasks say of both."""
-    sft = override(SFT_TINY, {"seed": seed})
-    dpo = override(DPO_TINY, {"seed": seed, "model": ref(sft)})
-    return [sft, dpo, override(JUDGED_TINY, {"seed": seed, "model": ref(dpo)})]
+def ranking_of(corpus: str, seed: int, shuffled: bool) -> dict[str, Any]:
+    """A reward model of ranked replies that people wrote; shuffled: with the ranks of other replies."""
+    more = {"shuffled_ranks": True} if shuffled else {}
+    return {
+        "recipe": "reward",
+        "seed": seed,
+        "model": {"name": "reward", "pooling": "mean", "base": STORIES},
+        "data": {
+            "name": "ranked_replies",
+            "corpus": corpus,
+            "sequence_tokens": 256,
+            "min_prompt_tokens": 32,
+            "writing": _WRITING,
+            **more,
+        },
+        "loop": {**BASE_TINY["loop"], "steps": 60, "sequences_per_step": 8, "micro_batch": 8, "learning_rate": 1e-3, "eval_every": 20},
+    }
+
+
+def folds(shuffled: bool) -> list[dict[str, Any]]:
+    """Of preference pairs, in five parts; and of the forks of Open-Assistant's trees, by three seeds."""
+    pairs = [ranking_of(f"pairs_{k}", 0, shuffled) for k in range(1, 6)]
+    return [*pairs, *(ranking_of("oasst_forks", seed, shuffled) for seed in range(3))]
+
+
+def chain(seed: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The links with one seed: language model, fine-tuning, preferences."""
+    base = override(BASE_TINY, {"seed": seed})
+    sft = override(SFT_TINY, {"seed": seed, "model": ref(base)})
+    return base, sft, override(DPO_TINY, {"seed": seed, "model": ref(sft)})
 
 
 GROUPS = {
+    "assistant_tiny_base": [BASE_TINY],
     "assistant_tiny_sft": [SFT_TINY],
     "assistant_tiny_reward": [REWARD_TINY],
     "assistant_tiny_dpo": [DPO_TINY],
-    "assistant_tiny_judged": [JUDGED_TINY],
-    "assistant_tiny_seeds": [exp for seed in (1, 2, 3) for exp in chain(seed)],
+    "assistant_tiny_judged": [evaluation_of(link) for link in chain(0)],
+    **{
+        f"assistant_tiny_seeds_{name}": [evaluation_of(chain(seed)[i]) for seed in (1, 2, 3)]
+        for i, name in enumerate(("base", "sft", "dpo"))
+    },
+    "reward_tiny": folds(False),
+    "reward_tiny_control": folds(True),
     "sft_tiny": [real(seed, False) for seed in (0, 1, 2)],
     "sft_tiny_control": [real(seed, True) for seed in (0, 1, 2)],
     "assistant_tiny_reward_control": [override(REWARD_TINY, {"data.shuffled_ranks": True})],

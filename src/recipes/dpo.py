@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
+from src.config import added_field
 from src.data.conversations import ranked
 from src.data.mixture.dataset import leaves
 from src.data.parts import leaf_configs
@@ -32,6 +33,10 @@ class Preference(StrictConfig):
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the loss of the chosen answer, in nats a token (Pang et al. 2024, arXiv 2404.19733)."""
 
+    reference: Literal["stored", "adapters_off"] = added_field("stored")
+    """What replies gain on: log-probabilities that are made once and kept in the run; or those of model `lora` without its adapters, made
+    again in each step, where another text in each epoch (tags with dropout) or too many replies speak against keeping them."""
+
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> "Preference":
         if self.kind == "ipo" and self.flipped:
@@ -53,12 +58,21 @@ class Config(Pretraining):
         for path, data in leaf_configs("data", self.data):
             if not isinstance(data, ranked.Config) or data.max_replies != 2:
                 raise ValueError(f"{path}: this recipe reads pairs: 'ranked_replies' with max_replies 2.")
-            if data.writing.tags and data.writing.tags.dropout:
-                raise ValueError(f"{path}.writing.tags.dropout: another text in each epoch has no stored reference. Write 0.")
+            if data.writing.tags and data.writing.tags.dropout and self.preference.reference == "stored":
+                raise ValueError(
+                    f"{path}.writing.tags.dropout: another text in each epoch has no stored reference. Write 0, or with model 'lora' "
+                    "preference.reference: adapters_off."
+                )
+        if self.preference.reference == "adapters_off" and self.model.name != "lora":
+            raise ValueError(
+                "preference.reference: only model 'lora' has adapters to switch off. Put it around the model, or write stored."
+            )
         return self
 
     def prepare(self, model: Any, train: Any, val: Any, run: Run) -> tuple[Any, Any]:
-        """Add the log-probabilities of the model as it begins, which is the reference."""
+        """Add the log-probabilities of the model as it begins, which is the reference, unless its adapters are switched off for them."""
+        if self.preference.reference == "adapters_off":
+            return train, val
         from src.training.preferences.reference import WithReference, with_references
 
         parts = {name: [part for _, part in leaves(name, data)] for name, data in (("train", train), ("val", val))}
@@ -70,7 +84,7 @@ class Config(Pretraining):
         """Summed loss; and by name, over pairs: accuracy, the share in which the chosen answer has gained more on the reference than the
         rejected one, beyond rounding; margin, beta times by how much; chosen_logratio and rejected_logratio, each one's gain."""
         from src.training.preferences.losses import answer_logps, pair_loss
-        from src.training.preferences.reference import model_logits
+        from src.training.preferences.reference import adapters_off, model_logits
 
         preference = self.preference
 
@@ -78,7 +92,12 @@ class Config(Pretraining):
             import torch
 
             sums = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"])
-            ratios = sums.logps - batch["reference_logps"]
+            if preference.reference == "adapters_off":
+                with adapters_off(model):
+                    reference = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"]).logps
+            else:
+                reference = batch["reference_logps"]
+            ratios = sums.logps - reference
             compared = ratios / sums.tokens if preference.kind == "ipo" else ratios
             loss = pair_loss(
                 compared[::2], compared[1::2], kind=preference.kind, beta=preference.beta, flipped=preference.flipped

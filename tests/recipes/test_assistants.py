@@ -75,6 +75,49 @@ def test_preferences_begin_at_the_reference(folder: Path):
     assert named["margin"][0].item() == pytest.approx(0, abs=1e-3)
 
 
+@pytest.mark.parametrize("new_tokens", [False, True])
+def test_adapters_switched_off_are_the_stored_reference(folder: Path, new_tokens: bool):
+    """The same training both ways; with new tokens too, whose rows are learned beside the adapters."""
+    base: dict[str, Any] = SFT["model"]
+    if new_tokens:
+        pretrained = model_of(folder)
+        pretrained.save_pretrained(folder / "data" / "pretrained")
+        talk.tokenizer(()).save_pretrained(folder / "data" / "pretrained")
+        base = {"name": "hf", "path": "pretrained", "extra_tokens": talk.TOKENS}
+    lora = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn", "c_fc"], "base": base}
+    stored = override(DPO, {"model": lora, "loop.steps": 16, "loop.learning_rate": 3e-2})
+    switched = override(stored, {"preference": {"reference": "adapters_off"}})
+    assert toy.main(["-e", "both"], {"both": [stored, switched]}, folder) == 0
+    first, second = (toy.evaluations(folder, exp_id(exp))[-1] for exp in (stored, switched))
+    assert first["val_margin"] > 0.01
+    assert {name: second[name] for name in first} == pytest.approx(first, rel=1e-4, abs=1e-5)
+    assert not (folder / "runs" / exp_id(switched) / "reference.json").exists()
+
+
+def test_adapters_come_back_as_they_were(folder: Path):
+    """Also where something fails while they are off."""
+    from src.training.preferences.reference import adapters_off
+
+    lora = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn"], "base": SFT["model"], "dropout_rate": 0.5}
+    model = model_of(folder, lora).train()
+    learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    with adapters_off(model):
+        assert not model.training
+    with pytest.raises(KeyError), adapters_off(model):
+        raise KeyError
+    assert model.training
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == learned
+    ids = torch.arange(8)[None]
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.ones_(parameter)
+    model.eval()
+    with adapters_off(model):
+        without = model(input_ids=ids).logits
+    assert not torch.allclose(model(input_ids=ids).logits, without)
+    assert torch.equal(model_of(folder).eval()(input_ids=ids).logits, without)
+
+
 @pytest.mark.parametrize("recipe", ["reward", "dpo"])
 @pytest.mark.parametrize("cuts", [(6, 0), (1, 5), (2, 2, 2)])
 def test_a_gradient_does_not_depend_on_how_its_batch_is_cut(folder: Path, recipe: str, cuts: tuple[int, ...]):
@@ -178,6 +221,7 @@ def test_shuffled_ranks_are_a_control_of_the_training_alone(folder: Path):
         (DPO, {"data.writing": {"tags": {"dropout": 0.5}}}, "another text in each epoch has no stored reference. Write 0"),
         (DPO, {"preference": {"kind": "ipo", "flipped": 0.1}}, "'ipo' has no such setting"),
         (DPO, {"preference": {"kind": "sigmoidal"}}, "preference.kind"),
+        (DPO, {"preference": {"reference": "adapters_off"}}, "only model 'lora' has adapters to switch off"),
         (DPO, {"model": REWARD["model"]}, "expected a decoder"),
         (REWARD, {"model": SFT["model"]}, "model: expected 'reward' around a decoder"),
         (REWARD, {"data": TALK}, "data: 'conversations' is for a decoder"),

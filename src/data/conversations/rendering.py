@@ -139,7 +139,10 @@ class Renderer:
         return found
 
     def _add_text(self, found: Rendered, text: str, ends: Sequence[tuple[int, Role]]) -> None:
-        if not text:
+        if len(ends) <= 1:  # nearly always: control tokens stand between what the roles say
+            ids = self.safe.encode(text)
+            found.ids += ids
+            found.roles += [role for _, role in ends] * len(ids)
             return
         ids, offsets = self.safe.encode_spans(text)
         number = 0

@@ -102,6 +102,24 @@ def _logps(model: Any, data: Dataset, micro_batch: int, device: torch.device, pr
             yield from ((digest(sample), own.tolist()) for sample, own in zip(samples, rows, strict=True))
 
 
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """In the block the model is the one that its adapters were put around, without dropout, and nothing is remembered for gradients."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers, training = [module for module in model.modules() if isinstance(module, BaseTunerLayer)], model.training
+    model.eval()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        model.train(training)
+
+
 def model_logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Logits (B, T, V) of a padded batch."""
     return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long(), use_cache=False).logits
