@@ -1,23 +1,25 @@
-"""Streaming: reading documents beside webdataset, indexes, resuming, packing beside first-fit, and how long a training waits.
+"""Streaming: reading documents beside other libraries, indexes, resuming, packing beside first-fit, and how long a training waits.
 
-    python -m benchmarks.streaming [--documents 20000] [--large 2000] [--run RUN]
+    python -m benchmarks.streaming [--documents 20000] [--large 2000] [--peers FOLDER ...] [--run RUN]
 
-Reading: all parts of documents of 1 KB and of 60 KB, in their order and one thread, from the same tars: by the index, and by webdataset
-1.0.2 where it is installed (`pip install webdataset==1.0.2`), in turns, best of three. Indexing: `data_prep.tar_shards.index`, best of
-three, with one process and with two. Resuming: the first row of a lane at 1 % and at 99 % of an epoch of 10 million documents of which
-only sizes are known, and the memory of that. Packing: how full rows of 1,024 tokens are, with 16 open rows of a lane, beside m4's way:
-first-fit into the open rows of a map over 256 documents. --run: a training on streamed pages, whose share of time in waiting for data is
-printed, as its perf.jsonl has it.
+Reading: all parts of documents of 1 KB and of 60 KB as bytes, in their order, one process without workers: by the index; by webdataset
+from the same tars; and by mosaicml-streaming and litdata from the same documents in formats of their own. In turns, best of three, each
+where it can be imported, from the environment or a folder of --peers (`pip install --no-deps --target FOLDER webdataset braceexpand`).
+Indexing: `data_prep.tar_shards.index`, best of three, with one process and with two. Resuming: the first row of a lane at 1 % and at
+99 % of an epoch of 10 million documents of which only sizes are known, and the memory of that. Packing: how full rows of 1,024 tokens
+are, with 16 open rows of a lane, beside m4's way: first-fit into the open rows of a map over 256 documents. --run: a training on
+streamed pages, whose share of time in waiting for data is printed, as its perf.jsonl has it.
 """
 
 import argparse
+import importlib
 import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,12 @@ from src.data.streaming import manifest, tar_index
 from src.data.streaming.arrangement import Source, Streams
 from src.data.streaming.shard_files import ShardFiles
 
+Readers = Iterator[tuple[str, Callable[[], int]]]
 ROOM, OPEN, DOCUMENTS, LANES = 1024, 16, 10_000_000, 64
 
 
-def write_documents(folder: Path, count: int, size: int) -> manifest.Manifest:
-    """Tars of documents of a text and an image, of `size` bytes together."""
+def documents_of(count: int, size: int) -> Iterator[Document]:
+    """Documents of a text and an image, of `size` bytes together."""
     import io
 
     from PIL import Image
@@ -43,8 +46,13 @@ def write_documents(folder: Path, count: int, size: int) -> manifest.Manifest:
     Image.new("RGB", (16, 16), "grey").save(out, "PNG")
     image = out.getvalue() + draw.randbytes(max(0, size * 9 // 10 - len(out.getvalue())))
     text = draw.randbytes((size - min(size, len(image))) // 2 or 50).hex().encode()
-    documents = (Document(f"{i:08}", [Part("text", text), Part("image", image, "png")]) for i in range(count))
-    return write(folder, documents, {}, Writing(5000 if size < 10_000 else 500, "x"))
+    for i in range(count):
+        yield Document(f"{i:08}", [Part("text", text), Part("image", image, "png")])
+
+
+def write_documents(folder: Path, count: int, size: int) -> manifest.Manifest:
+    """Tars of them."""
+    return write(folder, documents_of(count, size), {}, Writing(5000 if size < 10_000 else 500, "x"))
 
 
 def read_by_index(listed: manifest.Manifest) -> int:
@@ -63,38 +71,78 @@ def read_by_index(listed: manifest.Manifest) -> int:
     return found
 
 
-def read_by_webdataset(listed: manifest.Manifest) -> int:
-    """The same by webdataset, without decoding."""
-    import webdataset  # pyright: ignore[reportMissingImports]
+def read_documents(documents: Iterable[Any]) -> int:
+    """Take every part of every document that another library reads."""
+    found = 0
+    for document in documents:
+        parts = [bytes(document["text"]), bytes(document["image"])]  # no copy of what is bytes already
+        found += len(parts) > 0
+    return found
 
+
+def webdataset_readers(library: Any, listed: manifest.Manifest, documents: Iterable[Document]) -> Readers:
+    """webdataset reads the same tars; it does not decode."""
     urls = [str(listed.folder / shard.url) for shard in listed.shards]
-    return sum(1 for _ in webdataset.WebDataset(urls, shardshuffle=False))
+    yield "webdataset", lambda: sum(1 for _ in library.WebDataset(urls, shardshuffle=False))
 
 
-def best_of_three(*ways: Callable[[], int]) -> list[float]:
-    """Documents a second of each, in turns."""
+def mosaicml_readers(library: Any, listed: manifest.Manifest, documents: Iterable[Document]) -> Readers:
+    """mosaicml-streaming reads shards of its own; by number it needs no threads."""
+    folder = str(listed.folder / "mds")
+    with library.MDSWriter(out=folder, columns={"text": "bytes", "image": "bytes"}) as out:
+        for document in documents:
+            out.write({part.kind: part.content for part in document.parts})
+    data = library.StreamingDataset(local=folder, shuffle=False, batch_size=1, predownload=100_000)  # few make it wait for a clock
+    yield "mosaicml-streaming", lambda: read_documents(data)
+    yield "mosaicml-streaming by number", lambda: read_documents(data[i] for i in range(len(data)))
+
+
+def litdata_readers(library: Any, listed: manifest.Manifest, documents: Iterable[Document]) -> Readers:
+    """litdata reads chunks of its own."""
+    folder = listed.folder / "litdata"
+    folder.mkdir()
+    out = importlib.import_module("litdata.streaming.writer").BinaryWriter(str(folder), chunk_bytes="64MB")
+    for i, document in enumerate(documents):
+        out[i] = {part.kind: part.content for part in document.parts}
+    out.done()
+    out.merge(1)
+    data = library.StreamingDataset(str(folder), shuffle=False)
+    yield "litdata", lambda: read_documents(data)
+
+
+PEERS = {"webdataset": webdataset_readers, "streaming": mosaicml_readers, "litdata": litdata_readers}
+
+
+def best_of_three(count: int, *ways: Callable[[], int]) -> list[float]:
+    """Documents a second of each, in turns; each of `count` documents."""
     rates = [0.0 for _ in ways]
     for _ in range(3):
         for number, way in enumerate(ways):
             begin = time.perf_counter()
-            rates[number] = max(rates[number], way() / (time.perf_counter() - begin))
+            found, seconds = way(), time.perf_counter() - begin
+            if found != count:
+                raise AssertionError(f"{found} of {count} documents were read")
+            rates[number] = max(rates[number], count / seconds)
     return rates
 
 
 def compare_reading(folder: Path, count: int, size: int) -> None:
-    """Print documents a second by the index and by webdataset."""
-    listed = write_documents(folder, count, size)
-    try:
-        import webdataset  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        (own,) = best_of_three(lambda: read_by_index(listed))
-        print(f"reading {size:,} bytes: {own:,.0f} documents/s; webdataset is not installed")
-        return
-    own, other = best_of_three(lambda: read_by_index(listed), lambda: read_by_webdataset(listed))
-    print(f"reading {size:,} bytes: {own:,.0f} documents/s, webdataset {other:,.0f}: {own / other:.1f} times")
+    """Print documents a second by the index and by the other libraries that are installed."""
+    listed, others = write_documents(folder, count, size), dict[str, Callable[[], int]]()
+    for name, readers in PEERS.items():
+        try:
+            library = importlib.import_module(name)
+        except ImportError as error:
+            print(f"{name} is not installed, or lacks something: {error}")
+            continue
+        others |= readers(library, listed, documents_of(count, size))
+    own, *rates = best_of_three(count, lambda: read_by_index(listed), *others.values())
+    print(f"reading {size:,} bytes: {own:,.0f} documents/s")
+    for name, rate in zip(others, rates, strict=True):
+        print(f"  {name} {rate:,.0f}: {own / rate:.1f} times")
 
 
-def time_indexing(folder: Path, processes: int) -> float:
+def time_indexing(folder: Path, count: int, processes: int) -> float:
     """Documents a second of the command, without its start."""
     from data_prep.tar_shards import index
 
@@ -103,7 +151,7 @@ def time_indexing(folder: Path, processes: int) -> float:
             path.unlink()
         return sum(one.documents for one in index.index_tars(sorted(folder.glob("*.tar")), processes=processes))
 
-    return best_of_three(work)[0]
+    return best_of_three(count, work)[0]
 
 
 def lengths(kind: str) -> np.ndarray:
@@ -175,14 +223,16 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=20_000, help="of 1 KB (default: %(default)s)")
     parser.add_argument("--large", type=int, default=2_000, help="documents of 60 KB (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=20_000, help="rows that are packed (default: %(default)s)")
+    parser.add_argument("--peers", type=Path, nargs="+", default=[], metavar="FOLDER", help="where other libraries are installed")
     parser.add_argument("--run", type=Path, help="a training on streamed pages")
     args = parser.parse_args()
+    sys.path.extend(map(str, args.peers))
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         compare_reading(folder / "small", args.documents, 1_000)
         compare_reading(folder / "large", args.large, 60_000)
         for processes in (1, 2):
-            print(f"indexing, processes {processes}: {time_indexing(folder / 'small', processes):,.0f} documents/s")
+            print(f"indexing, processes {processes}: {time_indexing(folder / 'small', args.documents, processes):,.0f} documents/s")
     early, late = (min(tries) for tries in zip(*((_resume_apart(0.01), _resume_apart(0.99)) for _ in range(7)), strict=True))
     print(f"first rows of {LANES} lanes at 1 % {early[0]:.3f} s, at 99 % {late[0]:.3f} s: {late[0] / early[0]:.2f} times; {late[2]:.0f} MB")
     print(f"state of a lane: at most {max(early[1], late[1])} bytes")
