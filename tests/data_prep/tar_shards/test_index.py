@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from data_prep.tar_shards import index
-from src.data.streaming import tar_index
+from data_prep.tar_shards.write import Document, Part, Writing, write
+from src.data.streaming import manifest, tar_index
+from src.data.streaming.texts import TextTokens
 from tests.data.streaming import pages
+from tests.data.streaming.test_streamed import built
 from tests.data.streaming.test_tar_index import DOCUMENTS, WHOLE, tar_of
 
 
@@ -80,3 +83,40 @@ def test_tokens_are_counted_where_a_tokenizer_is_named(tmp_path: Path, capsys: p
     capsys.readouterr()
     assert index.main([str(tars[0]), "--tokenizer", str(tmp_path / "nowhere")]) == 1
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_every_changed_bit_of_a_tar_that_was_written_here_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Also in a text, and in what a decoder passes over; also where the tar was verified before."""
+    listed = pages.write_pages(tmp_path / "pages", 6)
+    (shard,) = listed.shards
+    tar = listed.folder / shard.url
+    content = tar.read_bytes()
+    for place in range(0, len(content), 251):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 8
+        tar.write_bytes(damaged)
+        assert index.main([str(tar), "--verify", "--processes", "1"]) == 1, place
+        assert "shard-00000.tar: damaged or replaced: its sha256 is not" in capsys.readouterr().err
+    tar.write_bytes(content)
+    assert index.main([str(tar), "--verify", "--processes", "1"]) == 0
+
+
+def test_tars_that_were_written_here_can_be_verified(tmp_path: Path):
+    """A training on them reads the same rows; where one turns out bad, without it."""
+    pages.write_pages(tmp_path / "pages" / "train", 60)
+    tars = sorted(str(tar) for tar in (tmp_path / "pages" / "train").glob("*.tar"))
+    before = built(tmp_path).fingerprint
+    assert index.main([*tars, "--verify", "--processes", "1"]) == 0
+    assert built(tmp_path).fingerprint == before
+    cut = pages.picture(3)
+    parts = [Part("text", b"abc"), Part("image", cut[: len(cut) // 2], "png")]
+    folder = tmp_path / "cut" / "pages" / "train"
+    write(folder, [Document("a", parts), Document("b", [Part("text", b"d")])], {}, Writing(texts=TextTokens(pages.tokenizer())))
+    (shard,) = manifest.load(folder).shards
+    assert len(built(tmp_path / "cut").pieces(0)) == 1
+    assert index.main([str(folder / shard.url), "--verify", "--processes", "1"]) == 0
+    data = built(tmp_path / "cut")
+    assert [len(data.pieces(document)) for document in (0, 1)] == [0, 1]
+    tokens = tar_index.load(folder / shard.url).tokens
+    assert tokens is not None
+    assert sorted(tokens.tolist())[-2:] == [1, 3], "what was counted stays"
