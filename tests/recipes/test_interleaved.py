@@ -216,6 +216,12 @@ def test_bad_documents_are_told_and_left_in_the_run(tmp_path: Path):
     records = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
     assert {record["document"] for record in records} <= {3, 20}
     assert sum(row["unreadable/pages"] for row in toy.evaluations(tmp_path, exp_id(PAGES))) > 0
+    seen = audited(tmp_path, run)
+    read = {(record["shard"], record["document"]) for record in records}
+    assert {seen.data.documents[1].locate(document - seen.data.first(1)) for _, document, _ in seen.unreadable} == {
+        (int(shard[-9:-4]), document) for shard, document in read
+    }
+    assert not seen.documents().keys() & {document for _, document, _ in seen.unreadable}, "an audit takes padding for no reading"
     strict = override(PAGES, {"data.errors": {"bad_document": "raise"}})
     assert toy.main(["-e", "pages"], {"pages": [strict]}, tmp_path) == 1
     assert not multiprocessing.active_children(), "a process that reads ends with the training, also where that fails"

@@ -42,6 +42,8 @@ class ShardFiles:
         self._given = folder, most_open, cache, cache_bytes, patience
         self._open: OrderedDict[str, int] = OrderedDict()
         self._elsewhere, self._assigned = set[str](), set[str]()
+        self._first_seen = dict[str, tuple[int, int]]()
+        """Of local files: which they were when they were first opened."""
         _all.add(self)
 
     def __reduce__(self) -> Any:
@@ -115,10 +117,13 @@ class ShardFiles:
             descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise ShardUnavailable(f"{path}: cannot be opened ({error.strerror}).") from None
-        size = os.fstat(descriptor).st_size
-        if size != shard.bytes:
+        found = os.fstat(descriptor)
+        if found.st_size != shard.bytes:
             os.close(descriptor)
-            raise ShardChanged(f"{path}: has {size} bytes, and had {shard.bytes} when it was indexed. Index it again.")
+            raise ShardChanged(f"{path}: has {found.st_size} bytes, and had {shard.bytes} when it was indexed. Index it again.")
+        if self._first_seen.setdefault(shard.url, (found.st_ino, found.st_mtime_ns)) != (found.st_ino, found.st_mtime_ns):
+            os.close(descriptor)
+            raise ShardChanged(f"{path}: was replaced or written to since it was first read. Index it again.")
         self._keep(shard.url, descriptor)
         return descriptor
 

@@ -50,6 +50,13 @@ def test_another_epoch_and_another_seed_have_another_order():
     assert len({tuple(order) for order in orders}) == 4
 
 
+def test_seeds_are_no_strings_of_digits_in_a_row():
+    """Bug of m4: seed 1 with number 11 drew what seed 11 drew with number 1."""
+    one, eleven = Source([40], "window", 40, "1"), Source([40], "window", 40, "11")
+    orders = [[source.document(epoch, place) for place in range(40)] for source, epoch in ((one, 11), (eleven, 1), (one, 1), (eleven, 11))]
+    assert len({tuple(order) for order in orders}) == 4
+
+
 def test_shards_stay_together_and_windows_mix_few_of_them():
     shards = Source([10] * 20, "shards", 2, "s")
     places = [shards.document(0, place) // 10 for place in range(200)]

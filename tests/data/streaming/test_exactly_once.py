@@ -7,9 +7,11 @@ What m4's data pipeline lost, and where a test would notice it here:
 another number of processes: this file. 3 cuts that nobody tells: test_tar_index. 4 downloads that fail unseen: test_shard_files,
 test_shard_files_s3; nothing to be read at all: test_streamed. 5 one source that ends begins all of them anew, a validation without end:
 check_documents below, test_arrangement, test_streamed. 6 long documents: test_streamed. 7 what a rewind leaves behind:
-tests/operations/test_interventions. 8 reading on in another order: test_streamed. 10 reading by an index: benchmarks/streaming.
-Grey rests of cut images: test_images. The middle of a text with several ends: test_texts. Pages of one PDF that are all its last:
-tests/data_prep/tar_shards/test_convert. Images of zeros that are taken for padding: test_images.
+tests/operations/test_interventions; checkpoints that are deleted, tests/runs/test_rotation; rates and moments,
+tests/training/test_rewound_training. 8 reading on in another order, 10 one read of a document: test_streamed.
+Grey rests of cut images, images of zeros that are taken for padding: test_images. The middle of a text with several ends: test_texts.
+Results of the call before: test_streamed. Seeds as digits in a row: test_arrangement. Parts that are there twice, or are stored as
+10 before 2: test_tar_index. Pages of one PDF that are all its last: tests/data_prep/tar_shards/test_convert.
 """
 
 import contextlib

@@ -72,6 +72,21 @@ def test_local_shards_are_read_where_they_are(tmp_path: Path):
         ShardFiles(tmp_path).read(Shard("0.tar", "", 1, SIZE - 1), 0, 1)
 
 
+def test_a_local_shard_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path):
+    """By another of the same size: while it is held open the first one is read on, and then no other."""
+    shards = [Shard(f"{n}.tar", "", 1, SIZE) for n in range(2)]
+    for shard in shards:
+        (tmp_path / shard.url).write_bytes(content_of(shard.url))
+    files = ShardFiles(tmp_path, most_open=1)
+    assert files.read(shards[0], 0, SIZE) == content_of("0.tar")
+    (tmp_path / "new").write_bytes(content_of("other"))
+    (tmp_path / "new").replace(tmp_path / "0.tar")
+    assert files.read(shards[0], 0, SIZE) == content_of("0.tar")
+    files.read(shards[1], 0, 1)
+    with pytest.raises(ShardChanged, match=r"0\.tar: was replaced or written to since it was first read"):
+        files.read(shards[0], 0, 1)
+
+
 def test_a_cache_in_the_folder_of_the_shards_leaves_them(piped: Callable[..., Shard], tmp_path: Path):
     own = ["0.tar", "a.part", f"{'0' * 63}.tar", f"{'g' * 64}.tar"]
     for name in own:

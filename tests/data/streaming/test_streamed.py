@@ -13,10 +13,11 @@ import torch
 
 from data_prep.tar_shards.write import Document, Part, Writing, write
 from src.config import Places
-from src.data.streaming import manifest
+from src.data.streaming import manifest, tar_index
 from src.data.streaming.dataset import COUNTED, StreamedDataset
 from src.data.streaming.images import FAKE, IMAGE
 from src.data.streaming.quarantine import FILE
+from src.data.streaming.shard_files import ShardFiles
 from src.data.streaming.texts import END
 from src.errors import ConfigError, DataError, UserError
 from src.orders import RankShare
@@ -111,6 +112,38 @@ def test_planning_reads_no_tar(two: Path, tmp_path: Path):
     for documents in data.documents:
         documents.files = None
     assert steps_of(data, 20)
+
+
+def test_a_document_is_one_read_of_its_own_bytes(two: Path):
+    """Finding 10: an index makes tars random-access; nothing before a document is read, and nothing behind it."""
+    data = built(two)
+    reads: list[tuple[str, int, int]] = []
+
+    class Told(ShardFiles):
+        def read(self, shard: manifest.Shard, offset: int, size: int) -> bytes:
+            reads.append((shard.url, offset, size))
+            return super().read(shard, offset, size)
+
+    (documents,) = data.documents
+    documents.files = Told(documents.manifest.folder)
+    for document in (119, 3, 60):
+        data.sample(0, document)
+        shard, number = documents.locate(document)
+        rows = tar_index.load(documents.manifest.folder / documents.manifest.shards[shard].url).documents
+        begin, end = int(rows["offset"][number]), [*rows["offset"].tolist(), documents.manifest.shards[shard].bytes][number + 1]
+        ((url, offset, size),) = reads
+        assert url == documents.manifest.shards[shard].url
+        assert begin <= offset < offset + size <= end
+        reads.clear()
+
+
+def test_no_call_leaves_anything_to_the_next(two: Path):
+    """Bug of m4: lists that were default arguments had the results of the call before."""
+    data = built(two, sources=BOTH)
+    first, second = (steps_of(data, 20) for _ in range(2))
+    assert [(step.keys, step.cursor) for step in first] == [(step.keys, step.cursor) for step in second]
+    made, again = (data.collate([data.sample(*key) for key in first[0].keys]) for _ in range(2))
+    assert all(torch.equal(made[name], again[name]) for name in made)
 
 
 def test_long_documents_are_cut_between_parts_or_left_out(tmp_path: Path):
