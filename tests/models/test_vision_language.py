@@ -14,7 +14,7 @@ from src.experiments.identity import exp_id
 from src.registry import DATASETS, MODELS, bind
 from src.training.loss import interleaved_lm_loss
 from tests import toy
-from tests.data.streaming import pages
+from tests.data.streaming import pages, test_streamed
 from tests.recipes.train_pages import PAGES, write_data
 
 
@@ -131,6 +131,9 @@ def test_processes_with_and_without_images_end(tmp_path: Path, mode: str):
     sources = {"pages": {"path": "toy_pages", "rate": 1.0}, "plain": {"path": "plain", "rate": 2.0}}
     exp = override(PAGES, {"data.sources": sources, "loop.steps": 12, "loop.micro_batch": 1, "loop.eval_every": 6, "data.open_rows": 1})
     exp.pop("answers")
+    data: Any = bind(DATASETS, exp["data"]).build(Places(tmp_path / "data", tmp_path), pages.tokenizer(), "train", 0)
+    read = [[bool(data.sample(*key).frames) for key in step.keys] for step in test_streamed.steps_of(data, 12)]
+    assert sum(own != other for step in read for own, other in zip(step[::2], step[1::2], strict=True)) >= 5, "one process alone has images"
     words = {"replicated": [], "fsdp": ["--fsdp"], "zero3": ["--deepspeed", str(tmp_path / "zero3.json")]}[mode]
     if mode == "zero3":
         pytest.importorskip("deepspeed", reason="needs deepspeed")

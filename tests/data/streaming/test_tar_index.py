@@ -76,6 +76,12 @@ def test_every_cut_is_told_and_what_is_whole_before_it_is_kept():
         good = [int(row["offset"]) for row in index.documents if not row["bad"]]
         delivered = sum(size >= border - 511 for border in borders)  # the padding of a last member may be lost
         assert sum(size >= border for border in borders) <= len(good) <= delivered, size
+        found = [
+            [WHOLE[:size][part["offset"] : part["offset"] + part["size"]] for part in index.parts_of(number)]
+            for number in range(len(index))
+            if not index.documents["bad"][number]
+        ]
+        assert found == [[content for _, content in own] for own in DOCUMENTS[: len(good)]], size
         if "cut" in index.facts:
             _, whole_up_to = index.facts["cut"]
             assert whole_up_to <= size
