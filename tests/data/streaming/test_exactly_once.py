@@ -195,6 +195,7 @@ def test_a_few_streams_are_killed_and_rescaled(world: Path, tmp_path: Path):
     draw = random.Random(5)
     run(world, tmp_path / "undisturbed", draw, 0, [1])
     wanted = ledger(tmp_path / "undisturbed")
+    check_documents(wanted, built(world))
     for number in range(3):
         told = run(world, tmp_path / str(number), draw, 3, WORLDS)
         assert ledger(tmp_path / str(number)) == wanted, told

@@ -73,3 +73,6 @@ def test_a_training_from_s3_ends_as_one_from_the_disk(s3_of_session: S3Server, t
     weights = "model.safetensors"
     assert found[weights] == wanted[weights]
     assert {name: rows[-1][name] for name in last} == last
+    if STEPS >= 800:
+        assert last["word_accuracy"] >= 0.8
+        assert last["word_accuracy_shuffled_context"] <= 0.15, "chance is 0.1"
