@@ -76,6 +76,9 @@ class ShardFiles:
             content = os.pread(descriptor, size, offset)
         except OSError as error:
             raise ShardUnavailable(f"{shard.url}: cannot be read at byte {offset} ({error.strerror}).") from None
+        first_seen = self._first_seen.get(shard.url)
+        if first_seen is not None and os.fstat(descriptor).st_mtime_ns != first_seen[1]:
+            raise ShardChanged(f"{self.folder / shard.url}: was written to since it was first read. Index it again.")
         if len(content) < size:
             raise ShardChanged(f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed.")
         return content

@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from src.data.streaming.manifest import Shard, ShardChanged, ShardUnavailable
+from src.data.streaming.remote import transfer
 from src.data.streaming.shard_files import ShardFiles
 from src.errors import ConfigError
 
@@ -85,6 +87,42 @@ def test_a_local_shard_that_is_replaced_while_it_is_read_is_refused(tmp_path: Pa
     files.read(shards[1], 0, 1)
     with pytest.raises(ShardChanged, match=r"0\.tar: was replaced or written to since it was first read"):
         files.read(shards[0], 0, 1)
+
+
+def test_a_local_shard_that_is_written_to_while_it_is_open_is_refused(tmp_path: Path):
+    shard = Shard("0.tar", "", 1, SIZE)
+    (tmp_path / shard.url).write_bytes(content_of("0.tar"))
+    files = ShardFiles(tmp_path)
+    assert files.read(shard, 0, SIZE) == content_of("0.tar")
+    before = (tmp_path / shard.url).stat().st_mtime_ns
+    with open(tmp_path / shard.url, "r+b") as file:
+        file.write(content_of("other"))
+    os.utime(tmp_path / shard.url, ns=(before + 1, before + 1))  # clocks of file systems may be coarse
+    with pytest.raises(ShardChanged, match=r"0\.tar: was written to since it was first read"):
+        files.read(shard, 0, SIZE)
+
+
+def test_where_nothing_answers_the_patience_is_for_all_shards(piped: Callable[..., Shard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By a clock that pauses alone move: else a hundred shards would be waited for one after another."""
+    clock = [1000.0]
+    own = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: clock.append(clock.pop() + seconds))
+    monkeypatch.setattr(transfer, "time", own)
+
+    def give_up(shard: Shard) -> float:
+        begin = clock[0]
+        with pytest.raises(ShardUnavailable), open(tmp_path / "file", "wb") as file:
+            transfer.transfer(transfer.Source(shard.url, SIZE), file, 20)
+        return clock[0] - begin
+
+    dead, alive = [piped(f"dead{n}", "exit 1") for n in range(10)], piped("alive")
+    clock[0] += 1000  # whatever was tried before
+    assert 10 < give_up(dead[0]) <= 20
+    assert sum(map(give_up, dead[1:])) < 20 + 9 * transfer.LEAST_PATIENCE
+    with open(tmp_path / "file", "wb") as file:
+        transfer.transfer(transfer.Source(alive.url, SIZE), file, 20)
+    assert 10 < give_up(dead[0]) <= 20, "something has answered"
+    clock[0] += 21
+    assert 10 < give_up(dead[0]) <= 20, "nothing was tried for long"
 
 
 def test_a_cache_in_the_folder_of_the_shards_leaves_them(piped: Callable[..., Shard], tmp_path: Path):

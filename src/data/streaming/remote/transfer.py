@@ -23,6 +23,8 @@ PIPE = "pipe:"
 REMOTE = (s3.SCHEME, PIPE)
 PATIENCE = 25.0
 """Seconds without a new byte after which a shard is given up."""
+LEAST_PATIENCE = 0.5
+"""Seconds for a shard where this process has had no byte of any other for all of its patience: they are all gone, then."""
 _FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_REQUEST = 0.1, 5.0, 30.0
 _AT_ONCE = 1 << 20
 
@@ -39,10 +41,22 @@ class Source(NamedTuple):
 class _Tries:
     """The pauses between tries, and when it is enough."""
 
+    silent: tuple[float, float] | None = None
+    """Since when this process has had no byte of any shard, though it tried, and when it tried last."""
+
     def __init__(self, url: str, patience: float) -> None:
-        self.url, self.patience = url, patience
-        self.pause, self.best, self.since = _FIRST_PAUSE, 0, time.monotonic()
+        now, self.whole_patience = time.monotonic(), patience
+        if _Tries.silent and now - _Tries.silent[1] < patience:
+            patience = max(patience - (now - _Tries.silent[0]), min(LEAST_PATIENCE, patience))
+        else:
+            _Tries.silent = None
+        self.url, self.patience, self.pause, self.best, self.since = url, patience, _FIRST_PAUSE, 0, now
         self.jitter = random.SystemRandom()
+
+    @property
+    def longest_request(self) -> float:
+        """Seconds."""
+        return min(max(self.patience / 2, LEAST_PATIENCE), _LONGEST_REQUEST)
 
     def wait(self, at: int, error: Interruption) -> None:
         """Pause before the next try. at: how many bytes there were when this one was cut off.
@@ -50,10 +64,12 @@ class _Tries:
         Raises:
             ShardUnavailable: no new byte came for long.
         """
+        now = time.monotonic()
         if at > self.best:
-            self.best, self.since, self.pause = at, time.monotonic(), _FIRST_PAUSE
-        if time.monotonic() + self.pause > self.since + self.patience:
-            raise ShardUnavailable(f"{self.url}: given up at byte {at}: no new byte in {self.patience:g} s: {error}.") from None
+            self.best, self.since, self.pause, self.patience, _Tries.silent = at, now, _FIRST_PAUSE, self.whole_patience, None
+        _Tries.silent = (_Tries.silent[0] if _Tries.silent else self.since, now)
+        if now + self.pause > self.since + self.patience:
+            raise ShardUnavailable(f"{self.url}: given up at byte {at}: no new byte in {self.patience:.3g} s: {error}.") from None
         time.sleep(self.pause * self.jitter.uniform(0.5, 1))
         self.pause = min(2 * self.pause, _LONGEST_PAUSE)
 
@@ -67,7 +83,9 @@ def source_of(url: str, patience: float = PATIENCE) -> Source:
     tries = _Tries(url, patience)
     while url.startswith(s3.SCHEME):
         try:
-            return Source(url, *s3.head(url, min(patience / 2, _LONGEST_REQUEST)))
+            found = Source(url, *s3.head(url, tries.longest_request))
+            _Tries.silent = None
+            return found
         except Interruption as error:
             tries.wait(0, error)
     return Source(url, None)
@@ -89,7 +107,7 @@ def transfer(source: Source, file: IO[bytes], patience: float = PATIENCE, begin:
             if is_command:
                 chunks = _run(source, patience)
             else:
-                found = s3.read_range(source.url, source.etag, begin + written, end or 0, min(patience / 2, _LONGEST_REQUEST))
+                found = s3.read_range(source.url, source.etag, begin + written, end or 0, tries.longest_request)
                 source = source._replace(etag=source.etag or found.etag)  # what is read later is of the same object
                 chunks = _check(source, found, (end or 0) - begin - written)
             with contextlib.closing(chunks):
@@ -97,6 +115,7 @@ def transfer(source: Source, file: IO[bytes], patience: float = PATIENCE, begin:
                     file.write(chunk)
                     digest.update(chunk)
                     written += len(chunk)
+            _Tries.silent = None
             break
         except Interruption as error:
             tries.wait(begin + written, error)
