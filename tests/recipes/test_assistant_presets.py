@@ -1,5 +1,10 @@
 """Every published setting of assistants passes its checks, and learns from rows of its data sets on a small model of its family."""
 
+import json
+import re
+import shlex
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -7,12 +12,14 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from data_prep import chat_tokenizer
+from data_prep import chat_tokenizer, prepare_conversations
 from src.config import Places
 from src.data.conversations.templates import OASST_TOKENS
 from src.exp_groups.assistant_presets import DEFAULT_MIX, GROUPS, REWARD_MIX
 from src.interfaces import load_experiment
+from tests import toy
 from tests.data.conversations.talk import tokenizer, write_rows
+from tests.test_flagship import PROGRAMS
 
 NEOX, GPT, LLAMA = (
     {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 2048},
@@ -72,3 +79,39 @@ def test_it_learns_on_a_small_base_of_its_family(group: str, places: Places):
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad is not None for name, p in model.named_parameters() if p.requires_grad and "pad" not in name)
+
+
+SMALLER = shlex.split("--set loop.steps=2 loop.eval_every=2 loop.sequences_per_step=2 loop.micro_batch=1")
+
+
+@pytest.mark.slow
+def test_the_commands_that_open_assistants_readme_has(places: Places):
+    """Those of our page, one after another, in a folder where the releases are prepared and the models are small."""
+    (block,) = re.findall(r"What you knew.*?```bash\n# needs the hub\n(.*?)```", (toy.ROOT / "docs/assistants.md").read_text(), re.DOTALL)
+    lines = [re.split(" +#", line)[0] for line in block.splitlines()]
+    rows, run = [{"instruction": f"Add 1 to {i}.", "input": "", "output": str(i + 1)} for i in range(20)], ""
+    (places.runs / "alpaca.json").write_text(json.dumps(rows))
+    made = ["--data_path", str(places.data), "--name", "alpaca", "--train", str(places.runs / "alpaca.json")]
+    assert prepare_conversations.main(made) == 0
+    for line in lines:
+        program, *words = shlex.split(line)
+        more = ["--data_path", str(places.data)]
+        if "trainval.py" in words:
+            more += ["-sb", str(places.runs / "runs"), *SMALLER]
+        elif "src.serving.chat" in words:
+            words[words.index("RUN")] = run
+            more += ["-sb", str(places.runs / "runs")]
+        elif "data_prep.check_dataset_counts" in words:
+            more += ["--output_path", str(places.data / "counts.csv")]
+        else:
+            continue  # from the hub: tests/data_prep prepares each release from a file
+        done = subprocess.run(
+            [sys.executable, *PROGRAMS[program], *words, *more],
+            cwd=toy.ROOT, env=toy.environment(), input="Hello\n", capture_output=True, text=True, timeout=toy.LONGEST, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        if "-e" in words and not run:
+            (path,) = (places.runs / "runs").glob("*/status.json")
+            run = str(path.parent)
+    assert "webgpt" in (places.data / "counts.csv").read_text()
+    assert len([*(places.runs / "runs").glob("*/status.json")]) == 5
