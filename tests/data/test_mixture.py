@@ -257,6 +257,7 @@ def test_a_share_of_less_than_a_sample_is_refused(build):
     ],
 )
 def test_a_draw_is_an_exact_count_and_the_next_epoch_goes_on_where_it_stopped(build, draw, small, large):
+    """Of every part, also of one that the draw does not name: the reference's fractions ended before its extra data sets (B4)."""
     data, epochs = build(ABC, draw=draw), 24
     assert len(data) == small + large
     read = [[data.locate(epoch, i) for i in range(len(data))] for epoch in range(epochs)]

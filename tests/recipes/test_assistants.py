@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from src.config import Places
+from src.data.conversations.entries import Message
 from src.errors import ConfigError, DataError
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
@@ -22,6 +23,7 @@ from src.models.tokenizer import end_ids
 from src.registry import DATASETS, MODELS, bind
 from src.serving import chat
 from src.serving.conversation import Talk
+from src.serving.sampling_report import Sampling
 from tests import toy
 from tests.data.conversations import talk
 from tests.recipes.train_assistants import DPO, REPLIES, REWARD, SFT, TALK, write_data
@@ -141,7 +143,7 @@ def test_a_gradient_does_not_depend_on_how_its_batch_is_cut(folder: Path, recipe
 
 
 def test_packed_conversations_give_the_loss_of_padded_ones(folder: Path):
-    """And the gradients: no conversation reads another."""
+    """And the gradients: no conversation reads another. (Samples that the reference mixed into one raised, and would have, B3.)"""
     exp: Any = load_experiment(SFT, "here")
     packed = data_of(folder, {"name": "packed", "documents": TALK, "sequence_tokens": 96, "too_long": "drop"}, "val")
     padded = data_of(folder, TALK, "val")
@@ -304,6 +306,25 @@ def test_a_conversation_goes_on_until_it_is_begun_anew(folder: Path, capsys: pyt
     for exp, words, message in ((REWARD, [], "a reward model gives a conversation a number"), (SFT, ["--metadata", "a=b"], "have none")):
         assert chat.main([str(folder / "runs" / exp_id(exp)), "2?", *words, *where]) == 1
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("template", ["oasst", "chatml"])
+def test_what_is_asked_is_the_beginning_of_what_was_trained(folder: Path, template: str):
+    """The reference's chat dropped the conversation where a system message was given (B15), wrote another form than its training (B29);
+    and a report of samples lost the system message where a text stood before the prompts (B23)."""
+    writing = {"template": template, "system": "Be kind."}
+    recipe: Any = load_experiment(override(SFT, {"data.writing": writing}), "here")
+    said = [Message("user", "2?"), Message("assistant", "two"), Message("user", "Say: 3?"), Message("assistant", "three")]
+    data = data_of(folder, {**TALK, "writing": writing})
+    trained = data.renderer.render([Message("system", "Be kind."), *said])
+    talk_with = Talk(model_of(folder), talk.tokenizer(), recipe.data)
+    talk_with.messages += said[:3]
+    asked = talk_with.prompt()
+    assert asked == trained.ids[: trained.last_answer().start]
+    assert all(text in talk.tokenizer().decode(asked) for text in ("Be kind.", "2?", "two", "Say: 3?"))
+    sampling = Sampling(name="greedy", generate_args={"max_new_tokens": 4}, pre_text="Say: ", system_profile="Be kind.")
+    once = data.renderer.render([Message("system", "Be kind."), *said[2:]])
+    assert talk_with.prompt_ids(sampling.messages("3?")) == once.ids[: once.last_answer().start]
 
 
 def test_a_tokenizer_without_padding_gets_one(folder: Path, tmp_path: Path):
