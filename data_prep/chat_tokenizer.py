@@ -30,9 +30,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--from", dest="source", required=True, metavar="TOKENIZER", help="a folder below --data_path, any other folder, or a hub id")
     add("--template", required=True, metavar="TEMPLATE", help=f"one of {', '.join(CONTROLS)}")
     add("--name", required=True, help="the new folder below --data_path")
+    add("--end_token", metavar="TOKEN", help="of the vocabulary, such as </s>, where the tokenizer names none (default: the one it names)")
 
 
-def prepare(data_path: Path, source: str, template: str, name: str) -> bool:
+def prepare(data_path: Path, source: str, template: str, name: str, end_token: str | None = None) -> bool:
     """Make the folder `data_path / name`; False if it is whole and was made from the same, so that nothing was done.
 
     Raises:
@@ -45,7 +46,7 @@ def prepare(data_path: Path, source: str, template: str, name: str) -> bool:
     folder, place = data_path / name, data_path / source
     if place.resolve() == folder.resolve():
         raise DataError(f"--name: {folder} is what --from names. Choose another name.")
-    made = tokenizers.load(place if place.is_dir() else source)
+    made = tokenizers.load(place if place.is_dir() else source, end_token=end_token)
     known = len(made)
     made.add_special_tokens({"extra_special_tokens": [*CONTROLS[template]]}, replace_extra_special_tokens=False)
     made.chat_template = templates.read_source(template)

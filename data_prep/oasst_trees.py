@@ -2,18 +2,22 @@
 
 python -m data_prep.oasst_trees counts trees.jsonl.gz --lang en,de
 python -m data_prep.oasst_trees filter_trees trees.jsonl.gz finished.jsonl --state ready_for_export --synthetic without
+python -m data_prep.oasst_trees filter_trees finished.jsonl some.jsonl --lang en --max_length 2000 --count 100 --seed 0
+python -m data_prep.oasst_trees rank_reports report.json other.json trees.jsonl
 python -m data_prep.oasst_trees tree_to_messages finished.jsonl messages.jsonl --without_nulls
 python -m data_prep.oasst_trees filter_messages messages.jsonl prompts.jsonl --prompts_only --lang en
 python -m data_prep.oasst_trees split finished.jsonl train.jsonl val.jsonl --val_percent 20 --seed 0
 
 A file has a JSON object on each line: a tree, {"message_tree_id", "prompt": {..., "replies": [...]}}, or a message, {"message_id", "text",
-"role"}, which may have replies too. Files whose names end with .gz are compressed. Messages of one tree are never in both parts of a split.
+"role"}, which may have replies too; rank_reports makes trees that wait for ranking, from reports of src.serving.sampling_report. Files
+whose names end with .gz are compressed. Messages of one tree are never in both parts of a split.
 """
 
 import argparse
 import contextlib
 import gzip
 import hashlib
+import heapq
 import json
 import os
 import sys
@@ -28,6 +32,7 @@ from src import files
 from src.command_line import aligned_lines, make_parser
 from src.config import unknown_text
 from src.errors import ConfigError, DataError, print_errors
+from src.files import read_json
 
 STATES = ("prompt_lottery_waiting", "growing", "ready_for_export", "aborted_low_grade", "halted_by_moderator", "backlog_ranking", "ranking")
 CHOICES = ("without", "with", "only")
@@ -90,7 +95,17 @@ def filter_messages(options: argparse.Namespace) -> Iterator[Any]:
 
 
 def filter_trees(options: argparse.Namespace) -> Iterator[Row]:
-    """The trees that are asked for: --synthetic is about any of their messages, --lang about the prompt."""
+    """The trees that are asked for: --synthetic and --max_length are about all of their messages, --lang about the prompt."""
+    found = _matching_trees(options)
+    if options.count is None:
+        return found
+    if options.count < 1:
+        raise ConfigError(f"--count: expected at least 1, got {options.count}.")
+    drawn = heapq.nsmallest(options.count, ((_draw(options.seed, row["message_tree_id"]), i, row) for i, row in enumerate(found)))
+    return iter([row for _, _, row in sorted(drawn, key=lambda each: each[1])])
+
+
+def _matching_trees(options: argparse.Namespace) -> Iterator[Row]:
     for where, row, is_tree in read(options.input):
         _require_tree(where, is_tree)
         kinds = {"synthetic": any(message.get("synthetic") for message in walk(row["prompt"]))}
@@ -98,8 +113,46 @@ def filter_trees(options: argparse.Namespace) -> Iterator[Row]:
             _is_wanted(kinds, options)
             and (options.lang is None or row["prompt"].get("lang") in options.lang)
             and (options.state is None or row.get("tree_state") in options.state)
+            and (options.max_length is None or all(len(message["text"]) <= options.max_length for message in walk(row["prompt"])))
         ):
             yield row
+
+
+def rank_reports(options: argparse.Namespace) -> Iterator[Row]:
+    """Trees that wait for people to rank answers: of each prompt of the reports, --replies different answers, drawn by --seed."""
+    if options.replies < 2:
+        raise ConfigError(f"--replies: expected at least 2, got {options.replies}.")
+    prompts: dict[str, dict[str, str]] = {}
+    for path in options.reports:
+        report = read_json(path, DataError)
+        try:
+            for asked, result in ((each, result) for each in report["prompts"] for result in each["results"]):
+                by = f"{report['model_name']},{result['sampling_config']}"
+                for output in result["outputs"]:
+                    prompts.setdefault(str(asked["prompt"]), {}).setdefault(str(output).strip(), by)
+        except (TypeError, KeyError) as error:
+            raise DataError(f"{path}: no report of src.serving.sampling_report ({type(error).__name__}: {error}).") from None
+    for prompt, answers in prompts.items():
+        drawn = sorted(filter(None, answers), key=lambda text: _draw(options.seed, f"{prompt}/{text}"))[: options.replies]
+        if len(drawn) < 2:
+            continue
+        name = _name(prompt)
+        replies = [
+            {"message_id": _name(f"{prompt}/{text}"), "parent_id": name, "text": text, "role": "assistant", "synthetic": True,
+             "model_name": answers[text]}
+            for text in drawn
+        ]  # fmt: skip
+        asked = {"message_id": name, "text": prompt, "role": "prompter", "replies": replies}
+        yield {"message_tree_id": name, "tree_state": "ranking", "prompt": asked}
+
+
+def _draw(seed: int, name: str) -> bytes:
+    return hashlib.sha256(f"{seed}/{name}".encode()).digest()
+
+
+def _name(text: str) -> str:
+    """An id that is the same for the same text."""
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, text))
 
 
 def tree_to_messages(options: argparse.Namespace) -> Iterator[Row]:
@@ -122,7 +175,7 @@ def split(options: argparse.Namespace) -> Callable[[Row], bool]:
     count = round(len(trees) * options.val_percent / 100)
     if not 0 < count < len(trees):
         raise ConfigError(f"--val_percent: {options.val_percent:g} % of {len(trees)} trees leave one of the two files empty.")
-    chosen = set(sorted(trees, key=lambda name: hashlib.sha256(f"{options.seed}/{name}".encode()).digest())[:count])
+    chosen = set(sorted(trees, key=lambda name: _draw(options.seed, name))[:count])
     return lambda row: _tree_id("", row) in chosen
 
 
@@ -193,8 +246,9 @@ def writer(path: Path, drop_nulls: bool) -> Iterator[Callable[[Any], None]]:
 def _write(options: argparse.Namespace) -> None:
     found = Counter[Path]()
     with contextlib.ExitStack() as stack:
+        inputs = options.reports if options.action == "rank_reports" else [options.input]
         outputs = [options.output, *([options.val_output] if options.action == "split" else [])]
-        if len({path.resolve() for path in (options.input, *outputs)}) <= len(outputs):
+        if {path.resolve() for path in inputs} & {path.resolve() for path in outputs} or len({*outputs}) < len(outputs):
             raise ConfigError("a file is named twice: the input would be lost, or one of the outputs.")
         is_val = split(options) if options.action == "split" else lambda _: False
         writes = {path: stack.enter_context(writer(path, options.without_nulls)) for path in outputs}
@@ -210,6 +264,7 @@ def _write(options: argparse.Namespace) -> None:
 ACTIONS: Mapping[str, Callable[[argparse.Namespace], Iterator[Any]]] = {
     "filter_messages": filter_messages,
     "filter_trees": filter_trees,
+    "rank_reports": rank_reports,
     "tree_to_messages": tree_to_messages,
 }
 
@@ -236,14 +291,22 @@ def _parser() -> argparse.ArgumentParser:
              "split": "Two files, by tree.", "counts": "What a file holds."}  # fmt: skip
     for name, text in about.items():
         add = actions.add_parser(name, help=text, description=text, allow_abbrev=False).add_argument
-        add("input", type=Path, metavar="INPUT", help="trees or messages, .jsonl or .jsonl.gz")
+        if name == "rank_reports":
+            add("reports", type=Path, nargs="+", metavar="REPORT", help="of src.serving.sampling_report")
+            add("--replies", type=int, default=5, help="most answers to a prompt (default: %(default)s)")
+        else:
+            add("input", type=Path, metavar="INPUT", help="trees or messages, .jsonl or .jsonl.gz")
         if name != "counts":
             add("output", type=Path, metavar="OUTPUT")
             add("--without_nulls", action="store_true", help="write no member that is null")
         if name == "split":
             add("val_output", type=Path, metavar="VAL_OUTPUT")
             add("--val_percent", type=float, default=20.0, help="of the trees (default: %(default)s)")
-            add("--seed", type=int, default=0, help="(default: %(default)s)")
+        if name in ("split", "filter_trees", "rank_reports"):
+            add("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+        if name == "filter_trees":
+            add("--max_length", type=int, metavar="CHARACTERS", help="of the longest message (default: any)")
+            add("--count", type=int, metavar="N", help="so many of them, drawn at random (default: all)")
         if name in ("counts", "filter_messages", "filter_trees"):
             add("--lang", type=lambda text: text.split(","), metavar="LANGUAGES", help="such as en,de (default: all)")
         if name.startswith("filter_"):

@@ -42,6 +42,21 @@ def test_tokens_that_are_there_keep_their_ids(tmp_path: Path):
     assert json.loads((tmp_path / "new" / "manifest.json").read_text())["new_tokens"] == len(new) - len(old)
 
 
+def test_a_tokenizer_that_names_no_end_token_gets_one_of_its_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """As Galactica's, whose "</s>" is in the vocabulary."""
+    old = talk.tokenizer(["</s>"])
+    old.eos_token = None
+    old.save_pretrained(tmp_path / "old")
+    words = ["--from", "old", "--template", "oasst", "--name", "new", "--data_path", str(tmp_path)]
+    assert chat_tokenizer.main(words) == 1
+    assert "has no eos_token" in capsys.readouterr().err
+    assert chat_tokenizer.main([*words, "--end_token", "</t>"]) == 1
+    assert "no token '</t>'" in capsys.readouterr().err
+    assert chat_tokenizer.main([*words, "--end_token", "</s>"]) == 0
+    new = tokenizers.load(tmp_path / "new")
+    assert new.eos_token_id == old.convert_tokens_to_ids("</s>")
+
+
 def test_b2_ids_do_not_depend_on_the_hash_seed(tmp_path: Path):
     """Two processes of one training must agree on them."""
     talk.tokenizer([]).save_pretrained(tmp_path / "old")

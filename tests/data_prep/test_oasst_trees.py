@@ -173,3 +173,40 @@ def test_released_files(shared_data: Path):
     ]
     assert found[0]["trees"] == 99
     assert {**found[1], "trees": 99} == found[0]
+
+
+def test_some_trees_are_drawn(source: Path):
+    names = ["p1", "p2", "p3"]
+    drawn = {seed: run("filter_trees", source, "--count", "2", "--seed", str(seed)) for seed in range(8)}
+    assert all(len(found) == 2 and found == [name for name in names if name in found] for found in drawn.values()), "in their order"
+    assert len({tuple(found) for found in drawn.values()}) > 1
+    assert run("filter_trees", source, "--count", "2", "--seed", "3") == drawn[3]
+    assert run("filter_trees", source, "--count", "9") == names
+    long = trees()
+    long[1]["prompt"]["replies"][0]["text"] = "x" * 11
+    (source.parent / "long.jsonl").write_text("".join(json.dumps(tree) + "\n" for tree in long))
+    assert run("filter_trees", source.parent / "long.jsonl", "--max_length", "10") == ["p1", "p3"]
+
+
+def test_reports_become_trees_that_wait_for_ranking(tmp_path: Path):
+    """An answer with code keeps what stands behind its first "<" (B22)."""
+    for name, outputs in (("a", ["one", "if a < b: pass", " one "]), ("b", ["two", "three", ""])):
+        results = [{"sampling_config": "k50", "outputs": outputs}, {"sampling_config": "greedy", "outputs": outputs[:1]}]
+        report = {
+            "model_name": name,
+            "prompts": [{"prompt": "Say", "results": results}, {"prompt": f"Alone {name}", "results": results[1:]}],
+        }
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    source = tmp_path / "a.json"
+    assert run("rank_reports", source, "--replies", "9")[0] == run("rank_reports", source, "--replies", "9")[0]
+    given = [str(tmp_path / "a.json"), str(tmp_path / "b.json"), str(tmp_path / "trees.jsonl")]
+    assert oasst_trees.main(["rank_reports", *given]) == 0
+    (tree,) = rows(tmp_path / "trees.jsonl")
+    told = {reply["text"]: reply["model_name"] for reply in tree["prompt"]["replies"]}
+    assert told == {"one": "a,k50", "if a < b: pass": "a,k50", "two": "b,k50", "three": "b,k50"}
+    assert tree["tree_state"] == "ranking"
+    assert oasst_trees.main(["rank_reports", *given, "--replies", "2"]) == 0
+    assert len(rows(tmp_path / "trees.jsonl")[0]["prompt"]["replies"]) == 2
+    assert oasst_trees.main(["counts", str(tmp_path / "trees.jsonl")]) == 0, "they are trees like others"
+    assert oasst_trees.main(["rank_reports", *given[:2], given[0]]) == 1, "no report is written over"
+    assert oasst_trees.main(["rank_reports", str(tmp_path / "trees.jsonl"), str(tmp_path / "other.jsonl")]) == 1

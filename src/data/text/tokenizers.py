@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 _BATCH = 256
 
 
-def load(source: str | Path, extra: Sequence[str] = ()) -> "PreTrainedTokenizerFast":
+def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = None) -> "PreTrainedTokenizerFast":
     """The tokenizer in a folder, or that of a hub id in the local cache, with the control tokens `extra`. Downloads nothing.
 
+    end_token: of its vocabulary, in the place of the one that it names.
+
     Raises:
-        DataError: it is not there, damaged, or no fast tokenizer; says how to get it.
+        DataError: it is not there, damaged, or no fast tokenizer; says how to get it. Or it has no end token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -33,8 +35,15 @@ def load(source: str | Path, extra: Sequence[str] = ()) -> "PreTrainedTokenizerF
         raise DataError(_describe_error(source, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(f"{source}: {type(tokenizer).__name__} is not a fast tokenizer. Save it as tokenizer.json first.")
+    if end_token is not None:
+        if end_token not in tokenizer.get_vocab():
+            raise DataError(f"{source}: the vocabulary has no token {end_token!r} that could be the end token.")
+        tokenizer.eos_token = end_token
     if tokenizer.eos_token_id is None:
-        raise DataError(f"{source}: this tokenizer has no eos_token, and every answer and document ends with it.")
+        raise DataError(
+            f"{source}: this tokenizer has no eos_token, and every answer and document ends with it. "
+            "python -m data_prep.chat_tokenizer --end_token makes one of it that has."
+        )
     tokenizer.add_special_tokens({"extra_special_tokens": [*extra]}, replace_extra_special_tokens=False)
     return tokenizer
 
