@@ -46,9 +46,9 @@ OASST = (
 )
 
 
-def conversations(corpora: Sequence[str], **more: Any) -> dict[str, Any]:
+def conversations(corpora: Sequence[str]) -> dict[str, Any]:
     """The dict of a mixture of data sets."""
-    parts = {name: {"name": "conversations", "corpus": name, "sequence_tokens": MOST, **more} for name in corpora}
+    parts = {name: {"name": "conversations", "corpus": name, "sequence_tokens": MOST, "val_samples": 8} for name in corpora}
     return {"name": "mixture", "parts": parts}
 
 

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ _MADE_BY = {
     **{f"stdlib_{kind}": "python -m data_prep.stdlib_qa" for kind in ("qa", "text", "tokenizer")},
     "stdlib_t5_tokenizer": "python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer --sentences 20",
 }
+_RELEASES_OF_CONVERSATIONS = Path(__file__).parents[2] / "resources" / "conversations"
 _RELEASES = "SQuAD, HotpotQA, Natural Questions, MS MARCO, TopiOCQA, TriviaQA"
 
 
@@ -298,7 +300,15 @@ def _check_sizes(folder: Path) -> None:
 def preparation_hint(folder: Path) -> str:
     """A sentence with the command that makes `folder`; empty where we have none."""
     command = _MADE_BY.get(folder.name)
+    if command is None and _is_release_of_conversations(folder.name):
+        command = f"python -m data_prep.prepare_conversations --name {folder.name}"
     return f"Make it with: {command} --data_path {folder.parent}" if command else ""
+
+
+def _is_release_of_conversations(name: str) -> bool:
+    """Whether data_prep.prepare_conversations knows it."""
+    entry = re.compile(rf"^{re.escape(name)}:", re.MULTILINE)
+    return any(entry.search(path.read_text(encoding="utf-8")) for path in _RELEASES_OF_CONVERSATIONS.glob("*.yaml"))
 
 
 def _known_corpora_hint(places: Places, name: str) -> str:

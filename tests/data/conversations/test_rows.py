@@ -7,8 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from src.config import Places
 from src.data import jsonl, jsonl_index
 from src.data.conversations.rows import ANSWERED, RANKED, ConversationRows, read_rows
+from src.errors import DataError
 from tests.data.conversations.talk import row, write_rows
 
 ROWS: list[dict[str, Any]] = [
@@ -48,3 +50,10 @@ def test_a_large_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rows = ConversationRows(read_rows(tmp_path / "corpus" / "train.jsonl"))
     assert [*rows.numbers_of(ANSWERED), *rows.numbers_of(RANKED)] == [0, 2]
     assert not parsed
+
+
+@pytest.mark.parametrize(("name", "command"), [("webgpt", "--name webgpt "), ("joke", "--name joke "), ("jok", None)])
+def test_a_release_that_is_not_prepared_is_told_with_its_command(name: str, command: str | None, tmp_path: Path):
+    with pytest.raises(DataError, match="no such data set") as raised:
+        jsonl.corpus_folder(Places(tmp_path, tmp_path), name)
+    assert (f"python -m data_prep.prepare_conversations {command}" in str(raised.value)) == (command is not None)
