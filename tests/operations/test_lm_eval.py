@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from src.runs import jsonl_records
 from src.runs.checkpoints import folder as checkpoints
 from tests import toy
 from tests.recipes.test_metadata_lm import TOLD, write_metadata
+from tests.recipes.train_assistants import SFT, WORDS, write_data
 
 ROOT = Path(__file__).parents[2]
 LM_EVAL = Path(os.environ.get("LM_EVAL", ROOT / ".venv" / "lm_eval" / "bin" / "python"))
@@ -34,12 +36,7 @@ def test_the_harness_scores_a_local_task(tmp_path: Path, monkeypatch: pytest.Mon
         {"text": f"the {thing} is", "choices": [f" {colour}", " cat"], "label": 0} for thing in toy.THINGS for colour in toy.COLOURS[:2]
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "tasks").mkdir()
     task = {
-        "task": "colours",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
-        "test_split": "test",
         "output_type": "multiple_choice",
         "doc_to_text": "{{text}}",
         "doc_to_choice": "choices",
@@ -47,21 +44,50 @@ def test_the_harness_scores_a_local_task(tmp_path: Path, monkeypatch: pytest.Mon
         "target_delimiter": "",
         "metric_list": [{"metric": "acc"}],
     }
-    (tmp_path / "tasks" / "colours.yaml").write_text(yaml.safe_dump(task))
-    plan = yaml.safe_load((ROOT / "resources" / "checkpoint_jobs_lm_eval.yaml").read_text())
-    plan["checkpoints"] = {"last": True}
-    plan["evaluate"]["tasks"] = {"colours": plan["evaluate"]["tasks"]["arc_easy"]}
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
-    monkeypatch.setenv("LM_EVAL", str(LM_EVAL))
-    monkeypatch.setenv("LM_EVAL_FLAGS", f"--include_path {tmp_path / 'tasks'} --device cpu")
-    monkeypatch.setenv("EXPORT_FLAGS", f"--data_path {tmp_path / 'data'}")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    assert checkpoint_jobs.main([str(tmp_path / "runs"), "--plan", str(tmp_path / "plan.yaml"), "--once"]) == 0
+    (found,) = score(tmp_path, monkeypatch, "checkpoint_jobs_lm_eval.yaml", "arc_easy", task, SHORT)
     run = tmp_path / "runs" / exp_id(SHORT)
-    (found,) = jsonl_records.rows(run / EVALUATIONS)
     assert (found["step"], found["task"]) == (40, "colours")
     assert found["scores"]["colours/acc"] == pytest.approx(accuracy(run, Places(tmp_path / "data", tmp_path / "runs"), rows))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LM_EVAL.exists(), reason="needs lm-evaluation-harness: .ci/lm_eval, or LM_EVAL names its Python")
+def test_the_harness_asks_assistants_by_their_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whoever learned by heart that "2?" is two answers so, and only where it is asked as it was trained."""
+    write_data(tmp_path / "data")
+    learned = override(SFT, {"model.hidden_size": 32, "loop.steps": 200, "loop.eval_every": 100, "loop.learning_rate": 1e-2})
+    assert toy.main(["-e", "learned"], {"learned": [learned]}, tmp_path) == 0
+    rows = [{"question": f"{number}?", "answer": WORDS[number - 1]} for number in range(1, 9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    (found,) = score(tmp_path, monkeypatch, "checkpoint_jobs_lm_eval_chat.yaml", "gsm8k", task, learned)
+    assert found["scores"]["colours/exact_match"] >= 0.75
+
+
+def score(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, plan_name: str, stands_for: str, task: dict[str, Any], exp: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """What the harness told of the last checkpoint of a run, by a plan whose task `stands_for` is a local one about rows.jsonl."""
+    (folder / "tasks").mkdir()
+    facts = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}, "test_split": "test"}
+    (folder / "tasks" / "colours.yaml").write_text(yaml.safe_dump({"task": "colours", **facts, **task}))
+    plan = yaml.safe_load((ROOT / "resources" / plan_name).read_text())
+    plan["checkpoints"] = {"last": True}
+    plan["evaluate"]["tasks"] = {"colours": plan["evaluate"]["tasks"][stands_for]}
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan))
+    monkeypatch.setenv("LM_EVAL", str(LM_EVAL))
+    monkeypatch.setenv("LM_EVAL_FLAGS", f"--include_path {folder / 'tasks'} --device cpu")
+    monkeypatch.setenv("EXPORT_FLAGS", f"--data_path {folder / 'data'}")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HF_HOME", str(folder / "hub"))
+    assert checkpoint_jobs.main([str(folder / "runs"), "--plan", str(folder / "plan.yaml"), "--once"]) == 0
+    return [*jsonl_records.rows(folder / "runs" / exp_id(exp) / EVALUATIONS)]
 
 
 def accuracy(run: Path, places: Places, rows: list[dict]) -> float:
