@@ -96,6 +96,24 @@ def test_adapters_switched_off_are_the_stored_reference(folder: Path, new_tokens
     assert not (folder / "runs" / exp_id(switched) / "reference.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--fsdp"], ["--deepspeed", str(toy.ROOT / "resources" / "ds_config_zero3.json")]])
+def test_adapters_are_switched_off_in_shards_too(folder: Path, tmp_path: Path, words: list[str]):
+    lora = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn", "c_fc"], "base": SFT["model"]}
+    switched = override(DPO, {"model": lora, "loop.learning_rate": 3e-2, "preference": {"reference": "adapters_off"}})
+    stored = override(switched, {"preference": {"reference": "stored"}})
+    assert toy.main(["-e", "stored"], {"stored": [stored]}, folder) == 0
+    write_data(tmp_path / "data")
+    shutil.copytree(folder / "runs" / exp_id(SFT), tmp_path / "runs" / exp_id(SFT))
+    root = toy.project(tmp_path, f"EXP_GROUPS = {{'switched': [{switched!r}]}}\n")
+    done = toy.run(root, ["-e", "switched", *words], tmp_path, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    wanted, found = toy.evaluations(folder, exp_id(stored))[-1], toy.evaluations(tmp_path, exp_id(switched))[-1]
+    assert {name: found[name] for name in wanted if "val_" in name} == pytest.approx(
+        {name: value for name, value in wanted.items() if "val_" in name}, rel=1e-3, abs=1e-5
+    )
+
+
 def test_adapters_come_back_as_they_were(folder: Path):
     """Also where something fails while they are off."""
     from src.training.preferences.reference import adapters_off
