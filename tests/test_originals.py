@@ -18,6 +18,7 @@ CosineAnnealingLR to 1e-5 in 16; learning rate 2e-2, no decay of the first two t
 
 trl: TRL 1.16.0, the losses of DPOTrainer and RewardTrainer for the numbers of `scored` below. pairs: loss_type, beta, label_smoothing, and
 the mean. rewards: margin, center_rewards_coefficient, and the mean, for 2 sin(2.3 i), the first half being chosen.
+trl_grpo: `_compute_loss` of its GRPOTrainer on four rollouts of up to five tokens, of at most 8: tests/rl/test_policy_maths.py.
 """
 
 import json

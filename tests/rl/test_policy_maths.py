@@ -1,0 +1,160 @@
+"""Advantages and losses of policies: fixtures worked out by hand, properties, and what TRL's GRPOTrainer computes of the same numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, tensor
+
+from src.rl.advantages import (
+    Moments,
+    generalized_advantages,
+    group_advantages,
+    kl_terms,
+    next_kl_weight,
+    token_rewards,
+    whiten,
+)
+from src.rl.losses import Normalisation, Ratio, count, policy_loss, value_loss
+from tests.test_originals import originals
+
+ALL = torch.ones(1, 3, dtype=torch.bool)
+
+
+def test_advantages_worked_out_by_hand():
+    """values 1, 2, 3; rewards 0, -0.1, 1; gamma 1, lambda 0.95: deltas 1, 0.9, -2."""
+    found = generalized_advantages(tensor([[1.0, 2, 3]]), tensor([[0.0, -0.1, 1]]), ALL, 1.0, 0.95)
+    assert found.advantages[0].tolist() == pytest.approx([0.05, -1, -2])
+    assert found.returns[0].tolist() == pytest.approx([1.05, 1, 1])
+
+
+def test_losses_worked_out_by_hand():
+    policy = policy_loss(
+        tensor([[-1, -0.5, -2]]), tensor([[-1.2, -0.6, -1]]), tensor([[1, -1, 0.5]]), ALL, clip_low=0.4, clip_high=0.4
+    )  # fmt: skip
+    values = value_loss(tensor([[0.5, 1, 2]]), tensor([[0.4, 2, 1]]), torch.ones(1, 3), ALL, 0.4)
+    assert policy.loss.item() / 3 == pytest.approx(-0.100057, abs=1e-6)
+    assert values.item() / 3 == pytest.approx(0.268333, abs=1e-6)
+
+
+@pytest.mark.parametrize(("kl", "wanted"), [(12, 0.100036), (5.4, 0.099982), (0, 0.099964)])
+def test_the_weight_of_the_kl_follows_it(kl: float, wanted: float):
+    assert next_kl_weight(0.1, kl, 18, target=6, horizon=10_000) == pytest.approx(wanted, abs=1e-6)
+
+
+ROLLOUTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(0, 3)), min_size=1, max_size=5)
+"""Of each rollout the tokens of its prompt, of its answer and of padding behind it."""
+
+
+def masks(rollouts: list[tuple[int, int, int]]) -> Tensor:
+    longest = max(map(sum, rollouts)) or 1
+    return tensor([[prompt <= t < prompt + answer for t in range(longest)] for prompt, answer, _ in rollouts])
+
+
+@given(rollouts=ROLLOUTS, seed=st.integers(0, 2**31))
+@settings(max_examples=100, deadline=None)
+def test_the_score_is_on_the_last_sampled_token_of_each_rollout(rollouts: list[tuple[int, int, int]], seed: int):
+    """Whatever stands before and behind it. The reference wrote it up to two places too late, on padding (B30)."""
+    sampled = masks(rollouts)
+    draw = torch.Generator().manual_seed(seed)
+    kl, scores = torch.randn(sampled.shape, generator=draw), torch.randn(len(rollouts), generator=draw)
+    found = token_rewards(scores, kl, sampled, 0.1)
+    for row, (prompt, answer, _) in enumerate(rollouts):
+        wanted = torch.zeros(sampled.shape[1])
+        wanted[prompt : prompt + answer] = -0.1 * kl[row, prompt : prompt + answer]
+        if answer:
+            wanted[prompt + answer - 1] += scores[row]
+        assert torch.allclose(found[row], wanted)
+
+
+@given(rollouts=ROLLOUTS, seed=st.integers(0, 2**31), gamma=st.sampled_from([0.9, 1.0]), lam=st.sampled_from([0.0, 0.95, 1.0]))
+@settings(max_examples=100, deadline=None)
+def test_padding_and_prompts_move_no_advantage(rollouts: list[tuple[int, int, int]], seed: int, gamma: float, lam: float):
+    """Each rollout alone, its sampled tokens alone, gives the same."""
+    sampled = masks(rollouts)
+    draw = torch.Generator().manual_seed(seed)
+    values, rewards = (torch.randn(sampled.shape, generator=draw) for _ in range(2))
+    found = generalized_advantages(values, rewards, sampled, gamma, lam)
+    assert not found.advantages[~sampled].any()
+    assert not found.returns[~sampled].any()
+    for row in range(len(rollouts)):
+        own = sampled[row]
+        if own.any():
+            alone = generalized_advantages(values[row, own][None], rewards[row, own][None], own[own][None], gamma, lam)
+            assert torch.allclose(found.advantages[row, own], alone.advantages[0], atol=1e-6)
+            assert torch.allclose(found.returns[row, own], alone.returns[0], atol=1e-6)
+
+
+@given(rollouts=ROLLOUTS, cut=st.integers(0, 5), seed=st.integers(0, 2**31))
+@settings(max_examples=100, deadline=None)
+def test_advantages_are_whitened_over_the_sampled_tokens_of_all_processes(rollouts: list[tuple[int, int, int]], cut: int, seed: int):
+    sampled = masks(rollouts)
+    numbers = torch.randn(sampled.shape, generator=torch.Generator().manual_seed(seed)).double() * 3 + 1
+    parts = [slice(0, cut), slice(cut, None)]
+    moments = Moments(0, 0.0, 0.0)
+    for part in parts:
+        moments += Moments.measure(numbers[part], sampled[part])
+    found = torch.cat([whiten(numbers[part], sampled[part], moments) for part in parts])
+    assert not found[~sampled].any()
+    if sampled.sum() > 1:
+        assert found[sampled].mean().item() == pytest.approx(0, abs=1e-6)
+        assert found[sampled].std().item() == pytest.approx(1, abs=1e-6)
+
+
+def test_the_kl_estimates_have_the_divergence_as_their_mean():
+    policy, reference = torch.randn(2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(-1)
+    divergence = (policy.exp() * (policy - reference)).sum()
+    for estimate in ("k1", "k3"):
+        assert torch.allclose((policy.exp() * kl_terms(policy, reference, estimate)).sum(), divergence)
+    assert (kl_terms(policy, reference, "k3") >= 0).all()
+
+
+def test_groups_are_compared_with_themselves():
+    found, differ = group_advantages(tensor([1.0, 0, 0, 1, 5, 5, 5, 5]), 4, by_deviation=False)
+    assert found.tolist() == [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0]
+    assert differ.tolist() == [True] * 4 + [False] * 4
+    scaled, _ = group_advantages(tensor([1.0, 0, 0, 1]), 4)
+    assert scaled.tolist() == pytest.approx([0.5 / (3**-0.5 + 1e-4) * sign for sign in (1, -1, -1, 1)])
+    others, _ = group_advantages(tensor([3.0, 0, 0]), 3, "others", by_deviation=False)
+    assert others.tolist() == pytest.approx([3, -1.5, -1.5])
+    for scores, size in (([1.0, 2], 1), ([1.0, 2, 3], 2)):
+        with pytest.raises(ValueError, match="expected groups of at least 2"):
+            group_advantages(tensor(scores), size)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4])
+@pytest.mark.parametrize("normalisation", ["tokens", "rollouts", "room"])
+def test_a_gradient_does_not_depend_on_how_rollouts_are_cut_into_micro_batches(cut: int, normalisation: Normalisation):
+    draw = torch.Generator().manual_seed(1)
+    logps, old, advantages = (torch.randn(5, 6, generator=draw, dtype=torch.float64) for _ in range(3))
+    sampled = torch.rand(5, 6, generator=draw) < 0.6
+    gradients = []
+    for parts in ([slice(None)], [slice(0, cut), slice(cut, None)]):
+        given = logps.clone().requires_grad_()
+        for p in parts:
+            policy_loss(
+                given[p], old[p], advantages[p], sampled[p], clip_low=0.2, clip_high=0.3, normalisation=normalisation
+            ).loss.backward()  # fmt: skip
+        whole = sum(count(sampled[p], normalisation, 6) for p in parts)
+        assert given.grad is not None
+        gradients.append(given.grad / whole)
+    assert torch.allclose(*gradients)
+    assert not gradients[0][~sampled].any()
+
+
+def test_losses_of_groups_are_those_of_trl():
+    """The loss of GRPOTrainer on given log-probabilities, by its options; tests/test_originals.py tells how they were made."""
+    numbers: Any = originals()["trl_grpo"]
+    given = {name: tensor(numbers[name]) for name in ("logps", "old", "reference", "advantages")}
+    sampled = tensor(numbers["mask"]).bool()
+    for case in numbers["losses"]:
+        normalisation: Normalisation = {"grpo": "rollouts", "dr_grpo": "room", "bnpo": "tokens"}[case["loss_type"]]  # type: ignore[assignment]
+        ratio: Ratio = case["level"]
+        found = policy_loss(
+            given["logps"], given["old"], given["advantages"][:, None].expand_as(given["logps"]), sampled,
+            clip_low=case["low"], clip_high=case["high"], ratio=ratio, normalisation=normalisation,
+            reference_logps_BT=given["reference"], kl_weight=case["beta"],
+        )  # fmt: skip
+        assert found.loss.item() / count(sampled, normalisation, numbers["room"]) == pytest.approx(case["wanted"], abs=1e-6)
