@@ -86,6 +86,13 @@ METRICS = ComponentTable(
         "words": "src.metrics.words",
     },
 )
+REWARDS = ComponentTable(
+    "reward",
+    {
+        "expressions": "src.rewards.expressions",
+        "length": "src.rewards.length",
+    },
+)
 LAUNCHERS = ComponentTable(
     "launcher",
     {
@@ -94,7 +101,7 @@ LAUNCHERS = ComponentTable(
         "toolkit": "src.launch.toolkit.launcher",
     },
 )
-TABLES = (RECIPES, MODELS, DATASETS, METRICS, LAUNCHERS)
+TABLES = (RECIPES, MODELS, DATASETS, METRICS, REWARDS, LAUNCHERS)
 
 
 def name_of(component: Config) -> str:

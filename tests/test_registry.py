@@ -19,6 +19,7 @@ from src.errors import DataError
 from src.files import new_directory
 from src.launch.job import LauncherConfig
 from src.registry import TABLES, ComponentTable
+from src.rewards.interface import RewardConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERFACES: dict[str, type[Config]] = {
@@ -26,9 +27,17 @@ INTERFACES: dict[str, type[Config]] = {
     "model": interfaces.ModelConfig,
     "dataset": interfaces.DatasetConfig,
     "metric": interfaces.MetricConfig,
+    "reward": RewardConfig,
     "launcher": LauncherConfig,
 }
-FOLDERS = {"recipe": "src/recipes", "model": "src/models", "dataset": "src/data", "metric": "src/metrics", "launcher": "src/launch"}
+FOLDERS = {
+    "recipe": "src/recipes",
+    "model": "src/models",
+    "dataset": "src/data",
+    "metric": "src/metrics",
+    "reward": "src/rewards",
+    "launcher": "src/launch",
+}
 LINES = [(table, name) for table in TABLES for name in table.modules]
 
 

@@ -1,0 +1,73 @@
+"""What a reward is, and what it reads: rollouts, the answers of a policy to prompts."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import PlainSerializer, PlainValidator
+
+from src.config import Places
+from src.interfaces import Component
+from src.registry import REWARDS, bind, resolved_dict
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What a policy has said to a prompt, as rewards read it."""
+
+    messages: Sequence[Mapping[str, str]]
+    """The prompt: {"role", "content"} of each message, the last of which is answered."""
+    text: str
+    """The answer, without control tokens."""
+    row: Mapping[str, Any]
+    """The row of the prepared data that the prompt is from: what more it has, such as "answer" or "tests", is for rewards."""
+    ids: Sequence[int]
+    """Token ids of prompt and answer, as the policy reads them."""
+    sampled: int
+    """How many of `ids`, at the end, the policy has sampled."""
+    ended: bool
+    """Whether the answer ended by itself, not at the most tokens that it may have."""
+
+
+Scorer = Callable[[Sequence[Rollout]], Sequence[float]]
+"""Scores of rollouts, in order."""
+
+
+@dataclass(frozen=True)
+class RewardSetting:
+    """What a training offers its rewards."""
+
+    places: Places
+    device: Any
+    """The torch.device of this process."""
+    micro_batch: int
+    """Most sequences of one forward pass."""
+    write_ids: "Callable[[Any, str], Callable[[Rollout], list[int]]]"
+    """(tokenizer, template) -> how a rollout is written with another vocabulary than the policy's, or another template."""
+    tokenizer: Any
+    """The policy's."""
+    wait: Callable[[str], None]
+    """Called every second or oftener while something that is away is waited for, which the text names; raises where the run has to stop."""
+
+
+class RewardConfig(Component):
+    """What is good about an answer, as a number."""
+
+    weight: float = 1.0
+    """Of this reward in the sum."""
+
+    @abstractmethod
+    def scorer(self, setting: RewardSetting) -> Scorer:
+        """Make what scores rollouts. Batches have a fixed composition, whatever the number of processes.
+
+        Raises:
+            UserError: something that it needs is missing on this machine.
+        """
+
+    def check(self, places: Places) -> None:
+        """Raises a UserError for what `scorer` would refuse, as far as it is known without loading anything."""
+
+
+RewardField = Annotated[RewardConfig, PlainValidator(partial(bind, REWARDS)), PlainSerializer(resolved_dict)]
