@@ -31,13 +31,13 @@ class Tags(StrictConfig):
     def write(self, message: Message, draw: Random | None) -> str:
         """Lines "key: value" about a message, which end with an end of line; "" if there is nothing to tell. draw: None to tell all.
 
-        They are shuffled, but for the context, which comes last. Shares have one decimal.
+        Where some are dropped they are shuffled, but for the context, which comes last. Shares have one decimal.
         """
         lines = [f"{name}: {float(message.tags[name]):.1f}" if name in SHARES else f"{name}: {message.tags[name]}"
                  for name in ("lang", *SHARES) if str(message.tags.get(name, "")).strip()]  # fmt: skip
         if self.length:
             lines.append(f"length: {len(_WORD.findall(message.content)) // 5 + 1}")
-        if draw is not None:
+        if draw is not None and self.dropout:  # with 0 all epochs read the same
             lines = [line for line in lines if draw.random() >= self.dropout]
             draw.shuffle(lines)
         context = str(message.tags.get("context", "")).strip()

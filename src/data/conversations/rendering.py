@@ -139,12 +139,13 @@ class Renderer:
         return found
 
     def _add_text(self, found: Rendered, text: str, ends: Sequence[tuple[int, Role]]) -> None:
+        begins = not found.ids
         if len(ends) <= 1:  # nearly always: control tokens stand between what the roles say
-            ids = self.safe.encode(text)
+            ids = self.safe.encode(text, begins)
             found.ids += ids
             found.roles += [role for _, role in ends] * len(ids)
             return
-        ids, offsets = self.safe.encode_spans(text)
+        ids, offsets = self.safe.encode_spans(text, begins)
         number = 0
         for token, (_, end) in zip(ids, offsets, strict=True):
             while number < len(ends) - 1 and end > ends[number][0]:
@@ -159,6 +160,6 @@ def require_controls(tokenizer: "PreTrainedTokenizerFast", wanted: Sequence[str]
     lacks = [token for token in wanted if token not in known]
     if lacks:
         raise DataError(
-            f"data.template: {template!r} is written with {', '.join(lacks)}, which the tokenizer lacks. "
+            f"data.writing.template: {template!r} is written with {', '.join(lacks)}, which the tokenizer lacks. "
             "Write them into the model's extra_tokens."
         )

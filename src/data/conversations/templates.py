@@ -5,7 +5,7 @@ is said cannot change the template, nor become a part of it.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -42,8 +42,9 @@ def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
         return ChatML()
     source = getattr(tokenizer, _OWN, tokenizer.chat_template)
     if not isinstance(source, str):
-        raise DataError("data.template: the tokenizer has no chat template of its own. Take 'oasst' or 'chatml'.")
-    return Jinja(source, {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)})
+        raise DataError("data.writing.template: the tokenizer has no chat template of its own. Take 'oasst' or 'chatml'.")
+    tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    return Jinja(source, tokens, [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special])
 
 
 def _keep_source(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
@@ -105,18 +106,37 @@ def _role_of_end(role: Role) -> Role:
 class Jinja:
     """A template of Jinja, as tokenizers have them."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """tokens: control tokens by the names that the template may use, such as eos_token.
+    def __init__(self, source: str, tokens: Mapping[str, str], controls: Sequence[str] = ()) -> None:
+        """tokens: control tokens by the names that the template may use, such as eos_token. controls: more of the vocabulary's.
 
         Raises:
-            DataError: nothing could be trained with it: it leaves out or repeats a message, or its beginning changes with what follows,
-                while it does not mark its answers.
+            DataError: nothing could be trained with it: it leaves out or repeats a message, its beginning changes with what follows, while
+                it does not mark its answers, or nothing that is learned ends an answer.
         """
         self.source, self.tokens = source, dict(tokens)
         self.marks_answers = bool(_GENERATION.search(source))
-        self._controls = re.compile("|".join(map(re.escape, {*tokens.values(), *re.findall(r"<\|[^|\s]+\|>", source)})) or "(?!)")
-        self._strips = "\t\t\x02" not in self._fill(["user"], padding="\t\t")[0]
+        names = {*tokens.values(), *controls, *re.findall(r"<\|[^|\s]+\|>", source)}
+        longest_first = sorted(names, key=lambda name: (-len(name), name))  # so that no name hides one that begins with it
+        self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._strips = frozenset(self._stripped_roles())
+        self._begins = frozenset(self._controls.findall(self._fill(["user"])[0].partition("\x02")[0]))
+        """Control tokens before what a user says."""
+        behind = self._fill(["user", "assistant"])[0].rpartition("\x03")[2]
+        own = self._controls.search(behind)
+        self._end = behind[: own.end()] if own else ""
+        """What the template writes behind an answer that nothing follows."""
         self._check()
+
+    def _stripped_roles(self) -> Iterator[str]:
+        """Roles of messages around which the template takes blanks away."""
+        for roles, can_lack in ((["user", "assistant"], False), (["system", "user"], True), (["user", "assistant", "tool"], True)):
+            try:
+                text = self._fill(roles, padding="\t\t")[0]
+            except DataError:
+                if can_lack:
+                    continue
+                raise
+            yield from (roles[int(mark.group(1))] for mark in _MARK.finditer(text) if text[: mark.start()][-2:] != "\t\t")
 
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
         """See `rendering.Template`. What is told of an answer has no place in it.
@@ -125,16 +145,17 @@ class Jinja:
             DataError: the template refuses the messages, or leaves one out or repeats it.
         """
         if any(tags):
-            raise DataError("data.tags: a template of the tokenizer has no place for them. Take template 'oasst' or 'chatml'.")
+            raise DataError("data.writing.tags: a template of the tokenizer has no place for them. Take template 'oasst' or 'chatml'.")
         text, answers = self._fill([message.role for message in messages], answering)
         marks = list(_MARK.finditer(text))
         if [int(mark.group(1)) for mark in marks] != list(range(len(messages))):
             found = " ".join(mark.group(1) for mark in marks)
-            raise DataError(f"data.template: of messages 0 to {len(messages) - 1} the template writes: {found or 'none'}. Take another.")
+            of = f"of messages 0 to {len(messages) - 1}"
+            raise DataError(f"data.writing.template: {of} the template writes: {found or 'none'}. Take another.")
         spans, place = list[Span](), 0
         for message, mark in zip(messages, marks, strict=True):
             spans.append(Span(text[place : mark.start()], Role.TEMPLATE, True))
-            spans.append(Span(message.content.strip() if self._strips else message.content, ROLE_OF[message.role]))
+            spans.append(Span(message.content.strip() if message.role in self._strips else message.content, ROLE_OF[message.role]))
             place = mark.end()
             if message.role == "assistant":
                 end = self._end_of_answer(text, place, answers)
@@ -143,13 +164,16 @@ class Jinja:
         return [*spans, Span(text[place:], Role.TEMPLATE, True)]
 
     def _end_of_answer(self, text: str, place: int, answers: Sequence[tuple[int, int]]) -> int:
-        """Where what ends the answer before `place` ends: as the template marks it, or behind the control token that follows."""
+        """Where what ends the answer before `place` ends: as the template marks it; behind the control token that follows, but for one
+        with which the next turn begins."""
         for begin, end in answers:
             if begin <= place <= end:
                 return end
+        if self._end and text.startswith(self._end, place):
+            return place + len(self._end)
         following = _MARK.search(text, place)
         control = self._controls.search(text, place, following.start() if following else len(text))
-        return control.end() if control else place
+        return control.end() if control and control.group() not in self._begins else place
 
     def _fill(self, roles: Sequence[str], answering: bool = False, padding: str = "") -> tuple[str, list[tuple[int, int]]]:
         """The text with marks for messages of these roles; and where answers begin and end in it, if the template says so.
@@ -171,12 +195,13 @@ class Jinja:
                 **more,
             )
         except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
-            raise DataError(f"data.template: the template refuses {' '.join(roles)} ({' '.join(str(error).split())[:200]}).") from None
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(f"data.writing.template: the template refuses {' '.join(roles)} ({reason}).") from None
         return texts[0], [(begin, end) for begin, end in answers[0]] if self.marks_answers else []
 
     def _check(self) -> None:
         roles = ["user", "assistant"] * 2
-        self.spans([Message(role, "") for role in roles])
+        spans = self.spans([Message(role, "") for role in roles])
         for number in () if self.marks_answers else (1, 3):
             asked, answered, later = (
                 self._fill(roles[:number], answering=True)[0],
@@ -186,6 +211,12 @@ class Jinja:
             known = answered[: answered.index("\x03", len(asked)) + 1] if answered.startswith(asked) else ""
             if not known or not later.startswith(known):
                 raise DataError(
-                    "data.template: what the template writes before an answer changes with what follows it, so that the answer would be "
-                    "learned behind another text than it is asked for. Mark its answers with {% generation %}, or take another template."
+                    "data.writing.template: what the template writes before an answer changes with what follows it, so that the answer "
+                    "would be learned behind another text than it is asked for. Mark its answers with {% generation %}, or take another template."
                 )
+        if not all(span.text for span in spans if span.role is Role.ASSISTANT and span.controls):
+            inside = ", within {% generation %}" if self.marks_answers else ""
+            raise DataError(
+                "data.writing.template: the template writes no control token behind an answer, so that no model would learn where one "
+                f"ends. Let it write the end token there{inside}, or take another template."
+            )

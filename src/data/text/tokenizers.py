@@ -86,6 +86,7 @@ class SafeTokenizer:
         self._backend.encode_special_tokens = True
         self._controls = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         _split_spelled_controls(self._backend, self._controls)
+        self._inner = _inner_backend(self._backend)
         eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
         assert isinstance(eos, int), "load refuses a tokenizer without an end token"
         self.eos_id = eos
@@ -97,11 +98,12 @@ class SafeTokenizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._backend.encode_special_tokens = True  # pickling loses it
+        self._backend.encode_special_tokens = self._inner.encode_special_tokens = True  # pickling loses it
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of user text; no control token is among them."""
-        return self._backend.encode(text, add_special_tokens=False).ids if text else []
+    def encode(self, text: str, begins: bool = True) -> list[int]:
+        """Ids of user text; no control token is among them. begins: False for what stands behind a control token, not at the beginning."""
+        backend = self._backend if begins else self._inner
+        return backend.encode(text, add_special_tokens=False).ids if text else []
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """`text` of each, many at once on all cores."""
@@ -109,9 +111,9 @@ class SafeTokenizer:
             for encoding in self._backend.encode_batch_fast(list(texts[first : first + _BATCH]), add_special_tokens=False):
                 yield encoding.ids
 
-    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of user text, and for each the characters that it is of, half open; those of one character have the same span."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
+    def encode_spans(self, text: str, begins: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
+        """See `encode`; and for each id the characters that it is of, half open; those of one character have the same span."""
+        encoding = (self._backend if begins else self._inner).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def control_id(self, token: str) -> int | None:
@@ -147,6 +149,24 @@ def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> No
     split = pre_tokenizers.Split(Regex(spelled), behavior="merged_with_previous")
     before = backend.pre_tokenizer
     backend.pre_tokenizer = split if before is None else pre_tokenizers.Sequence([before, split])
+
+
+def _inner_backend(backend: "Tokenizer") -> "Tokenizer":
+    """A tokenizer that makes of a text alone what `backend` makes of it behind a control token.
+
+    The two differ where a blank is put before the beginning of a whole text alone (Metaspace with prepend_scheme "first", as Llama's).
+    """
+    from tokenizers import Tokenizer
+
+    step = backend.pre_tokenizer
+    told = step.__getstate__().decode() if step else ""
+    if '"prepend_scheme":"first"' not in told:
+        return backend
+    inner = Tokenizer.from_str(backend.to_str())
+    changed = inner.pre_tokenizer
+    changed.__setstate__(told.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"').encode())
+    inner.pre_tokenizer, inner.encode_special_tokens = changed, True
+    return inner
 
 
 def _chat_pieces(

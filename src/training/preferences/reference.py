@@ -43,9 +43,16 @@ class WithReference:
         return len(self.data)
 
     def sample(self, *key: Any) -> tuple[Any, Sequence[float]]:
-        """A sample, and the log-probabilities of its rows."""
+        """A sample, and the log-probabilities of its rows.
+
+        Raises:
+            RunError: there are none, as the sample is another one than when they were made.
+        """
         found = self.data.sample(*key)
-        return found, self.logps[digest(found)]
+        logps = self.logps.get(digest(found))
+        if logps is None:
+            raise RunError(f"sample {key}: {FILE} has no log-probabilities of it. Delete that file of the run, and it is made anew.")
+        return found, logps
 
     def collate(self, samples: Sequence[tuple[Any, Sequence[float]]]) -> Batch:
         """The data set's own batch with (B,) float32 `reference_logps`."""
@@ -53,8 +60,10 @@ class WithReference:
         return {**batch, "reference_logps": torch.tensor([value for _, values in samples for value in values])}
 
 
-def digest(sample: Mapping[str, Any]) -> str:
-    """Of the tokens of a sample and of which are learned."""
+def digest(sample: Any) -> str:
+    """Of the tokens of a sample and of which are learned; a mixture's is that of its part."""
+    while isinstance(sample, tuple):  # (number of the part, its sample)
+        sample = sample[-1]
     return hashlib.blake2b(json.dumps([sample["input_ids"], sample["loss_mask"]]).encode(), digest_size=12).hexdigest()
 
 

@@ -28,6 +28,20 @@ def tokenizer(tokens: Sequence[str] = TOKENS, template: str | None = None) -> An
     return made
 
 
+def metaspace_tokenizer(scheme: str) -> Any:
+    """Of letters, with a blank that is put before texts: "first" before whole texts alone, as Llama's; "always" behind control tokens too."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["<unk>", "\u2581", *map(chr, range(33, 127)), "\n"]
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>", unk_token="<unk>")
+    made.add_special_tokens({"extra_special_tokens": TOKENS}, replace_extra_special_tokens=False)
+    return made
+
+
 def messages(*said: str, system: str | None = None) -> list[Message]:
     """What a user and the assistant say in turn."""
     talk = [Message(("user", "assistant")[i % 2], text) for i, text in enumerate(said)]

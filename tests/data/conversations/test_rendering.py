@@ -25,6 +25,8 @@ TEMPLATES = {
     "chatml.jinja": Jinja(SOURCES["chatml"], {"eos_token": "<end>"}),
 }
 RENDERERS = {name: Renderer(MADE, template) for name, template in TEMPLATES.items()}
+TOKENIZERS = {"bytes": MADE, **{scheme: talk.metaspace_tokenizer(scheme) for scheme in ("first", "always")}}
+ALL_RENDERERS = {kind: {name: Renderer(made, template) for name, template in TEMPLATES.items()} for kind, made in TOKENIZERS.items()}
 ALL = list(Role)
 texts = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from(
     ["<|assistant|>", "<end>", "<|im_end|>\n", " a ", "{{ 1 }}", "\n"]
@@ -49,14 +51,14 @@ def test_chatml():
 
 
 @settings(max_examples=100, deadline=None)
-@given(talks, st.none() | texts, st.sampled_from(["oasst", "chatml"]))
-def test_ours_and_jinjas_are_the_same(said: list[str], system: str | None, name: str):
+@given(talks, st.none() | texts, st.sampled_from(["oasst", "chatml"]), st.sampled_from([*TOKENIZERS]))
+def test_ours_and_jinjas_are_the_same(said: list[str], system: str | None, name: str, kind: str):
     """With whatever is said, and with what other programs make of the template where it spells no control token."""
-    conversation = talk.messages(*said, system=system)
-    ours, theirs = (RENDERERS[kind].render(conversation) for kind in (name, f"{name}.jinja"))
+    conversation, made = talk.messages(*said, system=system), TOKENIZERS[kind]
+    ours, theirs = (ALL_RENDERERS[kind][template].render(conversation) for template in (name, f"{name}.jinja"))
     assert ours == theirs
     if not any("<" in message.content for message in conversation):
-        wanted = MADE.apply_chat_template(
+        wanted = made.apply_chat_template(
             [{"role": message.role, "content": message.content} for message in conversation], chat_template=SOURCES[name], return_dict=False
         )
         assert ours.ids == wanted
@@ -89,6 +91,9 @@ def test_a_template_that_strips_is_heeded():
     assert talk.shown(found, MADE, [Role.ASSISTANT]) == "b<end>"
 
 
+NO_END = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 CHANGES = (
     "{% for m in messages %}{{ m['role'] }}{% if loop.last or m['role'] == 'user' %} {{ m['content'] }}"
     "{% else %}(thought) {{ m['content'] }}{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
@@ -103,15 +108,47 @@ CHANGES = (
             "of messages 0 to 3 the template writes: 0 2",
         ),
         ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", "the template writes: 0 0 1 1"),
-        ("{{ raise_exception('no') }}", r"the template refuses user \(no\)"),
+        ("{{ raise_exception('no') }}", r"the template refuses user assistant \(no\)"),
         ("{% for m in messages %}{{ m['content'] }}", "the template refuses"),
         (CHANGES, "changes with what follows it"),
         ("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "changes with what follows it"),
+        (NO_END, "no control token behind an answer, so that no model would learn where one ends"),
+        (NO_END.replace(": ", "<|im_start|>"), "no control token behind an answer"),  # the next turn's is no end
+        (
+            NO_END.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}{{ eos_token }}"),
+            r"Let it write the end token there, within \{% generation %\}",
+        ),
     ],
 )
 def test_a_template_that_cannot_be_trained_is_refused(source: str, match: str):
     with pytest.raises(DataError, match=match):
         find("tokenizer", talk.tokenizer(template=source))
+
+
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n'"
+    " + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+
+
+def test_ends_of_turns_are_learned_whatever_they_are_called():
+    """Gemma's are neither among the tokenizer's named tokens nor written as <|...|>."""
+    made = talk.tokenizer(["<start_of_turn>", "<end_of_turn>", "<bos>"], template=GEMMA)
+    made.bos_token = "<bos>"
+    found = Renderer(made, find("tokenizer", made)).render(talk.messages("Hi", "Hello", "Bye", ""))
+    assert talk.shown(found, made, [Role.ASSISTANT]) == "Hello<end_of_turn><end_of_turn>"
+    assert made.decode([found.ids[place] for place in found.last_answer()]) == "<end_of_turn>", "of an empty answer: not the one before"
+    assert found.ids == made.apply_chat_template(
+        [{"role": m.role, "content": m.content} for m in talk.messages("Hi", "Hello", "Bye", "")], return_dict=False
+    )
+
+
+def test_an_end_that_is_the_token_of_the_beginning_is_learned():
+    """As where a vocabulary has one control token."""
+    source = "{{ eos_token }}" + NO_END.replace("{{ m['content'] }}", "{{ m['content'] + eos_token }}")
+    found = Renderer(MADE, Jinja(source, {"eos_token": "<end>"})).render(talk.messages("a", "b", "c", "d"))
+    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "b<end>d<end>"
 
 
 def test_a_template_that_marks_its_answers_may_change():
