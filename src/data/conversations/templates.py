@@ -212,7 +212,8 @@ class Jinja:
             if not known or not later.startswith(known):
                 raise DataError(
                     "data.writing.template: what the template writes before an answer changes with what follows it, so that the answer "
-                    "would be learned behind another text than it is asked for. Mark its answers with {% generation %}, or take another template."
+                    "would be learned behind another text than it is asked for. Mark its answers with {% generation %}, or take another "
+                    "template."
                 )
         if not all(span.text for span in spans if span.role is Role.ASSISTANT and span.controls):
             inside = ", within {% generation %}" if self.marks_answers else ""

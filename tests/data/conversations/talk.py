@@ -29,7 +29,7 @@ def tokenizer(tokens: Sequence[str] = TOKENS, template: str | None = None) -> An
 
 
 def metaspace_tokenizer(scheme: str) -> Any:
-    """Of letters, with a blank that is put before texts: "first" before whole texts alone, as Llama's; "always" behind control tokens too."""
+    """Of letters, with a blank that is put before texts: "first" before whole texts alone, as Llama's; "always" before all."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
