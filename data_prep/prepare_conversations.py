@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import command, conversation_joining, conversation_table, sources
-from data_prep.conversation_forms.columns import look_up
-from data_prep.conversation_forms.rows import SPLIT_NAME, Form, Row
+from data_prep.conversation_forms.columns import is_there, look_up
+from data_prep.conversation_forms.rows import SPLIT_NAME, Form, Row, contradicts_itself
 from data_prep.conversation_table import FORMS, Mode, Release
 from data_prep.qa_releases import json_stream
 from src.config import load as load_config
@@ -90,6 +90,11 @@ def prepare(  # noqa: PLR0913  the options of the command
         entry, path = load_config(Release, {"form": form, "licence": "unstated", "val_rate": 0.1}, "--form"), Path()
         if not train:
             raise ConfigError("--form: expected --train with the rows of this form.")
+    if entry.split_column is not None and (part or val or val_rate is not None):
+        raise ConfigError(
+            f"--fold, --val and --val_rate: column {entry.split_column!r} of {release or name} says which rows are for validation. "
+            "Leave them out."
+        )
     if mode not in (None, *entry.modes):
         raise ConfigError(f"--mode {mode}: {release or name} has {' and '.join(entry.modes)} only.")
     read = _with_options(entry.form_of(mode or entry.modes[0]), lang, top_k, synthetic)
@@ -165,17 +170,22 @@ class _Work:
             if not counts[split]:
                 raise DataError(f"{self._name}: no row for the split {split!r}; {left_out}, which say nothing in this form.")
         refused = f", and {counts['refused']:,} answers that refuse" if self._release.without_refusals else ""
-        print(f"{self._name}: {counts['train']:,} train, {counts['val']:,} val; {left_out}{refused}")
+        told = {"contradictory": "with one reply at two ranks left out", "tied": "whose replies are all tied, from which nothing is ranked"}
+        more = "".join(f"; {counts[name]:,} {text}" for name, text in told.items() if counts[name])
+        print(f"{self._name}: {counts['train']:,} train, {counts['val']:,} val; {left_out}{refused}{more}")
         return {"counts": dict(counts), "licence": self._release.licence}
 
     def _convert(self, split: str) -> Iterator[tuple[str, Row]]:
         """(split, row of ours) of the sources of a split, each checked as a training checks it. Counts what was read, and what gave
         nothing."""
         for where, row in (each for of, source in self._named if of == split for each in self._groups(source)):
-            found = list(self._form.read(row, where))
-            self._counts["left out"] += 0 if found else len(row["rows"]) if self._release.group_by else 1
+            given = list(self._form.read(row, where))
+            self._counts["left out"] += 0 if given else len(row["rows"]) if self._release.group_by else 1
+            found = [each for each in given if not contradicts_itself(each)]
+            self._counts["contradictory"] += len(given) - len(found)
             entries = [read_entry(each, where) for each in found]
             for each, entry in zip(found, entries, strict=True):
+                self._counts["tied"] += bool(entry.replies) and len({reply.rank for reply in entry.replies}) == 1
                 if self._release.without_refusals and refuses(entry.conversation):
                     self._counts["refused"] += 1
                 else:
@@ -202,7 +212,7 @@ class _Work:
         told = {SPLIT_NAME: sources.hub_id(source)[2] if source.startswith(sources.HUB) else Path(source).name.partition(".")[0]}
         for where, given in _read(source, self._given[source]):
             self._counts["read"] += 1
-            renamed = {name: given[column] for name, column in self._release.columns.items() if column in given}
+            renamed = {name: look_up(given, column, where) for name, column in self._release.columns.items() if is_there(given, column)}
             yield where, {**told, **given, **renamed}
 
 

@@ -90,7 +90,8 @@ class ModelConfig(Component):
 
     def tokenizer_folder(self, places: Places) -> Path | None:
         """Where its tokenizer is, if that is a folder and known before the model is built."""
-        return None
+        base = getattr(self, "base", None)
+        return base.tokenizer_folder(places) if isinstance(base, ModelConfig) else None
 
     def new_tokens(self) -> Sequence[str]:
         """Control tokens that it adds to its tokenizer."""

@@ -100,14 +100,20 @@ def fill(text: str, row: Row, where: str) -> str:
     return _PLACE.sub(value_of, text)
 
 
+def is_there(row: Row, path: str) -> bool:
+    """Whether a row has the column of a dotted path."""
+    return path in row or path.partition(".")[0] in row
+
+
 def look_up(row: Row, path: str, where: str) -> Any:
-    """What is at a dotted path such as "answers.text.0" of a row; None where a list is shorter, or something on the way is null.
+    """What is at a dotted path such as "answers.text.0" of a row; None where a list is shorter, or something on the way is null. A column
+    whose whole name is the path comes first: --columns gives such names.
 
     Raises:
         DataError: there is no such column.
     """
     found: Any = row
-    for name in path.split("."):
+    for name in [path] if path in row else path.split("."):
         if isinstance(found, list):
             found = found[int(name)] if name.isdigit() and int(name) < len(found) else None
         elif isinstance(found, dict) and name in found:

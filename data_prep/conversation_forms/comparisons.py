@@ -24,7 +24,7 @@ class Scored(Form):
     replies: Sequence[Sequence[str]] = Field(min_length=2)
     """[column of a reply, column of its score] of each."""
     most: int = Field(default=5, gt=1)
-    """Replies that are kept, the best ones."""
+    """Replies that are kept: the best ones, and the worst."""
     unreferenced: bool = False
     """Whether marks of references such as [1] are removed from replies."""
 
@@ -39,7 +39,8 @@ class Scored(Form):
         asked = fill(self.prompt, rows[0], where)
         if scores and asked.strip():
             replies = rank_replies({text: sum(several) / len(several) for text, several in scores.items()})
-            yield {"messages": [{"role": "user", "content": asked}], "replies": replies[: self.most]}
+            few = replies if len(replies) <= self.most else [*replies[: self.most - 1], replies[-1]]
+            yield {"messages": [{"role": "user", "content": asked}], "replies": few}
 
     def _reply(self, row: Row, name: str, where: str) -> str:
         text = row.get(name)

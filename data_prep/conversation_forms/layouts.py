@@ -1,12 +1,13 @@
 """The layouts that many releases share: messages, a prompt and its completion, Alpaca's, a chosen and a rejected reply, plain text."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 from pydantic import Field
 
 from data_prep.conversation_forms.rows import Form, Row, column, messages_of, pick, text_of, up_to_last_answer
 
-_NO_INPUT = ("no input", "noinput", "n/a")
+_NO_INPUT = re.compile(r"\W*(input\W+)?(no ?input(\W+(is\W+)?(required|needed|necessary|provided|given))?|n/a)\W*", re.IGNORECASE)
 
 
 class Messages(Form):
@@ -26,8 +27,9 @@ class Completion(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        asked = messages_of(column(row, "prompt", where), where)
-        yield {"messages": [*asked, *messages_of(column(row, "completion", where), where, "assistant")]}
+        asked, answer = messages_of(column(row, "prompt", where), where), messages_of(column(row, "completion", where), where, "assistant")
+        if answer:
+            yield {"messages": [*asked, *answer]}
 
 
 class Alpaca(Form):
@@ -42,7 +44,7 @@ class Alpaca(Form):
         """See `Form.read`."""
         asked, more = text_of(row, "instruction", where), str(row.get("input") or "")
         answer = text_of(row, "output", where)
-        if self.skip_no_input and (any(words in more.lower() for words in _NO_INPUT) or more.lower() in asked.lower()):
+        if self.skip_no_input and (_NO_INPUT.fullmatch(more) or more.lower() in asked.lower()):
             more = ""
         asked = pick(self.joins, asked, more).join(part for part in (asked, more) if part)
         system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
@@ -59,6 +61,8 @@ class Pairs(Form):
         chosen, rejected = (messages_of(column(row, name, where), where, "assistant") for name in ("chosen", "rejected"))
         given = row.get("prompt", row.get("conversations"))
         asked = chosen[:-1] if given is None else messages_of(given, where)
+        if not (chosen and rejected) or chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
+            return  # one has no reply
         if given is None and rejected[:-1] != asked:
             return  # they answer different conversations
         yield from pair(asked, chosen[-1]["content"], rejected[-1]["content"])

@@ -118,6 +118,13 @@ def up_to_last_answer(messages: list[Row]) -> list[Row]:
     return messages[:end]
 
 
+def contradicts_itself(row: Row) -> bool:
+    """Whether two replies of a row of ours say the same at different ranks."""
+    replies = row.get("replies")
+    pairs = {(each.get("content"), each.get("rank")) for each in replies if isinstance(each, dict)} if isinstance(replies, list) else set()
+    return len({content for content, _ in pairs}) < len(pairs)
+
+
 def rank_replies(scores: Mapping[str, float]) -> list[Row]:
     """Replies with ranks, best first. Equal scores are equal ranks: ties. scores: of each reply, greater for what is better."""
     steps = sorted(set(scores.values()), reverse=True)

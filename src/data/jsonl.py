@@ -226,6 +226,12 @@ class Rows(Sequence[dict[str, Any]]):
         return data
 
 
+def count_lines(path: Path) -> int:
+    """Lines of a file, which are not parsed."""
+    with reading(path, DataError), open(path, "rb") as file:
+        return sum(1 for _ in file)
+
+
 def select_validation_rows(total: int, count: int, path: Path) -> list[int]:
     """`count` of the indices 0..total-1 in an order that depends on `total` alone: all experiments are scored on the same rows.
 

@@ -27,6 +27,15 @@ class CollatedDataset(Dataset, Protocol):
         ...
 
 
+@runtime_checkable
+class CountedConfig(Protocol):
+    """A data set that knows before it is read how many samples it has at most."""
+
+    def most_samples(self, places: Places) -> int:
+        """Training samples of an epoch, some of which may be left out."""
+        ...
+
+
 class PartsConfig(DatasetConfig):
     """Several data sets that one model reads in one training."""
 

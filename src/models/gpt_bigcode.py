@@ -1,5 +1,6 @@
 """A GPTBigCode language model (multi-query attention, learned positions) from random weights."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
@@ -62,6 +63,9 @@ class Config(ModelConfig):
 
     def check(self, places: Places) -> None:
         prepared_tokenizer.require(places.data / self.tokenizer)
+
+    def tokenizer_folder(self, places: Places) -> Path:
+        return places.data / self.tokenizer
 
     def new_token_ids(self, places: Places) -> list[int]:
         known = prepared_tokenizer.load(places.data / self.tokenizer, self.new_tokens())

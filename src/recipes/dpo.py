@@ -91,6 +91,13 @@ class Config(Pretraining):
         def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
             import torch
 
+            first, second = batch["ranks"][::2], batch["ranks"][1::2]
+
+            def pairs(values: torch.Tensor) -> list[torch.Tensor]:
+                """Of the chosen answers, and of the rejected ones, of pairs that are no tie. With shuffled ranks some are swapped."""
+                both = values[::2], values[1::2]
+                return [torch.where(first < second, *order)[first != second] for order in (both, both[::-1])]
+
             sums = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"])
             if preference.reference == "adapters_off":
                 with adapters_off(model):
@@ -100,11 +107,11 @@ class Config(Pretraining):
             ratios = sums.logps - reference
             compared = ratios / sums.tokens if preference.kind == "ipo" else ratios
             loss = pair_loss(
-                compared[::2], compared[1::2], kind=preference.kind, beta=preference.beta, flipped=preference.flipped
+                *pairs(compared), kind=preference.kind, beta=preference.beta, flipped=preference.flipped
             )  # fmt: skip
             if preference.sft_weight:
-                loss = loss - preference.sft_weight * (sums.logps[::2] / sums.tokens[::2]).sum()
-            chosen, rejected = ratios.detach()[::2], ratios.detach()[1::2]
+                loss = loss - preference.sft_weight * pairs(sums.logps / sums.tokens)[0].sum()
+            chosen, rejected = pairs(ratios.detach())
             found = ((chosen > rejected + _ROUNDING).float(), preference.beta * (chosen - rejected), chosen, rejected)
             count = torch.tensor(float(len(chosen)))
             return loss, {name: (each.sum(), count) for name, each in zip(self.reported, found, strict=True)}
@@ -115,5 +122,5 @@ class Config(Pretraining):
         return loss
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
-        """Pairs."""
-        return len(batch["ranks"]) / 2
+        """Pairs of different ranks."""
+        return float((batch["ranks"][::2] != batch["ranks"][1::2]).sum())

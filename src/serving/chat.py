@@ -18,12 +18,13 @@ from typing import Any
 from src.command_line import make_parser, parse_arguments, run_command
 from src.config import Places, unknown_text
 from src.data.conversations.dataset import ConversationConfig
+from src.data.jsonl import check_text
 from src.data.metadata import dataset as metadata
 from src.data.metadata.annotations import COLUMNS, Annotated, Item, read_row
 from src.data.metadata.examples import ExampleMaker
 from src.data.parts import leaf_configs
 from src.data.text.tokenizers import SafeTokenizer, control_ids
-from src.errors import ConfigError, DataError
+from src.errors import ConfigError, DataError, UserError
 from src.interfaces import load_experiment
 from src.models.load import PLACES, checkpoint_folder, load, move, quantize, require_8bit
 from src.runs.metadata import expand_run, read_exp_dict
@@ -157,12 +158,22 @@ def _act(args: argparse.Namespace) -> int:
     if gpu is None:
         move(model, args.device)
     torch.manual_seed(args.seed)
-    for beginning in args.beginnings or (line.rstrip("\n") for line in sys.stdin):
+
+    def answer(beginning: str) -> None:
+        check_text(beginning, "what was said")
         if isinstance(writer, Talk):
             writer.answer(beginning, writer.streamer(), **options)
         else:
             sys.stdout.write(f"{beginning}{writer.write(beginning, items, **options)}\n")
         sys.stdout.flush()
+
+    for beginning in args.beginnings:
+        answer(beginning)
+    for line in () if args.beginnings else sys.stdin:
+        try:
+            answer(line.rstrip("\n"))
+        except UserError as error:  # what was said before is not lost
+            sys.stderr.write(f"error: {error}\n")
     return 0
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from src.command_line import aligned_lines, make_parser, parse_arguments, run_command
 from src.config import Places
 from src.data.conversations.entries import Message
+from src.data.jsonl import check_text
 from src.errors import ConfigError, DataError
 from src.files import new_directory, read_json, write_json
 from src.models.load import add_options
@@ -41,9 +42,16 @@ def read_report(path: Path) -> list[Answer]:
     Raises:
         DataError: it is missing, or no report; or it has no answer.
     """
+
+    def text(value: Any) -> str:
+        if not isinstance(value, str):
+            raise TypeError(f"expected text, got {type(value).__name__}")
+        check_text(value, str(path))
+        return value
+
     try:
         found = [
-            Answer(number, _text(asked["prompt"]), _text(output), _text(result["sampling_config"]))
+            Answer(number, text(asked["prompt"]), text(output), text(result["sampling_config"]))
             for number, asked in enumerate(read_json(path, DataError)["prompts"])
             for result in asked["results"]
             for output in result["outputs"]
@@ -53,12 +61,6 @@ def read_report(path: Path) -> list[Answer]:
     if not found:
         raise DataError(f"{path}: the report has no answer.")
     return found
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {type(value).__name__}")
-    return value
 
 
 def select_best(answers: Sequence[Answer], best: int) -> tuple[list[Answer], list[Answer]]:

@@ -25,6 +25,7 @@ from src import config as configs
 from src.command_line import make_parser, parse_arguments, run_command
 from src.config import Places, unknown_text
 from src.data.conversations.entries import Message
+from src.data.jsonl import check_text
 from src.errors import ConfigError, DataError
 from src.files import read_yaml, reading, write_json
 from src.models.load import ROOT, add_options, move
@@ -117,10 +118,12 @@ def _prompt(line: bytes, where: str) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON: {error}.") from None
     if isinstance(value, dict):
-        said = [each for each in value.get("messages") or () if isinstance(each, dict) and each.get("role") == "user"]
+        given = value.get("messages")
+        said = [each for each in (given if isinstance(given, list) else ()) if isinstance(each, dict) and each.get("role") == "user"]
         value = said[0].get("content") if said else value.get("prompt")
     if not isinstance(value, str) or not value:
         raise DataError(f'{where}: expected a text, or an object with "prompt" or "messages"; got {line[:60].decode(errors="replace")}.')
+    check_text(value, where)
     return value
 
 

@@ -47,11 +47,65 @@ HF = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         ("pairs", {"chosen": HF, "rejected": [HF[0], {"role": "assistant", "content": "c"}]}, ["u:a 0=b 1=c"]),
         ("pairs", {"chosen": HF, "rejected": [{"role": "user", "content": "x"}, HF[1]]}, []),
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, []),
+        ("pairs", {"prompt": "a", "chosen": [], "rejected": "b"}, []),
+        ("pairs", {"prompt": "a", "chosen": "b", "rejected": []}, []),
+        ("pairs", {"chosen": [*HF, HF[0]], "rejected": [*HF, {"role": "user", "content": "c"}]}, []),
+        ("completion", {"prompt": "a", "completion": []}, []),
         ("ranked", {"messages": HF[:1], "replies": [{"content": "b", "rank": 1}, {"content": "c", "rank": 0}]}, ["u:a 1=b 0=c"]),
     ],
 )
 def test_a_row_of_each_layout(form: str, row: dict[str, Any], wanted: list[str]):
     assert found(form, row) == wanted
+
+
+@pytest.mark.parametrize("said", ["No input", "<noinput>", "N/A", "n/a.", " Input: none... no input required ", "Input: N/A"])
+def test_an_input_that_says_that_there_is_none_is_left_out(said: str):
+    wanted = ["u:a a:b"] if "none" not in said else [f"u:a\n{said} a:b"]
+    assert found("alpaca", {"instruction": "a", "input": said, "output": "b"}, skip_no_input=True) == wanted
+
+
+@pytest.mark.parametrize("said", ["The Kenya/Namibia border", "def f(x): # n/a values", "There is no input device."])
+def test_an_input_that_has_these_letters_is_kept(said: str):
+    assert found("alpaca", {"instruction": "a", "input": said, "output": "b"}, skip_no_input=True) == [f"u:a\n{said} a:b"]
+
+
+def test_of_many_scored_replies_the_worst_is_kept_too():
+    """Five that are tied would tell nothing."""
+    rows = [{"q": "a", "x": f"x{n}", "y": f"y{n}", "s": 9, "t": 9 if n < 2 else n} for n in range(4)]
+    told = found("scored", {"rows": rows}, prompt="{q}", replies=[["x", "s"], ["y", "t"]], most=4)
+    assert told == ["u:a 0=x0 0=y0 0=x1 2=y2"]
+
+
+def test_what_ranks_nothing_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def ranked(number: int, *replies: tuple[str, int]) -> dict[str, Any]:
+        told = [{"content": text, "rank": rank} for text, rank in replies]
+        return {"messages": [{"role": "user", "content": str(number)}], "replies": told}
+
+    rows = [ranked(number, ("a", 0), ("b", 1)) for number in range(20)]
+    rows += [ranked(90, ("a", 0), ("b", 0)), ranked(91, ("a", 0), ("b", 1), ("a", 2)), ranked(92, ("a", 0), ("a", 2))]
+    words = ["--form", "ranked", "--train", write(tmp_path / "a.jsonl", rows), "--name", "own", "--data_path", str(tmp_path)]
+    assert prepare_conversations.main([*words, "--val_rate", "0.3"]) == 0
+    told = capsys.readouterr().out
+    assert "2 with one reply at two ranks left out; 1 whose replies are all tied" in told
+    assert sum(len((tmp_path / "own" / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "val")) == 21
+
+
+def test_a_tree_with_two_equal_replies_does_not_end_the_preparation(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    trees = [{"tree_state": "ready_for_export", "prompt": node(f"p{n}", None, node("a", 0), node("x", 1))} for n in range(20)]
+    trees.append({"tree_state": "ready_for_export", "prompt": node("p99", None, node("a", 0), node("a", 1))})
+    words = ["--form", "oasst_ranked", "--train", write(tmp_path / "a.jsonl", trees), "--name", "own", "--data_path", str(tmp_path)]
+    assert prepare_conversations.main([*words, "--val_rate", "0.3"]) == 0
+    assert "1 with one reply at two ranks left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("column", ["frage", "asked.text"])
+def test_a_dotted_column_can_be_called_otherwise(tmp_path: Path, column: str):
+    """As the message about a missing one says."""
+    rows = [{"answer_0": "a", "score_0": 1, "answer_1": "b", "score_1": 0, "frage": f"{n}?", "asked": {"text": f"{n}?"}} for n in range(20)]
+    words = ["--name", "webgpt", "--train", write(tmp_path / "a.jsonl", rows), "--data_path", str(tmp_path)]
+    assert prepare_conversations.main([*words, "--columns", f"question.full_text={column}"]) == 0
+    (row, *_) = [json.loads(line) for line in (tmp_path / "webgpt" / "train.jsonl").read_text().splitlines()]
+    assert row["messages"][0]["content"].endswith("?")
 
 
 def node(text: str, rank: int | None, *replies: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -151,6 +205,10 @@ def test_each_question_is_for_validation_in_one_fold(tmp_path: Path):
         (["--release", "wmt2019_de-de"], "pair: expected two codes such as de-en, got 'de-de'."),
         (["--form", "messages", "--fold", "6/5"], "--fold '6/5': expected K/N, such as 2/5, with K from 1 to N."),
         (["--form", "messages", "--fold", "2/5", "--val_rate", "0.5"], "--fold says which rows are for validation"),
+        *(
+            (["--release", "augment_oasst", *words], "column 'split' of augment_oasst says which rows are for validation. Leave them out.")
+            for words in (["--fold", "1/5"], ["--val_rate", "0.5"], ["--val", "b.jsonl"])
+        ),
         (["--form", "messages", "--val_rate", "1.5"], "--val_rate: expected a number between 0 and 1, got 1.5."),
         (["--form", "messages", "--columns", "x"], "--columns 'x': expected NAME=COLUMN, such as prompt=question."),
         (["--form", "messages"], "expected messages with role and content, or from and value"),

@@ -3,15 +3,20 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from src.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
+from src.interfaces import load_experiment
+from src.registry import DATASETS, bind
 from tests import toy
 from tests.data.conversations import talk
-from tests.recipes.train_assistants import DPO, REPLIES, SFT, write_data
+from tests.recipes.train_assistants import DPO, REPLIES, REWARD, SFT, write_data
 
 PAIRS: dict[str, Any] = {**REPLIES, "max_replies": 2}
 TOLD = {"lang": "en", "quality": 0.9, "humor": 0.1}
@@ -41,6 +46,34 @@ def test_preferences_of_several_data_sets(folder: Path):
     rows = train(folder, override(DPO, {"data": {"name": "mixture", "parts": parts}}))
     assert {"val_accuracy/a", "val_margin/b"} <= rows[-1].keys()
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
+
+
+def test_shuffled_ranks_are_learned(folder: Path):
+    """A control: half of the pairs are learned the wrong way round, and those for validation stay."""
+    plain, mixed = (train(folder, override(DPO, {"loop.steps": 40, "data": {**PAIRS, "shuffled_ranks": on}})) for on in (False, True))
+    assert plain[-1]["val_margin"] > 2 * abs(mixed[-1]["val_margin"])
+    experiment: Any = load_experiment(override(DPO, {"data.shuffled_ranks": True, "preference": {"beta": 1.0}}), "here")
+    ranks = torch.tensor([0, 1, 1, 0, 2, 2])
+    batch = {"ranks": ranks, "input_ids": torch.tensor([[5, 6]] * 6), "loss_mask": torch.tensor([[False, True]] * 6)}
+    batch["reference_logps"] = torch.tensor([-5.0, -4.0, -3.0, -2.0, -1.0, 0.0])
+    loss, named = experiment.loss()(lambda **_: SimpleNamespace(logits=torch.zeros(6, 2, 8)), {**batch, "attention_mask": ranks >= 0})
+    margins = torch.tensor([1.0, -1.0])  # of what is tied there is none
+    assert loss.item() == pytest.approx(-torch.nn.functional.logsigmoid(margins).sum().item())
+    assert experiment.count(batch) == 2
+    assert named["accuracy"][0] == 1
+
+
+def test_replies_that_are_cut_to_the_same_are_tied(folder: Path):
+    rows = [{**talk.row("q"), "replies": [{"content": "z" * 100 + end, "rank": n} for n, end in enumerate("ab")]}]
+    rows += [{**talk.row("q"), "replies": [{"content": text, "rank": n} for n, text in enumerate("ab")]}]
+    talk.write_rows(folder / "data" / "long", {"train": rows, "val": rows})
+    places = Places(folder / "data", folder)
+    data = bind(DATASETS, {**PAIRS, "corpus": "long"}).build(places, talk.tokenizer(), "train", 0)
+    batch: Any = data.collate([data.sample(0, 0), data.sample(0, 1)])
+    assert batch["ranks"].tolist() == [0, 0, 0, 1]
+    experiment: Any = load_experiment(DPO, "here")
+    assert experiment.count(batch) == 1
+    assert load_experiment(REWARD, "here").count(batch) == 1  # type: ignore[attr-defined]
 
 
 def test_what_is_told_of_replies_is_the_same_in_every_epoch_where_nothing_is_dropped(folder: Path):

@@ -1,5 +1,6 @@
 """Sampling reports, what a reward model makes of them, and how well it agrees with ranked replies."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from src.config import Places
 from src.data.conversations.entries import Message
 from src.experiments.identity import exp_id
-from src.serving import rejection_sampling, reward_evaluation, sampling_report
+from src.serving import chat, rejection_sampling, reward_evaluation, sampling_report
 from src.serving.rejection_sampling import Answer
 from src.serving.rewards import load_judge
 from tests import toy
@@ -195,3 +196,32 @@ def test_mistakes_are_told_and_nothing_is_written(
     assert main([*words, *options, *places(folder)]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_text_is_told(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """Half of a surrogate pair in an argument, a prompt or a report; messages that are no list."""
+    prompts = {'{"messages": 5}': 'prompts.jsonl:1: expected a text, or an object with "prompt"', '"\\ud800"': "half of a surrogate pair"}
+    for line, message in prompts.items():
+        (folder / "bad").mkdir(exist_ok=True)
+        (folder / "bad" / "prompts.jsonl").write_text(line + "\n")
+        assert report(folder, prompts="bad/prompts.jsonl") is None
+        assert message in capsys.readouterr().err
+    results = [{"sampling_config": "g", "outputs": ["a", "\ud800"]}]
+    (folder / "bad" / "report.json").write_text(json.dumps({"prompts": [{"prompt": "b", "results": results}]}))
+    words = [str(folder / "bad" / "report.json"), run_of(folder, REWARD), "--output", str(folder / "best"), *places(folder)]
+    assert rejection_sampling.main(words) == 1
+    assert "report.json: \\ud800 at character 0 is half of a surrogate pair" in capsys.readouterr().err
+    assert chat.main([run_of(folder, SFT), "\udc80", *places(folder)]) == 1
+    assert "what was said: \\udc80 at character 0 is half of a surrogate pair" in capsys.readouterr().err
+
+
+def test_a_line_that_cannot_be_answered_does_not_end_a_conversation(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("2?\n" + "x" * 90 + "\n\ud800\n!reset\n2?\n"))
+    assert chat.main([run_of(folder, SFT), "--temperature", "0", "--max_new_tokens", "4", *places(folder)]) == 0
+    told = capsys.readouterr()
+    assert "error: the conversation: " in told.err
+    assert "half of a surrogate pair" in told.err
+    first, last, *_ = told.out.splitlines()
+    assert first == last

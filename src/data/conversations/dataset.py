@@ -5,11 +5,13 @@ import json
 import logging
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from src.batches import TokenBatch
+from src.call_once import call_once
 from src.config import Config as StrictConfig
 from src.config import Places, added_field, drop_absences
 from src.data import jsonl
@@ -18,7 +20,7 @@ from src.data.conversations.choices import Tags, draws, window
 from src.data.conversations.entries import Entry, Message, read_entry
 from src.data.conversations.refusals import refuses
 from src.data.conversations.rendering import Rendered, Renderer
-from src.data.conversations.rows import ANSWERED, ConversationRows, read_rows
+from src.data.conversations.rows import ANSWERED, EMPTY, ConversationRows, read_rows
 from src.errors import DataError
 from src.interfaces import require_fit
 from src.orders import ShuffledConfig
@@ -39,6 +41,14 @@ class Writing(StrictConfig):
     tags: Tags | None = None
     """What is told about answers; None: nothing."""
 
+    @model_validator(mode="after")
+    def _tags_have_a_place(self) -> "Writing":
+        if self.tags and self.template == "tokenizer":
+            raise ValueError(
+                "tags: a template of the tokenizer has no place for them. Leave them out, or take template 'oasst' or 'chatml'."
+            )
+        return self
+
 
 class ConversationConfig(ShuffledConfig):
     """Which conversations, and how they are written; shared by the data sets of answers and of ranked replies."""
@@ -57,6 +67,25 @@ class ConversationConfig(ShuffledConfig):
 
     def check(self, places: Places) -> None:
         jsonl.require_splits(places, self.corpus)
+
+    def check_tokenizer(self, folder: Path | None) -> None:
+        if folder is not None and folder.is_dir():
+            call_once(self._check_writing, folder)
+
+    def _check_writing(self, folder: Path) -> None:
+        """Raises DataError where the tokenizer has no end token, or its template cannot be trained with, or takes no system message."""
+        from src.data.text import tokenizers
+
+        if self.writing.template != "tokenizer" and tokenizers.names_end_token(folder):
+            return  # without a wait for transformers
+        tokenizer = tokenizers.load(folder)
+        if self.writing.template == "tokenizer":
+            system = [Message("system", self.writing.system)] if self.writing.system else []
+            templates.find("tokenizer", tokenizer).spans([*system, Message("user", "?"), Message("assistant", "?")])
+
+    def most_samples(self, places: Places) -> int:
+        """See `parts.CountedConfig`."""
+        return jsonl.count_lines(jsonl.require_file(jsonl.corpus_folder(places, self.corpus), "train.jsonl"))
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
@@ -120,10 +149,17 @@ class Conversations:
 
     def _choose(self) -> Sequence[int]:
         """Numbers of the rows that are read."""
+        total = range(len(self._rows))
+        saying = total if self.config.learn_all else self._rows.numbers_of(EMPTY, others=True)
+        if not saying:
+            raise DataError(f"{self._name}: the assistant says nothing in any conversation, so there is nothing to learn.")
+        if len(saying) < len(total):
+            told = len(total) - len(saying), len(total)
+            log.info("%s: in %d of %d conversations the assistant says nothing; they are left out.", self._name, *told)
         if not self.config.without_refusals:
-            return range(len(self._rows))
-        chosen = [i for i in range(len(self._rows)) if not refuses(read_entry(self._rows[i], self._name).conversation)]
-        log.info("%s: %d of %d conversations refuse, and are left out.", self._name, len(self._rows) - len(chosen), len(self._rows))
+            return saying
+        chosen = [i for i in saying if not refuses(read_entry(self._rows[i], self._name).conversation)]
+        log.info("%s: %d of %d conversations refuse, and are left out.", self._name, len(saying) - len(chosen), len(saying))
         if not chosen:
             raise DataError(f"{self._name}: the assistant refuses in every conversation. Write without_refusals: false.")
         return chosen
@@ -152,11 +188,13 @@ class Conversations:
         return window(whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None)
 
     def _another_answer(self, index: int, entry: Entry) -> Sequence[Message]:
-        """The conversation with the last answer of another, the same in every epoch."""
-        *before, last = entry.conversation
+        """The conversation with the assistant's last answer from another, the same in every epoch."""
+        own = entry.conversation
         other = (index + draws("answers", self._seed, index).randrange(1, len(self))) % len(self) if len(self) > 1 else index
         said = read_entry(self._rows[self._chosen[other]], f"{self._name}: row {self._chosen[other]}").conversation
-        return [*before, Message(last.role, next((m.content for m in reversed(said) if m.role == last.role), last.content))]
+        place = max(place for place, message in enumerate(own) if message.role == "assistant")
+        answer = next((message.content for message in reversed(said) if message.role == "assistant"), own[place].content)
+        return [*own[:place], Message("assistant", answer), *own[place + 1 :]]
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of an epoch."""
@@ -174,8 +212,9 @@ class Conversations:
         answered = self._rows.numbers_of(ANSWERED)
         if isinstance(self._chosen, range):
             return answered
-        some = set(answered)
-        return [index for index, row in enumerate(self._chosen) if row in some]
+        import numpy as np
+
+        return np.flatnonzero(np.isin(np.asarray(self._chosen), np.asarray(answered))).tolist()
 
     def row(self, index: int) -> dict[str, Any]:
         """Question `index`: what is asked last, and the answer."""

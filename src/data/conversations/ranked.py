@@ -1,5 +1,6 @@
 """Conversations with ranked replies: each a sample of as many rows as it has replies."""
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
@@ -18,6 +19,8 @@ from src.kinds import REWARD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
 
 
 class Config(ConversationConfig):
@@ -66,6 +69,9 @@ class RankedReplies:
         self._chosen = rows.numbers_of(RANKED)
         if not self._chosen:
             raise DataError(f"{name}: no conversation has replies of different ranks. Ties alone tell nothing.")
+        if len(self._chosen) < len(rows):
+            told = len(rows) - len(self._chosen), len(rows)
+            log.info("%s: %d of %d rows have no replies of different ranks; they are left out.", name, *told)
 
     def __len__(self) -> int:
         """Conversations."""
@@ -85,7 +91,7 @@ class RankedReplies:
         return self._render(epoch, index)[0]
 
     def _render(self, epoch: int, index: int) -> tuple[list[Rendered], list[int]]:
-        """The conversation with each reply, and the ranks."""
+        """The conversation with each reply, and the ranks. Replies that say the same where they are cut are a tie."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         row = self._chosen[index]
@@ -93,7 +99,8 @@ class RankedReplies:
         key = None if self._seed is None else (self._seed, epoch, index)
         replies, ranks = self._choose(entry.replies, epoch, index)
         found = [render_reply(self.config, self.renderer, entry.messages, reply, key, place) for place, reply in enumerate(replies)]
-        return found, ranks
+        first = dict[tuple[int, ...], int]()
+        return found, [first.setdefault(tuple(each.ids), rank) for each, rank in zip(found, ranks, strict=True)]
 
     def _choose(self, replies: Sequence[Reply], epoch: int, index: int) -> tuple[list[Reply], list[int]]:
         """The replies that are read, best first, and their ranks."""

@@ -8,15 +8,18 @@ from typing import Any
 from src.data import jsonl
 from src.data.conversations.entries import check_row
 
-ANSWERED, RANKED, OTHER = "answered", "ranked", "other"
-"""Kinds of rows: the last message is the assistant's; replies of different ranks; neither."""
-_RULES = "conversations 2"
+ANSWERED, RANKED, OTHER, EMPTY = "answered", "ranked", "other", "empty"
+"""Kinds of rows: the last message is the assistant's; replies of different ranks; neither; the assistant never says anything."""
+_RULES = "conversations 3"
 
 
 def kind_of(row: dict[str, Any]) -> str:
     """The kind of a row that is an entry."""
     if len({reply["rank"] for reply in row.get("replies") or ()}) > 1:
         return RANKED
+    said = [*row.get("messages", ()), *({"role": "assistant", **reply} for reply in row.get("replies") or ())]
+    if said and not any(each["content"].strip() for each in said if each["role"] == "assistant"):
+        return EMPTY
     return ANSWERED if row.get("replies") is None and "messages" in row and row["messages"][-1]["role"] == "assistant" else OTHER
 
 
@@ -42,15 +45,15 @@ class ConversationRows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         return [self[i] for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self._rows[self._chosen[index]]
 
-    def numbers_of(self, kind: str) -> Sequence[int]:
-        """Which of these rows are of a kind: four bytes each, or none where all are."""
+    def numbers_of(self, kind: str, others: bool = False) -> Sequence[int]:
+        """Which of these rows are of a kind: four bytes each, or none where all are. others: which are of any other kind."""
         import numpy as np
 
         index = self._rows.row_index
         if kind not in index.names:
-            return ()
+            return range(len(self)) if others else ()
         groups = np.asarray(index.groups, dtype=np.uint32)
         if len(self) != len(groups) or not isinstance(self._chosen, range):
             groups = groups[np.fromiter(self._chosen, dtype=np.int64, count=len(self))]
-        found = groups == index.names.index(kind)
+        found = (groups == index.names.index(kind)) != others
         return range(len(self)) if found.all() else array("I", np.flatnonzero(found).astype(np.uint32).tobytes())

@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from src.config import Config as StrictConfig
 from src.config import Places, added_field, unknown_text
 from src.data.mixture.interleaving import Interleaving, rates, shares
-from src.data.parts import CollatedDataset, PartsConfig, part_seed
+from src.data.parts import CollatedDataset, CountedConfig, PartsConfig, part_seed
 from src.errors import DataError
 from src.interfaces import Dataset, DatasetConfig, DatasetField, MeasuredDataset
 from src.orders import Shuffle, ShuffledConfig, feistel_permute, require_own_order
@@ -114,6 +114,14 @@ class Config(PartsConfig, ShuffledConfig):
     @property
     def parts_by_path(self) -> Mapping[str, DatasetConfig]:
         return {f"parts.{name}": part for name, part in sorted(self.parts.items())}
+
+    def check(self, places: Places) -> None:
+        """See `PartsConfig`; and that no `draw` is of more samples than its part has."""
+        super().check(places)
+        for name, draw in (self.draw or {}).items():
+            part = self.parts[name]
+            if draw.fraction is None and isinstance(part, CountedConfig):
+                draw.count(part.most_samples(places), f"data.draw.{name}")
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "MixtureDataset":
         """The parts of one split, each with a seed of its own.

@@ -48,6 +48,14 @@ def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = 
     return tokenizer
 
 
+def names_end_token(folder: Path) -> bool:
+    """Whether the settings of a tokenizer name an end token, without loading it; False also where they cannot be read."""
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
 def control_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     """Ids of its control tokens, but for the end token."""
     return [index for index, token in tokenizer.added_tokens_decoder.items() if token.special and index != tokenizer.eos_token_id]

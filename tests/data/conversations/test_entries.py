@@ -184,3 +184,25 @@ def test_the_control_ends_conversations_to_learn_from_with_the_answers_of_others
     assert said(train) == said(train, epoch=1)
     assert said(val) == said(own)
     assert train.fingerprint != own.fingerprint
+
+
+def test_conversations_without_an_answer_are_counted_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Rows without a token to learn; all of them is an error."""
+    caplog.set_level("INFO")
+    rows = [row("a", ""), row("b", "c"), row("d", " ", "e", ""), row("f", "", "g", "h"), {"text": "i"}]
+    data = write(tmp_path, rows)
+    assert [MADE.decode(data.sample(0, n)["input_ids"])[12:13] for n in range(len(data))] == ["b", "f", ""]
+    assert "in 2 of 5 conversations the assistant says nothing; they are left out" in caplog.text
+    assert [data.row(n)["question"] for n in range(data.num_questions)] == ["b", "g"]
+    assert len(built(tmp_path, "train", learn_all=True)) == 5
+    with pytest.raises(DataError, match="the assistant says nothing in any conversation, so there is nothing to learn"):
+        write(tmp_path, [row("a", "")] * 3)
+
+
+def test_the_control_changes_what_the_assistant_says(tmp_path: Path):
+    """Also where a person has the last word."""
+    data = write(tmp_path, [row(f"q{n}", f"a{n}", f"bye{n}") for n in range(6)], shuffled_answers=True)
+    for n in range(6):
+        said = MADE.decode(data.sample(0, n)["input_ids"])
+        assert all(text in said for text in (f"q{n}", f"bye{n}", "<|assistant|>a"))
+        assert f"a{n}" not in said

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from src.config import Places
 from src.data import jsonl, jsonl_index
-from src.data.conversations.rows import ANSWERED, RANKED, ConversationRows, read_rows
+from src.data.conversations.rows import ANSWERED, EMPTY, RANKED, ConversationRows, read_rows
 from src.errors import DataError
 from tests.data.conversations.talk import row, write_rows
 
@@ -20,8 +20,10 @@ ROWS: list[dict[str, Any]] = [
     {**row("a"), "replies": [{"content": "b", "rank": 0}, {"content": "c", "rank": 0}]},
     {**row("a"), "replies": [{"content": "b", "rank": 0}]},
     row("a", "b", "c"),
+    row("a", " ", "c", ""),
+    {**row("a"), "replies": [{"content": "", "rank": 0}]},
 ]
-WANTED = {ANSWERED: {0}, RANKED: {2}}
+WANTED = {ANSWERED: {0}, RANKED: {2}, EMPTY: {6, 7}}
 
 
 @given(places=st.lists(st.sampled_from(range(len(ROWS))), min_size=1, max_size=12), large=st.booleans(), data=st.data())
@@ -39,6 +41,7 @@ def test_kinds_are_those_of_the_rows(
         assert rows[:] == [ROWS[place] for place in own]
         for kind, wanted in WANTED.items():
             assert [*rows.numbers_of(kind)] == [i for i, place in enumerate(own) if place in wanted]
+            assert [*rows.numbers_of(kind, others=True)] == [i for i, place in enumerate(own) if place not in wanted]
 
 
 def test_a_large_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
