@@ -1,0 +1,330 @@
+"""The KServe v2 inference protocol, over HTTP with JSON and over gRPC, as far as scores of token ids need it.
+
+Triton speaks both; src.serving.reward_server speaks the first. Shapes: B sequences, T tokens of the longest.
+"""
+
+import json
+import re
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, NoReturn, Protocol, TypeGuard
+
+from src.errors import ConfigError, RunError
+
+GRPC_PACKAGE = "requirements/serving.txt"
+INPUTS = ("input_ids", "attention_mask")
+FINGERPRINT = "fingerprint"
+"""The parameter of a model's config that says which weights it has."""
+CONNECT_SECONDS = 5.0
+_TRANSIENT = {408, 425, 429}
+_ADDRESS = re.compile(r"(?:(grpc|http)://)?(\[[0-9a-fA-F:.]+\]|[^\s/:,\[\]]+):(\d{1,5})/([A-Za-z0-9][\w.-]*)/?")
+
+
+class Away(Exception):
+    """Nothing answers just now; it may later."""
+
+
+class NotLoaded(Exception):
+    """The server has no such model just now: it is being loaded, or the name is wrong."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where one instance of a model is served."""
+
+    protocol: str
+    """ "grpc" or "http"."""
+    host: str
+    port: int
+    model: str
+
+    def __str__(self) -> str:
+        return f"{self.protocol}://{self.host}:{self.port}/{self.model}"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a server answers: numbers, row by row."""
+
+    shape: tuple[int, ...]
+    values: Sequence[float]
+
+
+class Connection(Protocol):
+    """To one server. A call raises Away or NotLoaded for what may pass, and a UserError for what does not."""
+
+    def infer(self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float) -> Tensor:
+        """The output of that name for (B, T) ids and their attention masks, waited for that long."""
+        ...
+
+    def fingerprint(self) -> str | None:
+        """Of the model that is loaded; None where its config tells none."""
+        ...
+
+    def models(self) -> list[str]:
+        """Names of all models that the server has, loaded or not."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is asked after this."""
+        ...
+
+
+def parse_addresses(text: str) -> list[Address]:
+    """The instances of `[grpc://|http://]HOST:PORT/MODEL,…`; without a protocol it is gRPC.
+
+    Raises:
+        ConfigError: it is none, or one is named twice.
+    """
+    found = []
+    for part in text.split(","):
+        match = _ADDRESS.fullmatch(part.strip())
+        if match is None or not 0 < int(match[3]) < 65536:
+            raise ConfigError(f"{part.strip()!r}: expected HOST:PORT/MODEL (gRPC) or http://HOST:PORT/MODEL; several with commas between.")
+        found.append(Address(match[1] or "grpc", match[2], int(match[3]), match[4]))
+    if len(set(found)) < len(found):
+        raise ConfigError(f"{text!r}: names an instance twice. Name each once.")
+    return found
+
+
+def connect(address: Address) -> Connection:
+    """A connection, which is opened when it is first used.
+
+    Raises:
+        ConfigError: the package that speaks the protocol is not installed.
+    """
+    return HttpConnection(address) if address.protocol == "http" else GrpcConnection(address)
+
+
+class HttpConnection:
+    """HTTP/1.1, kept open, with tensors as JSON."""
+
+    def __init__(self, address: Address) -> None:
+        import urllib3
+
+        self._address, self._errors = address, urllib3.exceptions
+        timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=CONNECT_SECONDS)
+        self._pool = urllib3.HTTPConnectionPool(address.host.strip("[]"), address.port, timeout=timeout, retries=False, maxsize=4)
+
+    def infer(self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float) -> Tensor:
+        shape = [len(rows), len(rows[0])]
+        inputs = [
+            {"name": name, "shape": shape, "datatype": "INT32", "data": [value for row in values for value in row]}
+            for name, values in zip(INPUTS, (rows, masks), strict=True)
+        ]
+        found = self._ask("POST", f"/v2/models/{self._address.model}/infer", {"inputs": inputs, "outputs": [{"name": output}]}, seconds)
+        tensors = found.get("outputs") if isinstance(found, dict) else None
+        tensor = next((t for t in tensors if isinstance(t, dict) and t.get("name") == output), None) if isinstance(tensors, list) else None
+        if tensor is None:
+            refuse_nonsense(self._address, f"no output {output!r}", found)
+        sizes, values = tensor.get("shape"), tensor.get("data")
+        if not _are_numbers(sizes) or not _are_numbers(values):
+            refuse_nonsense(self._address, f"no numbers in {output!r}", tensor)
+        return Tensor(tuple(int(size) for size in sizes), values)
+
+    def fingerprint(self) -> str | None:
+        found = self._ask("GET", f"/v2/models/{self._address.model}/config")
+        parameters = found.get("parameters", {}) if isinstance(found, dict) else None
+        if not isinstance(parameters, dict):
+            refuse_nonsense(self._address, "no config of a model", found)
+        told = parameters.get(FINGERPRINT)
+        return told.get("string_value") if isinstance(told, dict) else None
+
+    def models(self) -> list[str]:
+        found = self._ask("POST", "/v2/repository/index", {})
+        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+            refuse_nonsense(self._address, "no list of models", found)
+        return sorted({str(each.get("name")) for each in found})
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _ask(self, method: str, path: str, content: Any = None, seconds: float = CONNECT_SECONDS) -> Any:
+        import urllib3
+
+        body = None if content is None else json.dumps(content).encode()
+        try:
+            answer = self._pool.request(
+                method,
+                path,
+                body=body,
+                headers={"Content-Type": "application/json"} if body else None,
+                timeout=urllib3.Timeout(connect=min(CONNECT_SECONDS, seconds), read=seconds),
+                redirect=False,
+            )
+            data = answer.data
+        except self._errors.ProtocolError as error:
+            if "BadStatusLine" in repr(error):
+                raise ConfigError(f"{self._address}: does not speak HTTP. Is it its gRPC port? Then leave http:// out.") from None
+            raise Away(_reason(error)) from None
+        except self._errors.HTTPError as error:
+            raise Away(_reason(error)) from None
+        if answer.status >= 500 or answer.status in _TRANSIENT:
+            raise Away(f"status {answer.status}: {_beginning(_error_text(data))}")
+        try:
+            found = json.loads(data)
+        except ValueError:
+            refuse_nonsense(self._address, "no JSON", data.decode("utf-8", "replace"))
+        if answer.status == 200:
+            return found
+        told = found.get("error") if isinstance(found, dict) else None
+        if not isinstance(told, str):
+            refuse_nonsense(self._address, f"the status {answer.status}", found)
+        if answer.status == 404 or "unknown model" in told or "not ready" in told or "no available versions" in told:
+            raise NotLoaded(told)
+        raise RunError(f"{self._address}: refuses the batch: {_beginning(told)}")
+
+
+class GrpcConnection:
+    """gRPC, with tensors as raw bytes."""
+
+    def __init__(self, address: Address) -> None:
+        try:
+            self._grpc: Any = import_module("grpc")
+        except ModuleNotFoundError:
+            raise ConfigError(
+                f"{address}: the package that speaks gRPC is not installed: pip install -r {GRPC_PACKAGE}; or name its HTTP port by http://."
+            ) from None
+        self._address = address
+        options = [
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1),  # no other channel's pause before it connects again
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ]
+        self._channel: Any = self._grpc.insecure_channel(f"{address.host}:{address.port}", options)
+
+    def infer(self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float) -> Tensor:
+        request = _messages()["ModelInferRequest"](model_name=self._address.model)
+        for name, values in zip(INPUTS, (rows, masks), strict=True):
+            request.inputs.add(name=name, datatype="INT32", shape=[len(values), len(values[0])])
+            request.raw_input_contents.append(_little_endian(array("i", (value for row in values for value in row))).tobytes())
+        request.outputs.add(name=output)
+        answer = self._call("ModelInfer", request, "ModelInferResponse", seconds)
+        place = next((i for i, tensor in enumerate(answer.outputs) if tensor.name == output), None)
+        if place is None or place >= len(answer.raw_output_contents) or answer.outputs[place].datatype != "FP32":
+            refuse_nonsense(self._address, f"no output {output!r} of the type FP32", str(answer))
+        raw = answer.raw_output_contents[place]
+        if len(raw) % 4:
+            refuse_nonsense(self._address, f"{len(raw)} bytes in {output!r}", raw[:20].hex())
+        values = array("f")
+        values.frombytes(raw)
+        return Tensor(tuple(answer.outputs[place].shape), _little_endian(values))
+
+    def fingerprint(self) -> str | None:
+        request = _messages()["ModelConfigRequest"](name=self._address.model)
+        parameters = self._call("ModelConfig", request, "ModelConfigResponse").config.parameters
+        return parameters[FINGERPRINT].string_value if FINGERPRINT in parameters else None
+
+    def models(self) -> list[str]:
+        answer = self._call("RepositoryIndex", _messages()["RepositoryIndexRequest"](), "RepositoryIndexResponse")
+        return sorted({each.name for each in answer.models})
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _call(self, method: str, request: Any, answer: str, seconds: float = CONNECT_SECONDS) -> Any:
+        codes = self._grpc.StatusCode
+        ask = self._channel.unary_unary(
+            f"/inference.GRPCInferenceService/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=_messages()[answer].FromString,
+        )
+        try:
+            return ask(request, timeout=seconds)
+        except self._grpc.RpcError as error:
+            code, told = error.code(), _beginning(error.details() or "")
+            if code == codes.UNIMPLEMENTED:
+                refuse_nonsense(self._address, f"nothing to {method}", told)
+            if "http1" in told or "parsing HTTP/2" in told:
+                raise ConfigError(f"{self._address}: does not speak gRPC. Is it its HTTP port? Then write http:// before it.") from None
+            if code == codes.NOT_FOUND or (code == codes.UNAVAILABLE and ("unknown model" in told or "no available versions" in told)):
+                raise NotLoaded(told) from None
+            if code in (codes.INVALID_ARGUMENT, codes.OUT_OF_RANGE):
+                raise RunError(f"{self._address}: refuses the batch: {told}") from None
+            raise Away(f"{code.name}: {told}") from None
+
+
+def refuse_nonsense(address: Address, what: str, found: Any) -> NoReturn:
+    """Raise the RunError for an answer that is not of the protocol."""
+    text = found if isinstance(found, str) else json.dumps(found, default=str)
+    raise RunError(f"{address}: answers with {what}, where a model's scores were asked for (KServe v2): {_beginning(text)!r}.")
+
+
+def _are_numbers(values: Any) -> TypeGuard[list[float]]:
+    return isinstance(values, list) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _error_text(data: bytes) -> str:
+    text = data.decode("utf-8", "replace")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return str(found.get("error", text)) if isinstance(found, dict) else text
+
+
+def _beginning(text: str) -> str:
+    return " ".join(text.split())[:200]
+
+
+def _reason(error: Exception) -> str:
+    """urllib3 puts the connection's repr before what has happened."""
+    return _beginning(str(error).rpartition(": ")[2] or type(error).__name__)
+
+
+def _little_endian(values: "array[Any]") -> "array[Any]":
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+@cache
+def _messages() -> dict[str, Any]:
+    """Classes of the messages, with those of their fields that are used, as numbered in KServe's and Triton's grpc_service.proto."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    tensor = "name:1:s datatype:2:s shape:3:*i"
+    layout = {
+        "InputTensor": tensor,
+        "OutputTensor": tensor,
+        "RequestedOutput": "name:1:s",
+        "ModelInferRequest": "model_name:1:s inputs:5:*InputTensor outputs:6:*RequestedOutput raw_input_contents:7:*b",
+        "ModelInferResponse": "model_name:1:s outputs:5:*OutputTensor raw_output_contents:6:*b",
+        "ModelParameter": "string_value:1:s",
+        "ModelConfig": "name:1:s parameters:14:%ModelParameter",
+        "ModelConfigRequest": "name:1:s",
+        "ModelConfigResponse": "config:1:ModelConfig",
+        "RepositoryIndexRequest": "repository_name:1:s",
+        "ModelIndex": "name:1:s",
+        "RepositoryIndexResponse": "models:1:*ModelIndex",
+    }
+    package = "trainval.kserve"
+    file: Any = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package, syntax="proto3")
+    for name, fields in layout.items():
+        message = file.message_type.add(name=name)
+        for field in fields.split():
+            _add_field(message, package, *field.split(":"))
+    pool: Any = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in layout}
+
+
+def _add_field(message: Any, package: str, name: str, number: str, kind: str) -> None:
+    """kind: s (text), b (bytes), i (int64) or a message; * before it: repeated; %: a map from texts."""
+    scalar = {"s": 9, "b": 12, "i": 3}
+    repeated, inner = kind[0] in "*%", kind.lstrip("*%")
+    if kind[0] == "%":
+        entry = message.nested_type.add(name=f"{name.title()}Entry")
+        entry.options.map_entry = True
+        _add_field(entry, package, "key", "1", "s")
+        _add_field(entry, package, "value", "2", inner)
+        inner = f"{message.name}.{entry.name}"
+    field = message.field.add(name=name, number=int(number), label=3 if repeated else 1, type=scalar.get(inner, 11))
+    if inner not in scalar:
+        field.type_name = f".{package}.{inner}"

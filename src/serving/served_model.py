@@ -1,0 +1,136 @@
+"""A trained model as servers run it: rewards, or log-probabilities of tokens, of a padded batch of token ids.
+
+Shapes: B sequences, T tokens of the longest.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.config import Places
+from src.errors import ConfigError
+from src.interfaces import ModelConfig
+from src.kinds import DECODER, KINDS, REWARD
+from src.models.load import load, move
+from src.registry import MODELS, bind
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.metadata import expand_run, read_exp_dict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MODES = {"rm": REWARD, "sft": DECODER, "ref": DECODER}
+"""What a server does, by the kind of model that does it: rewards, and log-probabilities by either of the other names."""
+OUTPUTS = {REWARD: "rewards", DECODER: "logps"}
+
+
+class ServedModel:
+    """A model, and which it is."""
+
+    def __init__(self, model: Any, output: str, fingerprint: str) -> None:
+        """output: "rewards" or "logps". fingerprint: of its weights, as a child of its run knows it."""
+        import torch
+
+        self.output, self.fingerprint = output, fingerprint
+        base = model.base if output == OUTPUTS[REWARD] else model
+        self._vocabulary, self._longest = base.get_input_embeddings().num_embeddings, getattr(base.config, "max_position_embeddings", None)
+        self._device = base.device
+        self.module: torch.nn.Module = model if output == OUTPUTS[REWARD] else _make_logps(model)
+
+    def score(self, input_ids: "Tensor", attention_mask: "Tensor") -> "Tensor":
+        """(B,) rewards, or (B, T) log-probabilities of each token after those before it, 0 for the first, float32 on the CPU.
+
+        input_ids: (B, T) of any integer type, padded behind their ends. attention_mask: alike, 0 on padding.
+
+        Raises:
+            ConfigError: tokens that the model does not know, more than it can read, or masks of another shape.
+        """
+        import torch
+
+        if input_ids.ndim != 2 or input_ids.shape != attention_mask.shape or 0 in input_ids.shape:
+            raise ConfigError(
+                f"expected input_ids and attention_mask of one shape (B, T), got {_shape(input_ids)}, {_shape(attention_mask)}."
+            )
+        low, high = int(input_ids.min()), int(input_ids.max())
+        if low < 0 or high >= self._vocabulary:
+            raise ConfigError(f"a token id is {low if low < 0 else high}; the model knows 0 to {self._vocabulary - 1}.")
+        if self._longest is not None and input_ids.shape[1] > self._longest:
+            raise ConfigError(f"a sequence has {input_ids.shape[1]} tokens; the model reads {self._longest}.")
+        with torch.inference_mode():
+            found = self.module(input_ids.to(self._device, torch.int64), attention_mask.to(self._device, torch.int64))
+        return found.float().cpu()
+
+
+def _shape(tensor: "Tensor") -> str:
+    return str(list(tensor.shape))
+
+
+def _make_logps(model: Any) -> Any:
+    import torch
+
+    class Logps(torch.nn.Module):
+        """The decoder `model`, which tells how probable each token was. Logits stay here."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: "Tensor", attention_mask: "Tensor") -> "Tensor":
+            logits_BTV = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1].float()
+            of_tokens_BT = logits_BTV.gather(2, input_ids[:, 1:, None]).squeeze(2) - logits_BTV.logsumexp(2)
+            return torch.nn.functional.pad(of_tokens_BT, (1, 0)) * attention_mask
+
+    return Logps()
+
+
+def find_run(source: Path, places: Places) -> tuple[Path, Places]:
+    """A run by its path or the beginning of its id; and the places, whose `runs` is where it lies.
+
+    Raises:
+        RunError: there is none.
+    """
+    run = expand_run(source, places.runs)
+    read_exp_dict(run)
+    return run, Places(places.data, run.resolve().parent)
+
+
+def fingerprint_of(run: Path, places: Places) -> str:
+    """Identity of the model of a finished run, as an experiment that names it by `ref` knows it. places: as of `find_run`.
+
+    Raises:
+        ConfigError: it is not trained yet.
+        UserError: a checkpoint is gone or damaged.
+    """
+    found = _as_parent(run).identity(places)
+    if found is None:
+        raise ConfigError(f"{run}: is not trained to its end yet, so no other experiment can name it. Serve it when it is done.")
+    return found
+
+
+def check_mode(run: Path, places: Places, mode: str | None) -> str:
+    """The name of what its model tells, "rewards" or "logps". mode: which is wanted, of MODES; None: what it can. places: as of `find_run`.
+
+    Raises:
+        ConfigError: the model cannot do that.
+    """
+    kind = _as_parent(run).kind(places)
+    if kind not in OUTPUTS or (mode is not None and MODES[mode] != kind):
+        wanted = " or ".join(KINDS[each] for each in OUTPUTS) if mode is None else KINDS[MODES[mode]]
+        raise ConfigError(f"{run}: expected {wanted}{f' for --mode {mode}' if mode else ''}; it is of the kind {kind!r}.")
+    return OUTPUTS[kind]
+
+
+def load_served(run: Path, places: Places, device: str | None, mode: str | None = None) -> ServedModel:
+    """The model of the last checkpoint of a finished run. device: as of `models.load.move`; mode: as of `check_mode`.
+
+    Raises:
+        ConfigError: the run is not done, its model is of a wrong kind, or the device cannot be used.
+        UserError: a part of the model is missing.
+    """
+    output, fingerprint = check_mode(run, places, mode), fingerprint_of(run, places)
+    model, _ = load(checkpoints.last(run), places)
+    move(model, device)
+    return ServedModel(model, output, fingerprint)
+
+
+def _as_parent(run: Path) -> ModelConfig:
+    return bind(MODELS, {"name": "experiment", "exp_id": run.name, "checkpoint": "last"})
