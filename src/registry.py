@@ -24,9 +24,11 @@ RECIPES = ComponentTable(
         "crossattn": "src.recipes.crossattn",
         "dpo": "src.recipes.dpo",
         "fid": "src.recipes.fid",
+        "grpo": "src.recipes.grpo",
         "interleaved": "src.recipes.interleaved",
         "lm": "src.recipes.lm",
         "metadata_lm": "src.recipes.metadata_lm",
+        "ppo": "src.recipes.ppo",
         "prompted": "src.recipes.prompted",
         "reward": "src.recipes.reward",
         "seq2seq": "src.recipes.seq2seq",
@@ -49,6 +51,7 @@ MODELS = ComponentTable(
         "vision_language": "src.models.vision_language.config",
         "vision_language_hf": "src.models.vision_language.pretrained",
         "vision_language_parts": "src.models.vision_language.assembled",
+        "with_values": "src.models.reward.values",
     },
 )
 DATASETS = ComponentTable(
@@ -66,6 +69,7 @@ DATASETS = ComponentTable(
         "prompted_qa": "src.data.qa.prompted",
         "qa": "src.data.qa.cross_attention",
         "ranked_replies": "src.data.conversations.ranked",
+        "rollouts": "src.data.rollouts.dataset",
         "span_corruption": "src.data.denoising.span_corruption",
         "streamed": "src.data.streaming.dataset",
         "task": "src.data.tasks.dataset",
@@ -91,6 +95,7 @@ REWARDS = ComponentTable(
     {
         "expressions": "src.rewards.expressions",
         "length": "src.rewards.length",
+        "reward_model": "src.rewards.reward_model",
     },
 )
 LAUNCHERS = ComponentTable(

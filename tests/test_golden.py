@@ -15,15 +15,15 @@ import pytest
 from src.experiments.identity import exp_id
 from src.registry import RECIPES
 from tests import toy
-from tests.recipes import test_metadata_lm, test_seq2seq, test_t5_pretrain, train_assistants, train_pages
+from tests.recipes import test_metadata_lm, test_seq2seq, test_t5_pretrain, train_assistants, train_pages, train_policies
 from tests.recipes.test_fid import FID
 from tests.recipes.test_prompted import PROMPTED
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
-NAMES = ("train_loss", "grad_norm", "val_loss", "val_loss_shuffled_context", "val_accuracy", "em", "accuracy")
+NAMES = ("train_loss", "grad_norm", "val_loss", "val_loss_shuffled_context", "val_accuracy", "em", "accuracy", "reward", "entropy")
 
 
-CHAIN = (train_assistants.SFT, train_assistants.REWARD, train_assistants.DPO)
+CHAIN = (train_assistants.SFT, train_assistants.REWARD, train_assistants.DPO, train_policies.GRPO, train_policies.PPO)
 GROUPS: dict[str, list[dict[str, Any]]] = {"lm": [toy.BASE]} | {
     exp["recipe"]: [{**exp, "loop": {**exp["loop"], "steps": 8, "eval_every": 4}}]
     for exp in (toy.CROSSATTN, PROMPTED, FID, test_t5_pretrain.T5, test_seq2seq.EXP, test_metadata_lm.TOLD, train_pages.PAGES, *CHAIN)
@@ -32,7 +32,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {"lm": [toy.BASE]} | {
 
 def train(folder: Path) -> None:
     """Each recipe on the toy world, which is there."""
-    assert toy.main(["-e", *GROUPS], GROUPS, folder) == 0
+    with train_policies.rewards_of_tests():
+        assert toy.main(["-e", *GROUPS], GROUPS, folder) == 0
 
 
 def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
@@ -43,7 +44,7 @@ def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
     train_pages.write_data(folder / "data")
     train_assistants.write_data(folder / "data")
     train(folder)
-    rows = {name: [row for row in toy.rows(folder, exp_id(group[0])) if "val_loss" in row] for name, group in GROUPS.items()}
+    rows = {name: [row for row in toy.rows(folder, exp_id(group[0])) if row["step"] % 4 == 0] for name, group in GROUPS.items()}
     return {name: [{"step": row["step"], **{k: row[k] for k in NAMES if k in row}} for row in found] for name, found in rows.items()}
 
 

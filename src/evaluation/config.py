@@ -72,6 +72,39 @@ class Answers(Decoding):
             raise DataError(f"answers.questions: {self.questions} of a validation set of {dataset.num_questions}. Ask for fewer.")
 
 
+class SampledAnswers(Config):
+    """Questions answered several times at each evaluation, by drawing from the model, and the metrics of the answers."""
+
+    questions: int = Field(gt=0)
+    """The first ones of the validation set."""
+    samples: int = Field(gt=1)
+    """Answers to each."""
+    max_new_tokens: int = Field(gt=0)
+    metrics: list[MetricField] = Field(min_length=1)
+    """Those that give each answer a score."""
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _scores_are_distinct(self) -> "SampledAnswers":
+        _require_distinct_scores(self.metrics)
+        return self
+
+    def score_names(self) -> list[str]:
+        """The names of all scores: of "solved" and 8 samples solved_mean@8, solved_mean@8_interval, solved_pass@8."""
+        return [f"{name}_{kind}" for name in score_names(self.metrics) for kind in self.kinds()]
+
+    def kinds(self) -> tuple[str, str, str]:
+        """Of the scores of a metric: the mean over all answers; half of its 95 % interval, over questions; the share of questions of
+        which an answer has the score 1 or more."""
+        return f"mean@{self.samples}", f"mean@{self.samples}_interval", f"pass@{self.samples}"
+
+    def require(self, dataset: QuestionDataset) -> None:
+        """Raises DataError if `dataset` has fewer questions than requested."""
+        if self.questions > dataset.num_questions:
+            raise DataError(f"sampled.questions: {self.questions} of a validation set of {dataset.num_questions}. Ask for fewer.")
+
+
 class Inference(Decoding):
     """All or some questions of a split, answered by the trained model (<run>/inference/<split>.jsonl), and their metrics.
 

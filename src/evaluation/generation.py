@@ -54,12 +54,11 @@ class AnswerGenerator:
         """
         ids = self.model.generate(
             **batch,
-            do_sample=False,
             max_new_tokens=max_new_tokens,
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.eos_token_id,
             synced_gpus=distributed.world_size() > 1,  # where the model is shared, every rank must make as many passes
-            **options,
+            **{"do_sample": False, **options},
         )
         # A decoder continues its prompt; the decoder of an encoder-decoder begins with one token of its own.
         return ids[:, 1:] if self.model.config.is_encoder_decoder else ids[:, batch["input_ids"].shape[1] :]

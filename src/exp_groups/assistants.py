@@ -76,6 +76,42 @@ DPO_TINY: dict[str, Any] = {
 }
 
 
+# What each reward teaches: the verifier, the verifier and the reward model, the reward model alone.
+SAMPLED = {"questions": 100, "samples": 4, "max_new_tokens": 12, "metrics": _METRICS}
+GRPO_TINY: dict[str, Any] = {
+    "recipe": "grpo",
+    "seed": 0,
+    "model": ref(SFT_TINY),
+    "data": {"name": "rollouts", "prompts": SFT_TINY["data"], "rollouts": 256, "group_size": 8, "max_new_tokens": 12},
+    "rewards": [{"name": "expressions"}],
+    "loop": {
+        "steps": 240,
+        "sequences_per_step": 256,
+        "micro_batch": 64,
+        "learning_rate": 2e-4,
+        "schedule": "constant_with_warmup",
+        "warmup_rate": 0.05,
+        "eval_every": 60,
+        "best_metric": "solved_mean@4",
+        "best_mode": "max",
+    },
+    "sampled": SAMPLED,
+}
+PPO_TINY: dict[str, Any] = {
+    "recipe": "ppo",
+    "seed": 0,
+    "model": {"name": "with_values", "base": ref(SFT_TINY)},
+    "data": {**GRPO_TINY["data"], "group_size": 1, "passes": 2},
+    "rewards": [
+        {"name": "expressions", "right": 1.0, "wrong": -1.0},
+        {"name": "reward_model", "model": ref(REWARD_TINY), "weight": 0.5, "squash": True},
+    ],
+    "ppo": {"kl": {"weight": 0.05}},
+    "loop": {**GRPO_TINY["loop"], "steps": 400, "sequences_per_step": 128, "learning_rate": 1e-4, "eval_every": 100},
+    "sampled": SAMPLED,
+}
+
+
 def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
     """What a link of the chain is worth: tasks solved, and answers in the preferred style."""
     return {
@@ -147,6 +183,9 @@ GROUPS = {
     "assistant_tiny_sft": [SFT_TINY],
     "assistant_tiny_reward": [REWARD_TINY],
     "assistant_tiny_dpo": [DPO_TINY],
+    "assistant_tiny_grpo": [GRPO_TINY],
+    "assistant_tiny_ppo": [PPO_TINY],
+    "assistant_tiny_ppo_hacked": [override(PPO_TINY, {"rewards": [{**PPO_TINY["rewards"][1], "weight": 1.0, "squash": False}]})],
     "assistant_tiny_judged": [evaluation_of(link) for link in chain(0)],
     **{
         f"assistant_tiny_seeds_{name}": [evaluation_of(chain(seed)[i]) for seed in (1, 2, 3)]

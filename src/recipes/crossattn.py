@@ -7,7 +7,7 @@ from src import distributed
 from src.call_once import call_once
 from src.config import Places
 from src.kinds import CROSS_ATTENTION
-from src.recipes.question_answering import QuestionAnswering
+from src.recipes.shared.question_answering import QuestionAnswering
 from src.runs.context import Run
 
 

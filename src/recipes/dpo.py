@@ -11,7 +11,7 @@ from src.data.conversations import ranked
 from src.data.mixture.dataset import leaves
 from src.data.parts import leaf_configs
 from src.kinds import DECODER, REWARD
-from src.recipes.pretraining import Pretraining
+from src.recipes.shared.pretraining import Pretraining
 from src.runs.context import Run
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from src.kinds import FUSION_IN_DECODER
-from src.recipes.question_answering import QuestionAnswering
+from src.recipes.shared.question_answering import QuestionAnswering
 
 
 class Config(QuestionAnswering):

@@ -12,7 +12,7 @@ from src.errors import ConfigError
 from src.evaluation.config import Answers
 from src.interfaces import Dataset
 from src.kinds import VISION_LANGUAGE
-from src.recipes.pretraining import Pretraining, Scorer
+from src.recipes.shared.pretraining import Pretraining, Scorer
 from src.runs.context import Run
 
 if TYPE_CHECKING:

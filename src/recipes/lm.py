@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from src.kinds import DECODER
-from src.recipes.pretraining import Pretraining
+from src.recipes.shared.pretraining import Pretraining
 
 
 class Config(Pretraining):

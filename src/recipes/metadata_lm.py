@@ -8,7 +8,7 @@ from pydantic import model_validator
 from src.data.metadata import dataset as metadata
 from src.data.metadata.gains import Gains, measure
 from src.kinds import DECODER
-from src.recipes.pretraining import Pretraining, Scorer
+from src.recipes.shared.pretraining import Pretraining, Scorer
 
 
 class Config(Pretraining):

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from src.config import Config as StrictConfig
 from src.kinds import REWARD
-from src.recipes.pretraining import Pretraining
+from src.recipes.shared.pretraining import Pretraining
 
 if TYPE_CHECKING:
     import torch

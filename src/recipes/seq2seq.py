@@ -13,7 +13,7 @@ from src.errors import ConfigError
 from src.evaluation.config import Answering, Predictions
 from src.interfaces import DatasetConfig
 from src.kinds import ENCODER_DECODER
-from src.recipes.finetuning import Finetuning
+from src.recipes.shared.finetuning import Finetuning
 from src.registry import resolved_dict
 from src.runs.context import Run
 

@@ -9,7 +9,7 @@ from src.config import Places
 from src.evaluation.config import Answers
 from src.interfaces import Dataset
 from src.kinds import DECODER
-from src.recipes.pretraining import Pretraining, Scorer
+from src.recipes.shared.pretraining import Pretraining, Scorer
 from src.runs.context import Run
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from src.config import Places
 from src.kinds import ENCODER_DECODER
-from src.recipes.pretraining import Pretraining, Scorer
+from src.recipes.shared.pretraining import Pretraining, Scorer
 
 SENTENCE_SCORES = ("val_sentence_loss", "val_sentence_accuracy")
 """Of data sets with `sentence_targets`."""

@@ -44,10 +44,12 @@ class RewardSetting:
     """The torch.device of this process."""
     micro_batch: int
     """Most sequences of one forward pass."""
-    write_ids: "Callable[[Any, str], Callable[[Rollout], list[int]]]"
-    """(tokenizer, template) -> how a rollout is written with another vocabulary than the policy's, or another template."""
     tokenizer: Any
     """The policy's."""
+    load_tokenizer: Callable[[str], Any]
+    """From a folder, as models' are loaded."""
+    write_with: Callable[[Any, str], Callable[[Rollout], list[int]]]
+    """(tokenizer, template) -> how a rollout is written as text, for a model with another vocabulary than the policy's."""
     wait: Callable[[str], None]
     """Called every second or oftener while something that is away is waited for, which the text names; raises where the run has to stop."""
 

@@ -58,11 +58,14 @@ def policy_loss(  # noqa: PLR0913  each is named
     if reference_logps_BT is not None:
         kl = torch.where(sampled_BT, kl_terms(logps_BT, reference_logps_BT, kl_estimate), 0.0)
         losses = losses + kl_weight * kl
-    losses = torch.where(sampled_BT, losses, 0.0)
-    if normalisation == "rollouts":
-        losses = losses / lengths_B1
     clipped = (cut * advantages < ratios * advantages) & sampled_BT
-    return PolicyLoss(losses.sum(), clipped.sum(), kl.detach().sum())
+    return PolicyLoss(token_sum(losses, sampled_BT, normalisation), clipped.sum(), kl.detach().sum())
+
+
+def token_sum(numbers_BT: Tensor, sampled_BT: Tensor, normalisation: Normalisation) -> Tensor:
+    """Sum over sampled tokens, to be divided by `count`; with "rollouts" over the means of each rollout."""
+    chosen = torch.where(sampled_BT, numbers_BT, 0.0)
+    return (chosen / sampled_BT.sum(dim=1, keepdim=True).clamp(min=1) if normalisation == "rollouts" else chosen).sum()
 
 
 def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, sampled_BT: Tensor, clip: float) -> Tensor:
@@ -73,7 +76,7 @@ def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, sam
 
 
 def count(sampled_BT: Tensor, normalisation: Normalisation, room: int) -> float:
-    """What `policy_loss` of these rollouts is a sum over. room: most tokens that a rollout could have."""
+    """What `policy_loss` of these rollouts is a sum over; those without a sampled token count nothing. room: most tokens of a rollout."""
     if normalisation == "tokens":
         return float(sampled_BT.sum())
-    return len(sampled_BT) * (room if normalisation == "room" else 1.0)
+    return float(sampled_BT.any(dim=1).sum()) * (room if normalisation == "room" else 1.0)

@@ -7,7 +7,6 @@ from src.data.conversations import templates
 from src.data.conversations.dataset import ConversationConfig, with_system
 from src.data.conversations.entries import Message
 from src.data.conversations.rendering import Renderer
-from src.data.text.tokenizers import control_ids
 from src.errors import ConfigError
 from src.models.reward.layers import RewardModel
 
@@ -24,10 +23,8 @@ class Talk:
             raise ConfigError("a reward model gives a conversation a number, and says nothing. Take the run that it began with.")
         self._model, self._tokenizer, self._system = model, tokenizer, data.writing.system
         self._renderer = Renderer(tokenizer, templates.find(data.writing.template, tokenizer))
-        said = self._renderer.render([Message("user", "?"), Message("assistant", "?")])
-        last, controls = said.ids[said.last_answer().stop - 1], control_ids(tokenizer)
-        self._ends = [tokenizer.eos_token_id, *([last] if last in controls else [])]
-        self._never = [index for index in controls if index != last] or None
+        self._ends, never = self._renderer.answer_ends()
+        self._never = never or None
         self.messages: list[Message] = []
 
     def streamer(self, show: Callable[[str], object] | None = None) -> Any:

@@ -120,7 +120,7 @@ class Loop:
         self.row_every = run.options.log_every or config.eval_every
         self.brief_every = 0 if run.options.log_every else BRIEF_ROW_EVERY
         self.save_every = run.options.save_intervals(config.eval_every)
-        self.meter = ThroughputMeter(spec.model, config.precision)
+        self.meter = ThroughputMeter(spec.model, config.precision, spec.experience)
         self.monitor = Monitor(run.path, spec.model, run.options.statistics_every, compiled=config.compile)
         self.sources = loader.sources(spec.train)
         self.names: list[str] | None = None  # of the loss's named sums, from the first pass on
@@ -174,7 +174,7 @@ class Loop:
         self.stopping = asked > 0
         if failed:
             self.saver.wait()
-        count = int(count) if count.is_integer() else count
+        count = (int(count) if count.is_integer() else count) or (1 if self.spec.experience else 0)  # all rollouts may be as good
         if count <= 0:
             raise TrainingError(
                 f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has anything to learn (their count is "

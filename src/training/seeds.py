@@ -14,3 +14,8 @@ def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
 def generation_seed(seed: int, step: int, block: int, rank: int) -> int:
     """Seed of what process `rank` draws in a block of `Engine.generating`, `block` of them after the last step: 63 bits."""
     return int(np.random.SeedSequence([seed, step, block, rank, 1]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def rollout_seed(seed: int, iteration: int, batch: int) -> int:
+    """Seed of what is sampled in one batch of an iteration of rollouts, numbered over all processes: 63 bits."""
+    return int(np.random.SeedSequence([seed, iteration, batch, 2]).generate_state(1, np.uint64)[0] >> 1)

@@ -35,6 +35,10 @@ class Experience(Protocol):
         """Take back what `tensors` gave, before `begin`."""
         ...
 
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds of each phase of its making in this process, since the last call."""
+        ...
+
 
 @dataclass(frozen=True)
 class TrainSpec:

@@ -179,7 +179,8 @@ def load_steps(data: Dataset, count: int, start: State, workers: int = 0) -> lis
 
 
 def test_every_data_set_has_a_case():
-    assert CASES.keys() == DATASETS.modules.keys(), "a new data set belongs in CASES"
+    by_policies = {"rollouts"}  # samples are what a policy makes: tests/recipes/test_policy_training.py
+    assert CASES.keys() == DATASETS.modules.keys() - by_policies, "a new data set belongs in CASES"
 
 
 @EVERY

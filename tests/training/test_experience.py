@@ -52,6 +52,10 @@ class Rollouts(small.Numbers):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.buffer = tensors["guesses"]
 
+    def seconds(self) -> Mapping[str, float]:
+        """None are told."""
+        return {}
+
     # orders.OrderedDataset
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Any]) -> "Rollouts":
         return self

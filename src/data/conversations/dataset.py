@@ -20,7 +20,7 @@ from src.data.conversations.choices import Tags, draws, window
 from src.data.conversations.entries import Entry, Message, read_entry
 from src.data.conversations.refusals import refuses
 from src.data.conversations.rendering import Rendered, Renderer
-from src.data.conversations.rows import ANSWERED, EMPTY, ConversationRows, read_rows
+from src.data.conversations.rows import ANSWERED, EMPTY, PROMPT, ConversationRows, read_rows
 from src.errors import DataError
 from src.interfaces import require_fit
 from src.orders import ShuffledConfig
@@ -149,6 +149,8 @@ class Conversations:
 
     def _choose(self) -> Sequence[int]:
         """Numbers of the rows that are read."""
+        if prompts := self._rows.numbers_of(PROMPT):
+            raise DataError(f"{self._name}: row {prompts[0]} is a prompt without an answer: for data 'rollouts', whose policy answers it.")
         total = range(len(self._rows))
         saying = total if self.config.learn_all else self._rows.numbers_of(EMPTY, others=True)
         if not saying:
@@ -228,11 +230,8 @@ class Conversations:
     def prompt(self, index: int) -> Sample:
         """A conversation up to where its last answer begins; a long one loses its beginning."""
         row = self._rows[self._chosen[self._asked[index]]]
-        entry = read_entry(row, self._name)
-        messages = with_system(entry.messages[:-1], self.config.writing.system)
-        tags = self.config.writing.tags
-        told = [*tags.write_all(messages, None), tags.write(entry.messages[-1], None)] if tags else ()
-        ids = self.renderer.render(messages, told, answering=True).ids[-self.config.sequence_tokens :]
+        *before, answer = read_entry(row, self._name).messages
+        ids = render_prompt(self.renderer, self.config.writing, before, answer)[-self.config.sequence_tokens :]
         return {"input_ids": ids, "loss_mask": [False] * len(ids)}
 
     def collate_prompts(self, samples: Sequence[Sample]) -> TokenBatch:
@@ -247,6 +246,13 @@ class Conversations:
         from src.data import collate
 
         return collate.pad_tokens([s["input_ids"] for s in samples], [s["loss_mask"] for s in samples], pad_id=self.renderer.safe.pad_id)
+
+
+def render_prompt(renderer: Renderer, writing: Writing, messages: Sequence[Message], answer: Message | None = None) -> list[int]:
+    """Ids of messages, up to where the answer to the last one begins. answer: what tags tell of, if it is known."""
+    messages = with_system(messages, writing.system)
+    told = [*writing.tags.write_all(messages, None), writing.tags.write(answer or Message("assistant", ""), None)] if writing.tags else ()
+    return renderer.render(messages, told, answering=True).ids
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:

@@ -2,6 +2,7 @@
 
 {"messages": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "5"}]}
 {"messages": [...], "replies": [{"content": "5", "rank": 0}, {"content": "six", "rank": 1}]}
+{"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
 {"text": "Plain text."}
 
 Roles: system (first, at most once), user, assistant, and tool, whose messages follow an assistant's. A message may tell "lang", "quality",
@@ -52,6 +53,8 @@ class Entry:
     replies: Sequence[Reply] = ()
     """To the last of the messages, which is not an assistant's."""
     text: str | None = None
+    is_prompt: bool = False
+    """Whether the messages have no answer, and are there to be answered by a policy."""
 
     @property
     def conversation(self) -> Sequence[Message]:
@@ -76,13 +79,18 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
         if not row["text"]:
             raise DataError(f"{where}: text: empty, so there is nothing to learn.")
         return Entry(text=_text(row["text"], f"{where}: text"))
-    if not isinstance(row.get("messages"), list):
+    name = "prompt" if "prompt" in row else "messages"
+    if not isinstance(row.get(name), list):
         raise DataError(f"{where}: expected a list of messages, or a text; the row has {', '.join(row) or 'nothing'}.")
-    messages = [_message(raw, f"{where}: messages[{i}]") for i, raw in enumerate(row["messages"])]
+    messages = [_message(raw, f"{where}: {name}[{i}]") for i, raw in enumerate(row[name])]
     replies = row.get("replies")
-    _check_roles([message.role for message in messages], where, asked=replies is not None)
+    if name == "prompt" and row.keys() & {"messages", "replies"}:
+        raise DataError(f"{where}: expected either a prompt, or messages, got both.")
+    _check_roles(
+        [message.role for message in messages], where, "an answer" if name == "prompt" else "replies" if replies is not None else ""
+    )
     if replies is None:
-        return Entry(messages)
+        return Entry(messages, is_prompt=name == "prompt")
     if not isinstance(replies, list) or not replies:
         raise DataError(f"{where}: replies: expected a list of at least one reply.")
     found = [_reply(raw, f"{where}: replies[{i}]") for i, raw in enumerate(replies)]
@@ -96,16 +104,17 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
     return Entry(messages, found)
 
 
-def _check_roles(roles: Sequence[str], where: str, asked: bool) -> None:
+def _check_roles(roles: Sequence[str], where: str, missing: str) -> None:
+    """missing: what comes behind the messages, "" where they are all."""
     before = ""
     for place, role in enumerate(roles):
         if role not in _AFTER[before]:
             wanted, after = " or ".join(_AFTER[before]), f"after {before}" if before else "first"
             raise DataError(f"{where}: messages[{place}]: roles do not alternate: expected {wanted} {after}, got {role}.")
         before = role
-    if asked and before in ("assistant", "system"):
-        raise DataError(f"{where}: the messages before replies end with {before}. Expected what is answered: user or tool.")
-    if not asked and "assistant" not in roles:
+    if (missing and before in ("assistant", "system")) or (missing == "an answer" and not roles):
+        raise DataError(f"{where}: the messages before {missing} end with {before or 'nothing'}. Expected what is answered: user or tool.")
+    if not missing and "assistant" not in roles:
         raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")
 
 

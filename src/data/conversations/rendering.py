@@ -103,6 +103,13 @@ class Renderer:
         found = self.encode([Span(text, Role.TEXT)])
         return Rendered([*found.ids, self.safe.eos_id], [*found.roles, Role.TEXT])
 
+    def answer_ends(self) -> tuple[list[int], list[int]]:
+        """Tokens that end an answer, the end token first, and all other control tokens, which no answer has."""
+        said = self.render([Message("user", "?"), Message("assistant", "?")])
+        last, controls = said.ids[said.last_answer().stop - 1], self.safe.control_ids
+        ends = [self.safe.eos_id, *([last] if last in controls and last != self.safe.eos_id else [])]
+        return ends, [index for index in controls if index not in ends]
+
     def encode(self, spans: Sequence[Span]) -> Rendered:
         """Ids of spans. A token of two roles is of the later one's."""
         found = Rendered()

@@ -8,13 +8,16 @@ from typing import Any
 from src.data import jsonl
 from src.data.conversations.entries import check_row
 
-ANSWERED, RANKED, OTHER, EMPTY = "answered", "ranked", "other", "empty"
-"""Kinds of rows: the last message is the assistant's; replies of different ranks; neither; the assistant never says anything."""
+ANSWERED, RANKED, PROMPT, OTHER, EMPTY = "answered", "ranked", "prompt", "other", "empty"
+"""Kinds of rows: the last message is the assistant's; replies of different ranks; a prompt without an answer; none of these; the
+assistant never says anything."""
 _RULES = "conversations 3"
 
 
 def kind_of(row: dict[str, Any]) -> str:
     """The kind of a row that is an entry."""
+    if "prompt" in row:
+        return PROMPT
     if len({reply["rank"] for reply in row.get("replies") or ()}) > 1:
         return RANKED
     said = [*row.get("messages", ()), *({"role": "assistant", **reply} for reply in row.get("replies") or ())]

@@ -124,6 +124,11 @@ class SafeTokenizer:
         encoding = (self._backend if begins else self._inner).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
+    @property
+    def control_ids(self) -> list[int]:
+        """Ids of all control tokens."""
+        return [*self._controls.values()]
+
     def control_id(self, token: str) -> int | None:
         """Id of a control token, None where the vocabulary has none of that name."""
         return self._controls.get(token)

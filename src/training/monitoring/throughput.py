@@ -14,14 +14,19 @@ from src import distributed
 from src.training.loader import Step
 from src.training.monitoring import flops
 from src.training.monitoring.energy import Energy
+from src.training.spec import Experience
 
 T = TypeVar("T")
 
 
 class ThroughputMeter:
-    """Sums since `restart`, on this rank. With `model` and `precision` also model FLOPs and, of a known GPU, the share of its peak."""
+    """Sums since `restart`, on this rank. With `model` and `precision` also model FLOPs and, of a known GPU, the share of its peak.
 
-    def __init__(self, model: nn.Module | None = None, precision: str = "float32") -> None:
+    With `experience` also the seconds of what a training makes to read, by phase.
+    """
+
+    def __init__(self, model: nn.Module | None = None, precision: str = "float32", experience: Experience | None = None) -> None:
+        self._experience = experience
         self._flops_of = flops.batch_flops(model) if model is not None else None
         self._peak = flops.peak_flops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
         self._energy = Energy()
@@ -65,6 +70,7 @@ class ThroughputMeter:
 
         `data_wait_seconds`: of the rank that waited longest, and `data_wait_rate` its share of the training time.
         `peak_host_memory_bytes`, `peak_memory_bytes` (GPU): of the rank with most, since the process began.
+        `rewards_seconds` and so on: of the phases of rollouts, on this rank, within `data_wait_seconds`.
         `model_flops_per_second`, `mfu`: see flops.py. `watts`: of all GPUs together, evaluation and checkpoints included.
         """
         joules = self._energy.joules()
@@ -99,6 +105,8 @@ class ThroughputMeter:
             row["watts"] = sum(energies) / max(total, 1e-9)
         if gpu:
             row["peak_memory_bytes"] = max(device)
+        if self._experience:
+            row |= {f"{name}_seconds": value for name, value in self._experience.seconds().items()}
         return row
 
 

@@ -13,7 +13,7 @@ from src.config import Places, added_field
 from src.evaluation.config import Answers
 from src.interfaces import Dataset
 from src.kinds import KINDS
-from src.recipes.finetuning import Finetuning
+from src.recipes.shared.finetuning import Finetuning
 from src.registry import resolved_dict
 from src.runs.context import Run
 from src.training.config import Evaluation

@@ -13,7 +13,7 @@ from src import distributed
 from src.call_once import call_once
 from src.config import Places
 from src.evaluation.config import Answers, Inference
-from src.recipes.finetuning import Finetuning
+from src.recipes.shared.finetuning import Finetuning
 from src.registry import resolved_dict
 from src.runs.context import Run
 

@@ -1,0 +1,71 @@
+"""Prompts to be answered by a policy: conversations up to where an answer begins."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from src.batches import TokenBatch
+from src.data.conversations.dataset import Writing, render_prompt
+from src.data.conversations.entries import Message, read_entry
+from src.data.conversations.rendering import Renderer
+from src.data.conversations.rows import ANSWERED, PROMPT, RANKED, ConversationRows
+from src.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+class Prompt(NamedTuple):
+    """What is asked."""
+
+    ids: list[int]
+    messages: Sequence[Message]
+    row: Mapping[str, Any]
+    """Of the prepared data."""
+
+
+class Prompts:
+    """The prompts of a split: what comes before the last answer of conversations, or before ranked replies, or is a prompt by itself."""
+
+    def __init__(self, rows: ConversationRows, renderer: Renderer, writing: Writing, name: str) -> None:
+        """name: of the data, in messages."""
+        self._rows, self.renderer, self._writing, self._name = rows, renderer, writing, name
+        self._chosen: Sequence[int] = sorted(number for kind in (ANSWERED, RANKED, PROMPT) for number in rows.numbers_of(kind))
+
+    def limit(self, tokens: int, long: Literal["refuse", "leave_out"]) -> None:
+        """Leave out prompts of more tokens, or refuse them.
+
+        Raises:
+            DataError: there is a longer one that is refused, or no other; names its row.
+        """
+        lengths = [len(self[index].ids) for index in range(len(self))]
+        fit = [row for row, length in zip(self._chosen, lengths, strict=True) if length <= tokens]
+        longer = next((index for index, length in enumerate(lengths) if length > tokens), None)
+        if longer is not None and (long == "refuse" or not fit):
+            raise DataError(
+                f"{self._name}: row {self._chosen[longer]}: its prompt has {lengths[longer]} tokens, more than the {tokens} of "
+                "data.prompts.sequence_tokens. Make room, or write data.long_prompts: leave_out."
+            )
+        if not fit:
+            raise DataError(f"{self._name}: no conversation has something to answer.")
+        if longer is not None:
+            left_out = len(lengths) - len(fit)
+            log.info("%s: %d of %d prompts have more than %d tokens, and are left out.", self._name, left_out, len(lengths), tokens)
+        self._chosen = fit
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: int) -> Prompt:
+        number = self._chosen[index]
+        row = self._rows[number]
+        entry = read_entry(row, f"{self._name}: row {number}")
+        answered = not entry.is_prompt and not entry.replies
+        messages, answer = (entry.messages[:-1], entry.messages[-1]) if answered else (entry.messages, None)
+        return Prompt(render_prompt(self.renderer, self._writing, messages, answer), messages, row)
+
+    def collate(self, prompts: Sequence[Prompt]) -> TokenBatch:
+        """Padded on the left, for `generate`."""
+        from src.data.collate import pad_tokens
+
+        ids = [prompt.ids for prompt in prompts]
+        return pad_tokens(ids, [[False] * len(row) for row in ids], self.renderer.safe.pad_id, left=True)

@@ -1,0 +1,113 @@
+"""Recipe `grpo`: a policy learns from what is better than other answers to the same prompt (Shao et al. 2024, arXiv 2402.03300).
+
+Its settings have the relatives of GRPO, too: Dr. GRPO is by_deviation False with normalisation "room"; DAPO normalisation "tokens" with
+clip_high above clip_low; GSPO ratio "sequence"; RLOO baseline "others", by_deviation False.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from src.config import Config as StrictConfig
+from src.recipes.shared.policy import PolicyTraining
+
+if TYPE_CHECKING:
+    import torch
+
+    from src.orders import Cursor
+    from src.rl.experience import Estimates, Rollouts
+
+
+class Settings(StrictConfig):
+    """How rollouts become advantages and a loss; see src/rl/advantages.py and src/rl/losses.py."""
+
+    baseline: Literal["group", "others"] = "group"
+    """What an answer is compared with: the mean of its group, or of the others of it."""
+    by_deviation: bool = True
+    """Whether advantages are divided by the deviation of the group's rewards."""
+    ratio: Literal["token", "sequence"] = "token"
+    normalisation: Literal["tokens", "rollouts", "room"] = "tokens"
+    clip_low: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0)
+    kl_weight: float = Field(default=0.0, ge=0)
+    """Of the divergence from the reference, in the loss; 0: there is no reference."""
+    kl_estimate: Literal["k1", "k3"] = "k3"
+    reference: Literal["copy", "adapters_off"] = "copy"
+    entropy_weight: float = Field(default=0.0, ge=0)
+    unended: Literal["keep", "penalise", "mask"] = "keep"
+    """Answers that did not end: scored like others; given `unended_reward`; not learned from."""
+    unended_reward: float = -1.0
+
+
+class Config(PolicyTraining):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    grpo: Settings = Settings()
+
+    @model_validator(mode="after")
+    def _has_groups(self) -> "Config":
+        if self.rollouts.group_size < 2:
+            raise ValueError("data.group_size: 1 answer has no other to be compared with. Write at least 2.")
+        if self.model.name == "with_values":
+            raise ValueError("model: this recipe needs no values. Take the base of 'with_values'.")
+        if self.grpo.kl_weight and self.grpo.reference == "adapters_off" and self.model.name != "lora":
+            raise ValueError("grpo.reference: only model 'lora' has adapters to switch off. Put it around the model, or write copy.")
+        return self
+
+    @property
+    def fact_names(self) -> Sequence[str]:
+        return ("equal_groups",)
+
+    def reference_kind(self) -> Literal["none", "copy", "adapters_off"]:
+        return self.grpo.reference if self.grpo.kl_weight else "none"
+
+    def estimate(self, found: "Rollouts", cursor: "Cursor") -> "Estimates":
+        """What each answer is better than its group. Groups of equal rewards teach nothing and are left out."""
+        import torch
+
+        from src.rl.advantages import group_advantages
+        from src.rl.experience import Estimates
+
+        own, tokens, scores = self.grpo, found.tokens, found.scores
+        if own.unended == "penalise":
+            scores = torch.where(found.ended, scores, own.unended_reward)
+        worth, differ = group_advantages(scores, self.rollouts.group_size, own.baseline, own.by_deviation)
+        learned = tokens["sampled"] & differ[:, None]
+        if own.unended == "mask":
+            learned = learned & found.ended[:, None]
+        columns = {"learned": learned, "advantages": torch.where(learned, worth[:, None], 0.0), "logps": tokens["logps"]}
+        if "reference_logps" in tokens:
+            columns["reference_logps"] = tokens["reference_logps"]
+        return Estimates(columns, {"equal_groups": 1 - differ.float()}, {})
+
+    def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
+        """What `normalisation` says."""
+        from src.rl.losses import count
+
+        return count(batch["learned"], self.grpo.normalisation, self.rollouts.max_new_tokens)
+
+    def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
+        """The clipped loss, less the entropy; over learned tokens: clipped, entropy, and kl where there is a reference."""
+        from src.rl import losses
+        from src.rl.policy import score_tokens
+
+        own, learned = self.grpo, batch["learned"]
+        found = score_tokens(model, batch, self.rollouts.sampling.temperature, entropy_gradient=own.entropy_weight > 0)
+        policy = losses.policy_loss(
+            found.logps,
+            batch["logps"],
+            batch["advantages"],
+            learned,
+            clip_low=own.clip_low,
+            clip_high=own.clip_high,
+            ratio=own.ratio,
+            normalisation=own.normalisation,
+            reference_logps_BT=batch.get("reference_logps"),
+            kl_weight=own.kl_weight,
+            kl_estimate=own.kl_estimate,
+        )
+        loss = policy.loss - own.entropy_weight * losses.token_sum(found.entropies, learned, own.normalisation)
+        sums = {"clipped": policy.clipped, "entropy": losses.token_sum(found.entropies.detach(), learned, "tokens")}
+        sums |= {"kl": policy.kl} if "reference_logps" in batch else {}
+        return loss, {name: (each, learned.sum()) for name, each in sums.items()}

@@ -1,0 +1,146 @@
+"""Recipe `ppo`: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) of a policy that answers prompts."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from src.config import Config as StrictConfig
+from src.recipes.shared.policy import PolicyTraining
+
+if TYPE_CHECKING:
+    import torch
+
+    from src.orders import Cursor
+    from src.rl.experience import Estimates, Rollouts
+
+
+class KL(StrictConfig):
+    """What it costs to leave the policy that the training began with."""
+
+    weight: float = Field(default=0.05, ge=0)
+    """Taken from the reward of each token, per nat."""
+    estimate: Literal["k1", "k3"] = "k1"
+    target: float | None = Field(default=None, gt=0)
+    """Nats per token that the weight is changed to come near to; None: the weight stays."""
+    horizon: int = Field(default=10000, gt=0)
+    """Rollouts in which it comes there."""
+    reference: Literal["copy", "adapters_off"] = "copy"
+    """copy: beside the policy in memory. adapters_off: the policy without its adapters, where model 'lora' is in it."""
+
+
+class Settings(StrictConfig):
+    """How rollouts become advantages and a loss."""
+
+    kl: KL | None = KL()
+    """None: no reference."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    lam: float = Field(default=0.95, ge=0, le=1)
+    clip: float = Field(default=0.2, gt=0)
+    """By how much the probability of a token may change, as a ratio to 1, before it is no longer learned."""
+    value_clip: float = Field(default=0.2, gt=0)
+    value_weight: float = Field(default=1.0, ge=0)
+    entropy_weight: float = Field(default=0.0, ge=0)
+    whiten: bool = True
+    """Whether advantages have mean 0 and deviation 1 over the tokens of an iteration."""
+    scale: Literal["none", "running", "first"] = "none"
+    """Rewards are divided by their deviation: over all iterations so far, or over the first."""
+    reward_clip: float | None = Field(default=None, gt=0)
+    """Most that a scaled reward may be from 0."""
+    unended: Literal["keep", "penalise", "mask"] = "keep"
+    """Answers that did not end: scored like others; given `unended_reward`; not learned from."""
+    unended_reward: float = -1.0
+
+
+class Config(PolicyTraining):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    ppo: Settings = Settings()
+
+    @model_validator(mode="after")
+    def _has_values(self) -> "Config":
+        if self.model.name != "with_values":
+            raise ValueError(f"model: expected 'with_values' around the policy, got {self.model.name!r}.")
+        base: Any = getattr(self.model, "base", None)
+        if self.ppo.kl and self.ppo.kl.reference == "adapters_off" and base.name != "lora":
+            raise ValueError("ppo.kl.reference: only model 'lora' has adapters to switch off. Put it around base, or write copy.")
+        return self
+
+    @property
+    def fact_names(self) -> Sequence[str]:
+        return ("explained_variance", "kl_weight")
+
+    def reference_kind(self) -> Literal["none", "copy", "adapters_off"]:
+        return self.ppo.kl.reference if self.ppo.kl else "none"
+
+    def policy_of(self, model: Any) -> Any:
+        return model.base
+
+    def estimate(self, found: "Rollouts", cursor: "Cursor") -> "Estimates":
+        """Generalised advantages of the scaled rewards less the KL; the next weight of the KL, and what rewards are scaled by."""
+        import torch
+
+        from src.rl import advantages
+        from src.rl.experience import Estimates
+
+        own, tokens = self.ppo, found.tokens
+        sampled, logps, values = tokens["sampled"], tokens["logps"], tokens["values"]
+        kl, weight = torch.zeros_like(logps), 0.0
+        if own.kl:
+            kl, weight = advantages.kl_terms(logps, tokens["reference_logps"], own.kl.estimate), cursor.get("kl_weight", own.kl.weight)
+            kl = torch.where(sampled, kl, 0.0)
+        scores, moments = self._scale(found.scores, cursor)
+        learned = sampled
+        if own.unended == "penalise":
+            scores = torch.where(found.ended, scores, own.unended_reward)
+        elif own.unended == "mask":
+            learned = sampled & found.ended[:, None]
+        rewards = advantages.token_rewards(scores, kl, sampled, weight)
+        gains = advantages.generalized_advantages(values, rewards, sampled, own.gamma, own.lam)
+        worth = gains.advantages
+        if own.whiten:
+            worth = advantages.whiten(worth, learned, advantages.Moments.measure(worth, learned))
+        error = advantages.Moments.measure(gains.returns - values, sampled).deviation
+        spread = advantages.Moments.measure(gains.returns, sampled).deviation
+        explained = 1 - (error / spread) ** 2 if spread else 0.0
+        told = {"kl_weight": weight} if own.kl else {}
+        if own.kl and own.kl.target:
+            mean = float(kl.sum() / sampled.sum())
+            told["kl_weight"] = advantages.next_kl_weight(weight, mean, len(scores), own.kl.target, own.kl.horizon)
+        columns = {"learned": learned, "advantages": worth, "logps": logps, "values": values, "returns": gains.returns, "kl": kl}
+        facts = {"explained_variance": torch.full_like(scores, explained), "kl_weight": torch.full_like(scores, weight)}
+        return Estimates(columns, facts, {**told, **moments})
+
+    def _scale(self, scores: "torch.Tensor", cursor: "Cursor") -> "tuple[torch.Tensor, Cursor]":
+        """Scaled and clipped rewards, and the sums that they are scaled by."""
+        import torch
+
+        from src.rl.advantages import Moments
+
+        kept: Cursor = {}
+        if self.ppo.scale != "none":
+            before = cursor.get("reward_moments")
+            moments = Moments(*before) if before else Moments(0.0, 0.0, 0.0)
+            if self.ppo.scale == "running" or not before:
+                moments = moments + Moments.measure(scores, torch.ones_like(scores, dtype=torch.bool))
+            kept["reward_moments"] = [moments.count, moments.total, moments.squares]
+            scores = scores / (moments.deviation or 1.0)
+        return (scores if self.ppo.reward_clip is None else scores.clamp(-self.ppo.reward_clip, self.ppo.reward_clip)), kept
+
+    def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
+        """Clipped losses of policy and values, less the entropy; over learned tokens: kl, clipped, entropy, value_loss."""
+        from src.rl import losses
+        from src.rl.policy import score_tokens
+
+        own, learned = self.ppo, batch["learned"]
+        found = score_tokens(model, batch, self.rollouts.sampling.temperature, entropy_gradient=own.entropy_weight > 0)
+        assert found.values is not None, "the model is 'with_values'"
+        policy = losses.policy_loss(
+            found.logps, batch["logps"], batch["advantages"], learned, clip_low=own.clip, clip_high=own.clip
+        )  # fmt: skip
+        value = losses.value_loss(found.values, batch["values"], batch["returns"], learned, own.value_clip)
+        entropy = losses.token_sum(found.entropies, learned, "tokens")
+        loss = policy.loss + own.value_weight * value - own.entropy_weight * entropy
+        count = learned.sum()
+        sums = {"kl": losses.token_sum(batch["kl"], learned, "tokens"), "clipped": policy.clipped, "entropy": entropy, "value_loss": value}
+        return loss, {name: (each, count) for name, each in sums.items()}

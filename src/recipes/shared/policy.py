@@ -1,0 +1,210 @@
+"""Training a policy on its own answers, shared by `ppo` and `grpo`: each adds how advantages are found, and the loss."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from src import distributed
+from src.call_once import call_once
+from src.config import Places
+from src.data.rollouts import dataset as rollouts
+from src.evaluation.config import Answers, SampledAnswers
+from src.kinds import DECODER
+from src.recipes.shared.finetuning import Finetuning
+from src.registry import resolved_dict
+from src.rewards.interface import RewardField, RewardSetting, Rollout
+from src.runs.context import Run
+
+if TYPE_CHECKING:
+    import torch
+
+    from src.orders import Cursor
+    from src.rl.experience import Estimates, Rollouts
+    from src.rl.reference import ReferenceKind
+
+
+class PolicyTraining(Finetuning):
+    """An experiment that trains a policy on rollouts."""
+
+    rewards: list[RewardField] = Field(min_length=1)
+    """What is good about an answer; their weighted sum is what it is worth."""
+    answers: Answers | None = None
+    """Questions of the validation set, answered greedily and scored at each evaluation; None for none."""
+    sampled: SampledAnswers | None = None
+    """The same by drawing, several answers to each."""
+
+    @model_validator(mode="after")
+    def _learns_from_rollouts(self) -> "PolicyTraining":
+        if self.loop is None:
+            raise ValueError("loop: missing. This recipe trains; recipe 'sft' with evaluation scores a policy.")
+        if not isinstance(self.data, rollouts.Config):
+            raise ValueError(f"data: expected 'rollouts', got {self.data.name!r}.")
+        self.model.require_kind(DECODER, None)
+        if self.model.is_frozen():
+            raise ValueError("model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out.")
+        if not (self.answers or self.sampled):
+            raise ValueError("answers, sampled: write at least one of them, or nothing would be measured.")
+        if self.loop.label_smoothing or self.loop.z_loss:
+            raise ValueError("loop: label_smoothing and z_loss are of tokens that somebody wrote, and would be ignored. Leave them out.")
+        return self
+
+    @property
+    def rollouts(self) -> rollouts.Config:
+        """The config of the data."""
+        assert isinstance(self.data, rollouts.Config), "the validator has checked it"
+        return self.data
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Of the rewards in score rows: the second of a name gets a number."""
+        names = [reward.name for reward in self.rewards]
+        return [f"{name}{names[:place].count(name) + 1}" if name in names[:place] else name for place, name in enumerate(names)]
+
+    @abstractmethod
+    def reference_kind(self) -> "ReferenceKind":
+        """Where the log-probabilities of the reference come from."""
+
+    def policy_of(self, model: Any) -> Any:
+        """The part of the model that the reference is a copy of."""
+        return model
+
+    @abstractmethod
+    def estimate(self, found: "Rollouts", cursor: "Cursor") -> "Estimates":
+        """What rollouts are worth: see `rl.experience.Estimate`."""
+
+    @abstractmethod
+    def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> "tuple[torch.Tensor, dict[str, tuple[torch.Tensor, Any]]]":
+        """The summed loss of a batch, and named sums with their counts."""
+
+    @property
+    @abstractmethod
+    def fact_names(self) -> Sequence[str]:
+        """Names of the facts that `estimate` finds."""
+
+    def loss(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> "tuple[torch.Tensor, dict[str, tuple[torch.Tensor, Any]]]":
+        """`token_losses`, and the means of all facts of rollouts by name."""
+        import torch
+
+        summed, named = self.token_losses(model, batch)
+        names = ["reward", *(f"reward/{name}" for name in self.reward_names), "answer_tokens", "ended", *self.fact_names]
+        count = torch.tensor(float(len(batch["facts"])))
+        return summed, {**{name: (column.sum(), count) for name, column in zip(names, batch["facts"].T, strict=True)}, **named}
+
+    def score_names(self) -> list[str]:
+        """Names of the scores of an evaluation."""
+        return [name for asked in (self.answers, self.sampled) if asked for name in asked.score_names()]
+
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        """Checks that need no model or data in memory; each raises a UserError."""
+        loop, data = self.loop, self.rollouts
+        assert loop is not None, "the validator has checked it"
+        longest = max([data.max_new_tokens, *(asked.max_new_tokens for asked in (self.answers, self.sampled) if asked)])
+        return [
+            lambda: call_once(self.model.check, places),
+            lambda: self.model.check_kind(DECODER, places),
+            lambda: call_once(data.check, places),
+            lambda: data.check_tokenizer(self.model.tokenizer_folder(places)),
+            lambda: data.check_length(self.model.longest_sequence(places), longest),
+            lambda: data.check_loop(loop.sequences_per_step, loop.steps),
+            lambda: self.check_precision(places),
+            lambda: loop.check(self.score_names()),
+            *(lambda reward=reward: call_once(reward.check, places) for reward in self.rewards),
+        ]
+
+    def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
+        """What the loss of a batch is divided by: its tokens to learn from."""
+        return float(batch["learned"].sum())
+
+    def run(self, run: Run) -> None:
+        """Train to the last step. Collective.
+
+        Scores: train_loss; by name what rollouts are worth (reward, and reward/NAME of each part), how long they are and how many end
+        (answer_tokens, ended), and what the recipe adds; the scores of `answers` and `sampled`.
+        """
+        import torch
+
+        from src.data.rollouts.order import prompt_numbers
+        from src.data.text import tokenizers
+        from src.evaluation import generation, sampled
+        from src.rl.experience import Experience, Recorder
+        from src.rl.policy import Generation
+        from src.rl.reference import build_reference
+        from src.rl.scoring import Judges, Patience
+        from src.training.checkpointing.folder import CheckpointMetadata
+        from src.training.loop import fit
+        from src.training.spec import TrainSpec
+        from src.training.state import fingerprints
+
+        assert self.loop is not None, "the validator has checked it"
+        torch.manual_seed(self.seed)
+        data, device = self.rollouts, _device()
+        with distributed.raise_together():
+            model = self.model.build(run.places)
+            tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
+            val = data.build(run.places, tokenizer, "val", self.seed)
+            train = data.build(run.places, tokenizer, "train", self.seed)
+            inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
+            for asked in (self.answers, self.sampled):
+                if asked:
+                    asked.require(val)
+            reference = build_reference(self.reference_kind(), self.policy_of(model), device, data.sampling.temperature)
+            wait = Patience(run).wait
+            setting = RewardSetting(run.places, device, self.micro_batch, tokenizer, tokenizers.load, write_with, wait)
+            judges = Judges(self.reward_names, [reward.scorer(setting) for reward in self.rewards], [own.weight for own in self.rewards])
+
+        ends, never = train.prompts.renderer.answer_ends()
+
+        def numbers(iteration: int) -> list[int]:
+            asked = prompt_numbers(self.seed, len(train.prompts), iteration, data.rollouts // data.group_size)
+            return [number for number in asked for _ in range(data.group_size)]
+
+        experience = Experience(
+            seed=self.seed,
+            data=train,
+            numbers=numbers,
+            batch=data.generation_batch,
+            micro_batch=self.micro_batch,
+            generation=Generation(data.max_new_tokens, data.sampling.temperature, data.sampling.options(), ends, never),
+            decode=lambda ids: str(tokenizer.decode([*ids], skip_special_tokens=True)),
+            judges=judges,
+            estimate=self.estimate,
+            record=Recorder(run.path).record,
+            reference=reference,
+        )
+        train.fill = experience.roll_out
+
+        def evaluate(accelerator: Any) -> dict[str, float]:
+            generator = generation.AnswerGenerator(model, val, tokenizer, self.micro_batch, accelerator.device)
+            scores = generation.evaluate(self.answers, generator) if self.answers else {}
+            return scores | (sampled.evaluate(self.sampled, generator) if self.sampled else {})
+
+        about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
+        spec = TrainSpec(model, about, train, inputs, self.loss, evaluate, count=self.count, experience=experience)
+        fit(spec, run, self.loop, self.seed)
+
+
+def _device() -> "torch.device":
+    import torch
+
+    return torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def write_with(tokenizer: Any, template: str) -> Callable[[Rollout], list[int]]:
+    """How a rollout is written for a reward model, as text: see `rewards.interface.RewardSetting`.
+
+    Raises:
+        DataError: the template does not fit the tokenizer.
+    """
+    from src.data.conversations import templates
+    from src.data.conversations.entries import Message
+    from src.data.conversations.rendering import Renderer
+
+    renderer = Renderer(tokenizer, templates.find(template, tokenizer))
+
+    def write(rollout: Rollout) -> list[int]:
+        said = [Message(message["role"], message["content"]) for message in rollout.messages]
+        return renderer.render([*said, Message("assistant", rollout.text)]).ids
+
+    return write

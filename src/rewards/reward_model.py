@@ -1,0 +1,75 @@
+"""A reward model that another experiment trained."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import model_validator
+
+from src.call_once import call_once
+from src.config import Places
+from src.errors import ConfigError
+from src.interfaces import ModelField
+from src.kinds import REWARD
+from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer
+
+
+class Config(RewardConfig):
+    """Which model."""
+
+    model: ModelField
+    """Such as ref(...) to an experiment of recipe 'reward'."""
+    squash: bool = False
+    """Whether the score is the tanh of the reward, between -1 and 1: what is far from all that the model has seen then wins little."""
+    template: str | None = None
+    """How conversations are written for a model with another vocabulary than the policy's: "oasst", "chatml" or "tokenizer". None: it reads
+    the policy's token ids."""
+
+    @model_validator(mode="after")
+    def _gives_rewards(self) -> "Config":
+        self.model.require_kind(REWARD, None)
+        return self
+
+    def check(self, places: Places) -> None:
+        call_once(self.model.check, places)
+        self.model.check_kind(REWARD, places, "rewards.model")
+
+    def scorer(self, setting: RewardSetting) -> Scorer:
+        """Raises ConfigError where the model has another vocabulary than the policy and there is no template."""
+        model: Any = self.model.build(setting.places).to(setting.device).eval()
+        tokenizer = setting.load_tokenizer(model.name_or_path)
+        if self.template:
+            write = setting.write_with(tokenizer, self.template)
+        elif tokenizer.backend_tokenizer.to_str() == setting.tokenizer.backend_tokenizer.to_str():
+            write = _own_ids
+        else:
+            raise ConfigError(
+                "rewards: the reward model has another vocabulary than the policy. Write into template how they are written for it."
+            )
+        ask = _in_process(model, setting)
+        return lambda rollouts: self._squash_all(ask([write(rollout) for rollout in rollouts]))
+
+    def _squash_all(self, rewards: Sequence[float]) -> list[float]:
+        return [math.tanh(reward) if self.squash else reward for reward in rewards]
+
+
+def _own_ids(rollout: Rollout) -> list[int]:
+    return [*rollout.ids]
+
+
+def _in_process(model: Any, setting: RewardSetting) -> Any:
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    def rewards(ids: Sequence[Sequence[int]]) -> list[float]:
+        found: list[float] = []
+        for first in range(0, len(ids), setting.micro_batch):
+            rows = [torch.tensor(row) for row in ids[first : first + setting.micro_batch]]
+            lengths = torch.tensor([[len(row)] for row in rows])
+            batch = pad_sequence(rows, batch_first=True)
+            mask = torch.arange(batch.shape[1]) < lengths
+            with torch.no_grad():
+                found += model(input_ids=batch.to(setting.device), attention_mask=mask.to(setting.device)).tolist()
+        return found
+
+    return rewards

@@ -1,0 +1,218 @@
+"""Makes the rollouts of an iteration: samples answers, scores them, and finds what each token did better than was to be expected.
+
+Everything is done in batches of a fixed composition, each on one process, and gathered: neither the samples nor the scores depend on how
+many processes there are. Shapes: N rollouts of an iteration, T tokens of the longest.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from src import distributed
+from src.orders import Cursor
+from src.rewards.interface import Rollout
+from src.rl.policy import Generation, score_tokens
+from src.rl.scoring import Judges, ServerAway
+from src.runs import jsonl_records
+from src.training.parallel.engine import Engine
+from src.training.seeds import rollout_seed
+from src.training.validation import rank_batches, to_device
+
+FILE = "rollouts.jsonl"
+"""In a save directory: rollouts for people to read."""
+KEPT = 64
+"""Rollouts of an iteration that are written there; all of them would be most of what a run writes."""
+
+
+class RolloutData(Protocol):
+    """Prompts, and the buffer of an iteration; see `data.rollouts.dataset`."""
+
+    prompts: Any
+    buffer: dict[str, Tensor]
+
+
+class Rollouts(NamedTuple):
+    """The rollouts of an iteration, before it is known what they are worth. Padded on the right with zeros."""
+
+    tokens: Mapping[str, Tensor]
+    """"input_ids" (N, T) int64; "sampled" (N, T) bool, true on what the policy has sampled; and float32, 0 elsewhere: "logps",
+    "values" where the policy has some, "reference_logps" where there is a reference."""
+    scores: Tensor
+    """(N,) float32."""
+    ended: Tensor
+    """(N,) bool: which answers ended by themselves."""
+
+
+class Estimates(NamedTuple):
+    """What steps learn from."""
+
+    tokens: Mapping[str, Tensor]
+    """By name, (N, T), what the loss reads: "learned", bool, the tokens that count; "advantages", float32, and so on."""
+    facts: Mapping[str, Tensor]
+    """By name, (N,): what score rows report the mean of."""
+    cursor: Cursor
+    """What the next iteration has to know."""
+
+
+Estimate = Callable[[Rollouts, Cursor], Estimates]
+"""Finds what rollouts are worth. The cursor is that before the iteration."""
+Reference = Callable[[Any, Mapping[str, Tensor]], Tensor]
+"""(the model that trains, a batch with "input_ids", "attention_mask" and "sampled") -> (B, T) log-probabilities under the reference."""
+Record = Callable[[int, int, Sequence[Rollout], Sequence[Mapping[str, float]]], None]
+"""(finished steps, iteration, rollouts, facts of each): keeps them for people to read. Called on rank 0."""
+
+
+@dataclass
+class Experience:
+    """The `training.spec.Experience` of a training on rollouts."""
+
+    seed: int
+    data: RolloutData
+    numbers: Callable[[int], Sequence[int]]
+    """The prompts of an iteration, each as often as it is answered."""
+    batch: int
+    """Rollouts that are made and scored together."""
+    micro_batch: int
+    """Rollouts in a forward pass."""
+    generation: Generation
+    decode: Callable[[Sequence[int]], str]
+    judges: Judges
+    estimate: Estimate
+    record: Record
+    reference: Reference | None = None
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    def begin(self, engine: Engine) -> None:
+        """See `training.spec.Experience`."""
+        self.engine = engine
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The buffer."""
+        return self.data.buffer
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the buffer back."""
+        self.data.buffer = dict(tensors)
+
+    def seconds(self) -> dict[str, float]:
+        """Of each phase in this process, since the last call."""
+        found, self._seconds = self._seconds, {}
+        return found
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - before
+
+    def roll_out(self, step: int, iteration: int, cursor: Cursor) -> Cursor:
+        """Make the buffer of an iteration, behind `step` finished steps; returns the changed entries of the cursor. Collective.
+
+        Raises:
+            RunError: a reward gives no numbers.
+            distributed.TrainingStopped: a process was asked to stop meanwhile, or a server stays away.
+        """
+        numbers = self.numbers(iteration)
+        own: list[tuple[int, list[dict[str, Any]]]] = []
+        for places, counts in rank_batches(len(numbers), self.batch):
+            distributed.stop_together()
+            rows = self._make(iteration, places.start // self.batch, [numbers[place] for place in places])
+            own += [(places.start, rows)] if counts else []
+        with self._phase("gathering"):
+            gathered = sorted(distributed.all_gather_list(own), key=lambda pair: pair[0])
+        rows = [row for _, some in gathered for row in some]
+        rollouts: list[Rollout] = [row["rollout"] for row in rows]
+        tokens = {name: pad_sequence([row["tokens"][name] for row in rows], batch_first=True) for name in rows[0]["tokens"]}
+        scores, ended = torch.tensor([row["score"] for row in rows]), torch.tensor([rollout.ended for rollout in rollouts])
+        found = self.estimate(Rollouts(tokens, scores, ended), cursor)
+        facts = {
+            "reward": scores,
+            **{f"reward/{name}": torch.tensor([row["parts"][place] for row in rows]) for place, name in enumerate(self.judges.names)},
+            "answer_tokens": tokens["sampled"].sum(dim=1).float(),
+            "ended": ended.float(),
+            **found.facts,
+        }
+        self.data.buffer = {
+            "iteration": torch.tensor(iteration),
+            "lengths": torch.tensor([len(rollout.ids) for rollout in rollouts]),
+            "input_ids": tokens["input_ids"],
+            **found.tokens,
+            "facts": torch.stack([*facts.values()], dim=1).float(),
+        }
+        with distributed.raise_together():
+            if distributed.is_main():
+                told = [{name: float(fact[place]) for name, fact in facts.items()} for place in range(len(rollouts))]
+                self.record(step, iteration, rollouts, told)
+        return found.cursor
+
+    def _make(self, iteration: int, number: int, asked: Sequence[int]) -> list[dict[str, Any]]:
+        """One batch: sampled, scored and measured."""
+        device = self.engine.accelerator.device
+        prompts = [self.data.prompts[index] for index in asked]
+        with self._phase("generation"), self.engine.generating() as model:
+            batch = to_device(self.data.prompts.collate(prompts), device)
+            answers = self.generation.sample(model, batch, rollout_seed(self.seed, iteration, number))
+        rollouts = [self._rollout(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        try:
+            with self._phase("rewards"), distributed.raise_together():
+                scores = self.judges.score(rollouts)
+            with self._phase("measuring"), self.engine.generating() as model:
+                tokens = [row for part in _split(rollouts, self.micro_batch) for row in self._measure(model, part, device)]
+        except ServerAway as error:
+            distributed.stop_together()  # somebody has asked for it
+            raise distributed.TrainingStopped(distributed.Reason(str(error), "limit"), everywhere=True) from None
+        return [
+            {"rollout": rollout, "score": total, "parts": parts, "tokens": own}
+            for rollout, total, parts, own in zip(rollouts, scores.totals, scores.parts, tokens, strict=True)
+        ]
+
+    def _rollout(self, prompt: Any, sampled: list[int]) -> Rollout:
+        ended = self.generation.has_ended(sampled)
+        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        text = self.decode(sampled[:-1] if ended else sampled)
+        return Rollout(messages, text, prompt.row, [*prompt.ids, *sampled], len(sampled), ended)
+
+    def _measure(self, model: Any, rollouts: Sequence[Rollout], device: torch.device) -> list[dict[str, Tensor]]:
+        """What the policy, and the reference, find of each token."""
+        rows = [torch.tensor(rollout.ids) for rollout in rollouts]
+        ids, lengths_B1 = pad_sequence(rows, batch_first=True), torch.tensor([[len(row)] for row in rows])
+        places_T = torch.arange(ids.shape[1])
+        real_BT = places_T < lengths_B1
+        sampled_BT = real_BT & (places_T >= lengths_B1 - torch.tensor([[rollout.sampled] for rollout in rollouts]))
+        batch = to_device({"input_ids": ids, "attention_mask": real_BT, "sampled": sampled_BT}, device)
+        found = score_tokens(model, batch, self.generation.temperature)
+        columns = {"logps": found.logps, "values": found.values, "reference_logps": self.reference and self.reference(model, batch)}
+        kept = {name: torch.where(sampled_BT, column.cpu(), 0.0) for name, column in columns.items() if column is not None}
+        tensors = {"input_ids": ids, "sampled": sampled_BT, **kept}
+        return [{name: tensor[row, : lengths_B1[row, 0]] for name, tensor in tensors.items()} for row in range(len(rows))]
+
+
+def _split(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
+    return [rollouts[first : first + size] for first in range(0, len(rollouts), size)]
+
+
+class Recorder:
+    """Appends rollouts to `FILE` of a save directory. What a restart makes again replaces what was there."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / FILE
+
+    def record(self, step: int, iteration: int, rollouts: Sequence[Rollout], facts: Sequence[Mapping[str, float]]) -> None:
+        """See `Record`.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        jsonl_records.truncate_after(self.path, step - 1, "a rollout")
+        rows = [
+            {"step": step, "iteration": iteration, "prompt": rollout.messages[-1]["content"], "answer": rollout.text, **told}
+            for rollout, told in list(zip(rollouts, facts, strict=True))[:KEPT]
+        ]
+        jsonl_records.append(self.path, rows)

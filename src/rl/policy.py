@@ -1,0 +1,83 @@
+"""A policy as a model: what it samples behind prompts, and how likely it finds tokens.
+
+Shapes: B rollouts, T tokens of the longest, V tokens of the vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from src import distributed
+
+
+class TokenScores(NamedTuple):
+    """What a model finds of each token of sequences (B, T), from the tokens before it; 0 for the first, which follows from nothing."""
+
+    logps: Tensor
+    """Log-probabilities, in nats, float32."""
+    entropies: Tensor
+    """Of the distribution that the token was drawn from, in nats; without gradient unless asked for."""
+    values: Tensor | None
+    """Of the state before the token, where the model has values."""
+
+
+def score_tokens(model: Any, batch: Mapping[str, Tensor], temperature: float = 1.0, entropy_gradient: bool = False) -> TokenScores:
+    """`TokenScores` of "input_ids" (B, T) with their "attention_mask", padded on the right."""
+    ids = batch["input_ids"]
+    found = model(input_ids=ids, attention_mask=batch["attention_mask"].long(), use_cache=False)
+    all_BTV = (found.logits[:, :-1].float() / temperature).log_softmax(dim=-1)
+    logps = all_BTV.gather(2, ids[:, 1:, None]).squeeze(2)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropies = -(all_BTV.exp() * all_BTV).sum(dim=-1)
+    values = getattr(found, "state_values", None)
+    return TokenScores(_shift(logps), _shift(entropies), None if values is None else _shift(values[:, :-1].float()))
+
+
+def _shift(numbers: Tensor) -> Tensor:
+    return torch.nn.functional.pad(numbers, (1, 0))
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How answers are sampled."""
+
+    max_new_tokens: int
+    temperature: float
+    options: Mapping[str, Any]
+    """For transformers' `generate`: what draws beside the temperature."""
+    end_ids: Sequence[int]
+    """Tokens that end an answer; the first also pads."""
+    never: Sequence[int] | None
+    """Tokens that are never drawn; None for none."""
+
+    def sample(self, model: Any, prompts: Mapping[str, Tensor], seed: int) -> list[list[int]]:
+        """What is sampled behind B prompts, padded on the left, with the token that ends it where it has ended. Collective for shards.
+
+        Draws depend on `seed` and on the prompts of the batch alone.
+        """
+        torch.manual_seed(seed)
+        ids = model.generate(
+            input_ids=prompts["input_ids"],
+            attention_mask=prompts["attention_mask"].long(),
+            do_sample=True,
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=list(self.end_ids),
+            pad_token_id=self.end_ids[0],
+            suppress_tokens=list(self.never) if self.never else None,
+            synced_gpus=distributed.world_size() > 1,  # where the model is shared, every rank must make as many passes
+            **self.options,
+        )
+        return [self.end(row) for row in ids[:, prompts["input_ids"].shape[1] :].tolist()]
+
+    def end(self, ids: Sequence[int]) -> list[int]:
+        """The tokens up to the first that ends an answer, with it."""
+        end = next((place for place, token in enumerate(ids) if token in self.end_ids), len(ids) - 1)
+        return list(ids[: end + 1])
+
+    def has_ended(self, sampled: Sequence[int]) -> bool:
+        """Whether an answer ended by itself."""
+        return bool(sampled) and sampled[-1] in self.end_ids

@@ -1,0 +1,255 @@
+"""PPO and GRPO: what they learn, what they report, kills, numbers of processes, and what they refuse."""
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from src.errors import ConfigError, RunError
+from src.experiments.grid import override
+from src.experiments.identity import exp_id
+from src.interfaces import load_experiment
+from src.operations import interventions
+from src.rl.scoring import require_scores
+from tests import toy
+from tests.conftest import ROOT
+from tests.recipes.train_assistants import SFT, write_data
+from tests.recipes.train_policies import GRPO, PPO, rewards_of_tests
+
+RECIPES = {"grpo": GRPO, "ppo": PPO}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rewards_of_tests() -> Iterator[None]:
+    with rewards_of_tests():
+        yield
+
+
+def project(folder: Path, exp: dict[str, Any]) -> Path:
+    """A project whose group "x" is one experiment, and which knows the rewards of tests."""
+    known = "from src.registry import REWARDS\nREWARDS.modules['letters'] = 'tests.rl.letters'\n"
+    root = toy.project(folder, f"{known}EXP_GROUPS = {{'x': [{exp!r}]}}\n")
+    (root / "tests").symlink_to(ROOT / "tests")
+    return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained: each recipe, and what both begin with."""
+    folder = tmp_path_factory.mktemp("policies")
+    write_data(folder / "data")
+    groups = {"sft": [SFT], **{name: [exp] for name, exp in RECIPES.items()}}
+    assert toy.main(["-e", *groups, "--save_every", "1", "--keep_last", "20"], groups, folder) == 0
+    return folder
+
+
+def run_of(folder: Path, exp: dict[str, Any]) -> Path:
+    return folder / "runs" / exp_id(exp)
+
+
+def weights(run: Path) -> bytes:
+    return (max((run / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes()
+
+
+def rollouts(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_row_says_what_rollouts_are_worth(folder: Path, name: str):
+    row = toy.rows(folder, exp_id(RECIPES[name]))[-1]
+    wanted = {"reward", "reward/letters", "answer_tokens", "ended", "entropy", "clipped", "em_mean@2", "em_mean@2_interval", "em_pass@2"}
+    assert wanted | ({"kl", "kl_weight", "explained_variance", "value_loss"} if name == "ppo" else {"equal_groups"}) <= row.keys()
+    assert 0 <= row["reward"] <= 1
+    assert 1 <= row["answer_tokens"] <= 4
+    perf = [json.loads(line) for line in (run_of(folder, RECIPES[name]) / "perf.jsonl").read_text().splitlines()]
+    assert {"generation_seconds", "rewards_seconds", "measuring_seconds"} <= perf[-1].keys()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_iteration_is_recorded_once(folder: Path, name: str):
+    found = rollouts(run_of(folder, RECIPES[name]))
+    steps = 4  # of an iteration: 2 passes over 16 rollouts, 8 at a time
+    assert [(row["step"], row["iteration"]) for row in found] == [(i * steps, i) for i in range(2) for _ in range(16)]
+    if name == "grpo":
+        assert all(len({row["prompt"] for row in found[first : first + 8]}) == 1 for first in range(0, 32, 8)), "groups of one prompt"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("step", [2, 4, 5])
+def test_a_training_that_goes_on_from_any_step_of_an_iteration_ends_with_the_same_bits(folder: Path, tmp_path: Path, name: str, step: int):
+    exp = RECIPES[name]
+    world = tmp_path / "world"
+    shutil.copytree(folder, world)
+    run = run_of(world, exp)
+    wanted, told = weights(run), rollouts(run)
+    assert interventions.main(["rewind", str(run), "--to", str(step), "--why", "a test"]) == 0
+    assert toy.main(["-e", "x"], {"x": [exp]}, world) == 0
+    assert weights(run) == wanted
+    assert rollouts(run) == told
+
+
+def test_a_kl_of_the_reference_is_0_where_nothing_was_learned(folder: Path):
+    first = toy.rows(folder, exp_id(PPO))[0]
+    assert first["kl_weight"] == pytest.approx(0.1)
+    assert abs(toy.rows(folder, exp_id(PPO))[-1]["kl"]) < 0.5
+
+
+def test_what_was_passed_over_must_be_whole_iterations(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    world = tmp_path / "world"
+    shutil.copytree(folder, world)
+    run = run_of(world, GRPO)
+    assert interventions.main(["rewind", str(run), "--to", "4", "--data", "skip:3", "--why", "a test"]) == 0
+    assert toy.main(["-e", "x"], {"x": [GRPO]}, world) == 1
+    assert "skip:3 from step 4 ends in the middle of an iteration of 4 steps" in capsys.readouterr().err
+    assert interventions.main(["undo", str(run)]) == 0
+    assert interventions.main(["rewind", str(run), "--to", "4", "--data", "skip:4", "--why", "a test"]) == 0
+    assert toy.main(["-e", "x"], {"x": [GRPO]}, world) == 0
+    assert [row["iteration"] for row in rollouts(run)] == [0] * 16 + [2] * 16
+
+
+BAD = [
+    (GRPO, {"data.group_size": 1}, "data.group_size: 1 answer has no other"),
+    (GRPO, {"data.rollouts": 10}, "rollouts: 10 are no whole number of groups of 8"),
+    (GRPO, {"data": SFT["data"]}, "expected 'rollouts', got 'conversations'"),
+    (GRPO, {"sampled": None}, "write at least one of them"),
+    (GRPO, {"rewards": []}, "rewards"),
+    (GRPO, {"rewards": [{"name": "lenght"}]}, "Did you mean 'length'"),
+    (GRPO, {"rewards": [{"name": "reward_model", "model": SFT["model"]}]}, "expected 'reward' around a decoder"),
+    (GRPO, {"model": PPO["model"]}, "needs no values"),
+    (GRPO, {"grpo": {"kl_weight": 0.1, "reference": "adapters_off"}}, "only model 'lora' has adapters"),
+    (PPO, {"model": GRPO["model"]}, "expected 'with_values'"),
+    (PPO, {"ppo.kl": {"reference": "adapters_off"}}, "only model 'lora' has adapters"),
+]
+
+
+@pytest.mark.parametrize(("exp", "change", "message"), BAD, ids=[message[:30] for *_, message in BAD])
+def test_a_wrong_experiment_is_refused_in_one_line(exp: dict[str, Any], change: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message.replace("(", "\\(")):
+        load_experiment(override(exp, change), "here")
+
+
+def test_a_value_head_on_an_encoder_decoder_is_refused():
+    t5 = {"name": "t5", "path": "t5-small"}
+    with pytest.raises(ConfigError, match="base: expected"):
+        load_experiment(override(PPO, {"model.base": t5}), "here")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loop.sequences_per_step": 6}, "no multiple of loop.sequences_per_step"),
+        ({"data.max_new_tokens": 90}, "more than the 96 positions"),
+    ],
+)
+def test_what_cannot_run_is_told_before_a_start(folder: Path, change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]):
+    assert toy.main(["-e", "x", "--dry-run"], {"x": [override(GRPO, change)]}, folder) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_prompt_longer_than_its_room_is_refused_or_left_out(folder: Path, capsys: pytest.CaptureFixture[str]):
+    exp = override(GRPO, {"data.prompts.sequence_tokens": 4})
+    assert toy.main(["-e", "x"], {"x": [exp]}, folder) == 1
+    assert "its prompt has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("found", [[1.0], [1.0, math.nan], [1.0, "2"], "12", None, [True, 1.0], [1.0, math.inf]])
+def test_a_reward_that_gives_no_numbers_is_named(found: object):
+    with pytest.raises(RunError, match="reward 'mine'"):
+        require_scores("mine", found, 2)
+
+
+LEARNING = {"loop.learning_rate": 1e-2, "data.rollouts": 64, "data.generation_batch": 64, "loop.sequences_per_step": 64}
+LEARNING |= {"loop.micro_batch": 64, "data.max_new_tokens": 2, "data.passes": 1}
+
+
+def begin_anew(exp: dict[str, Any], reward: str, seed: int, steps: int) -> dict[str, Any]:
+    """From random weights, which nothing is kept near."""
+    model = SFT["model"] if exp is GRPO else {"name": "with_values", "base": SFT["model"]}
+    free = {"ppo": {"kl": None}} if exp is PPO else {}
+    return override(
+        exp,
+        {**LEARNING, **free, "model": model, "rewards": [{"name": reward}], "seed": seed, "loop.steps": steps, "loop.eval_every": steps},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_known_optimum_is_reached_and_noise_moves_nothing(folder: Path, tmp_path: Path, name: str):
+    shutil.copytree(folder / "data", tmp_path / "data")
+    learned = [begin_anew(RECIPES[name], "letters", seed, 120) for seed in (1, 2, 3)]
+    noisy = begin_anew(RECIPES[name], "noise", 1, 120)
+    assert toy.main(["-e", "x"], {"x": [*learned, noisy]}, tmp_path) == 0
+
+    def share(exp: dict[str, Any], last: bool) -> float:
+        found = rollouts(run_of(tmp_path, exp))
+        wanted = (max if last else min)(row["iteration"] for row in found)
+        texts = [row["answer"] for row in found if row["iteration"] == wanted]
+        return sum("a" <= text[:1] <= "z" for text in texts) / len(texts)
+
+    for exp in learned:
+        assert share(exp, last=False) < 0.4
+        assert share(exp, last=True) >= 0.95
+    assert abs(share(noisy, last=True) - share(noisy, last=False)) < 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_training_that_is_killed_ends_with_the_same_bits(folder: Path, tmp_path: Path, name: str):
+    from tests.faults import harness
+
+    exp = override(RECIPES[name], {"loop.steps": 60, "loop.eval_every": 20})
+    world = tmp_path / "world"
+    shutil.copytree(folder, world)
+    root = project(tmp_path, exp)
+    command = toy.command(root, ["-e", "x", "--log_every", "4"], world, processes=2)
+    training = harness.Training(command, world / "runs" / exp_id(exp), toy.environment(), warm=True)
+    report = harness.disturb(training, 10, random.Random(7), tmp_path / "log", 2)
+    assert len(report.faults) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_any_number_of_processes_draws_the_same_rollouts(folder: Path, tmp_path: Path, name: str):
+    found = {}
+    exp = override(RECIPES[name], {"loop.steps": 1, "loop.eval_every": 1})
+    for processes in (1, 2, 4):
+        world = tmp_path / str(processes)
+        shutil.copytree(folder, world)
+        done = toy.run(project(world, exp), ["-e", "x"], world, processes)
+        assert done.returncode == 0, done.stderr
+        found[processes] = rollouts(run_of(world, exp))
+    for processes in (2, 4):
+        for one, other in zip(found[1], found[processes], strict=True):
+            assert (one["prompt"], one["answer"]) == (other["prompt"], other["answer"])
+            assert {k: v for k, v in other.items() if isinstance(v, float)} == pytest.approx(
+                {k: v for k, v in one.items() if isinstance(v, float)}, abs=1e-6
+            )
+
+
+def test_an_entropy_bonus_has_a_gradient_and_its_absence_none():
+    from src.rl.policy import score_tokens
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.randn(5, 5))
+
+        def forward(self, input_ids: Any, **_: Any) -> Any:
+            return type("Found", (), {"logits": self.table[input_ids]})()
+
+    batch = {"input_ids": torch.tensor([[0, 1, 2]]), "attention_mask": torch.ones(1, 3, dtype=torch.bool)}
+    model = Model()
+    assert not score_tokens(model, batch).entropies.requires_grad
+    found = score_tokens(model, batch, temperature=2.0, entropy_gradient=True)
+    assert found.entropies.requires_grad
+    halved = torch.distributions.Categorical(logits=model.table[torch.tensor([0, 1])] / 2)
+    assert torch.allclose(found.entropies[0, 1:], halved.entropy())
+    assert torch.allclose(found.logps[0, 1:], halved.log_prob(torch.tensor([1, 2])))
+    assert found.logps[0, 0] == 0

@@ -1,0 +1,14 @@
+"""A reward with a known optimum, for tests: 1 for an answer that begins with a small letter."""
+
+from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer
+
+
+class Config(RewardConfig):
+    """Nothing to choose."""
+
+    def scorer(self, setting: RewardSetting) -> Scorer:
+        return lambda rollouts: [self.score(rollout) for rollout in rollouts]
+
+    def score(self, rollout: Rollout) -> float:
+        """1 or 0."""
+        return float("a" <= rollout.text[:1] <= "z")
