@@ -14,12 +14,13 @@ class Messages(Form):
     """{"messages": [{"role", "content"}]}, or {"conversations": [{"from", "value"}]} as ShareGPT has it.
 
     Messages of one speaker that follow each other are joined by an end of line; what a person says last, without an answer, is left out.
+    "tool_calls" of messages and "tools" of the row are kept as they are.
     """
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
         if talk := up_to_last_answer(messages_of(row.get("messages", row.get("conversations")), where)):
-            yield {"messages": talk}
+            yield {"messages": talk, **({"tools": row["tools"]} if row.get("tools") else {})}
 
 
 class Completion(Form):

@@ -93,18 +93,20 @@ def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
     for message in [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]:
         speaker = message.get("role", message.get("from")) if isinstance(message, dict) else None
         text = message.get("content", message.get("value")) if isinstance(message, dict) else None
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        text = "" if calls and text is None else text
         if not isinstance(speaker, str) or speaker not in ROLES or not isinstance(text, str):
             raise DataError(f"{where}: expected messages with role and content, or from and value; got {str(message)[:80]!r}.")
-        add_message(found, ROLES[speaker], text)
+        add_message(found, ROLES[speaker], text, calls)
     return found
 
 
-def add_message(messages: list[Row], role: str, text: str) -> None:
-    """Append a message, or join it by an end of line to the last one if that is of the same role."""
-    if messages and messages[-1]["role"] == role:
+def add_message(messages: list[Row], role: str, text: str, calls: Any = None) -> None:
+    """Append a message, or join it by an end of line to the last one if that is of the same role. calls: of tools."""
+    if messages and messages[-1]["role"] == role and not calls and "tool_calls" not in messages[-1]:
         messages[-1]["content"] += f"\n{text}"
     else:
-        messages.append({"role": role, "content": text})
+        messages.append({"role": role, "content": text, **({"tool_calls": calls} if calls else {})})
 
 
 def alternate(texts: Sequence[str]) -> list[Row]:

@@ -58,6 +58,18 @@ def test_a_row_of_each_layout(form: str, row: dict[str, Any], wanted: list[str])
     assert found(form, row) == wanted
 
 
+def test_calls_of_tools_are_kept(tmp_path: Path):
+    """In the hub's form: a call without a text, what the tool gives, and which tools there are."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    talk = [HF[0], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "5"}, HF[1]]
+    (row,) = load_form("messages", "form").read({"messages": talk, "tools": '[{"name": "add"}]'}, "here")
+    entry = read_entry(row, "here")
+    assert [(message.role, message.written) for message in entry.messages] == [
+        ("user", "a"), ("assistant", '{"name": "add", "arguments": {"a": 2}}'), ("tool", "5"), ("assistant", "b"),
+    ]  # fmt: skip
+    assert entry.messages[0].tools == [{"name": "add"}]
+
+
 @pytest.mark.parametrize("said", ["No input", "<noinput>", "N/A", "n/a.", " Input: none... no input required ", "Input: N/A"])
 def test_an_input_that_says_that_there_is_none_is_left_out(said: str):
     wanted = ["u:a a:b"] if "none" not in said else [f"u:a\n{said} a:b"]

@@ -195,8 +195,8 @@ class Conversations:
         other = (index + draws("answers", self._seed, index).randrange(1, len(self))) % len(self) if len(self) > 1 else index
         said = read_entry(self._rows[self._chosen[other]], f"{self._name}: row {self._chosen[other]}").conversation
         place = max(place for place, message in enumerate(own) if message.role == "assistant")
-        answer = next((message.content for message in reversed(said) if message.role == "assistant"), own[place].content)
-        return [*own[:place], Message("assistant", answer), *own[place + 1 :]]
+        answer = next((message for message in reversed(said) if message.role == "assistant"), own[place])
+        return [*own[:place], Message("assistant", answer.content, calls=answer.calls), *own[place + 1 :]]
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of an epoch."""
@@ -220,8 +220,9 @@ class Conversations:
 
     def row(self, index: int) -> dict[str, Any]:
         """Question `index`: what is asked last, and the answer."""
-        *before, answer = self._rows[self._chosen[self._asked[index]]]["messages"]
-        return {"question": before[-1]["content"], "answer": answer["content"], "context": "", "dataset": self.config.corpus}
+        row = self._chosen[self._asked[index]]
+        *before, answer = read_entry(self._rows[row], f"{self._name}: row {row}").messages
+        return {"question": before[-1].written, "answer": answer.written, "context": "", "dataset": self.config.corpus}
 
     def source(self, index: int) -> str:
         """The group of its scores: the corpus."""

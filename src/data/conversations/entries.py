@@ -3,14 +3,18 @@
 {"messages": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "5"}]}
 {"messages": [...], "replies": [{"content": "5", "rank": 0}, {"content": "six", "rank": 1}]}
 {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
+{"messages": [..., {"role": "assistant", "content": null, "tool_calls": [...]}, {"role": "tool", "content": "5"}, ...], "tools": [...]}
 {"text": "Plain text."}
+
+A call of a tool is {"name", "arguments"}, also within {"function"}; arguments and tools are JSON, or a text of JSON.
 
 Roles: system (first, at most once), user, assistant, and tool, whose messages follow an assistant's. A message may tell "lang", "quality",
 "humor", "creativity" (0 to 1) and "context" about itself. Ranks: smaller is better, and equal ranks are a tie.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from src.data.jsonl import check_text
@@ -30,6 +34,15 @@ class Message:
     content: str
     tags: Mapping[str, str | float] = field(default_factory=dict)
     """What the row tells of it, by the names in `TAGS`."""
+    calls: Sequence[Mapping[str, Any]] = ()
+    """Tools that the assistant calls, {"name", "arguments"} each."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Of the first message of a conversation: tools that may be called in it."""
+
+    @property
+    def written(self) -> str:
+        """What is said, and the calls of tools as a line of JSON each."""
+        return "\n".join([*([self.content] if self.content or not self.calls else []), *map(json_line, self.calls)])
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,8 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
     replies = row.get("replies")
     if name == "prompt" and row.keys() & {"messages", "replies"}:
         raise DataError(f"{where}: expected either a prompt, or messages, got both.")
+    if messages and (tools := _objects(row.get("tools"), f"{where}: tools")):
+        messages[0] = replace(messages[0], tools=tools)
     _check_roles(
         [message.role for message in messages], where, "an answer" if name == "prompt" else "replies" if replies is not None else ""
     )
@@ -123,7 +138,42 @@ def _message(raw: Any, where: str) -> Message:
         raise DataError(f"{where}: expected an object with role and content, got {type(raw).__name__}.")
     if raw.get("role") not in ROLES:
         raise DataError(f"{where}: role: expected one of {', '.join(ROLES)}, got {raw.get('role')!r}.")
-    return Message(raw["role"], _text(raw.get("content"), f"{where}: content"), _tags(raw, where))
+    calls = [_call(each, f"{where}: tool_calls") for each in _objects(raw.get("tool_calls"), f"{where}: tool_calls")]
+    if calls and raw["role"] != "assistant":
+        raise DataError(f"{where}: tool_calls: only the assistant calls tools, not {raw['role']}.")
+    said = "" if calls and raw.get("content") is None else _text(raw.get("content"), f"{where}: content")
+    return Message(raw["role"], said, _tags(raw, where), calls)
+
+
+def json_line(value: Any) -> str:
+    """As templates write JSON: other letters than English ones as they are."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _objects(raw: Any, where: str) -> list[dict[str, Any]]:
+    """A list of objects, or none of them; also of its JSON."""
+    value = _parsed(raw, where) if isinstance(raw, str) else raw
+    if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+        raise DataError(f"{where}: expected a list of objects, got {raw!r:.60} ({type(raw).__name__}).")
+    check_text(json_line(value), where)
+    return value or []
+
+
+def _call(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """{"name", "arguments"} of a call in one of the forms that there are."""
+    function = raw.get("function", raw)
+    name, given = (function.get("name"), function.get("arguments", {})) if isinstance(function, dict) else (None, {})
+    arguments = _parsed(given, f"{where}: arguments") if isinstance(given, str) else given
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise DataError(f"{where}: expected the name of a tool, and its arguments as an object; got {raw!r:.80}.")
+    return {"name": name, "arguments": arguments}
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        raise DataError(f"{where}: expected JSON, got {text!r:.60}.") from None
 
 
 def _reply(raw: Any, where: str) -> Reply:

@@ -6,11 +6,11 @@ is said cannot change the template, nor become a part of it.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from src.data.conversations.entries import Message
+from src.data.conversations.entries import Message, json_line
 from src.data.conversations.rendering import ROLE_OF, Role, Span, Template, require_controls
 from src.errors import DataError
 
@@ -22,6 +22,8 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 _OASST = {"user": "<|prompter|>", "assistant": "<|assistant|>", "system": "<|system|>", "tool": "<|prompter|>"}
 NAMES = ("chatml", "oasst", "tokenizer")
 _MARK = re.compile("\x02([0-9]+)\x03")
+_MASK = "\x7f"
+"""Around a number, in the place of text that must not become a control token; JSON writes it as it is."""
 _OWN = "own_chat_template"
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
@@ -68,10 +70,11 @@ class OpenAssistant:
 
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
         """See `rendering.Template`. System messages come first, and what is told of an answer before it, as a system's."""
-        found = list[Span]()
+        messages, tools = _write_tools(messages)
+        found = self._turn("<|system|>", tools, Role.SYSTEM) if tools else []
         for number, message in enumerate(messages):
             found += self._turn("<|system|>", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
-            found += self._turn(_OASST[message.role], message.content, ROLE_OF[message.role])
+            found += self._turn(_OASST[message.role], message.written, ROLE_OF[message.role])
         found += self._turn("<|system|>", tags[-1], Role.TEMPLATE) if answering and len(tags) > len(messages) and tags[-1] else []
         return [*found, Span("<|assistant|>", Role.TEMPLATE, True)] if answering else found
 
@@ -85,10 +88,11 @@ class ChatML:
 
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
         """See `rendering.Template`."""
-        found = list[Span]()
+        messages, tools = _write_tools(messages)
+        found = self._turn("system", tools, Role.SYSTEM) if tools else []
         for number, message in enumerate(messages):
             found += self._turn("system", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
-            found += self._turn(message.role, message.content, ROLE_OF[message.role])
+            found += self._turn(message.role, message.written, ROLE_OF[message.role])
         found += self._turn("system", tags[-1], Role.TEMPLATE) if answering and len(tags) > len(messages) and tags[-1] else []
         return [*found, Span("<|im_start|>assistant\n", Role.TEMPLATE, True)] if answering else found
 
@@ -96,6 +100,19 @@ class ChatML:
     def _turn(name: str, text: str, role: Role) -> list[Span]:
         begin, end = Span(f"<|im_start|>{name}\n", Role.TEMPLATE, True), Span("<|im_end|>", _role_of_end(role), True)
         return [begin, Span(text, role), end, Span("\n", Role.TEMPLATE)]
+
+
+def _tools_of(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
+    """The tools of a conversation, whether or not something stands before its first message."""
+    return next((message.tools for message in messages if message.tools), ())
+
+
+def _write_tools(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
+    """The messages with the tools below what the system says, a line of JSON each; or those lines, where it says nothing."""
+    lines = "\n".join(map(json_line, _tools_of(messages)))
+    if not lines or messages[0].role != "system":
+        return messages, lines
+    return [replace(messages[0], content=f"{messages[0].content}\n{lines}"), *messages[1:]], ""
 
 
 def _role_of_end(role: Role) -> Role:
@@ -146,22 +163,43 @@ class Jinja:
         """
         if any(tags):
             raise DataError("data.writing.tags: a template of the tokenizer has no place for them. Take template 'oasst' or 'chatml'.")
-        text, answers = self._fill([message.role for message in messages], answering)
-        marks = list(_MARK.finditer(text))
-        if [int(mark.group(1)) for mark in marks] != list(range(len(messages))):
-            found = " ".join(mark.group(1) for mark in marks)
-            of = f"of messages 0 to {len(messages) - 1}"
+        roles, more = [message.role for message in messages], _Tools(messages, self._controls)
+        text, answers = self._fill(roles, answering, tools=more)
+        marks = {int(mark.group(1)): mark for mark in _MARK.finditer(text)}
+        wanted = [number for number, message in enumerate(messages) if message.content or not message.calls]
+        if [int(found) for found in _MARK.findall(text)] != wanted:
+            found, of = " ".join(_MARK.findall(text)), f"of messages {' '.join(map(str, wanted)) or 'without text'}"
             raise DataError(f"data.writing.template: {of} the template writes: {found or 'none'}. Take another.")
+        if more.tools and text == self._fill(roles, answering, tools=_Tools(messages, self._controls, without=True))[0]:
+            raise DataError("data.writing.template: the template does not write which tools there are. Leave them out, or take another.")
         spans, place = list[Span](), 0
-        for message, mark in zip(messages, marks, strict=True):
-            spans.append(Span(text[place : mark.start()], Role.TEMPLATE, True))
-            spans.append(Span(message.content.strip() if message.role in self._strips else message.content, ROLE_OF[message.role]))
-            place = mark.end()
+        for number, message in enumerate(messages):
+            begin, end = self._call(text, roles, number, more) if message.calls else (marks[number].start(), 0)
+            spans.append(Span(text[place:begin], Role.TEMPLATE, True))
+            place = begin
+            if number in marks:
+                said = message.content.strip() if message.role in self._strips else message.content
+                spans += [Span(text[place : marks[number].start()], Role.ASSISTANT, True)] if message.calls else []
+                spans.append(Span(said, ROLE_OF[message.role]))
+                place = marks[number].end()
             if message.role == "assistant":
-                end = self._end_of_answer(text, place, answers)
+                end = end or self._end_of_answer(text, place, answers)
                 spans.append(Span(text[place:end], Role.ASSISTANT, True))
                 place = end
-        return [*spans, Span(text[place:], Role.TEMPLATE, True)]
+        return [part for span in (*spans, Span(text[place:], Role.TEMPLATE, True)) for part in more.unmask(span)]
+
+    def _call(self, text: str, roles: Sequence[str], number: int, more: "_Tools") -> tuple[int, int]:
+        """Where a message with calls of tools begins in a text, and where its end does: behind the last control token that it has."""
+        asked, answered = self._fill(roles[:number], True, tools=more)[0], self._fill(roles[: number + 1], tools=more)[0]
+        controls = list(self._controls.finditer(answered, len(asked)))
+        end = controls[-1].end() if controls else len(answered)
+        written = all(call["function"]["name"] in answered[len(asked) :] for call in more.calls[number])
+        if not written or not answered.startswith(asked) or not text.startswith(answered[:end]):
+            raise DataError(
+                "data.writing.template: the template writes no calls of tools, or changes them with what follows. Leave them out, or take "
+                "another."
+            )
+        return len(asked), end
 
     def _end_of_answer(self, text: str, place: int, answers: Sequence[tuple[int, int]]) -> int:
         """Where what ends the answer before `place` ends: as the template marks it; behind the control token that follows, but for one
@@ -175,8 +213,12 @@ class Jinja:
         control = self._controls.search(text, place, following.start() if following else len(text))
         return control.end() if control and control.group() not in self._begins else place
 
-    def _fill(self, roles: Sequence[str], answering: bool = False, padding: str = "") -> tuple[str, list[tuple[int, int]]]:
+    def _fill(
+        self, roles: Sequence[str], answering: bool = False, padding: str = "", tools: "_Tools | None" = None
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The text with marks for messages of these roles; and where answers begin and end in it, if the template says so.
+
+        tools: those of a conversation that begins with these roles, and their calls.
 
         Raises:
             DataError: the template fails.
@@ -186,9 +228,13 @@ class Jinja:
 
         more: dict[str, Any] = {**self.tokens, "date_string": "01 Jan 2025"}
         marked: Any = [{"role": role, "content": f"{padding}\x02{i}\x03{padding}"} for i, role in enumerate(roles)]
+        for message, calls, says in zip(marked, tools.calls, tools.says, strict=False) if tools else ():
+            if calls:
+                message |= {"tool_calls": [*calls], **({} if says else {"content": ""})}
         try:
             texts, answers = cast(Any, render_jinja_template)(
                 conversations=[marked],
+                tools=(tools.tools or None) if tools else None,
                 chat_template=self.source,
                 add_generation_prompt=answering,
                 return_assistant_tokens_mask=self.marks_answers,
@@ -221,3 +267,37 @@ class Jinja:
                 "data.writing.template: the template writes no control token behind an answer, so that no model would learn where one "
                 f"ends. Let it write the end token there{inside}, or take another template."
             )
+
+
+class _Tools:
+    """The tools of a conversation and their calls, as a template of Jinja is given them: masked where they spell a control token."""
+
+    def __init__(self, messages: Sequence[Message], controls: re.Pattern[str], without: bool = False) -> None:
+        """without: leave the tools out."""
+        self._spelled = list[str]()
+        self._controls = re.compile(f"{controls.pattern}|{_MASK}")
+        self.tools: list[Any] = [] if without else [self._mask(tool) for tool in _tools_of(messages)]
+        self.calls: list[list[Any]] = [
+            [{"type": "function", "function": self._mask(call)} for call in message.calls] for message in messages
+        ]
+        """Of each message."""
+        self.says = [bool(message.content) for message in messages]
+
+    def _mask(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._controls.sub(self._note, value)
+        if isinstance(value, dict):
+            return {self._mask(key): self._mask(each) for key, each in value.items()}
+        return [self._mask(each) for each in value] if isinstance(value, list) else value
+
+    def _note(self, found: re.Match[str]) -> str:
+        self._spelled.append(found.group())
+        return f"{_MASK}{len(self._spelled) - 1}{_MASK}"
+
+    def unmask(self, span: Span) -> Iterator[Span]:
+        """A span of the template's text, apart from what it spells in the place of masks."""
+        if not span.controls or not self._spelled:
+            yield span
+            return
+        for place, piece in enumerate(re.split(f"{_MASK}([0-9]+){_MASK}", span.text)):
+            yield Span(self._spelled[int(piece)], span.role) if place % 2 else Span(piece, span.role, True)

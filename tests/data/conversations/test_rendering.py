@@ -105,7 +105,7 @@ CHANGES = (
     [
         (
             "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}",
-            "of messages 0 to 3 the template writes: 0 2",
+            "of messages 0 1 2 3 the template writes: 0 2",
         ),
         ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", "the template writes: 0 0 1 1"),
         ("{{ raise_exception('no') }}", r"the template refuses user assistant \(no\)"),
