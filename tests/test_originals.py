@@ -18,6 +18,7 @@ CosineAnnealingLR to 1e-5 in 16; learning rate 2e-2, no decay of the first two t
 
 trl: TRL 1.16.0, the losses of DPOTrainer and RewardTrainer for the numbers of `scored` below. pairs: loss_type, beta, label_smoothing, and
 the mean. rewards: margin, center_rewards_coefficient, and the mean, for 2 sin(2.3 i), the first half being chosen.
+trl_random: the same for random logits and rewards, those of `random_scored` below; before each the seed, which gives the shapes too.
 trl_grpo: `_compute_loss` of its GRPOTrainer on four rollouts of up to five tokens, of at most 8: tests/rl/test_policy_maths.py.
 """
 
@@ -63,6 +64,18 @@ def scored(phase: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     for row, (begin, end) in enumerate([(3, 9), (2, 6), (4, 9), (5, 7), (3, 5), (2, 9), (6, 9), (4, 8)]):
         mask[row, begin:end] = True
     return logits.view(8, 9, 7).float(), (torch.arange(8 * 9) * 5 % 7).view(8, 9), mask
+
+
+def random_scored(seed: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """As `scored`, of two models, for up to six pairs; and a reward of each answer."""
+    state = np.random.RandomState(seed)
+    rows, length, words = 2 * state.randint(1, 7), state.randint(4, 16), state.randint(3, 40)
+    ids = torch.tensor(state.randint(0, words, (rows, length)))
+    begins, mask = state.randint(1, length - 1, rows), torch.zeros(rows, length, dtype=torch.bool)
+    for row, begin in enumerate(begins):
+        mask[row, begin : state.randint(begin + 1, length + 1)] = True
+    logits = [torch.tensor(3 * state.standard_normal((rows, length, words)), dtype=torch.float32) for _ in range(2)]
+    return [(each, ids, mask) for each in logits], torch.tensor(2 * state.standard_normal(rows))
 
 
 def questions() -> dict[str, torch.Tensor]:
@@ -156,15 +169,32 @@ def test_steps_and_rates_are_those_of_nanot5():
         assert weight.flatten().tolist() == pytest.approx(expected, rel=1e-5)
 
 
+def pairs_loss(scores: Any, before_scores: Any, kind: Any, beta: float, flipped: float) -> float:
+    """The mean over pairs. scores, before_scores: as `scored`, of the model and of the reference."""
+    ours, before = answer_logps(*scores), answer_logps(*before_scores)
+    ratios = (ours.logps - before.logps) / (ours.tokens if kind == "ipo" else 1)
+    return float(pair_loss(*ratios.chunk(2), kind=kind, beta=beta, flipped=flipped)) / (len(ratios) // 2)
+
+
+def rewards_loss(rewards: torch.Tensor, by: Any, margin: float, centring: float) -> float:
+    """The mean over pairs, of which the first half of the rewards are the chosen ones'."""
+    pairs = len(rewards) // 2
+    of, ranks = torch.arange(2 * pairs) % pairs, torch.arange(2 * pairs) // pairs
+    return float(ranking_loss(rewards, of, ranks, by=by, margin=margin, centring=centring)) / pairs
+
+
 def test_losses_of_preferences_are_those_of_trl():
-    ours, before = answer_logps(*scored(0.0)), answer_logps(*scored(0.4))
-    for kind, beta, flipped, wanted in originals()["trl"]["pairs"]:
-        ratios = (ours.logps - before.logps) / (ours.tokens if kind == "ipo" else 1)
-        found = pair_loss(ratios[:4], ratios[4:], kind=kind, beta=beta, flipped=flipped) / 4
-        assert float(found) == pytest.approx(wanted, rel=1e-5)
+    for *options, wanted in originals()["trl"]["pairs"]:
+        assert pairs_loss(scored(0.0), scored(0.4), *options) == pytest.approx(wanted, rel=1e-5)
     rewards = torch.sin(torch.arange(8, dtype=torch.float64) * 2.3) * 2
-    for margin, centring, wanted in originals()["trl"]["rewards"]:
+    for *options, wanted in originals()["trl"]["rewards"]:
         for by in ("conversations", "pairs"):
-            of, ranks = torch.arange(8) % 4, torch.arange(8) // 4
-            found = ranking_loss(rewards, of, ranks, by=by, margin=margin, centring=centring) / 4
-            assert float(found) == pytest.approx(wanted, rel=1e-5)
+            assert rewards_loss(rewards, by, *options) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_losses_of_preferences_are_those_of_trl_on_random_logits():
+    for seed, *options, wanted in originals()["trl_random"]["pairs"]:
+        assert pairs_loss(*random_scored(seed)[0], *options) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    for seed, *options, wanted in originals()["trl_random"]["rewards"]:
+        for by in ("conversations", "pairs"):
+            assert rewards_loss(random_scored(seed)[1], by, *options) == pytest.approx(wanted, rel=1e-5)

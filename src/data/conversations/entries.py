@@ -152,7 +152,7 @@ def json_line(value: Any) -> str:
 
 def _objects(raw: Any, where: str) -> list[dict[str, Any]]:
     """A list of objects, or none of them; also of its JSON."""
-    value = _parsed(raw, where) if isinstance(raw, str) else raw
+    value = _parse_json(raw, where) if isinstance(raw, str) else raw
     if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
         raise DataError(f"{where}: expected a list of objects, got {raw!r:.60} ({type(raw).__name__}).")
     check_text(json_line(value), where)
@@ -163,13 +163,13 @@ def _call(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """{"name", "arguments"} of a call in one of the forms that there are."""
     function = raw.get("function", raw)
     name, given = (function.get("name"), function.get("arguments", {})) if isinstance(function, dict) else (None, {})
-    arguments = _parsed(given, f"{where}: arguments") if isinstance(given, str) else given
+    arguments = _parse_json(given, f"{where}: arguments") if isinstance(given, str) else given
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise DataError(f"{where}: expected the name of a tool, and its arguments as an object; got {raw!r:.80}.")
     return {"name": name, "arguments": arguments}
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text) if text.strip() else None
     except (ValueError, RecursionError):
