@@ -21,7 +21,7 @@ def kind_of(row: dict[str, Any]) -> str:
     if len({reply["rank"] for reply in row.get("replies") or ()}) > 1:
         return RANKED
     said = [*row.get("messages", ()), *({"role": "assistant", **reply} for reply in row.get("replies") or ())]
-    if said and not any((each["content"] or "").strip() or each.get("tool_calls") for each in said if each["role"] == "assistant"):
+    if said and not any((each.get("content") or "").strip() or each.get("tool_calls") for each in said if each["role"] == "assistant"):
         return EMPTY
     return ANSWERED if row.get("replies") is None and "messages" in row and row["messages"][-1]["role"] == "assistant" else OTHER
 
