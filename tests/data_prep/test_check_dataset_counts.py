@@ -45,7 +45,8 @@ HEADER = ["dataset_name", "train_counts", "eval_counts", "total_counts"]
 
 
 def test_counts_of_each_mode(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """A tie counts for answers, not for ranks; a set that is named twice stands there once."""
+    """A tie counts for answers, not for ranks; a set that is named twice stands there once. (Of the reference, "all" raised, of a list
+    with commas the last name counted, mode rm had no sets, and counts went to other sets than theirs, B7.)"""
     answers, ranked = ["answers", "3", "1", "4"], ["ranked", "3", "1", "4"]
     assert count(folder, "--datasets", "ranked", "answers,ranked", "answers", "--mode", "sft") == [HEADER, ranked, answers]
     assert "ranked        3             1            4" in capsys.readouterr().out

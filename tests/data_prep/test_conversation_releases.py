@@ -246,3 +246,32 @@ def test_rows_of_another_shape_are_told(name: str):
             with contextlib.suppress(DataError):
                 for row in form.read({"rows": spoilt} if entry.group_by else {**spoilt[0], SPLIT_NAME: "x"}, "here"):
                     read_entry(row, "here")
+
+
+def test_a_paragraph_belongs_to_the_turn_above_it():
+    """B21: the reference lost what follows an empty line within a turn."""
+    said = "\n\nHuman: A poem?\n\nPlease.\n\nAssistant: Owls\n\nsleep.\n\nBy day."
+    row = {"chosen": said, "rejected": said.replace("Owls", "Dogs")}
+    (found,) = load_form("dialogues", "form").read(row, "here")
+    assert [message["content"] for message in found["messages"]] == ["A poem?\n\nPlease."]
+    assert [reply["content"] for reply in found["replies"]] == ["Owls\n\nsleep.\n\nBy day.", "Dogs\n\nsleep.\n\nBy day."]
+
+
+def test_summaries_of_one_text_are_one_row_with_its_own_request():
+    """B26: the reference had a text as often as it was compared, its request without a blank, and another text's where it had none."""
+    compared = [("a post", "A", "B"), ("a post", "A", "C"), ("another", "D", "E")]
+    rows = [
+        {"info": {"id": text, "post": text, "article": None}, "summaries": [{"text": good}, {"text": bad}], "choice": 0}
+        for text, good, bad in compared
+    ]
+    release, _ = conversation_table.find("hf_summary")
+    assert release.group_by is not None
+    groups = {look_up(row, release.group_by, "here"): [each for each in rows if each["info"] == row["info"]] for row in rows}
+    found = [each for own in groups.values() for each in release.form_of("rm").read({"rows": own}, "here")]
+    assert len(found) == 2
+    for each, text in zip(found, ("a post", "another"), strict=True):
+        (asked,) = each["messages"]
+        request = asked["content"].replace(text, "").strip("\n")
+        assert asked["content"] in (f"{request}\n\n{text}", f"{text}\n\n{request}")
+        assert request == request.strip() != ""
+    assert [reply["content"] for reply in found[0]["replies"]] == ["A", "B", "C"]

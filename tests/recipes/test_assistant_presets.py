@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from data_prep import chat_tokenizer, prepare_conversations
 from src.config import Places
 from src.data.conversations.templates import OASST_TOKENS
 from src.exp_groups.assistant_presets import DEFAULT_MIX, GROUPS, REWARD_MIX
+from src.experiments.grid import override
 from src.interfaces import load_experiment
 from tests import toy
 from tests.data.conversations.talk import tokenizer, write_rows
@@ -79,6 +81,17 @@ def test_it_learns_on_a_small_base_of_its_family(group: str, places: Places):
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad is not None for name, p in model.named_parameters() if p.requires_grad and "pad" not in name)
+
+
+def test_a_dry_run_checks_every_group(places: Places, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """By the command, as a person would before it begins."""
+    (tmp_path / "data").symlink_to(places.data)
+    assert toy.main(["-e", *GROUPS, "--dry-run"], GROUPS, tmp_path) == 0
+    assert f"{len(GROUPS)} experiments: 0 done, {len(GROUPS)} to run." in capsys.readouterr().out
+    few = {name: group for name, group in GROUPS.items() if "pythia-12b" in str(group)}
+    wrong = {name: [override(exp, {"loop.best_metric": "val_acuracy"}) for exp in group] for name, group in few.items()}
+    assert toy.main(["-e", *wrong, "--dry-run"], wrong, tmp_path) == 1
+    assert "val_acuracy" in capsys.readouterr().err
 
 
 SMALLER = shlex.split("--set loop.steps=2 loop.eval_every=2 loop.sequences_per_step=2 loop.micro_batch=1")

@@ -27,7 +27,7 @@ def read(folder: Path, share: RankShare) -> Iterator[list[Any]]:
     """(epoch, part, number of the row) of each sample that a process reads, for ever."""
     config = bind(DATASETS, {"name": "mixture", "parts": PARTS, "draw": DRAW})
     data = config.build(Places(folder, folder), talk.tokenizer(), "train", 0)
-    for keys, *_ in order_of(data, 0, PER_STEP, 100).micro_batches(0, share, {}):
+    for keys, *_ in order_of(data, 0, share.per_step, 100).micro_batches(0, share, {}):
         for epoch, index in keys:
             part, own_epoch, row = data.locate(epoch, index)
             yield [epoch, part, own_epoch, row]

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.data.conversations.entries import Message
+from src.data.conversations import ranked
+from src.data.conversations.entries import Message, Reply
 from src.data.conversations.rendering import Renderer, Role
 from src.data.conversations.templates import ChatML, Jinja, OpenAssistant, find
 from src.errors import DataError
 from src.models.load import ROOT
+from src.registry import DATASETS, bind
 from tests.data.conversations import talk
 
 MADE = talk.tokenizer()
@@ -178,9 +180,12 @@ def test_plain_text_is_learned_to_its_end():
 def test_ids_do_not_depend_on_the_seed_of_hashes():
     """B2: control tokens were added in the order of a set."""
     code = (
-        "from tests.data.conversations import talk; from src.data.conversations.rendering import Renderer;"
-        "from src.data.conversations.templates import find; made = talk.tokenizer();"
-        "print([Renderer(made, find(n, made)).render(talk.messages('a', 'b', system='c')).ids for n in ('oasst', 'chatml')])"
+        "from tests.data.conversations import talk; from src.data.conversations.rendering import Renderer, Role;"
+        "from src.data.conversations.templates import find;"
+        "own = '{% for m in messages %}{{ m.role }}:{{ m.content }}<e>x{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}';"
+        "made = talk.tokenizer([*talk.TOKENS, '<e>', '<e>x', '<e>xx'], template=own);"
+        "found = [Renderer(made, find(n, made)).render(talk.messages('a', 'b', system='c')) for n in ('oasst', 'chatml', 'tokenizer')];"
+        "print([(each.ids, each.learned) for each in found], talk.shown(found[2], made, [Role.ASSISTANT]))"
     )
     told = {
         subprocess.run(
@@ -189,6 +194,7 @@ def test_ids_do_not_depend_on_the_seed_of_hashes():
         for seed in ("1", "2", "77")
     }
     assert len(told) == 1
+    assert told.pop().strip().endswith(" b<e>x"), "the longest control token, where one begins with another"
 
 
 def test_a_tool_speaks_after_the_assistant():
@@ -209,3 +215,21 @@ def test_a_tokenizer_is_saved_with_the_template_that_was_trained_with(tmp_path: 
         assert own.source == SOURCES["chatml"]
     made.save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == SOURCES["oasst"]
+
+
+def test_no_start_token_stands_within_a_conversation():
+    """B24: a tokenizer that begins with one put it before every reply, too, as prompt and reply were tokenised apart."""
+    from tokenizers.processors import TemplateProcessing
+
+    made = talk.tokenizer([*talk.TOKENS, "<s>"])
+    start = made.convert_tokens_to_ids("<s>")
+    made.bos_token = "<s>"
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    config = bind(DATASETS, {"name": "ranked_replies", "corpus": "any", "sequence_tokens": 64})
+    for template in (OpenAssistant("<end>"), ChatML()):
+        renderer = Renderer(made, template)
+        asked = renderer.render(talk.messages("a"), answering=True)
+        found = ranked.render_reply(config, renderer, talk.messages("a"), Reply("b", 0))
+        assert found.ids[: len(asked.ids)] == asked.ids
+        assert [place for place, token in enumerate(found.ids) if token == start] == [0]
+        assert not found.learned[0]
