@@ -94,7 +94,10 @@ REWARDS = ComponentTable(
     "reward",
     {
         "expressions": "src.rewards.expressions",
+        "format": "src.rewards.format",
         "length": "src.rewards.length",
+        "math": "src.rewards.math",
+        "python": "src.rewards.python",
         "reward_model": "src.rewards.reward_model",
     },
 )

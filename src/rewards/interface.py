@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import PlainSerializer, PlainValidator
 
 from src.config import Places
+from src.errors import DataError
 from src.interfaces import Component
 from src.registry import REWARDS, bind, resolved_dict
 
@@ -73,3 +74,20 @@ class RewardConfig(Component):
 
 
 RewardField = Annotated[RewardConfig, PlainValidator(partial(bind, REWARDS)), PlainSerializer(resolved_dict)]
+
+
+def row_entry(rollout: Rollout, key: str) -> Any:
+    """What the row of a prompt has under `key`.
+
+    Raises:
+        DataError: it has no such entry, or an empty one.
+    """
+    if rollout.row.get(key) in (None, "", []):
+        known = ", ".join(map(repr, rollout.row)) or "none"
+        raise DataError(f"a reward reads {key!r} of each row, and one has none. Its keys: {known}.")
+    return rollout.row[key]
+
+
+def final_answer(text: str) -> str:
+    """What is behind the last `####`, where GSM8K's rows have the answer; all of a text without."""
+    return text.rpartition("####")[2].strip()

@@ -1,0 +1,190 @@
+"""Whether a program that a model wrote gives the right value, or holds its tests.
+
+What is defended. A program runs in a sandbox of its own (src/rewards/sandbox.py), and nothing that it could want to know is in there.
+With `by: value` it is evaluated, and what comes back is compared here, with the row's answer. With `by: tests` the tests run in a second
+sandbox, which the program can neither see, read nor kill: names that the tests take from the program are objects there that pass calls
+through a pipe, and give plain data back (numbers, texts, lists, ...), of exact types, so nothing that equals everything arrives. What
+counts is the nonce of that run, which only the second sandbox has been told, behind each test and behind the last. So a program
+gains nothing by ending (exit 0), by a guessed nonce, by changed builtins, `assert` or `__eq__`, by `atexit`, threads, or a search through
+frames, files and descriptors: all that it has is the arguments of the call that it is to answer. Names of builtins and, before a dot, of
+modules of the standard library never come from the program.
+
+What is not. Values that can be guessed: a test whose answer is True or False is held by half of all guesses, so have several. A test that
+compares one answer of the program with another (`assert f(1) == f(1)`), or judges with a function of the program, asks the program. Tests
+that pass functions or objects of their own, read the program's text, or need its classes in `isinstance` or `except`, never hold.
+"""
+
+import ast
+import json
+import math
+import re
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Literal, NoReturn, Self
+
+from pydantic import model_validator
+
+from src.config import Places
+from src.errors import DataError
+from src.rewards import isolated, sandbox
+from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer, final_answer, row_entry
+
+_FENCE = re.compile(r"^```(?:python|py)[^\S\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})(e[-+]?\d{1,3})?|[-+]?\d{1,400}/0*[1-9]\d{0,400}", re.IGNORECASE)
+
+
+class Config(RewardConfig):
+    """How a program is judged. An answer that was cut off at the most tokens is wrong."""
+
+    by: Literal["value", "tests"]
+    """value: its last expression, or else the last line that it prints, is the row's "answer". tests: it holds the row's "tests"."""
+    right: float = 1.0
+    wrong: float = 0.0
+    share: bool = False
+    """Whether a program that holds some tests gets so much of the way from `wrong` to `right`."""
+    limits: sandbox.Limits = sandbox.Limits()
+
+    @model_validator(mode="after")
+    def _check_share(self) -> Self:
+        if self.share and self.by == "value":
+            raise ValueError("share: a value is right or wrong; only tests have a share.")
+        return self
+
+    def check(self, places: Places) -> None:
+        sandbox.require()
+
+    def scorer(self, setting: RewardSetting) -> Scorer:
+        sandbox.require()
+        return self.scores
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """One for each."""
+        rows = [row_entry(rollout, "answer" if self.by == "value" else "tests") for rollout in rollouts]
+        orders = [_Value(row) if self.by == "value" else _Tests(rollout.row, row) for rollout, row in zip(rollouts, rows, strict=True)]
+        run = [place for place, rollout in enumerate(rollouts) if rollout.ended]
+        programs = [orders[place].make_program(code_of(rollouts[place].text)) for place in run]
+        shares = [0.0] * len(rollouts)
+        for place, result in zip(run, sandbox.run_programs(programs, self.limits), strict=True):
+            shares[place] = orders[place].share(result)
+        return [self.right if s == 1 else self.wrong + (self.right - self.wrong) * s * self.share for s in shares]
+
+
+def code_of(text: str) -> str:
+    """The last ```python fence of an answer; all of it where there is none."""
+    fences = _FENCE.findall(text)
+    return fences[-1] if fences else text.strip()
+
+
+class _Value:
+    """What a program is to give."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = final_answer(answer) if isinstance(answer, str) else answer
+
+    def make_program(self, code: str) -> sandbox.Program:
+        return sandbox.Program("serve", isolated.write_message(["evaluate", code]))
+
+    def share(self, result: sandbox.Result) -> float:
+        """1 for the right value, else 0."""
+        output = result.output
+        if result.ended != "exit" or len(output) < 4 or int.from_bytes(output[:4], "big") != len(output) - 4:
+            return 0.0
+        try:
+            value, printed = isolated.read_value(json.loads(output[4:])["value"], _find_nothing)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return 0.0
+        if value is None and isinstance(printed, str):
+            lines = printed.strip().splitlines()
+            return float(any(agrees(text, self.answer) for text in (printed, *lines[-1:])))
+        return float(agrees(value, self.answer))
+
+
+def _find_nothing(number: int) -> NoReturn:
+    raise ValueError(f"object {number}: no plain data")
+
+
+def agrees(found: Any, expected: Any) -> bool:
+    """Whether two values are equal: numbers also as texts, and with a fraction to nine digits; else of one type, or as one text."""
+    one, other = _number(found), _number(expected)
+    if one is not None and other is not None:
+        whole = one.denominator == other.denominator == 1
+        return one == other or (not whole and abs(one - other) <= max(abs(one), abs(other)) / 10**9)
+    if isinstance(expected, str) and not isinstance(found, str):
+        try:
+            expected = ast.literal_eval(expected)
+        except (ValueError, SyntaxError):
+            return False
+    if isinstance(found, str) and not isinstance(expected, str):
+        expected = str(expected)
+    if isinstance(found, str) and isinstance(expected, str):
+        return found.strip() == expected.strip()
+    return type(found) is type(expected) and found == expected
+
+
+def _number(value: Any) -> Fraction | None:
+    if isinstance(value, str):
+        text = value.strip().replace(",", "")
+        return Fraction(text) if _NUMBER.fullmatch(text) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return Fraction(value)
+
+
+class _Tests:
+    """What a program is to hold."""
+
+    def __init__(self, row: Mapping[str, Any], tests: Any) -> None:
+        self.nonce = secrets.token_hex(16)
+        try:
+            self.tests = split_tests(tests)
+            trees = [ast.parse(test) for test in self.tests]
+        except (SyntaxError, ValueError) as error:
+            raise DataError(f'a row with the keys {", ".join(map(repr, row))}: "tests" is no Python: {error}') from None
+        if not self.tests:
+            raise DataError(f'a row with the keys {", ".join(map(repr, row))}: "tests" is empty, so every program would hold them.')
+        before_dots = {name for tree in trees for name in _names_before_dots(tree)}
+        self.modules = sorted(before_dots & sys.stdlib_module_names)
+
+    def make_program(self, code: str) -> sandbox.Program:
+        order = {"nonce": self.nonce, "tests": self.tests, "modules": self.modules, "program": code}
+        return sandbox.Program("judge", json.dumps(order).encode())
+
+    def share(self, result: sandbox.Result) -> float:
+        """Of the tests that held; below 1 where the judge did not come behind the last."""
+        lines = set(result.output.decode(errors="replace").split("\n"))
+        held = sum(f"{self.nonce} {number}" in lines for number in range(len(self.tests)))
+        whole = f"{self.nonce} end" in lines and result.ended == "exit"
+        return held / len(self.tests) if whole else min(held, len(self.tests) - 1) / len(self.tests)
+
+
+def _names_before_dots(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield node.value.id
+
+
+def split_tests(tests: Any) -> list[str]:
+    """A list of tests as it is; of a text, each assertion or call at the margin with what stands before it since the last.
+
+    Raises:
+        ValueError, SyntaxError: it is neither, or no Python.
+    """
+    if isinstance(tests, list) and all(isinstance(test, str) for test in tests):
+        return tests
+    if not isinstance(tests, str):
+        raise ValueError(f"expected a text or a list of texts, got {type(tests).__name__}")
+    found, waiting = [], []
+    for statement in ast.parse(tests).body:
+        waiting.append(ast.unparse(statement))
+        if isinstance(statement, ast.Assert | ast.Expr) and not _is_text(statement):
+            found.append("\n".join(waiting))
+            waiting = []
+    if waiting and found:
+        found[-1] += "\n" + "\n".join(waiting)
+    return found or (["\n".join(waiting)] if waiting else [])
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
