@@ -1,0 +1,33 @@
+"""Rollouts and settings for tests of rewards."""
+
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.config import Places
+from src.rewards.interface import RewardSetting, Rollout
+
+
+def rollout(text: str, prompt: str = "?", sampled: int = 1, ended: bool = True, **row: Any) -> Rollout:
+    """An answer to a prompt whose row has `row`."""
+    return Rollout([{"role": "user", "content": prompt}], text, row, [0] * (sampled + 1), sampled, ended)
+
+
+def setting() -> RewardSetting:
+    """For rewards that load nothing."""
+    nowhere = Path("/nonexistent")
+    return RewardSetting(Places(nowhere, nowhere), None, 1, lambda *_: lambda _: [], None, lambda _: None)
+
+
+@functools.cache
+def has_namespaces() -> bool:
+    """Whether bubblewrap is here and works, asked without our code."""
+    command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
+    return shutil.which("bwrap") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+needs_bubblewrap = pytest.mark.skipif(not has_namespaces(), reason="bubblewrap is missing or may not make namespaces; see .ci/bubblewrap")
