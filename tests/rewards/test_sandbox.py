@@ -234,6 +234,13 @@ def test_a_test_that_ends_its_own_process_is_not_held():
 
 
 @needs_bubblewrap
+def test_an_end_is_no_error_that_a_test_waits_for():
+    tests = ["try:\n    f(-1)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"]
+    programs = ["import os\ndef f(n):\n    os._exit(0)", "def f(n):\n    raise SystemError", "def f(n):\n    return n"]
+    assert Config(by="tests").scores([rollout(text, tests=tests) for text in programs]) == [0, 1, 0]
+
+
+@needs_bubblewrap
 def test_many_at_once_are_in_order():
     limits = Limits(at_once=8)
     assert Config(by="value", limits=limits).scores([rollout(str(n), answer=n - n % 3) for n in range(24)]) == [1, 0, 0] * 8
@@ -252,7 +259,7 @@ sandbox.run_programs([sandbox.Program("serve", order)] * 2, limits)
 def test_no_program_outlives_a_training_that_is_killed(limits: Limits):
     limits = limits.model_copy(update={"at_once": 2})
     training = subprocess.Popen([sys.executable, "-c", TRAINING, limits.model_dump_json()], cwd=ROOT)
-    wait_until(lambda: len(marked_processes(limits)) >= 4)  # two programs, and bubblewrap around each
+    wait_until(lambda: sum(process.cpu_times().user > 0.3 for process in marked_processes(limits)) == 2)  # both loops run
     training.kill()
     training.wait()
     wait_until(lambda: not marked_processes(limits))
