@@ -17,10 +17,10 @@ def rollout(text: str, prompt: str = "?", sampled: int = 1, ended: bool = True, 
     return Rollout([{"role": "user", "content": prompt}], text, row, [0] * (sampled + 1), sampled, ended)
 
 
-def setting() -> RewardSetting:
-    """For rewards that load nothing."""
+def setting(tokenizer: Any = None) -> RewardSetting:
+    """Two sequences at once on the CPU, and a tokenizer for whatever folder is named."""
     nowhere = Path("/nonexistent")
-    return RewardSetting(Places(nowhere, nowhere), None, 1, lambda *_: lambda _: [], None, lambda _: None)
+    return RewardSetting(Places(nowhere, nowhere), "cpu", 2, tokenizer, lambda _: tokenizer, lambda *_: lambda _: [], lambda _: None)
 
 
 @functools.cache

@@ -2,11 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from src.interfaces import ModelConfig
+from src.kinds import REWARD
 from src.registry import REWARDS, bind
+from src.rewards import reward_model
 from src.rewards.interface import RewardConfig, Rollout
 from tests.rewards.rollouts import needs_bubblewrap, rollout, setting
 
@@ -41,12 +45,33 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[Rollout, float]]]] = {
             (rollout("no program", tests="assert add(1, 2) == 3"), 0),
         ],
     ),
+    "reward_model": ({}, [(rollout("", sampled=n), n + 1) for n in (3, 0, 5, 3, 1)]),
 }
 NEEDS = {"python": needs_bubblewrap}
 EVERY = pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in CASES])
 
 
+class CountingModel(ModelConfig):
+    """A reward model that counts tokens."""
+
+    def kind(self, places: Any) -> str:
+        return REWARD
+
+    def build(self, places: Any) -> Any:
+        import torch
+
+        class Counting(torch.nn.Module):
+            name_or_path = "anywhere"
+
+            def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+                return attention_mask.sum(1).float()
+
+        return Counting()
+
+
 def bound(name: str) -> RewardConfig:
+    if name == "reward_model":
+        return reward_model.Config.model_construct(model=CountingModel(), **CASES[name][0])
     return bind(REWARDS, {"name": name, **CASES[name][0]})
 
 
@@ -56,7 +81,7 @@ def test_every_reward_has_a_case():
 
 @EVERY
 def test_scores_are_right_and_depend_on_the_rollout_alone(name: str):
-    score = bound(name).scorer(setting())
+    score = bound(name).scorer(setting(SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=str))))
     rollouts: Sequence[Rollout] = [case[0] for case in CASES[name][1]]
     scores = list(score(rollouts))
     assert scores == [case[1] for case in CASES[name][1]]

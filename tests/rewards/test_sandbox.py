@@ -209,12 +209,13 @@ CHEATS = {
 
 
 def test_the_search_of_the_cheats_finds_what_is_there():
-    names: dict = {}
-    exec(LOOK, names)
-    kept = {"tests": [f"assert f(1)=={new_secret()}"]}
-    assert str(names["look"](sys._getframe())) in kept["tests"][0]
-    assert names["look"]([[{1: (new_secret(),)}]]) // 10**9 == 8642
-    assert not names["look"]([2**32 - 1, "assert"])
+    calls = [
+        "def inner():\n    return look(sys._getframe())\ndef outer():\n    kept = ['assert f(1)=={}'.format(8642 * 10**9 + 5)]\n"
+        "    return inner()\nprint(outer())",
+        "print(look([[{1: (8642 * 10**9 + 5,)}]]), look([2**32 - 1, 'assert']))",
+    ]
+    found = [subprocess.check_output([sys.executable, "-I", "-S", "-c", f"import sys\n{LOOK}{call}"], text=True) for call in calls]
+    assert found == ["8642000000005\n", "8642000000005 0\n"]
 
 
 @needs_bubblewrap
