@@ -210,8 +210,10 @@ CHEATS = {
 
 def test_the_search_of_the_cheats_finds_what_is_there():
     calls = [
-        "def inner():\n    return look(sys._getframe())\ndef outer():\n    kept = ['assert f(1)=={}'.format(8642 * 10**9 + 5)]\n"
-        "    return inner()\nprint(outer())",
+        (
+            "def inner():\n    return look(sys._getframe())\ndef outer():\n    kept = ['assert f(1)=={}'.format(8642 * 10**9 + 5)]\n"
+            "    return inner()\nprint(outer())"
+        ),
         "print(look([[{1: (8642 * 10**9 + 5,)}]]), look([2**32 - 1, 'assert']))",
     ]
     found = [subprocess.check_output([sys.executable, "-I", "-S", "-c", f"import sys\n{LOOK}{call}"], text=True) for call in calls]
