@@ -226,10 +226,10 @@ class Rows(Sequence[dict[str, Any]]):
         return data
 
 
-def count_lines(path: Path) -> int:
-    """Lines of a file, which are not parsed."""
+def count_lines(path: Path) -> int | None:
+    """Lines of a file, which are not parsed; None of a large one."""
     with reading(path, DataError), open(path, "rb") as file:
-        return sum(1 for _ in file)
+        return None if os.fstat(file.fileno()).st_size >= jsonl_index.LEAST_BYTES else sum(1 for _ in file)
 
 
 def select_validation_rows(total: int, count: int, path: Path) -> list[int]:

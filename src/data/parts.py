@@ -29,10 +29,10 @@ class CollatedDataset(Dataset, Protocol):
 
 @runtime_checkable
 class CountedConfig(Protocol):
-    """A data set that knows before it is read how many samples it has at most."""
+    """A data set that may know before it is read how many samples it has at most."""
 
-    def most_samples(self, places: Places) -> int:
-        """Training samples of an epoch, some of which may be left out."""
+    def most_samples(self, places: Places) -> int | None:
+        """Training samples of an epoch, some of which may be left out; None where counting them takes long."""
         ...
 
 

@@ -83,7 +83,7 @@ class ConversationConfig(ShuffledConfig):
             system = [Message("system", self.writing.system)] if self.writing.system else []
             templates.find("tokenizer", tokenizer).spans([*system, Message("user", "?"), Message("assistant", "?")])
 
-    def most_samples(self, places: Places) -> int:
+    def most_samples(self, places: Places) -> int | None:
         """See `parts.CountedConfig`."""
         return jsonl.count_lines(jsonl.require_file(jsonl.corpus_folder(places, self.corpus), "train.jsonl"))
 

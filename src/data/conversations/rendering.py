@@ -89,9 +89,10 @@ class Renderer:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", template: Template) -> None:
         self.safe, self.template = SafeTokenizer(tokenizer), template
-        names = sorted(
-            (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special), key=lambda name: (-len(name), name)
-        )
+        tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+        names = sorted((str(token) for token in tokens), key=lambda name: (-len(name), name))
+        self._strip_behind = {str(token) for token in tokens if token.rstrip}
+        self._strip_before = {str(token) for token in tokens if token.lstrip}
         self._controls = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def render(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> Rendered:
@@ -115,7 +116,7 @@ class Renderer:
         found = Rendered()
         start = self.safe.start
         text, ends = "", list[tuple[int, Role]]()
-        for span in self._split(spans):
+        for span in self._strip(self._split(spans)):
             if span.controls:
                 self._add_text(found, text, ends)
                 text, ends = "", []
@@ -144,6 +145,19 @@ class Renderer:
                 place = match.end()
             found.append(Span(span.text[place:], span.role))
         return found
+
+    def _strip(self, spans: list[Span]) -> list[Span]:
+        """The spans without the blanks beside control tokens that take these away, as Phi's do."""
+        for names, step in ((self._strip_behind, 1), (self._strip_before, -1)):
+            stripping = False
+            for place in range(len(spans))[::step] if names else ():
+                span = spans[place]
+                if span.controls:
+                    stripping = span.text in names
+                elif stripping:
+                    spans[place] = span._replace(text=span.text.lstrip() if step > 0 else span.text.rstrip())
+                    stripping = not spans[place].text
+        return spans
 
     def _add_text(self, found: Rendered, text: str, ends: Sequence[tuple[int, Role]]) -> None:
         begins = not found.ids

@@ -120,8 +120,9 @@ class Config(PartsConfig, ShuffledConfig):
         super().check(places)
         for name, draw in (self.draw or {}).items():
             part = self.parts[name]
-            if draw.fraction is None and isinstance(part, CountedConfig):
-                draw.count(part.most_samples(places), f"data.draw.{name}")
+            most = part.most_samples(places) if draw.fraction is None and isinstance(part, CountedConfig) else None
+            if most is not None:
+                draw.count(most, f"data.draw.{name}")
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "MixtureDataset":
         """The parts of one split, each with a seed of its own.

@@ -13,9 +13,10 @@ from src.files import new_directory
 TOKENS = [*OASST_TOKENS, *CHATML_TOKENS]
 
 
-def tokenizer(tokens: Sequence[str] = TOKENS, template: str | None = None) -> Any:
-    """Of bytes. tokens: control tokens besides the end and the padding. template: of Jinja."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def tokenizer(tokens: Sequence[str] = TOKENS, template: str | None = None, strips: bool = False) -> Any:
+    """Of bytes. tokens: control tokens besides the end and the padding. template: of Jinja. strips: whether blanks beside control tokens
+    are taken away: behind assistants' and user's tokens, and before the others."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -23,7 +24,9 @@ def tokenizer(tokens: Sequence[str] = TOKENS, template: str | None = None) -> An
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
-    made.add_special_tokens({"extra_special_tokens": [*tokens]}, replace_extra_special_tokens=False)
+    behind = [token.startswith(("<|a", "<|p", "<|im_s")) for token in tokens]
+    told = [AddedToken(t, special=True, rstrip=strips and b, lstrip=strips and not b) for t, b in zip(tokens, behind, strict=True)]
+    made.add_special_tokens({"extra_special_tokens": told}, replace_extra_special_tokens=False)
     made.chat_template = template
     return made
 

@@ -27,7 +27,11 @@ TEMPLATES = {
     "chatml.jinja": Jinja(SOURCES["chatml"], {"eos_token": "<end>"}),
 }
 RENDERERS = {name: Renderer(MADE, template) for name, template in TEMPLATES.items()}
-TOKENIZERS = {"bytes": MADE, **{scheme: talk.metaspace_tokenizer(scheme) for scheme in ("first", "always")}}
+TOKENIZERS = {
+    "bytes": MADE,
+    "stripping": talk.tokenizer(strips=True),
+    **{scheme: talk.metaspace_tokenizer(scheme) for scheme in ("first", "always")},
+}
 ALL_RENDERERS = {kind: {name: Renderer(made, template) for name, template in TEMPLATES.items()} for kind, made in TOKENIZERS.items()}
 ALL = list(Role)
 texts = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from(
