@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from src.data.conversations import ranked
@@ -58,6 +58,9 @@ def test_chatml():
 
 @settings(max_examples=100, deadline=None)
 @given(talks, st.none() | texts, st.sampled_from(["oasst", "chatml"]), st.sampled_from([*TOKENIZERS]))
+@example([" a ", " b "], " ", "oasst", "stripping")
+@example([" a ", " b "], " ", "chatml", "stripping")
+@example(["a", "b"], None, "oasst", "first")
 def test_ours_and_jinjas_are_the_same(said: list[str], system: str | None, name: str, kind: str):
     """With whatever is said, and with what other programs make of the template where it spells no control token."""
     conversation, made = talk.messages(*said, system=system), TOKENIZERS[kind]
