@@ -78,6 +78,23 @@ format: dev-environment  ## rewrite imports and layout
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+TRITON_LOCK := src/serving/triton/environment.lock
+.PHONY: triton
+# An environment of its own, as the server's Python backend needs an older numpy; the rest it reads from .venv. The server finds a
+# backend's Python by a stub of the same version, which must lie beside the backend.
+triton: run-environment  ## the Triton server in .triton, for src.serving.triton.server
+	@{ sha256sum $(TRITON_LOCK); $(BIN)/python -c 'import sys, sysconfig; print(sys.version, sysconfig.get_path("purelib"))'; } > .triton-wanted; \
+	if cmp -s .triton-wanted .triton/installed; then rm .triton-wanted; else set -e; trap 'rm -f .triton-wanted' EXIT; \
+	  echo "Installing the Triton server into .triton ..."; rm -rf .triton; \
+	  $(BIN)/python -m venv --without-pip .triton/venv; \
+	  $(BIN)/python -m pip --python .triton/venv/bin/python install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(TRITON_LOCK); \
+	  site=$$(.triton/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	  $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$site/shared.pth; \
+	  version=$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	  cp -r $$site/pytriton/tritonserver/backends .triton/backends; \
+	  cp $$site/pytriton/tritonserver/python_backend_stubs/$$version/triton_python_backend_stub .triton/backends/python/; \
+	  mv .triton-wanted .triton/installed; fi
+
 UV ?= $(BIN)/uv
 # Without torch and what its build for CUDA brings: which build is right depends on the machine.
 UNLOCKED := torch triton cuda-bindings cuda-pathfinder cuda-toolkit \
@@ -91,5 +108,5 @@ lock:  ## requirements*.lock anew, after a change of requirements; versions that
 	$(LOCK) requirements.txt -c requirements-dev.lock -o requirements.lock
 
 clean:  ## caches and the environment; keeps runs and data
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .triton .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './results/*' -prune -exec rm -rf {} +

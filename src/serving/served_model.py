@@ -32,9 +32,9 @@ class ServedModel:
 
         self.output, self.fingerprint = output, fingerprint
         base = model.base if output == OUTPUTS[REWARD] else model
-        self._vocabulary, self._longest = base.get_input_embeddings().num_embeddings, getattr(base.config, "max_position_embeddings", None)
-        self._device = base.device
-        self.module: torch.nn.Module = model if output == OUTPUTS[REWARD] else _make_logps(model)
+        self.vocabulary, self.longest = base.get_input_embeddings().num_embeddings, getattr(base.config, "max_position_embeddings", None)
+        self.device = base.device
+        self.module: torch.nn.Module = _make_rewards(model) if output == OUTPUTS[REWARD] else _make_logps(model)
 
     def score(self, input_ids: "Tensor", attention_mask: "Tensor") -> "Tensor":
         """(B,) rewards, or (B, T) log-probabilities of each token after those before it, 0 for the first, float32 on the CPU.
@@ -51,17 +51,33 @@ class ServedModel:
                 f"expected input_ids and attention_mask of one shape (B, T), got {_shape(input_ids)}, {_shape(attention_mask)}."
             )
         low, high = int(input_ids.min()), int(input_ids.max())
-        if low < 0 or high >= self._vocabulary:
-            raise ConfigError(f"a token id is {low if low < 0 else high}; the model knows 0 to {self._vocabulary - 1}.")
-        if self._longest is not None and input_ids.shape[1] > self._longest:
-            raise ConfigError(f"a sequence has {input_ids.shape[1]} tokens; the model reads {self._longest}.")
+        if low < 0 or high >= self.vocabulary:
+            raise ConfigError(f"a token id is {low if low < 0 else high}; the model knows 0 to {self.vocabulary - 1}.")
+        if self.longest is not None and input_ids.shape[1] > self.longest:
+            raise ConfigError(f"a sequence has {input_ids.shape[1]} tokens; the model reads {self.longest}.")
         with torch.inference_mode():
-            found = self.module(input_ids.to(self._device, torch.int64), attention_mask.to(self._device, torch.int64))
+            found = self.module(input_ids.to(self.device), attention_mask.to(self.device))
         return found.float().cpu()
 
 
 def _shape(tensor: "Tensor") -> str:
     return str(list(tensor.shape))
+
+
+def _make_rewards(model: Any) -> Any:
+    import torch
+
+    class Rewards(torch.nn.Module):
+        """The reward model `model` on ids and masks of any integer type."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: "Tensor", attention_mask: "Tensor") -> "Tensor":
+            return self.model(input_ids.long(), attention_mask.bool())
+
+    return Rewards().eval()
 
 
 def _make_logps(model: Any) -> Any:
@@ -75,11 +91,12 @@ def _make_logps(model: Any) -> Any:
             self.model = model
 
         def forward(self, input_ids: "Tensor", attention_mask: "Tensor") -> "Tensor":
+            input_ids, attention_mask = input_ids.long(), attention_mask.long()
             logits_BTV = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1].float()
             of_tokens_BT = logits_BTV.gather(2, input_ids[:, 1:, None]).squeeze(2) - logits_BTV.logsumexp(2)
             return torch.nn.functional.pad(of_tokens_BT, (1, 0)) * attention_mask
 
-    return Logps()
+    return Logps().eval()
 
 
 def find_run(source: Path, places: Places) -> tuple[Path, Places]:

@@ -13,32 +13,20 @@ import urllib3
 
 from src.config import Places
 from src.errors import ConfigError, RunError
-from src.experiments.grid import override, ref
+from src.experiments.grid import ref
 from src.experiments.identity import exp_id
 from src.models.load import load
 from src.registry import MODELS, bind
 from src.rewards.remote import RemoteModel
 from src.serving import reward_server
 from src.serving.served_model import find_run, fingerprint_of, load_served
-from tests import toy
-from tests.recipes.train_assistants import REWARD, SFT, write_data
-
-TALKER = {name: part for name, part in override(SFT, {"loop.steps": 4}).items() if name != "answers"}
-JUDGE = override(REWARD, {"model.base": ref(TALKER), "loop.steps": 4})
-IDS = [[5, 6, 7, 8, 9], [4, 3], [9, 9, 1]]
+from tests.serving import small_runs
+from tests.serving.small_runs import IDS, JUDGE, TALKER, pad
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served")
-    write_data(folder / "data")
-    assert toy.main(["-e", "sft", "reward"], {"sft": [TALKER], "reward": [JUDGE]}, folder) == 0
-    return folder
-
-
-@pytest.fixture
-def places(folder: Path) -> Places:
-    return Places(folder / "data", folder / "runs")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    return small_runs.train(tmp_path_factory.mktemp("served"))
 
 
 @contextmanager
@@ -52,12 +40,6 @@ def serve(run: Path, places: Places) -> Iterator[str]:
         thread.join()
 
 
-def padded() -> dict[str, torch.Tensor]:
-    longest = max(map(len, IDS))
-    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in IDS])
-    return {"input_ids": ids, "attention_mask": torch.tensor([[n < len(row) for n in range(longest)] for row in IDS])}
-
-
 def never(text: str) -> None:
     pytest.fail(f"waited: {text}")
 
@@ -66,7 +48,7 @@ def test_rewards_are_those_of_the_model(places: Places):
     run = places.runs / exp_id(JUDGE)
     model, _ = load(run, places)
     with torch.no_grad():
-        wanted = model(**padded()).tolist()
+        wanted = model(**pad(IDS)).tolist()
     named = bind(MODELS, ref(JUDGE)).identity(places)
     assert isinstance(named, str)
     with serve(run, places) as address:
@@ -143,7 +125,7 @@ def test_it_answers_the_protocol(places: Places):
         assert status == 200
 
 
-def test_mistakes_are_one_line(places: Places, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_are_one_line(places: Places, capsys: pytest.CaptureFixture[str]):
     options = ["--device", "cpu", "--data_path", str(places.data), "-sb", str(places.runs)]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -160,7 +142,7 @@ def test_mistakes_are_one_line(places: Places, folder: Path, tmp_path: Path, cap
             assert told.count("\n") == 1
 
 
-def test_a_run_that_is_not_done_has_no_name_yet(places: Places, folder: Path):
+def test_a_run_that_is_not_done_has_no_name_yet(places: Places):
     run = places.runs / exp_id(JUDGE)
     status = run / "status.json"
     before = status.read_text()

@@ -34,7 +34,7 @@ class RewardModel(Wrapper):
             pooled_BD = (hidden_BTD * mask_BT[..., None]).sum(dim=1) / mask_BT.sum(dim=1, keepdim=True)
         else:
             places_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
-            pooled_BD = hidden_BTD[torch.arange(len(mask_BT), device=mask_BT.device), (places_T * mask_BT).argmax(dim=1)]
+            pooled_BD = hidden_BTD[torch.arange(mask_BT.shape[0], device=mask_BT.device), (places_T * mask_BT).argmax(dim=1)]
         return self.head(pooled_BD.to(self.head.weight.dtype)).squeeze(-1).float()
 
     def training_flops(self) -> Callable[[Mapping[str, Tensor]], int]:
