@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 STATE, LOG = "server.json", "server.log"
 ENVIRONMENT = ROOT / ".triton"
 START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 600.0, 30.0, 60.0
+_started: list["subprocess.Popen[bytes]"] = []
+"""Servers that this process has started and that have not ended yet: Python complains of one that is forgotten."""
 _PORTS = ("http_port", "grpc_port", "metrics_port")
 
 
@@ -85,6 +87,7 @@ def start(folder: Path, address: str = "127.0.0.1", ports: Sequence[int] = (0, 0
                 env=_make_environment(),
                 start_new_session=True,
             )
+        _started.append(process)
         state = {"pid": process.pid, "began": _read_beginning(process.pid), "address": address, **dict(zip(_PORTS, chosen, strict=True))}
         try:
             write_json(folder / STATE, state)
@@ -181,6 +184,7 @@ def _read_beginning(pid: int) -> str | None:
 
 
 def _is_alive(state: dict[str, Any]) -> bool:
+    _started[:] = [each for each in _started if each.poll() is None]
     return state["began"] is not None and _read_beginning(state["pid"]) == state["began"]
 
 
