@@ -156,7 +156,7 @@ def _act(args: argparse.Namespace) -> int:
             f"--port {args.port}: cannot listen on {args.address}: {reason}. Choose another port, or 0 for a free one."
         ) from None
     with server:
-        log.info("%s at http://%s:%d/%s. Ctrl-C ends it.", model.output, args.address, server.server_port, run.name)
+        log.info("%s at http://%s:%d/%s until Ctrl-C", model.output, args.address, server.server_port, run.name)
         server.serve_forever()
     return 0
 
