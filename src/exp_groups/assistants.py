@@ -85,13 +85,13 @@ GRPO_TINY: dict[str, Any] = {
     "data": {"name": "rollouts", "prompts": SFT_TINY["data"], "rollouts": 256, "group_size": 8, "max_new_tokens": 12},
     "rewards": [{"name": "expressions"}],
     "loop": {
-        "steps": 240,
+        "steps": 160,
         "sequences_per_step": 256,
         "micro_batch": 64,
         "learning_rate": 2e-4,
         "schedule": "constant_with_warmup",
         "warmup_rate": 0.05,
-        "eval_every": 60,
+        "eval_every": 40,
         "best_metric": "solved_mean@4",
         "best_mode": "max",
     },
@@ -107,9 +107,14 @@ PPO_TINY: dict[str, Any] = {
         {"name": "reward_model", "model": ref(REWARD_TINY), "weight": 0.5, "squash": True},
     ],
     "ppo": {"kl": {"weight": 0.05}},
-    "loop": {**GRPO_TINY["loop"], "steps": 400, "sequences_per_step": 128, "learning_rate": 1e-4, "eval_every": 100},
+    "loop": {**GRPO_TINY["loop"], "steps": 300, "sequences_per_step": 128, "learning_rate": 1e-4, "eval_every": 100},
     "sampled": SAMPLED,
 }
+
+
+def hacked(ppo: dict[str, Any]) -> dict[str, Any]:
+    """The same with the reward model alone, whose weaknesses the policy finds."""
+    return override(ppo, {"rewards": [{**ppo["rewards"][1], "weight": 1.0, "squash": False}]})
 
 
 def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
@@ -121,6 +126,7 @@ def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
         "data": SFT_TINY["data"],
         "evaluation": {"micro_batch": 32},
         "answers": SFT_TINY["answers"],
+        "sampled": SAMPLED,
     }
 
 
@@ -171,11 +177,21 @@ def folds(shuffled: bool) -> list[dict[str, Any]]:
     return [*pairs, *(ranking_of("oasst_forks", seed, shuffled) for seed in range(3))]
 
 
-def chain(seed: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The links with one seed: language model, fine-tuning, preferences."""
+def chain(seed: int) -> dict[str, dict[str, Any]]:
+    """The links with one seed, by name."""
     base = override(BASE_TINY, {"seed": seed})
     sft = override(SFT_TINY, {"seed": seed, "model": ref(base)})
-    return base, sft, override(DPO_TINY, {"seed": seed, "model": ref(sft)})
+    reward = override(REWARD_TINY, {"seed": seed, "model.base": ref(sft)})
+    judged = {**PPO_TINY["rewards"][1], "model": ref(reward)}
+    ppo = override(PPO_TINY, {"seed": seed, "model.base": ref(sft), "rewards": [PPO_TINY["rewards"][0], judged]})
+    return {
+        "base": base,
+        "sft": sft,
+        "dpo": override(DPO_TINY, {"seed": seed, "model": ref(sft)}),
+        "grpo": override(GRPO_TINY, {"seed": seed, "model": ref(sft)}),
+        "ppo": ppo,
+        "ppo_hacked": hacked(ppo),
+    }
 
 
 GROUPS = {
@@ -185,11 +201,11 @@ GROUPS = {
     "assistant_tiny_dpo": [DPO_TINY],
     "assistant_tiny_grpo": [GRPO_TINY],
     "assistant_tiny_ppo": [PPO_TINY],
-    "assistant_tiny_ppo_hacked": [override(PPO_TINY, {"rewards": [{**PPO_TINY["rewards"][1], "weight": 1.0, "squash": False}]})],
-    "assistant_tiny_judged": [evaluation_of(link) for link in chain(0)],
+    "assistant_tiny_ppo_hacked": [hacked(PPO_TINY)],
+    "assistant_tiny_judged": [evaluation_of(link) for link in chain(0).values()],
     **{
-        f"assistant_tiny_seeds_{name}": [evaluation_of(chain(seed)[i]) for seed in (1, 2, 3)]
-        for i, name in enumerate(("base", "sft", "dpo"))
+        f"assistant_tiny_seeds_{name}": [evaluation_of(chain(seed)[name]) for seed in (1, 2, 3)]
+        for name in ("base", "sft", "dpo", "grpo", "ppo", "ppo_hacked")
     },
     "reward_tiny": folds(False),
     "reward_tiny_control": folds(True),

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from src.config import Places
-from src.evaluation.config import Answers
+from src.config import Places, added_field
+from src.evaluation.config import Answers, SampledAnswers
 from src.interfaces import Dataset
 from src.kinds import DECODER
 from src.recipes.shared.pretraining import Pretraining, Scorer
@@ -21,11 +21,17 @@ class Config(Pretraining):
 
     answers: Answers | None = None
     """The last answers of conversations of the validation set, generated and scored at each evaluation; None for none."""
+    sampled: SampledAnswers | None = added_field(None)
+    """The same by drawing from the model, several answers to each."""
     poly_epsilon: float = Field(default=0.0, ge=0)
     """Weight of 1 - p of each target, p being its probability, in training; see `training.loss.cross_entropy`."""
 
     def score_names(self) -> list[str]:
-        return [*super().score_names(), "val_accuracy", *(self.answers.score_names() if self.answers else [])]
+        return [*super().score_names(), "val_accuracy", *(name for asked in self._asked for name in asked.score_names())]
+
+    @property
+    def _asked(self) -> list[Answers | SampledAnswers]:
+        return [asked for asked in (self.answers, self.sampled) if asked]
 
     def loss(self) -> Callable[..., Any]:
         from src.training.loss import causal_lm_loss
@@ -38,14 +44,15 @@ class Config(Pretraining):
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
         """See `Pretraining`; and that answers fit behind their prompts."""
-        answers = self.answers
-        more = [lambda: self.data.check_length(self.model.longest_sequence(places), answers.max_new_tokens)] if answers else []
+        most = max((asked.max_new_tokens for asked in self._asked), default=0)
+        more = [lambda: self.data.check_length(self.model.longest_sequence(places), most)] if most else []
         return [*super().checks(places), *more]
 
     def begin(self, train: Dataset, val: Any, run: Run) -> Mapping[str, str]:
-        if self.answers:
-            self.answers.require(val)
+        for asked in self._asked:
+            asked.require(val)
         return {}
 
     def more_scores(self, val: Any, scorer: Scorer) -> dict[str, float]:
-        return scorer.answers(self.answers, val) if self.answers else {}
+        found = scorer.answers(self.answers, val) if self.answers else {}
+        return found | (scorer.sampled_answers(self.sampled, val) if self.sampled else {})

@@ -10,7 +10,7 @@ from pydantic import model_validator
 from src import distributed
 from src.call_once import call_once
 from src.config import Places, added_field
-from src.evaluation.config import Answers
+from src.evaluation.config import Answers, SampledAnswers
 from src.interfaces import Dataset
 from src.kinds import KINDS
 from src.recipes.shared.finetuning import Finetuning
@@ -161,6 +161,12 @@ class Scorer:
 
         control_ids = tokenizers.control_ids(self.tokenizer)
         return token_losses(self.model, data, self.loss, self.micro_batch, self.device, control_ids)
+
+    def sampled_answers(self, asked: SampledAnswers, val: Any) -> dict[str, float]:
+        """Scores of drawn answers to the first questions of a data set. Collective."""
+        from src.evaluation import generation, sampled
+
+        return sampled.evaluate(asked, generation.AnswerGenerator(self.model, val, self.tokenizer, self.micro_batch, self.device))
 
     def answers(self, asked: Answers, val: Any, shuffled: Any = None) -> dict[str, float]:
         """Scores of generated answers to the first questions of a data set, and with other contexts. Collective."""
