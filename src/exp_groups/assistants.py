@@ -203,6 +203,7 @@ GROUPS = {
     "assistant_tiny_ppo": [PPO_TINY],
     "assistant_tiny_ppo_hacked": [hacked(PPO_TINY)],
     "assistant_tiny_judged": [evaluation_of(link) for link in chain(0).values()],
+    "assistant_tiny_seeds": [link for seed in (1, 2, 3) for link in chain(seed).values()],
     **{
         f"assistant_tiny_seeds_{name}": [evaluation_of(chain(seed)[name]) for seed in (1, 2, 3)]
         for name in ("base", "sft", "dpo", "grpo", "ppo", "ppo_hacked")
