@@ -187,6 +187,7 @@ def chain(seed: int) -> dict[str, dict[str, Any]]:
     return {
         "base": base,
         "sft": sft,
+        "reward": reward,
         "dpo": override(DPO_TINY, {"seed": seed, "model": ref(sft)}),
         "grpo": override(GRPO_TINY, {"seed": seed, "model": ref(sft)}),
         "ppo": ppo,
@@ -202,7 +203,7 @@ GROUPS = {
     "assistant_tiny_grpo": [GRPO_TINY],
     "assistant_tiny_ppo": [PPO_TINY],
     "assistant_tiny_ppo_hacked": [hacked(PPO_TINY)],
-    "assistant_tiny_judged": [evaluation_of(link) for link in chain(0).values()],
+    "assistant_tiny_judged": [evaluation_of(link) for name, link in chain(0).items() if name != "reward"],
     "assistant_tiny_seeds": [link for seed in (1, 2, 3) for link in chain(seed).values()],
     **{
         f"assistant_tiny_seeds_{name}": [evaluation_of(chain(seed)[name]) for seed in (1, 2, 3)]
