@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
+from src.interfaces import ModelConfig
 from src.recipes.shared.policy import PolicyTraining
 
 if TYPE_CHECKING:
@@ -61,8 +62,7 @@ class Config(PolicyTraining):
     def _has_values(self) -> "Config":
         if self.model.name != "with_values":
             raise ValueError(f"model: expected 'with_values' around the policy, got {self.model.name!r}.")
-        base: Any = getattr(self.model, "base", None)
-        if self.ppo.kl and self.ppo.kl.reference == "adapters_off" and base.name != "lora":
+        if self.ppo.kl and self.ppo.kl.reference == "adapters_off" and self.policy_config.name != "lora":
             raise ValueError("ppo.kl.reference: only model 'lora' has adapters to switch off. Put it around base, or write copy.")
         return self
 
@@ -72,6 +72,11 @@ class Config(PolicyTraining):
 
     def reference_kind(self) -> Literal["none", "copy", "adapters_off"]:
         return self.ppo.kl.reference if self.ppo.kl else "none"
+
+    @property
+    def policy_config(self) -> ModelConfig:
+        base: Any = getattr(self.model, "base", None)
+        return base
 
     def policy_of(self, model: Any) -> Any:
         return model.base

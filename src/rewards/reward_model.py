@@ -1,6 +1,10 @@
-"""A reward model that another experiment trained."""
+"""A reward model that another experiment trained: in this process, or on the servers that TRITON_HOST_RM names.
+
+Where it runs is no part of an experiment: a server tells which model it has, and another than the experiment's is refused.
+"""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +13,13 @@ from pydantic import model_validator
 from src.call_once import call_once
 from src.config import Places
 from src.errors import ConfigError
-from src.interfaces import ModelField
+from src.interfaces import ModelConfig, ModelField
 from src.kinds import REWARD
 from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer
+from src.rewards.remote import RemoteModel
+
+SERVERS = "TRITON_HOST_RM"
+"""Environment variable with the addresses of servers, as src/rewards/remote.py reads them."""
 
 
 class Config(RewardConfig):
@@ -36,8 +44,12 @@ class Config(RewardConfig):
 
     def scorer(self, setting: RewardSetting) -> Scorer:
         """Raises ConfigError where the model has another vocabulary than the policy and there is no template."""
-        model: Any = self.model.build(setting.places).to(setting.device).eval()
-        tokenizer = setting.load_tokenizer(model.name_or_path)
+        if os.environ.get(SERVERS):
+            served, folder = find_served(SERVERS, "rewards.model", self.model, setting)
+            tokenizer, ask = setting.load_tokenizer(folder), served.rewards
+        else:
+            model: Any = self.model.build(setting.places).to(setting.device).eval()
+            tokenizer, ask = setting.load_tokenizer(model.name_or_path), _ask_here(model, setting)
         if self.template:
             write = setting.write_with(tokenizer, self.template)
         elif tokenizer.backend_tokenizer.to_str() == setting.tokenizer.backend_tokenizer.to_str():
@@ -46,18 +58,31 @@ class Config(RewardConfig):
             raise ConfigError(
                 "rewards: the reward model has another vocabulary than the policy. Write into template how they are written for it."
             )
-        ask = _in_process(model, setting)
         return lambda rollouts: self._squash_all(ask([write(rollout) for rollout in rollouts]))
 
     def _squash_all(self, rewards: Sequence[float]) -> list[float]:
         return [math.tanh(reward) if self.squash else reward for reward in rewards]
 
 
+def find_served(variable: str, field: str, model: ModelConfig, setting: RewardSetting) -> tuple[RemoteModel, str]:
+    """A model on the servers that an environment variable names, and the folder of its tokenizer.
+
+    Raises:
+        ConfigError: it is none that another experiment has trained, or an address cannot be read.
+    """
+    identity, folder = model.identity(setting.places), model.tokenizer_folder(setting.places)
+    if identity is None or folder is None:
+        raise ConfigError(
+            f"{variable}: servers have models that experiments have trained, and {field} is none. Write ref(...), or unset it."
+        )
+    return RemoteModel(os.environ[variable], identity, setting.wait), str(folder)
+
+
 def _own_ids(rollout: Rollout) -> list[int]:
     return [*rollout.ids]
 
 
-def _in_process(model: Any, setting: RewardSetting) -> Any:
+def _ask_here(model: Any, setting: RewardSetting) -> Any:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 

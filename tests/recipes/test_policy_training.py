@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from src.config import Places
 from src.errors import ConfigError, RunError
-from src.experiments.grid import override
+from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
 from src.interfaces import load_experiment
 from src.operations import interventions
 from src.rl.scoring import require_scores
 from tests import toy
 from tests.conftest import ROOT
-from tests.recipes.train_assistants import SFT, write_data
+from tests.recipes.train_assistants import REWARD, SFT, write_data
 from tests.recipes.train_policies import GRPO, PPO, rewards_of_tests
+from tests.serving.test_reward_server import serve
 
 RECIPES = {"grpo": GRPO, "ppo": PPO}
 
@@ -231,6 +233,32 @@ def test_any_number_of_processes_draws_the_same_rollouts(folder: Path, tmp_path:
             assert {k: v for k, v in other.items() if isinstance(v, float)} == pytest.approx(
                 {k: v for k, v in one.items() if isinstance(v, float)}, abs=1e-6
             )
+
+
+JUDGED = override(PPO, {"rewards": [{"name": "reward_model", "model": ref(REWARD), "squash": True}], "ppo.kl": {"weight": 0.5}})
+
+
+def test_models_on_servers_give_what_models_here_give(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """Where a model runs is no part of an experiment: rollouts, losses and weights are the same to rounding."""
+    for world in ("here", "there", "wrong"):
+        shutil.copytree(folder, tmp_path / world)
+        assert toy.main(["-e", "x"], {"x": [REWARD]}, tmp_path / world) == 0
+    assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "here") == 0
+    places = Places(tmp_path / "there/data", tmp_path / "there/runs")
+    with serve(places.runs / exp_id(REWARD), places) as judge, serve(places.runs / exp_id(SFT), places) as reference:
+        monkeypatch.setenv("TRITON_HOST_RM", judge)
+        monkeypatch.setenv("TRITON_HOST_REF", reference)
+        assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "there") == 0
+        monkeypatch.setenv("TRITON_HOST_RM", reference)
+        capsys.readouterr()
+        assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "wrong") == 1
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith("error: ")
+    here, there = (toy.rows(tmp_path / world, exp_id(JUDGED)) for world in ("here", "there"))
+    assert [row.keys() for row in here] == [row.keys() for row in there]
+    for one, other in zip(here, there, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    assert here[-1]["reward/reward_model"] != 0
 
 
 def test_an_entropy_bonus_has_a_gradient_and_its_absence_none():

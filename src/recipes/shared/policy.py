@@ -11,6 +11,7 @@ from src.call_once import call_once
 from src.config import Places
 from src.data.rollouts import dataset as rollouts
 from src.evaluation.config import Answers, SampledAnswers
+from src.interfaces import ModelConfig
 from src.kinds import DECODER
 from src.recipes.shared.finetuning import Finetuning
 from src.registry import resolved_dict
@@ -66,8 +67,13 @@ class PolicyTraining(Finetuning):
     def reference_kind(self) -> "ReferenceKind":
         """Where the log-probabilities of the reference come from."""
 
+    @property
+    def policy_config(self) -> ModelConfig:
+        """Of the part of the model that answers."""
+        return self.model
+
     def policy_of(self, model: Any) -> Any:
-        """The part of the model that the reference is a copy of."""
+        """The part of the model that answers: the reference is a copy of it."""
         return model
 
     @abstractmethod
@@ -149,9 +155,10 @@ class PolicyTraining(Finetuning):
             for asked in (self.answers, self.sampled):
                 if asked:
                     asked.require(val)
-            reference = build_reference(self.reference_kind(), self.policy_of(model), device, data.sampling.temperature)
             wait = Patience(run).wait
             setting = RewardSetting(run.places, device, self.micro_batch, tokenizer, tokenizers.load, write_with, wait)
+            policy = self.policy_of(model)
+            reference = build_reference(self.reference_kind(), policy, self.policy_config, setting, data.sampling.temperature)
             judges = Judges(self.reward_names, [reward.scorer(setting) for reward in self.rewards], [own.weight for own in self.rewards])
 
         ends, never = train.prompts.renderer.answer_ends()
