@@ -81,6 +81,15 @@ class Order(Protocol):
 
 
 @runtime_checkable
+class WholeSkips(Order, Protocol):
+    """An order of which not any number of steps can be passed over."""
+
+    def whole_skip(self, step: int, least: int) -> int:
+        """The smallest number of steps from `least` on that a branch from `step` can pass over."""
+        ...
+
+
+@runtime_checkable
 class OrderedDataset(Dataset, Protocol):
     """A data set with an order of its own: what a step reads does not follow from the step's number."""
 

@@ -112,7 +112,7 @@ PPO_TINY: dict[str, Any] = {
 }
 
 
-def hacked(ppo: dict[str, Any]) -> dict[str, Any]:
+def without_verifier(ppo: dict[str, Any]) -> dict[str, Any]:
     """The same with the reward model alone, whose weaknesses the policy finds."""
     return override(ppo, {"rewards": [{**ppo["rewards"][1], "weight": 1.0, "squash": False}]})
 
@@ -191,7 +191,7 @@ def chain(seed: int) -> dict[str, dict[str, Any]]:
         "dpo": override(DPO_TINY, {"seed": seed, "model": ref(sft)}),
         "grpo": override(GRPO_TINY, {"seed": seed, "model": ref(sft)}),
         "ppo": ppo,
-        "ppo_hacked": hacked(ppo),
+        "ppo_hacked": without_verifier(ppo),
     }
 
 
@@ -202,7 +202,7 @@ GROUPS = {
     "assistant_tiny_dpo": [DPO_TINY],
     "assistant_tiny_grpo": [GRPO_TINY],
     "assistant_tiny_ppo": [PPO_TINY],
-    "assistant_tiny_ppo_hacked": [hacked(PPO_TINY)],
+    "assistant_tiny_ppo_hacked": [without_verifier(PPO_TINY)],
     "assistant_tiny_judged": [evaluation_of(link) for name, link in chain(0).items() if name != "reward"],
     "assistant_tiny_seeds": [link for seed in (1, 2, 3) for link in chain(seed).values()],
     **{

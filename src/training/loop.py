@@ -8,7 +8,7 @@ are functions of (seed, step), and everything else that a later step depends on 
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ class Loop:
         self.learning_rate = branches.override_learning_rate(schedule.learning_rate(config), self.branches)
         self.selection = ModelSelection(config)
         self.saver = Saver(run, spec.about, config)
-        self.guard = DivergenceGuard(run, config, Source(spec.train, spec.about.tokenizer, self.branches), self.saver.wait)
+        self.guard = DivergenceGuard(run, config, Source(spec.train, spec.about.tokenizer, self.branches, self.order), self.saver.wait)
         content = distributed.broadcast_from_rank0(lambda: content_samples(run))
         self.state = State(inputs={**spec.inputs, **content})
         self.row_every = run.options.log_every or config.eval_every
@@ -212,7 +212,7 @@ class Loop:
         if self.spec.experience:
             self.guard.recent.clear()  # since what was made anew, keys of earlier steps may name other samples
         self.guard.remember_keys(state.step + 1, step.keys)
-        self.optimizer_step(total, count, norm)
+        self.optimizer_step(total, count, norm, totals.get("kl"))
         state.tokens += int(tokens)
         state.add_sums(totals)
         self.cursor, self.generated = step.cursor, 0
@@ -272,13 +272,13 @@ class Loop:
         """Context of a forward pass: where the activations for its backward pass are kept."""
         return memory.offload_activations(self.spec.model) if self.run.options.offload_activations else contextlib.nullcontext()
 
-    def optimizer_step(self, loss_sum: float, count: float, norm: float) -> None:
+    def optimizer_step(self, loss_sum: float, count: float, norm: float, kl: Sequence[float] | None) -> None:
         """Pass the step to the guard, clip and step. All ranks see the same values, so all decide alike."""
         state = self.state
         # Where float16 overflows, the scaler skips the step and lowers its scale.
         overflowed = self.config.precision == "float16" and not math.isfinite(norm)
         self.monitor.after_backward()
-        if self.guard.skips_step(state.step + 1, loss_sum / count, norm, overflowed):
+        if self.guard.skips_step(state.step + 1, loss_sum / count, norm, overflowed, kl[0] / kl[1] if kl and kl[1] else None):
             clipped, moved = False, False
             self.engine.skip_step()
         else:

@@ -235,6 +235,23 @@ def test_any_number_of_processes_draws_the_same_rollouts(folder: Path, tmp_path:
             )
 
 
+@pytest.mark.parametrize("action", ["stop", "rewind"])
+def test_a_policy_that_runs_away_is_stopped_or_taken_back(folder: Path, tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]):
+    """Taken back, the rest of the iteration is passed over, as its rollouts are of no use any more."""
+    shutil.copytree(folder, tmp_path / "world")
+    limit = {"loop.divergence": {"most_kl": 1e-9, "on_kl": action, "max_rewinds": 1}, "loop.learning_rate": 1e-2, "ppo.kl.estimate": "k3"}
+    exp = override(PPO, limit)
+    code = toy.main(["-e", "x", "--save_every", "1"], {"x": [exp]}, tmp_path / "world")
+    text = capsys.readouterr().err
+    run = run_of(tmp_path / "world", exp)
+    if action == "stop":
+        assert (code, "nats a token from its reference" in text) == (1, True)
+        return
+    assert code == 75
+    branch = json.loads((run / "branch.json").read_text())["branches"][0]
+    assert (branch["from_step"] + int(branch["data"].removeprefix("skip:"))) % 4 == 0
+
+
 JUDGED = override(PPO, {"rewards": [{"name": "reward_model", "model": ref(REWARD), "squash": True}], "ppo.kl": {"weight": 0.5}})
 
 

@@ -23,7 +23,7 @@ from src import config
 from src.errors import CheckpointError
 
 Action = Literal["warn", "save_batch", "skip_batch", "stop", "rewind"]
-Kind = Literal["non_finite", "loss_spike", "loss_jump", "loss_climb", "loss_drift", "grad_norm", "skipped"]
+Kind = Literal["non_finite", "loss_spike", "loss_jump", "loss_climb", "loss_drift", "grad_norm", "skipped", "kl"]
 
 SEVERITY: tuple[Action, ...] = ("warn", "save_batch", "skip_batch", "rewind", "stop")
 """Of several actions at one step the last of these is done. It includes to warn, and all but "warn" save the batch."""
@@ -65,6 +65,9 @@ class Config(config.Config):
     """Of all the steps since the lowest point; no single batch is to blame."""
     on_grad_norm: Action = "warn"
     on_skipped: Literal["warn", "save_batch", "stop", "rewind"] = "stop"
+    most_kl: float | None = config.added_field(None, gt=0)
+    """Nats per token that a policy may be from its reference; None: as many as it likes."""
+    on_kl: Literal["warn", "stop", "rewind"] = config.added_field("stop")
     max_rewinds: int = Field(default=3, ge=1)
     """When a run has so many branches, the action "rewind" is to stop."""
 
@@ -79,6 +82,7 @@ class Config(config.Config):
             "loss_drift": self.on_loss_drift,
             "grad_norm": self.on_grad_norm,
             "skipped": self.on_skipped,
+            "kl": self.on_kl,
         }
 
     @model_validator(mode="after")
@@ -178,12 +182,16 @@ class Detector:
         self.climbed = False  # whether the climb was reported
         self.skips: list[int] = []  # of the last steps, 1 where the weights did not move
         self.on_plateau = False
+        self.far = False  # whether it was reported that the policy is too far from its reference
 
-    def observe(self, step: int, loss: float | None, grad_norm: float | None = None, skipped: bool = False) -> list[Finding]:
+    def observe(
+        self, step: int, loss: float | None, grad_norm: float | None = None, skipped: bool = False, kl: float | None = None
+    ) -> list[Finding]:
         """Judge step number `step` (counted from 1), before its update. Values must be the same on every rank.
 
         loss: mean over the step's loss tokens; None where it is not known.
         grad_norm: of the global gradient before clipping; None where it is not known, 0 where there is none.
+        kl: of a policy from its reference, in nats per token; None where there is none.
         skipped: True where the float16 loss scaler leaves the step out; then its gradient norm is not looked at.
         """
         found = []
@@ -195,6 +203,8 @@ class Detector:
             found += [*self._spike(step, loss), *self._climb(step, loss), *self._drift(step)]
         if norm is not None and math.isfinite(norm):
             found += self._explosion(step, norm)
+        if kl is not None:
+            found += self._departure(step, kl)
         return found + self._plateau(step, skipped or severest(found) == "skip_batch")
 
     def _spike(self, step: int, loss: float) -> list[Finding]:
@@ -258,6 +268,13 @@ class Detector:
         text = f"the gradient norm is {norm:.4g}, {norm / middle:.0f} times the median of the steps before ({middle:.4g})"
         return [self._finding("grad_norm", step, text, watch.first_step)]
 
+    def _departure(self, step: int, kl: float) -> list[Finding]:
+        most, before = self.config.most_kl, self.far
+        self.far = most is not None and not kl <= most
+        if not self.far or before:
+            return []
+        return [self._finding("kl", step, f"the policy is {kl:.4g} nats a token from its reference, more than {most:g}", step)]
+
     def _plateau(self, step: int, skipped: bool) -> list[Finding]:
         most = self.config.skipped_steps
         self.skips = [*self.skips, int(skipped)][-2 * most :]
@@ -292,6 +309,7 @@ class Detector:
             "skips": list(self.skips),
             "on_plateau": self.on_plateau,
             **({"climbed": True} if self.climbed else {}),
+            **({"far": True} if self.far else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -303,7 +321,7 @@ class Detector:
         fresh = Detector(self.config)
         if state:
             parts = {"losses": fresh.losses, "norms": fresh.norms}
-            same = state.keys() - {"climbed"} == fresh.state().keys() and all(
+            same = state.keys() - {"climbed", "far"} == fresh.state().keys() and all(
                 state[name].keys() == part.state().keys() for name, part in parts.items()
             )
             if not same:

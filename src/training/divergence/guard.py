@@ -9,7 +9,7 @@ from typing import Any
 from src import distributed
 from src.errors import TrainingError, UserError
 from src.interfaces import Dataset
-from src.orders import Key
+from src.orders import Key, Order, WholeSkips
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Run
@@ -32,6 +32,7 @@ class Source:
     dataset: Dataset
     tokenizer: Any
     branches: Sequence[Branch]
+    order: Order
 
 
 class DivergenceGuard:
@@ -50,17 +51,17 @@ class DivergenceGuard:
         """Call it before `skips_step`, with what this process has read in optimizer step `step`."""
         self.recent.append((step, keys))
 
-    def skips_step(self, step: int, loss: float, grad_norm: float, overflowed: bool) -> bool:
+    def skips_step(self, step: int, loss: float, grad_norm: float, overflowed: bool, kl: float | None = None) -> bool:
         """True where the weights must not move for step number `step`, counted from 1. Collective where something is found.
 
-        overflowed: the float16 loss scaler sees to the gradient.
+        overflowed: the float16 loss scaler sees to the gradient. kl: of a policy from its reference, in nats per token.
 
         Raises:
             TrainingError: the training must not go on; on every rank.
             distributed.TrainingStopped: the run was rewound to an earlier checkpoint; on every rank.
             RunError: the disk refuses.
         """
-        found = self.detector.observe(step, loss, grad_norm, skipped=overflowed)
+        found = self.detector.observe(step, loss, grad_norm, skipped=overflowed, kl=kl)
         action, text = severest(found), " ".join(finding.message for finding in found)
         if action is None:
             return False
@@ -113,7 +114,7 @@ class DivergenceGuard:
         if old is not None and old.data == "reshuffle":
             return None, f"branch {old.number} reads step {to} and what follows in another order, in which nothing can be passed over."
         # Not their sum, as each may have read a part of its own of the next phase.
-        skips = "+".join(map(str, [*(old.skips if old else ()), step - to]))
+        skips = "+".join(map(str, [*(old.skips if old else ()), _least_skip(self.source.order, to, step - to)]))
         new = {"number": number, "data": f"skip:{skips}"}
         branch = old.model_copy(update=new) if old else Branch(from_step=to, **new)
         try:
@@ -122,3 +123,8 @@ class DivergenceGuard:
         except UserError as error:
             return None, str(error)
         return to, ""
+
+
+def _least_skip(order: Order, step: int, steps: int) -> int:
+    """The smallest number from `steps` on that can be passed over behind `step`: orders of rollouts pass over whole iterations."""
+    return order.whole_skip(step, steps) if isinstance(order, WholeSkips) else steps
