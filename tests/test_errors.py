@@ -39,6 +39,7 @@ BAD_INPUT = {
     "data_prep.tar_shards.index": ["none.tar"],
     "data_prep.tar_shards.plan": ["none", "--tokenizer", "none"],
     "data_prep.tokenize": ["--data_path", "data", "--name", "toy", "--tokenizer", "none", "--train", "none.txt"],
+    "results.rollouts": ["none"],
     "results.answers": ["none"],
     "results.clean": ["none"],
     "results.diff": ["aaaa", "bbbb", "--runs", "none"],

@@ -92,6 +92,7 @@ GRPO_TINY: dict[str, Any] = {
         "schedule": "constant_with_warmup",
         "warmup_rate": 0.05,
         "eval_every": 40,
+        "also_at": [1],
         "best_metric": "solved_mean@4",
         "best_mode": "max",
     },
@@ -203,7 +204,8 @@ GROUPS = {
     "assistant_tiny_grpo": [GRPO_TINY],
     "assistant_tiny_ppo": [PPO_TINY],
     "assistant_tiny_ppo_hacked": [without_verifier(PPO_TINY)],
-    "assistant_tiny_judged": [evaluation_of(link) for name, link in chain(0).items() if name != "reward"],
+    "assistant_tiny_judged": [evaluation_of(chain(0)[name]) for name in ("base", "sft", "dpo")],
+    "assistant_tiny_policies": [evaluation_of(chain(0)[name]) for name in ("sft", "grpo", "ppo", "ppo_hacked")],
     "assistant_tiny_seeds": [link for seed in (1, 2, 3) for link in chain(seed).values()],
     **{
         f"assistant_tiny_seeds_{name}": [evaluation_of(chain(seed)[name]) for seed in (1, 2, 3)]

@@ -1,0 +1,102 @@
+# PYTHON_ARGCOMPLETE_OK
+"""Rollouts of a policy over its training: `python -m results.rollouts RUN [--count 3] [--iterations 4]`.
+
+RUN is a save directory of recipe `ppo` or `grpo`, or the beginning of its id. Of some iterations, evenly spread, the answers of the least
+and of the most reward, with what each part of the reward says: a policy that has found a weakness of a reward is found by reading. Above
+them stands what has risen and fallen from the first evaluation to the last.
+"""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from results import run_arguments
+from src.command_line import make_parser, parse_arguments, run_command
+from src.errors import DataError
+from src.runs import jsonl_records
+from src.runs.metadata import expand_run
+
+FILE = "rollouts.jsonl"
+WIDTH = 100
+_NO_FACTS = {"step", "iteration", "prompt", "answer"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = make_parser("results.rollouts", __doc__)
+    add = parser.add_argument
+    add("run", type=Path, help="a save directory, or the beginning of its id")
+    add("--count", type=int, default=3, metavar="N", help="answers at each end of an iteration (default: %(default)s)")
+    add("--iterations", type=int, default=4, metavar="N", help="iterations, the first and the last among them (default: %(default)s)")
+    add("-r", "--runs", type=Path, default=run_arguments.RUNS, metavar="DIR", help="where save directories are (default: %(default)s)")
+    args = parse_arguments(parser, argv)
+    return run_command(lambda: _act(args))
+
+
+def _act(args: argparse.Namespace) -> int:
+    run = expand_run(args.run, args.runs)
+    rollouts = jsonl_records.rows(run / FILE)
+    if not rollouts:
+        raise DataError(f"{run}: no {FILE}: recipes 'ppo' and 'grpo' write it.")
+    write = sys.stdout.write
+    for line in compare_ends(jsonl_records.rows(run / "scores.jsonl")):
+        write(f"{line}\n")
+    for iteration in choose_iterations(rollouts, args.iterations):
+        own = [row for row in rollouts if row["iteration"] == iteration]
+        write(f"\niteration {iteration}, after step {own[0]['step']}: {describe_means(own)}\n")
+        for title, rows in choose_extremes(own, args.count).items():
+            write(f"  {title}\n" + "".join(f"{describe(row)}\n" for row in rows))
+    return 0
+
+
+def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for the reward and each score of drawn answers: its first and its last value; and a warning where they part."""
+    drawn = [name for row in rows[-1:] for name in row if "_mean@" in name and not name.endswith("_interval")]
+    names = ["reward", *drawn]
+    ends = {name: [row[name] for row in rows if name in row] for name in names}
+    lines = [f"{name:<24} {values[0]:8.3f} -> {values[-1]:8.3f}" for name, values in ends.items() if values]
+    fallen = [name for name, values in ends.items() if name != "reward" and values[-1] < values[0] - _interval(rows, name)]
+    if fallen and ends.get("reward") and ends["reward"][-1] > ends["reward"][0]:
+        lines.append(f"The reward has risen while {', '.join(fallen)} fell: read below what it pays for.")
+    return lines
+
+
+def _interval(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Of a score's last value."""
+    return next((row[f"{name}_interval"] for row in reversed(rows) if f"{name}_interval" in row), 0.0)
+
+
+def choose_iterations(rollouts: Sequence[Mapping[str, Any]], count: int) -> list[int]:
+    """At most `count` of the iterations, evenly spread, with the first and the last."""
+    known = sorted({row["iteration"] for row in rollouts})
+    if count >= len(known):
+        return known
+    return sorted({known[round(i * (len(known) - 1) / max(1, count - 1))] for i in range(max(1, count))})
+
+
+def choose_extremes(rows: Sequence[Mapping[str, Any]], count: int) -> dict[str, list[Mapping[str, Any]]]:
+    """The rollouts of least and of most reward, each answer once."""
+    once = {(row["prompt"], row["answer"]): row for row in rows}.values()
+    ordered = sorted(once, key=lambda row: row["reward"])
+    worst = ordered[:count]
+    return {"least reward": worst, "most reward": [row for row in ordered[::-1][:count] if row not in worst]}
+
+
+def describe_means(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Means of all facts of some rollouts."""
+    names = [name for name in rows[0] if name not in _NO_FACTS]
+    return ", ".join(f"{name} {sum(row[name] for row in rows) / len(rows):.3g}" for name in names)
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """A rollout in a few lines."""
+    told = ", ".join(f"{name} {row[name]:.3g}" for name in row if name not in _NO_FACTS)
+    texts = [textwrap.shorten(text, WIDTH) or "(nothing)" for text in (row["prompt"], row["answer"])]
+    return f"    {texts[0]}\n      {texts[1]}\n      {told}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
