@@ -205,7 +205,7 @@ GROUPS = {
     "assistant_tiny_ppo": [PPO_TINY],
     "assistant_tiny_ppo_hacked": [without_verifier(PPO_TINY)],
     "assistant_tiny_judged": [evaluation_of(chain(0)[name]) for name in ("base", "sft", "dpo")],
-    "assistant_tiny_policies": [evaluation_of(chain(0)[name]) for name in ("sft", "grpo", "ppo", "ppo_hacked")],
+    "assistant_tiny_policies": [evaluation_of(chain(0)[name]) for name in ("grpo", "ppo", "ppo_hacked")],
     "assistant_tiny_seeds": [link for seed in (1, 2, 3) for link in chain(seed).values()],
     **{
         f"assistant_tiny_seeds_{name}": [evaluation_of(chain(seed)[name]) for seed in (1, 2, 3)]
