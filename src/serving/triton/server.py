@@ -11,6 +11,7 @@ FOLDER is what src.serving.triton.repository has written. FOLDER/server.json say
 
 import argparse
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -67,9 +68,11 @@ def start(folder: Path, address: str = "127.0.0.1", ports: Sequence[int] = (0, 0
                 f"{folder}: its server runs already, as process {found['pid']} at {_describe(found)}. Stop it first, or reload it."
             )
         chosen = _choose_ports(address, ports)
+        _free_shared_memory(folder)
         options = [f"--{name}-address={address}" for name in ("http", "grpc", "metrics")]
         options += [f"--{name.replace('_', '-')}={port}" for name, port in zip(_PORTS, chosen, strict=True)]
         options += [f"--load-model={name}" for name in models]
+        options.append(f"--backend-config=python,shm-region-prefix-name={_name_shared_memory(folder)}")
         backends = f"--backend-directory={ENVIRONMENT / 'backends'}"
         command = [
             str(program),
@@ -97,7 +100,7 @@ def start(folder: Path, address: str = "127.0.0.1", ports: Sequence[int] = (0, 0
                     f"{folder}: its server ended with exit code {process.returncode}: {_read_reason(folder)} See {folder / LOG}."
                 )
         except BaseException:
-            _end(state)
+            _end(state, folder)
             (folder / STATE).unlink(missing_ok=True)
             raise
     return state
@@ -195,17 +198,29 @@ def stop(folder: Path) -> None:
         RunError: none runs.
     """
     state = require_state(folder)
-    _end(state)
+    _end(state, folder)
     (folder / STATE).unlink(missing_ok=True)
 
 
-def _end(state: dict[str, Any]) -> None:
-    """SIGTERM first, then SIGKILL to its whole group: what a backend started may be left."""
+def _end(state: dict[str, Any], folder: Path) -> None:
+    """SIGTERM first, then SIGKILL to its whole group: what a backend started may be left. Shared memory of what was killed is freed."""
     with contextlib.suppress(ProcessLookupError, RunError):
         os.kill(state["pid"], signal.SIGTERM)
         _poll(lambda: not _is_alive(state), STOP_SECONDS, "its server does not end")
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(state["pid"], signal.SIGKILL)
+    _free_shared_memory(folder)
+
+
+def _name_shared_memory(folder: Path) -> str:
+    """What the names of the shared memory of a repository's server begin with."""
+    return f"trainval_triton_{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}_"
+
+
+def _free_shared_memory(folder: Path) -> None:
+    """Delete what processes that were killed have left."""
+    for path in Path("/dev/shm").glob(f"{_name_shared_memory(folder)}*"):
+        path.unlink(missing_ok=True)
 
 
 def reload(folder: Path) -> None:

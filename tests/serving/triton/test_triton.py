@@ -180,6 +180,9 @@ def test_it_ends_with_all_that_it_started(folder: Path):
     """The last test here."""
     process = psutil.Process(server.require_state(folder)["pid"])
     all_of_it = [process, *process.children(recursive=True)]
+    memory = f"{server._name_shared_memory(folder)}*"
+    assert list(Path("/dev/shm").glob(memory)), "the setting of the test"
     assert server.main(["stop", str(folder)]) == 0
     assert not psutil.wait_procs(all_of_it, timeout=60)[1]
+    assert not list(Path("/dev/shm").glob(memory))
     assert server.main(["stop", str(folder)]) == 1
