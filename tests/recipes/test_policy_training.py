@@ -235,6 +235,36 @@ def test_any_number_of_processes_draws_the_same_rollouts(folder: Path, tmp_path:
             )
 
 
+MODES = {
+    "replicated": [],
+    "fsdp": ["--fsdp"],
+    "zero2": ["--deepspeed", str(ROOT / "resources" / "ds_config_zero2.json")],
+    "zero3": ["--deepspeed", str(ROOT / "resources" / "ds_config_zero3.json")],
+}
+LORA = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn", "c_fc"], "base": ref(SFT)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_mode_of_two_processes_makes_the_same_rollouts(folder: Path, tmp_path: Path, name: str):
+    """With adapters, which are switched off for the reference: the rollouts of the first iteration, and the loss of its first steps."""
+    pytest.importorskip("deepspeed", reason="needs deepspeed")
+    off = {"reference": "adapters_off"}
+    changes = {"model.base": LORA, "ppo.kl": off} if name == "ppo" else {"model": LORA, "grpo": {"kl_weight": 0.1, **off}}
+    exp = override(RECIPES[name], changes)
+    found, rows = {}, {}
+    for mode, words in MODES.items():
+        world = tmp_path / mode
+        shutil.copytree(folder, world)
+        done = toy.run(project(world, exp), ["-e", "x", *words], world, processes=2)
+        assert done.returncode == 0, (mode, done.stderr[-3000:])
+        found[mode] = [(row["prompt"], row["answer"]) for row in rollouts(run_of(world, exp)) if row["iteration"] == 0]
+        rows[mode] = toy.rows(world, exp_id(exp))[0]
+    for mode in MODES:
+        assert found[mode] == found["replicated"], mode
+        assert rows[mode]["train_loss"] == pytest.approx(rows["replicated"]["train_loss"], rel=1e-3, abs=1e-4), mode
+
+
 @pytest.mark.parametrize("action", ["stop", "rewind"])
 def test_a_policy_that_runs_away_is_stopped_or_taken_back(folder: Path, tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]):
     """Taken back, the rest of the iteration is passed over, as its rollouts are of no use any more."""
