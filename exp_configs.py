@@ -7,6 +7,7 @@ from src.experiments.grid import grid
 EXP_GROUPS = {
     **assistants.GROUPS,
     **assistant_presets.GROUPS,
+    **assistant_presets.RLHF,
     "base_tiny": [BASE_TINY],
     "crossattn_tiny": grid(
         CROSSATTN_TINY,

@@ -8,7 +8,7 @@ bfloat16 here, and an epoch has at most `MOST` samples of each data set, another
 from collections.abc import Sequence
 from typing import Any
 
-from src.experiments.grid import override
+from src.experiments.grid import override, ref
 
 CONTROL_TOKENS = ["<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>", "<|prefix_end|>"]
 MOST = 20_000
@@ -143,6 +143,43 @@ def reward(size: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rlhf(policy: dict[str, Any], size: str) -> dict[str, Any]:
+    """pythia_rlhf and llama_rlhf: PPO with the reward model of a size. Rollouts of a step divide those of an iteration here: 128, not 18 of
+    each process. The KL is a mean over answers here, and over prompts and padding, too, there."""
+    prompts = {"name": "conversations", "corpus": "oasst_export", "sequence_tokens": 1520, "writing": _WRITING}
+    return {
+        "recipe": "ppo",
+        "seed": 0,
+        "model": {"name": "with_values", "base": policy},
+        "data": {
+            "name": "rollouts",
+            "prompts": prompts,
+            "rollouts": 1024,
+            "passes": 4,
+            "max_new_tokens": 512,
+            "sampling": {"top_p": 0.7},
+            "generation_batch": 32,
+            "long_prompts": "leave_out",
+        },
+        "rewards": [{"name": "reward_model", "model": ref(reward(size)), "template": "oasst"}],
+        "ppo": {"kl": {"weight": 0.1, "target": 6.0, "horizon": 10_000}, "clip": 0.4, "value_clip": 0.4, "reward_clip": 4.0},
+        "loop": {
+            "steps": 10_000,
+            "sequences_per_step": 128,
+            "micro_batch": 16,
+            "learning_rate": 1e-6,
+            "schedule": "constant",
+            "adam_epsilon": 1e-8,
+            "weight_decay": 1e-6,
+            "precision": "bfloat16",
+            "eval_every": 250,
+            "best_metric": "f1",
+            "best_mode": "max",
+        },
+        "answers": {"questions": 16, "max_new_tokens": 512, "metrics": [{"name": "squad"}]},
+    }
+
+
 ROPE_SCALING = override(
     sft("llama-13b"),
     {
@@ -164,3 +201,8 @@ GROUPS = {
     "assistant_falcon-7b_ntk": [FALCON_NTK],
     **{f"assistant_rm-pythia-{size}": [reward(size)] for size in REWARD},
 }
+RLHF = {
+    "assistant_pythia_rlhf": [rlhf(ref(sft("pythia-12b")), "1.4b")],
+    "assistant_llama_rlhf": [rlhf({"name": "regularized", "base": ref(sft("llama-30b")), "frozen_layers": 52}, "6.9b")],
+}
+"""Policies, which begin with models of `GROUPS`."""

@@ -47,8 +47,8 @@ class RewardSetting:
     """Most sequences of one forward pass."""
     tokenizer: Any
     """The policy's."""
-    load_tokenizer: Callable[[str], Any]
-    """From a folder, as models' are loaded."""
+    load_tokenizer: Callable[[str, Sequence[str]], Any]
+    """(folder, control tokens to add) -> a tokenizer."""
     write_with: Callable[[Any, str], Callable[[Rollout], list[int]]]
     """(tokenizer, template) -> how a rollout is written as text, for a model with another vocabulary than the policy's."""
     wait: Callable[[str], None]

@@ -46,10 +46,10 @@ class Config(RewardConfig):
         """Raises ConfigError where the model has another vocabulary than the policy and there is no template."""
         if os.environ.get(SERVERS):
             served, folder = find_served(SERVERS, "rewards.model", self.model, setting)
-            tokenizer, ask = setting.load_tokenizer(folder), served.rewards
+            tokenizer, ask = setting.load_tokenizer(folder, self.model.new_tokens()), served.rewards
         else:
             model: Any = self.model.build(setting.places).to(setting.device).eval()
-            tokenizer, ask = setting.load_tokenizer(model.name_or_path), _ask_here(model, setting)
+            tokenizer, ask = setting.load_tokenizer(model.name_or_path, self.model.new_tokens()), _ask_here(model, setting)
         if self.template:
             write = setting.write_with(tokenizer, self.template)
         elif tokenizer.backend_tokenizer.to_str() == setting.tokenizer.backend_tokenizer.to_str():

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from data_prep import chat_tokenizer, prepare_conversations
 from src.config import Places
 from src.data.conversations.templates import OASST_TOKENS
-from src.exp_groups.assistant_presets import DEFAULT_MIX, GROUPS, REWARD_MIX
+from src.exp_groups.assistant_presets import DEFAULT_MIX, GROUPS, REWARD_MIX, RLHF, reward
 from src.experiments.grid import override
 from src.interfaces import load_experiment
 from tests import toy
@@ -92,6 +92,27 @@ def test_a_dry_run_checks_every_group(places: Places, tmp_path: Path, capsys: py
     wrong = {name: [override(exp, {"loop.best_metric": "val_acuracy"}) for exp in group] for name, group in few.items()}
     assert toy.main(["-e", *wrong, "--dry-run"], wrong, tmp_path) == 1
     assert "val_acuracy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", RLHF)
+def test_a_policy_learns_from_small_parents(name: str, places: Places, tmp_path: Path):
+    """B18: a reward had to be told the tokenizer by a name that a later trlx changed; B19: prompts without answers could not be read."""
+    (exp,) = RLHF[name]
+    policy, judge = GROUPS["assistant_pythia-12b" if "pythia" in name else "assistant_llama-30b"][0], reward("1.4b")
+    base = override(exp["model"]["base"], {"base": policy["model"], "frozen_layers": 1}) if "llama" in name else policy["model"]
+    (tmp_path / "data").mkdir()
+    for path in places.data.iterdir():
+        (tmp_path / "data" / path.name).symlink_to(path)
+    (tmp_path / "data" / "oasst_export").unlink()
+    write_rows(tmp_path / "data" / "oasst_export", {"train": [{"prompt": [ASKED]}] * 8, "val": [TALK] * 20})
+    small = {
+        "model.base": base,
+        "rewards": [{**exp["rewards"][0], "model": judge["model"]}],
+        "data": {**exp["data"], "rollouts": 4, "passes": 1, "max_new_tokens": 2, "generation_batch": 2},
+        "loop": {**exp["loop"], "steps": 1, "sequences_per_step": 4, "micro_batch": 2, "eval_every": 1, "precision": "float32"},
+        "answers": {**exp["answers"], "max_new_tokens": 2},
+    }
+    assert toy.main(["-e", "x"], {"x": [override(exp, small)]}, tmp_path) == 0
 
 
 SMALLER = shlex.split("--set loop.steps=2 loop.eval_every=2 loop.sequences_per_step=2 loop.micro_batch=1")
