@@ -20,7 +20,7 @@ def rollout(text: str, prompt: str = "?", sampled: int = 1, ended: bool = True, 
 def setting(tokenizer: Any = None) -> RewardSetting:
     """Two sequences at once on the CPU, and a tokenizer for whatever folder is named."""
     nowhere = Path("/nonexistent")
-    return RewardSetting(Places(nowhere, nowhere), "cpu", 2, tokenizer, lambda _: tokenizer, lambda *_: lambda _: [], lambda _: None)
+    return RewardSetting(Places(nowhere, nowhere), "cpu", 2, tokenizer, lambda *_: tokenizer, lambda *_: lambda _: [], lambda _: None)
 
 
 @functools.cache
