@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from src.call_once import call_once
 from src.config import Places
@@ -27,8 +27,9 @@ class Config(RewardConfig):
 
     model: ModelField
     """Such as ref(...) to an experiment of recipe 'reward'."""
-    squash: bool = False
-    """Whether the score is the tanh of the reward, between -1 and 1: what is far from all that the model has seen then wins little."""
+    squash: float | None = Field(default=None, gt=0)
+    """The score is the tanh of the reward divided by this, between -1 and 1, so that what is far from all that the model has seen wins
+    little; None: the reward."""
     template: str | None = None
     """How conversations are written for a model with another vocabulary than the policy's: "oasst", "chatml" or "tokenizer". None: it reads
     the policy's token ids."""
@@ -61,7 +62,7 @@ class Config(RewardConfig):
         return lambda rollouts: self._squash_all(ask([write(rollout) for rollout in rollouts]))
 
     def _squash_all(self, rewards: Sequence[float]) -> list[float]:
-        return [math.tanh(reward) if self.squash else reward for reward in rewards]
+        return [math.tanh(reward / self.squash) if self.squash else reward for reward in rewards]
 
 
 def find_served(variable: str, field: str, model: ModelConfig, setting: RewardSetting) -> tuple[RemoteModel, str]:

@@ -282,7 +282,7 @@ def test_a_policy_that_runs_away_is_stopped_or_taken_back(folder: Path, tmp_path
     assert (branch["from_step"] + int(branch["data"].removeprefix("skip:"))) % 4 == 0
 
 
-JUDGED = override(PPO, {"rewards": [{"name": "reward_model", "model": ref(REWARD), "squash": True}], "ppo.kl": {"weight": 0.5}})
+JUDGED = override(PPO, {"rewards": [{"name": "reward_model", "model": ref(REWARD), "squash": 2.0}], "ppo.kl": {"weight": 0.5}})
 
 
 def test_models_on_servers_give_what_models_here_give(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
