@@ -59,6 +59,11 @@ class Config(PolicyTraining):
     def fact_names(self) -> Sequence[str]:
         return ("equal_groups",)
 
+    @property
+    def needs_sampled_logps(self) -> bool:
+        """Not where an iteration is one step: the policy that learns is the one that has sampled, and all ratios are 1."""
+        return self.loop is None or self.rollouts.passes * self.rollouts.rollouts > self.loop.sequences_per_step
+
     def reference_kind(self) -> Literal["none", "copy", "adapters_off"]:
         return self.grpo.reference if self.grpo.kl_weight else "none"
 
@@ -76,9 +81,8 @@ class Config(PolicyTraining):
         learned = tokens["sampled"] & differ[:, None]
         if own.unended == "mask":
             learned = learned & found.ended[:, None]
-        columns = {"learned": learned, "advantages": torch.where(learned, worth[:, None], 0.0), "logps": tokens["logps"]}
-        if "reference_logps" in tokens:
-            columns["reference_logps"] = tokens["reference_logps"]
+        columns = {"learned": learned, "advantages": torch.where(learned, worth[:, None], 0.0)}
+        columns |= {name: tokens[name] for name in ("logps", "reference_logps") if name in tokens}
         return Estimates(columns, {"equal_groups": 1 - differ.float()}, {})
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
@@ -96,7 +100,7 @@ class Config(PolicyTraining):
         found = score_tokens(model, batch, self.rollouts.sampling.temperature, entropy_gradient=own.entropy_weight > 0)
         policy = losses.policy_loss(
             found.logps,
-            batch["logps"],
+            batch.get("logps", found.logps.detach()),
             batch["advantages"],
             learned,
             clip_low=own.clip_low,

@@ -42,8 +42,8 @@ class Rollouts(NamedTuple):
     """The rollouts of an iteration, before it is known what they are worth. Padded on the right with zeros."""
 
     tokens: Mapping[str, Tensor]
-    """"input_ids" (N, T) int64; "sampled" (N, T) bool, true on what the policy has sampled; and float32, 0 elsewhere: "logps",
-    "values" where the policy has some, "reference_logps" where there is a reference."""
+    """"input_ids" (N, T) int64; "sampled" (N, T) bool, true on what the policy has sampled; and float32, 0 elsewhere: "logps" where they
+    are kept, "values" where the policy has some, "reference_logps" where there is a reference."""
     scores: Tensor
     """(N,) float32."""
     ended: Tensor
@@ -87,6 +87,9 @@ class Experience:
     estimate: Estimate
     record: Record
     reference: Reference | None = None
+    measured: bool = True
+    """Whether log-probabilities and values of what was sampled are kept. Not where each rollout is learned from before the policy has moved:
+    its log-probabilities are then those of the step."""
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def begin(self, engine: Engine) -> None:
@@ -187,8 +190,10 @@ class Experience:
         real_BT = places_T < lengths_B1
         sampled_BT = real_BT & (places_T >= lengths_B1 - torch.tensor([[rollout.sampled] for rollout in rollouts]))
         batch = to_device({"input_ids": ids, "attention_mask": real_BT, "sampled": sampled_BT}, device)
-        found = score_tokens(model, batch, self.generation.temperature)
-        columns = {"logps": found.logps, "values": found.values, "reference_logps": self.reference and self.reference(model, batch)}
+        columns: dict[str, Tensor | None] = {"reference_logps": self.reference and self.reference(model, batch)}
+        if self.measured:
+            found = score_tokens(model, batch, self.generation.temperature)
+            columns |= {"logps": found.logps, "values": found.values}
         kept = {name: torch.where(sampled_BT, column.cpu(), 0.0) for name, column in columns.items() if column is not None}
         tensors = {"input_ids": ids, "sampled": sampled_BT, **kept}
         return [{name: tensor[row, : lengths_B1[row, 0]] for name, tensor in tensors.items()} for row in range(len(rows))]

@@ -235,6 +235,22 @@ def test_any_number_of_processes_draws_the_same_rollouts(folder: Path, tmp_path:
             )
 
 
+def test_a_step_on_all_rollouts_needs_no_other_log_probabilities(folder: Path):
+    """Of one step an iteration the ratios are 1: the same losses as with those of the policy that has sampled, to rounding."""
+    from src.recipes import grpo
+
+    exp = override(GRPO, {"data.passes": 1, "loop.sequences_per_step": 16, "loop.micro_batch": 4, "loop.steps": 3, "loop.eval_every": 3})
+    assert toy.main(["-e", "x", "--log_every", "1"], {"x": [exp]}, folder) == 0
+    short = toy.rows(folder, exp_id(exp))
+    other = override(exp, {"loop.max_grad_norm": 1.0000001})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo.Config, "needs_sampled_logps", property(lambda _: True))
+        assert toy.main(["-e", "x", "--log_every", "1"], {"x": [other]}, folder) == 0
+    whole = toy.rows(folder, exp_id(other))
+    assert [row["grad_norm"] for row in short] == pytest.approx([row["grad_norm"] for row in whole], rel=1e-4)
+    assert short[0]["grad_norm"] > 0
+
+
 MODES = {
     "replicated": [],
     "fsdp": ["--fsdp"],

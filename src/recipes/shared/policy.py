@@ -76,6 +76,11 @@ class PolicyTraining(Finetuning):
         """The part of the model that answers: the reference is a copy of it."""
         return model
 
+    @property
+    def needs_sampled_logps(self) -> bool:
+        """Whether the loss asks for log-probabilities that a step itself does not find."""
+        return True
+
     @abstractmethod
     def estimate(self, found: "Rollouts", cursor: "Cursor") -> "Estimates":
         """What rollouts are worth: see `rl.experience.Estimate`."""
@@ -179,6 +184,7 @@ class PolicyTraining(Finetuning):
             estimate=self.estimate,
             record=Recorder(run.path).record,
             reference=reference,
+            measured=self.needs_sampled_logps,
         )
         train.fill = experience.roll_out
 
