@@ -88,6 +88,10 @@ class WholeSkips(Order, Protocol):
         """The smallest number of steps from `least` on that a branch from `step` can pass over."""
         ...
 
+    def begin_before(self, step: int) -> int:
+        """Finished steps where the iteration begins before that of step number `step`; 0 in the first."""
+        ...
+
 
 @runtime_checkable
 class OrderedDataset(Dataset, Protocol):

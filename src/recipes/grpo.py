@@ -32,7 +32,6 @@ class Settings(StrictConfig):
     clip_high: float = Field(default=0.2, gt=0)
     kl_weight: float = Field(default=0.0, ge=0)
     """Of the divergence from the reference, in the loss; 0: there is no reference."""
-    kl_estimate: Literal["k1", "k3"] = "k3"
     reference: Literal["copy", "adapters_off"] = "copy"
     entropy_weight: float = Field(default=0.0, ge=0)
     unended: Literal["keep", "penalise", "mask"] = "keep"
@@ -109,7 +108,6 @@ class Config(PolicyTraining):
             normalisation=own.normalisation,
             reference_logps_BT=batch.get("reference_logps"),
             kl_weight=own.kl_weight,
-            kl_estimate=own.kl_estimate,
         )
         loss = policy.loss - own.entropy_weight * losses.token_sum(found.entropies, learned, own.normalisation)
         sums = {"clipped": policy.clipped, "entropy": losses.token_sum(found.entropies.detach(), learned, "tokens")}

@@ -68,7 +68,7 @@ class Config(PolicyTraining):
 
     @property
     def fact_names(self) -> Sequence[str]:
-        return ("explained_variance", "kl_weight")
+        return ("explained_variance", *(["kl_weight"] if self.ppo.kl else []))
 
     def reference_kind(self) -> Literal["none", "copy", "adapters_off"]:
         return self.ppo.kl.reference if self.ppo.kl else "none"
@@ -113,7 +113,8 @@ class Config(PolicyTraining):
             mean = float(kl.sum() / sampled.sum())
             told["kl_weight"] = advantages.next_kl_weight(weight, mean, len(scores), own.kl.target, own.kl.horizon)
         columns = {"learned": learned, "advantages": worth, "logps": logps, "values": values, "returns": gains.returns, "kl": kl}
-        facts = {"explained_variance": torch.full_like(scores, explained), "kl_weight": torch.full_like(scores, weight)}
+        facts = {"explained_variance": torch.full_like(scores, explained)}
+        facts |= {"kl_weight": torch.full_like(scores, weight)} if own.kl else {}
         return Estimates(columns, facts, {**told, **moments})
 
     def _scale(self, scores: "torch.Tensor", cursor: "Cursor") -> "tuple[torch.Tensor, Cursor]":
@@ -147,5 +148,6 @@ class Config(PolicyTraining):
         entropy = losses.token_sum(found.entropies, learned, "tokens")
         loss = policy.loss + own.value_weight * value - own.entropy_weight * entropy
         count = learned.sum()
-        sums = {"kl": losses.token_sum(batch["kl"], learned, "tokens"), "clipped": policy.clipped, "entropy": entropy, "value_loss": value}
+        sums = {"kl": losses.token_sum(batch["kl"], learned, "tokens")} if own.kl else {}
+        sums |= {"clipped": policy.clipped, "entropy": entropy, "value_loss": value}
         return loss, {name: (each, count) for name, each in sums.items()}

@@ -4,6 +4,7 @@ Triton speaks both; src.serving.reward_server speaks the first. Shapes: B sequen
 """
 
 import json
+import math
 import re
 import sys
 from array import array
@@ -122,7 +123,7 @@ class HttpConnection:
         if tensor is None:
             refuse_nonsense(self._address, f"no output {output!r}", found)
         sizes, values = tensor.get("shape"), tensor.get("data")
-        if not _are_numbers(sizes) or not _are_numbers(values):
+        if not _are_numbers(sizes) or not _are_numbers(values) or not all(map(math.isfinite, sizes)):
             refuse_nonsense(self._address, f"no numbers in {output!r}", tensor)
         return Tensor(tuple(int(size) for size in sizes), values)
 
@@ -167,7 +168,7 @@ class HttpConnection:
             raise Away(f"status {answer.status}: {_beginning(_error_text(data))}")
         try:
             found = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             refuse_nonsense(self._address, "no JSON", data.decode("utf-8", "replace"))
         if answer.status == 200:
             return found
@@ -257,7 +258,9 @@ def refuse_nonsense(address: Address, what: str, found: Any) -> NoReturn:
 
 
 def _are_numbers(values: Any) -> TypeGuard[list[float]]:
-    return isinstance(values, list) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    """Whether it is a list of numbers, none of them a whole one that no type of tensors can have."""
+    kinds = isinstance(values, list) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    return kinds and all(isinstance(value, float) or abs(value) < 2**63 for value in values)
 
 
 def _error_text(data: bytes) -> str:

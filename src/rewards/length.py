@@ -1,6 +1,6 @@
 """A reward that falls behind a number of tokens."""
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer
 
@@ -12,6 +12,12 @@ class Config(RewardConfig):
     """Sampled tokens that cost nothing."""
     worst_tokens: int = Field(gt=0)
     """From so many on the score is -1; between the two it falls evenly (DAPO, Yu et al. 2025, arXiv 2503.14476, equation 13)."""
+
+    @model_validator(mode="after")
+    def _falls(self) -> "Config":
+        if self.free_tokens >= self.worst_tokens:
+            raise ValueError(f"worst_tokens: {self.worst_tokens} is not above free_tokens = {self.free_tokens}.")
+        return self
 
     def scorer(self, setting: RewardSetting) -> Scorer:
         return lambda rollouts: [self.score(rollout) for rollout in rollouts]

@@ -127,7 +127,7 @@ def _number(value: Any) -> Fraction | None:
     if isinstance(value, str):
         text = value.strip().replace(",", "")
         return Fraction(text) if _NUMBER.fullmatch(text) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
         return None
     return Fraction(value)
 

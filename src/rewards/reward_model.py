@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from src.call_once import call_once
 from src.config import Places
-from src.errors import ConfigError
+from src.errors import ConfigError, RunError
 from src.interfaces import ModelConfig, ModelField
 from src.kinds import REWARD
 from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer
@@ -50,7 +50,10 @@ class Config(RewardConfig):
             tokenizer, ask = setting.load_tokenizer(folder, self.model.new_tokens()), served.rewards
         else:
             model: Any = self.model.build(setting.places).to(setting.device).eval()
-            tokenizer, ask = setting.load_tokenizer(model.name_or_path, self.model.new_tokens()), _ask_here(model, setting)
+            tokenizer, ask = (
+                setting.load_tokenizer(model.name_or_path, self.model.new_tokens()),
+                _ask_here(model, self.model.longest_sequence(setting.places), setting),
+            )
         if self.template:
             write = setting.write_with(tokenizer, self.template)
         elif tokenizer.backend_tokenizer.to_str() == setting.tokenizer.backend_tokenizer.to_str():
@@ -83,12 +86,15 @@ def _own_ids(rollout: Rollout) -> list[int]:
     return [*rollout.ids]
 
 
-def _ask_here(model: Any, setting: RewardSetting) -> Any:
+def _ask_here(model: Any, most: int | None, setting: RewardSetting) -> Any:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     def rewards(ids: Sequence[Sequence[int]]) -> list[float]:
         found: list[float] = []
+        longest = max(map(len, ids))
+        if most and longest > most:
+            raise RunError(f"rewards: a rollout of {longest} tokens is longer than the {most} positions of the reward model.")
         for first in range(0, len(ids), setting.micro_batch):
             rows = [torch.tensor(row) for row in ids[first : first + setting.micro_batch]]
             lengths = torch.tensor([[len(row)] for row in rows])

@@ -87,8 +87,10 @@ class Experience:
     estimate: Estimate
     record: Record
     reference: Reference | None = None
+    asked: Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[float]]] | None = None
+    """(ids, how many are sampled) -> log-probabilities of these under a reference that servers have."""
     measured: bool = True
-    """Whether log-probabilities and values of what was sampled are kept. Not where each rollout is learned from before the policy has moved:
+    """Whether log-probabilities and values of what was sampled are kept. Not where each rollout is learned from before the policy moves:
     its log-probabilities are then those of the step."""
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -151,7 +153,9 @@ class Experience:
         }
         with distributed.raise_together():
             if distributed.is_main():
-                told = [{name: float(fact[place]) for name, fact in facts.items()} for place in range(len(rollouts))]
+                gains = found.tokens["advantages"].sum(dim=1) / found.tokens["learned"].sum(dim=1).clamp(min=1)
+                shown = {**facts, "advantage": gains}
+                told = [{name: float(fact[place]) for name, fact in shown.items()} for place in range(len(rollouts))]
                 self.record(step, iteration, rollouts, told)
         return found.cursor
 
@@ -166,11 +170,14 @@ class Experience:
         try:
             with self._phase("rewards"), distributed.raise_together():
                 scores = self.judges.score(rollouts)
+                served = self.asked([own.ids for own in rollouts], [own.sampled for own in rollouts]) if self.asked else None
             with self._phase("measuring"), self.engine.generating() as model:
                 tokens = [row for part in _split(rollouts, self.micro_batch) for row in self._measure(model, part, device)]
         except ServerAway as error:
             distributed.stop_together()  # somebody has asked for it
             raise distributed.TrainingStopped(distributed.Reason(str(error), "limit"), everywhere=True) from None
+        for own, logps in zip(tokens, served or (), strict=False):
+            own["reference_logps"] = torch.cat([torch.zeros(len(own["input_ids"]) - len(logps)), torch.tensor(logps)])
         return [
             {"rollout": rollout, "score": total, "parts": parts, "tokens": own}
             for rollout, total, parts, own in zip(rollouts, scores.totals, scores.parts, tokens, strict=True)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from src.rl.advantages import KLEstimate, kl_terms
+from src.rl.advantages import kl_terms
 
 Normalisation = Literal["tokens", "rollouts", "room"]
 """tokens: the sampled tokens of the global batch (DAPO). rollouts: each has the mean over its own tokens (GRPO). room: the most tokens that
@@ -38,7 +38,6 @@ def policy_loss(  # noqa: PLR0913  each is named
     normalisation: Normalisation = "tokens",
     reference_logps_BT: Tensor | None = None,
     kl_weight: float = 0.0,
-    kl_estimate: KLEstimate = "k3",
 ) -> PolicyLoss:
     """Sum of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (PPO, Schulman et al. 2017, arXiv 1707.06347, equation 7).
 
@@ -56,7 +55,8 @@ def policy_loss(  # noqa: PLR0913  each is named
     losses = -torch.min(ratios * advantages, cut * advantages)
     kl = torch.zeros_like(losses)
     if reference_logps_BT is not None:
-        kl = torch.where(sampled_BT, kl_terms(logps_BT, reference_logps_BT, kl_estimate), 0.0)
+        own, others = (torch.where(sampled_BT, each, 0.0) for each in (logps_BT, reference_logps_BT))  # before exp: its overflow is NaN
+        kl = kl_terms(own, others, "k3")
         losses = losses + kl_weight * kl
     clipped = (cut * advantages < ratios * advantages) & sampled_BT
     return PolicyLoss(token_sum(losses, sampled_BT, normalisation), clipped.sum(), kl.detach().sum())

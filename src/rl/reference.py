@@ -26,18 +26,23 @@ ReferenceKind = Literal["none", "copy", "adapters_off"]
 """copy: the policy as the training begins, beside it in memory. adapters_off: the policy without its adapters, which takes no memory."""
 
 
-def build_reference(kind: ReferenceKind, policy: Any, config: ModelConfig, setting: RewardSetting, temperature: float) -> Reference | None:
-    """Of a policy, made by `config`, with the weights that the training begins with; None for none.
+def find_reference_server(config: ModelConfig, setting: RewardSetting, temperature: float) -> RemoteModel | None:
+    """The policy that `config` makes, on the servers that the environment names; None where it names none.
 
     Raises:
         ConfigError: servers are named that cannot have it.
     """
+    if not os.environ.get(SERVERS):
+        return None
+    if temperature != 1:
+        raise ConfigError(f"{SERVERS}: servers answer at temperature 1, and data.sampling.temperature is {temperature:g}.")
+    return find_served(SERVERS, "the policy", config, setting)[0]
+
+
+def build_reference(kind: ReferenceKind, policy: Any, device: torch.device, temperature: float) -> Reference | None:
+    """Of a policy with the weights that the training begins with; None for none."""
     if kind == "none":
         return None
-    if os.environ.get(SERVERS):
-        if temperature != 1:
-            raise ConfigError(f"{SERVERS}: servers answer at temperature 1, and data.sampling.temperature is {temperature:g}.")
-        return _ask_servers(find_served(SERVERS, "the policy", config, setting)[0])
     if kind == "adapters_off":
 
         def without(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -45,17 +50,5 @@ def build_reference(kind: ReferenceKind, policy: Any, config: ModelConfig, setti
                 return score_tokens(model, batch, temperature).logps
 
         return without
-    frozen = copy.deepcopy(policy).requires_grad_(False).eval().to(setting.device)
+    frozen = copy.deepcopy(policy).requires_grad_(False).eval().to(device)
     return lambda _, batch: score_tokens(frozen, batch, temperature).logps
-
-
-def _ask_servers(remote: RemoteModel) -> Reference:
-    def ask(_: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        lengths, sampled = batch["attention_mask"].sum(dim=1).tolist(), batch["sampled"].sum(dim=1).tolist()
-        ids = [row[:length] for row, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
-        found = torch.zeros(batch["input_ids"].shape)
-        for row, logps in enumerate(remote.logps(ids, sampled)):
-            found[row, lengths[row] - sampled[row] : lengths[row]] = torch.tensor(logps)
-        return found
-
-    return ask

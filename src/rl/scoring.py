@@ -88,6 +88,9 @@ def require_scores(name: str, found: object, wanted: int) -> list[float]:
         told = f"{len(found)} scores" if isinstance(found, Sequence) and not isinstance(found, str) else f"{found!r:.40}"
         raise RunError(f"reward {name!r}: expected a score for each of {wanted} rollouts, got {told}.")
     for place, value in enumerate(found):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
             raise RunError(f"reward {name!r}: rollout {place} of {wanted}: expected a finite number, got {value!r:.40}.")
-    return [float(value) for value in found]
+    try:
+        return [float(value) for value in found]
+    except OverflowError:
+        raise RunError(f"reward {name!r}: a score is too large for a number of 64 bits.") from None

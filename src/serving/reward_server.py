@@ -99,13 +99,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > LONGEST_REQUEST:
+        if not length.isdecimal() or int(length) > LONGEST_REQUEST:
             self.close_connection = True
             self._reply(400, {"error": f"Content-Length: expected a number of bytes up to {LONGEST_REQUEST}, got {length!r}."})
             return
         try:
             content = json.loads(self.rfile.read(int(length)) or b"{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self._reply(400, {"error": f"not valid JSON: {error}."})
             return
         self._answer("POST", content)

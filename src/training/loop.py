@@ -293,7 +293,7 @@ class Loop:
         self.spec.model.eval()
         with self.meter.pause(), self.accelerator.autocast():
             scores, self.generated = dict(self.spec.evaluate(self.accelerator)), 0  # as after a restart, saved or not
-        self.spec.model.train()
+        self.spec.model.train(self.spec.dropout)
         self.selection.update(self.state.step, scores)
         return scores
 
@@ -362,7 +362,7 @@ class Loop:
         if self.spec.experience:
             self.spec.experience.begin(self.engine)
             self.generated = 0
-        self.spec.model.train()
+        self.spec.model.train(self.spec.dropout)
 
     def _load_state(self, saved: dict[str, Any]) -> None:
         try:

@@ -61,3 +61,5 @@ class TrainSpec:
     """What the loss of a batch is a sum over: its tokens, or its conversations, pairs or weights. A step minimises the sum of losses over
     the sum of counts of the global batch, however that is cut into micro-batches."""
     experience: Experience | None = None
+    dropout: bool = True
+    """Whether the model trains in training mode. A policy does not: its ratios would be of other distributions than it has sampled from."""

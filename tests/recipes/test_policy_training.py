@@ -127,6 +127,9 @@ BAD = [
     (GRPO, {"model": PPO["model"]}, "needs no values"),
     (GRPO, {"grpo": {"kl_weight": 0.1, "reference": "adapters_off"}}, "only model 'lora' has adapters"),
     (PPO, {"model": GRPO["model"]}, "expected 'with_values'"),
+    (PPO, {"ppo.kl": None, "loop.divergence": {"most_kl": 1.0}}, "without a reference nobody measures a KL"),
+    (GRPO, {"loop.divergence": {"most_kl": 1.0}}, "without a reference nobody measures a KL"),
+    (GRPO, {"rewards": [{"name": "length", "free_tokens": 4, "worst_tokens": 4}]}, "4 is not above free_tokens = 4"),
     (PPO, {"ppo.kl": {"reference": "adapters_off"}}, "only model 'lora' has adapters"),
 ]
 
@@ -161,7 +164,7 @@ def test_a_prompt_longer_than_its_room_is_refused_or_left_out(folder: Path, caps
     assert "its prompt has" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("found", [[1.0], [1.0, math.nan], [1.0, "2"], "12", None, [True, 1.0], [1.0, math.inf]])
+@pytest.mark.parametrize("found", [[1.0], [1.0, math.nan], [1.0, "2"], "12", None, [True, 1.0], [1.0, math.inf], [1.0, 10**400]])
 def test_a_reward_that_gives_no_numbers_is_named(found: object):
     with pytest.raises(RunError, match="reward 'mine'"):
         require_scores("mine", found, 2)
@@ -281,21 +284,27 @@ def test_every_mode_of_two_processes_makes_the_same_rollouts(folder: Path, tmp_p
         assert rows[mode]["train_loss"] == pytest.approx(rows["replicated"]["train_loss"], rel=1e-3, abs=1e-4), mode
 
 
-@pytest.mark.parametrize("action", ["stop", "rewind"])
-def test_a_policy_that_runs_away_is_stopped_or_taken_back(folder: Path, tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]):
-    """Taken back, the rest of the iteration is passed over, as its rollouts are of no use any more."""
+def test_a_policy_that_runs_away_is_stopped(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shutil.copytree(folder, tmp_path / "world")
-    limit = {"loop.divergence": {"most_kl": 1e-9, "on_kl": action, "max_rewinds": 1}, "loop.learning_rate": 1e-2, "ppo.kl.estimate": "k3"}
-    exp = override(PPO, limit)
-    code = toy.main(["-e", "x", "--save_every", "1"], {"x": [exp]}, tmp_path / "world")
-    text = capsys.readouterr().err
-    run = run_of(tmp_path / "world", exp)
-    if action == "stop":
-        assert (code, "nats a token from its reference" in text) == (1, True)
-        return
-    assert code == 75
-    branch = json.loads((run / "branch.json").read_text())["branches"][0]
-    assert (branch["from_step"] + int(branch["data"].removeprefix("skip:"))) % 4 == 0
+    exp = override(PPO, {"loop.divergence": {"most_kl": 1e-9}, "loop.learning_rate": 1e-2, "ppo.kl.estimate": "k3"})
+    assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 1
+    assert "nats a token from its reference" in capsys.readouterr().err
+
+
+def test_a_policy_that_runs_away_is_taken_back_to_where_it_was_near(folder: Path, tmp_path: Path):
+    """Before the iteration whose steps have moved it too far, over whole iterations: from there it is near again."""
+    shutil.copytree(folder, tmp_path / "world")
+    changes = {"loop.learning_rate": 3e-2, "loop.steps": 24, "loop.warmup_rate": 0.9, "ppo.kl": {"weight": 0.0, "estimate": "k3"}}
+    free = override(PPO, changes)
+    assert toy.main(["-e", "x", "--log_every", "1"], {"x": [free]}, tmp_path / "world") == 0
+    kls = {row["step"]: row["kl"] for row in toy.rows(tmp_path / "world", exp_id(free)) if "kl" in row}
+    limit = (kls[12] + kls[13]) / 2
+    assert kls[12] < limit < kls[13], "steps 9 to 12 move it so far"
+    exp = override(free, {"loop.divergence": {"most_kl": limit, "on_kl": "rewind", "max_rewinds": 1}})
+    assert toy.main(["-e", "x", "--save_every", "1", "--keep_last", "30"], {"x": [exp]}, tmp_path / "world") == 75
+    (branch,) = json.loads((run_of(tmp_path / "world", exp) / "branch.json").read_text())["branches"]
+    assert branch["from_step"] == 8
+    assert (8 + int(branch["data"].removeprefix("skip:"))) % 4 == 0
 
 
 JUDGED = override(PPO, {"rewards": [{"name": "reward_model", "model": ref(REWARD), "squash": 2.0}], "ppo.kl": {"weight": 0.5}})

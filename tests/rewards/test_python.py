@@ -16,6 +16,7 @@ def test_values_that_are_computed_or_printed():
         ("print('so'); print(19.0)", "19", 1),
         ("for _ in range(3):\n    pass\nprint(19)", "19", 1),
         ("import sys\nprint(19)\nsys.exit(0)", "19", 1),
+        ("9**999", "19", 0),
         ("[1, {'a': 2}]", [1, {"a": 2}], 1),
         ("from fractions import Fraction\nFraction(1, 2)", "0.5", 1),
         ("0.1 + 0.2", "0.3", 1),

@@ -158,3 +158,17 @@ def test_losses_of_groups_are_those_of_trl():
             reference_logps_BT=given["reference"], kl_weight=case["beta"],
         )  # fmt: skip
         assert found.loss.item() / count(sampled, normalisation, numbers["room"]) == pytest.approx(case["wanted"], abs=1e-6)
+
+
+def test_what_others_wrote_has_no_gradient_however_unlikely_it_is():
+    """A token of a prompt may have a log-probability below -88, whose exp overflows in k3."""
+    logps = torch.tensor([[0.0, -100.0, -1.0]], requires_grad=True)
+    sampled = torch.tensor([[False, False, True]])
+    reference = torch.tensor([[0.0, 0.0, -1.5]])
+    found = policy_loss(
+        logps, logps.detach(), torch.ones(1, 3), sampled, clip_low=0.2, clip_high=0.2, reference_logps_BT=reference, kl_weight=0.1
+    )
+    found.loss.backward()
+    assert logps.grad is not None
+    assert logps.grad.isfinite().all()
+    assert logps.grad[0, 1] == 0

@@ -86,6 +86,10 @@ class RolloutOrder:
         iteration, place = divmod(self.position(step), self.steps)
         return {"iteration": iteration, "steps_of_iteration": place, **cursor}
 
+    def begin_before(self, step: int) -> int:
+        """See `orders.WholeSkips`."""
+        return max(0, step - 1 - self.position(step - 1) % self.steps - self.steps)
+
     def whole_skip(self, step: int, least: int) -> int:
         """The smallest number of steps from `least` on that a branch from `step` can pass over."""
         ends = self.position(step) + least

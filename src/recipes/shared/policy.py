@@ -49,6 +49,8 @@ class PolicyTraining(Finetuning):
             raise ValueError("answers, sampled: write at least one of them, or nothing would be measured.")
         if self.loop.label_smoothing or self.loop.z_loss:
             raise ValueError("loop: label_smoothing and z_loss are of tokens that somebody wrote, and would be ignored. Leave them out.")
+        if self.loop.divergence.most_kl and self.reference_kind() == "none":
+            raise ValueError("loop.divergence.most_kl: without a reference nobody measures a KL. Write a weight of it, or leave it out.")
         return self
 
     @property
@@ -141,7 +143,7 @@ class PolicyTraining(Finetuning):
         from src.evaluation import generation, sampled
         from src.rl.experience import Experience, Recorder
         from src.rl.policy import Generation
-        from src.rl.reference import build_reference
+        from src.rl.reference import build_reference, find_reference_server
         from src.rl.scoring import Judges, Patience
         from src.training.checkpointing.folder import CheckpointMetadata
         from src.training.loop import fit
@@ -162,8 +164,9 @@ class PolicyTraining(Finetuning):
                     asked.require(val)
             wait = Patience(run).wait
             setting = RewardSetting(run.places, device, self.micro_batch, tokenizer, tokenizers.load, write_with, wait)
-            policy = self.policy_of(model)
-            reference = build_reference(self.reference_kind(), policy, self.policy_config, setting, data.sampling.temperature)
+            kind, temperature = self.reference_kind(), data.sampling.temperature
+            served = find_reference_server(self.policy_config, setting, temperature) if kind != "none" else None
+            reference = None if served else build_reference(kind, self.policy_of(model), device, temperature)
             judges = Judges(self.reward_names, [reward.scorer(setting) for reward in self.rewards], [own.weight for own in self.rewards])
 
         ends, never = train.prompts.renderer.answer_ends()
@@ -184,6 +187,7 @@ class PolicyTraining(Finetuning):
             estimate=self.estimate,
             record=Recorder(run.path).record,
             reference=reference,
+            asked=served.logps if served else None,
             measured=self.needs_sampled_logps,
         )
         train.fill = experience.roll_out
@@ -194,7 +198,7 @@ class PolicyTraining(Finetuning):
             return scores | (sampled.evaluate(self.sampled, generator) if self.sampled else {})
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
-        spec = TrainSpec(model, about, train, inputs, self.loss, evaluate, count=self.count, experience=experience)
+        spec = TrainSpec(model, about, train, inputs, self.loss, evaluate, count=self.count, experience=experience, dropout=False)
         fit(spec, run, self.loop, self.seed)
 
 

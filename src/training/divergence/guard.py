@@ -93,7 +93,7 @@ class DivergenceGuard:
     def _rewind(self, found: Sequence[Finding], step: int, text: str) -> None:
         """Rewind to the newest checkpoint before the divergence began and skip the data up to here; returns if that is impossible."""
         self.written()
-        first = min(finding.first_step for finding in found)
+        first = min(_first_step(finding, self.source.order) for finding in found)
         to, refusal = distributed.broadcast_from_rank0(lambda: self._plan_rewind(first, step, text))
         if to is None:
             log.warning("%s: it cannot be taken back: %s", self.run.path, refusal)
@@ -128,3 +128,8 @@ class DivergenceGuard:
 def _least_skip(order: Order, step: int, steps: int) -> int:
     """The smallest number from `steps` on that can be passed over behind `step`: orders of rollouts pass over whole iterations."""
     return order.whole_skip(step, steps) if isinstance(order, WholeSkips) else steps
+
+
+def _first_step(finding: Finding, order: Order) -> int:
+    """Where what was found began. A policy that is too far away was moved there in the iteration before it was measured, or in this one."""
+    return order.begin_before(finding.step) + 1 if finding.kind == "kl" and isinstance(order, WholeSkips) else finding.first_step
