@@ -50,10 +50,8 @@ class Config(RewardConfig):
             tokenizer, ask = setting.load_tokenizer(folder, self.model.new_tokens()), served.rewards
         else:
             model: Any = self.model.build(setting.places).to(setting.device).eval()
-            tokenizer, ask = (
-                setting.load_tokenizer(model.name_or_path, self.model.new_tokens()),
-                _ask_here(model, self.model.longest_sequence(setting.places), setting),
-            )
+            tokenizer = setting.load_tokenizer(model.name_or_path, self.model.new_tokens())
+            ask = _ask_here(model, self.model.longest_sequence(setting.places), setting)
         if self.template:
             write = setting.write_with(tokenizer, self.template)
         elif tokenizer.backend_tokenizer.to_str() == setting.tokenizer.backend_tokenizer.to_str():
@@ -92,7 +90,7 @@ def _ask_here(model: Any, most: int | None, setting: RewardSetting) -> Any:
 
     def rewards(ids: Sequence[Sequence[int]]) -> list[float]:
         found: list[float] = []
-        longest = max(map(len, ids))
+        longest = max(map(len, ids), default=0)
         if most and longest > most:
             raise RunError(f"rewards: a rollout of {longest} tokens is longer than the {most} positions of the reward model.")
         for first in range(0, len(ids), setting.micro_batch):
