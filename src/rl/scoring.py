@@ -26,8 +26,8 @@ class ServerAway(UserError):
 class Patience:
     """Waits for a server: shows that the run lives, and ends the wait."""
 
-    def __init__(self, run: Run, seconds: float = MOST_SECONDS) -> None:
-        self._run, self._seconds = run, seconds
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._since = self._last = 0.0
 
     def wait(self, text: str) -> None:
@@ -44,8 +44,8 @@ class Patience:
         heartbeat.keep_alive(self._run.path, self._run.dir.attempt)
         if distributed.stop_requested():
             raise ServerAway(f"asked to stop while waiting for {text}")
-        if now - self._since > self._seconds:
-            raise ServerAway(f"waited {self._seconds:.0f} s for {text}")
+        if now - self._since > MOST_SECONDS:
+            raise ServerAway(f"waited {MOST_SECONDS:.0f} s for {text}")
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
 from src.interfaces import load_experiment
 from src.operations import interventions
+from src.rl import scoring
 from src.rl.scoring import require_scores
 from tests import toy
 from tests.conftest import ROOT
-from tests.recipes.train_assistants import REWARD, SFT, write_data
+from tests.data.conversations import talk
+from tests.recipes.train_assistants import REWARD, SFT, TALK, write_data
 from tests.recipes.train_policies import GRPO, PPO, rewards_of_tests
 from tests.serving.test_reward_server import serve
 
@@ -158,10 +160,40 @@ def test_what_cannot_run_is_told_before_a_start(folder: Path, change: dict[str, 
     assert message in capsys.readouterr().err
 
 
-def test_a_prompt_longer_than_its_room_is_refused_or_left_out(folder: Path, capsys: pytest.CaptureFixture[str]):
-    exp = override(GRPO, {"data.prompts.sequence_tokens": 4})
-    assert toy.main(["-e", "x"], {"x": [exp]}, folder) == 1
-    assert "its prompt has" in capsys.readouterr().err
+def test_a_prompt_longer_than_its_room_is_refused_or_left_out(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(folder, tmp_path / "world")
+    long = {"prompt": [{"role": "user", "content": "a" * 90}], "answer": "1"}
+    short = {"prompt": [{"role": "user", "content": "b"}], "answer": "2"}
+    talk.write_rows(tmp_path / "world/data/asked", {"train": [short, long, short], "val": [talk.row("1?", "one")] * 4})
+    exp = override(GRPO, {"data.prompts": {**TALK, "corpus": "asked"}})
+    assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 1
+    assert "row 1: its prompt has" in capsys.readouterr().err
+    without = override(exp, {"data.long_prompts": "leave_out"})
+    assert toy.main(["-e", "x"], {"x": [without]}, tmp_path / "world") == 0
+    assert {row["prompt"] for row in rollouts(run_of(tmp_path / "world", without))} == {"b"}
+
+
+def test_a_reward_model_with_another_vocabulary_needs_a_template(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(folder, tmp_path / "world")
+    talk.tokenizer([*talk.TOKENS, "<|new|>"]).save_pretrained(tmp_path / "world/data/other_tokenizer")
+    judge = {"name": "reward", "base": {**SFT["model"], "tokenizer": "other_tokenizer"}}
+    exp = override(GRPO, {"rewards": [{"name": "reward_model", "model": judge}]})
+    assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 1
+    assert "another vocabulary than the policy" in capsys.readouterr().err
+    told = override(exp, {"rewards": [{"name": "reward_model", "model": judge, "template": "oasst"}]})
+    assert toy.main(["-e", "x"], {"x": [told]}, tmp_path / "world") == 0
+
+
+@pytest.mark.parametrize("variable", ["TRITON_HOST_RM", "TRITON_HOST_REF"])
+def test_a_run_whose_server_stays_away_stops_with_code_75(folder: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(folder, tmp_path / "world")
+    assert toy.main(["-e", "x"], {"x": [REWARD]}, tmp_path / "world") == 0
+    monkeypatch.setenv(variable, "http://127.0.0.1:9/nobody")
+    monkeypatch.setattr(scoring, "MOST_SECONDS", 0.0)
+    assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "world") == 75
+    assert "waited 0 s for" in (run_of(tmp_path / "world", JUDGED) / "ledger.jsonl").read_text()
+    monkeypatch.delenv(variable)
+    assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "world") == 0
 
 
 @pytest.mark.parametrize("found", [[1.0], [1.0, math.nan], [1.0, "2"], "12", None, [True, 1.0], [1.0, math.inf], [1.0, 10**400]])

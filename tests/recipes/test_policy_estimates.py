@@ -1,0 +1,99 @@
+"""What rollouts are worth by the settings of `ppo` and `grpo`: numbers that can be checked by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import tensor
+
+from src.experiments.grid import override
+from src.interfaces import load_experiment
+from src.rl.experience import Rollouts
+from tests.recipes.train_policies import GRPO, PPO, rewards_of_tests
+
+
+def found(scores: list[float], ended: list[bool], logps: list[float], reference: list[float] | None = None) -> Rollouts:
+    """Rollouts of a prompt token and two sampled ones, of equal log-probabilities, and values of 0."""
+    count = len(scores)
+    sampled = tensor([[False, True, True]] * count)
+    tokens: dict[str, Any] = {
+        "input_ids": torch.zeros(count, 3, dtype=torch.int64),
+        "sampled": sampled,
+        "logps": tensor(logps)[:, None] * sampled,
+        "values": torch.zeros(count, 3),
+    }
+    if reference:
+        tokens["reference_logps"] = tensor(reference)[:, None] * sampled
+    return Rollouts(tokens, tensor(scores), tensor(ended))
+
+
+def bound(exp: dict[str, Any], **changes: Any) -> Any:
+    with rewards_of_tests():
+        return load_experiment(override(exp, changes), "here")
+
+
+PLAIN = {"kl": None, "whiten": False, "lam": 1.0}
+
+
+def test_the_score_is_on_the_last_token_and_the_kl_on_each():
+    recipe = bound(PPO, ppo={**PLAIN, "lam": 0.0, "kl": {"weight": 0.5}})
+    estimates = recipe.estimate(found([2.0], [True], [-1.0], [-2.0]), {})
+    assert estimates.tokens["advantages"].tolist() == [[0, -0.5, 1.5]]
+    assert estimates.cursor == {"kl_weight": 0.5}
+
+
+def test_the_weight_of_the_kl_follows_its_mean_over_sampled_tokens():
+    recipe = bound(PPO, ppo={**PLAIN, "kl": {"weight": 0.1, "target": 1.0, "horizon": 100}})
+    assert recipe.estimate(found([0.0] * 4, [True] * 4, [-1.0] * 4, [-3.0] * 4), {}).cursor["kl_weight"] == pytest.approx(
+        0.1 * (1 + 0.2 * 4 / 100)
+    )
+    again = recipe.estimate(found([0.0] * 4, [True] * 4, [-1.0] * 4, [-1.0] * 4), {"kl_weight": 0.3})
+    assert again.facts["kl_weight"].tolist() == pytest.approx([0.3] * 4)
+    assert again.cursor["kl_weight"] == pytest.approx(0.3 * (1 - 0.2 * 4 / 100))
+
+
+def test_rewards_are_divided_by_their_deviation_so_far_or_at_first_and_then_cut():
+    running = bound(PPO, ppo={**PLAIN, "scale": "running", "reward_clip": 1.0})
+    first = running.estimate(found([0.0, 2.0], [True] * 2, [-1.0] * 2), {})
+    deviation = 2**0.5
+    assert first.tokens["advantages"][:, 2].tolist() == pytest.approx([0.0, min(1.0, 2 / deviation)])
+    assert first.cursor["reward_moments"] == [2, 2, 4]
+    second = running.estimate(found([1.0, 1.0], [True] * 2, [-1.0] * 2), first.cursor)
+    assert second.cursor["reward_moments"] == [4, 4, 6]
+    assert second.tokens["advantages"][0, 2].item() == pytest.approx(1.0), "1.22 of a deviation of 0.82, cut"
+    once = bound(PPO, ppo={**PLAIN, "scale": "first"})
+    kept = once.estimate(found([1.0, 1.0], [True] * 2, [-1.0] * 2), first.cursor)
+    assert kept.cursor["reward_moments"] == [2, 2, 4]
+    assert kept.tokens["advantages"][0, 2].item() == pytest.approx(1 / deviation)
+
+
+@pytest.mark.parametrize("exp", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_answers_that_did_not_end_are_kept_penalised_or_left_out(exp: dict[str, Any]):
+    recipe, scores, ended = exp["recipe"], [1.0, 0.0] * 4, [True, False] * 4
+    own = PLAIN if recipe == "ppo" else {"by_deviation": False}
+
+    def estimate(unended: str) -> Any:
+        return bound(exp, **{recipe: {**own, "unended": unended, "unended_reward": -1.0}}).estimate(found(scores, ended, [-1.0] * 8), {})
+
+    kept, penalised, masked = map(estimate, ("keep", "penalise", "mask"))
+    below = {"ppo": (0.0, -1.0), "grpo": (-0.5, -1.0)}[recipe]
+    assert kept.tokens["advantages"][1, 2].item() == pytest.approx(below[0])
+    assert penalised.tokens["advantages"][1, 2].item() == pytest.approx(below[1])
+    assert masked.tokens["learned"].any(dim=1).tolist() == ended
+    assert kept.tokens["learned"].sum() == penalised.tokens["learned"].sum() == 16
+
+
+def test_a_group_of_equal_rewards_is_left_out_and_counted():
+    recipe = bound(GRPO)
+    estimates = recipe.estimate(found([1.0] * 8 + [1.0, 0.0] * 4, [True] * 16, [-1.0] * 16), {})
+    assert estimates.facts["equal_groups"].tolist() == [1.0] * 8 + [0.0] * 8
+    assert estimates.tokens["learned"].any(dim=1).tolist() == [False] * 8 + [True] * 8
+    assert recipe.count({"learned": estimates.tokens["learned"]}) == 16
+
+
+def test_explained_variance_is_1_for_values_that_are_right_and_0_for_those_that_say_nothing():
+    right = found([1.0, -1.0], [True] * 2, [-1.0] * 2)
+    told = {**right.tokens, "values": tensor([[0.0, 1.0, 1.0], [0.0, -1.0, -1.0]])}
+    recipe = bound(PPO, ppo=PLAIN)
+    assert recipe.estimate(right._replace(tokens=told), {}).facts["explained_variance"][0].item() == pytest.approx(1)
+    assert recipe.estimate(right, {}).facts["explained_variance"][0].item() == pytest.approx(0)
