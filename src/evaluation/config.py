@@ -84,6 +84,8 @@ class SampledAnswers(Config):
     """Those that give each answer a score."""
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
+    generation_batch: int = added_field(64, gt=0)
+    """Answers that are drawn together. What is drawn depends on it, and not on the micro-batch or the number of processes."""
 
     @model_validator(mode="after")
     def _scores_are_distinct(self) -> "SampledAnswers":

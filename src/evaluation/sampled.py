@@ -16,7 +16,7 @@ _NORMAL_95 = 1.96
 def evaluate(asked: SampledAnswers, generator: AnswerGenerator) -> dict[str, float]:
     """{"solved_mean@8": …, "solved_mean@8_interval": …, "solved_pass@8": …}; see `SampledAnswers.kinds`. Collective.
 
-    What is drawn is the same at every evaluation and for every number of processes.
+    What is drawn is the same at every evaluation, for every number of processes and every micro-batch.
 
     Raises:
         ConfigError: a metric gives all answers one score together.
@@ -30,7 +30,7 @@ def evaluate(asked: SampledAnswers, generator: AnswerGenerator) -> dict[str, flo
         texts = [text.strip() for text in generator.tokenizer.batch_decode(ids, skip_special_tokens=True)]
         return [texts[first : first + asked.samples] for first in range(0, len(texts), asked.samples)]
 
-    batches = gather_batches(answer, range(asked.questions), max(1, generator.batch_size // asked.samples))
+    batches = gather_batches(answer, range(asked.questions), max(1, asked.generation_batch // asked.samples))
     answers = [texts for batch in batches for texts in batch]
     numbers = [index for index in range(asked.questions) for _ in range(asked.samples)]
     predictions = generator.predictions(numbers, [text for texts in answers for text in texts])

@@ -61,6 +61,11 @@ class RewardConfig(Component):
     weight: float = 1.0
     """Of this reward in the sum."""
 
+    @property
+    def row_key(self) -> str | None:
+        """The key of a prompt's row that it reads, such as "answer"; None for none."""
+        return None
+
     @abstractmethod
     def scorer(self, setting: RewardSetting) -> Scorer:
         """Make what scores rollouts. Batches have a fixed composition, whatever the number of processes.
@@ -76,16 +81,16 @@ class RewardConfig(Component):
 RewardField = Annotated[RewardConfig, PlainValidator(partial(bind, REWARDS)), PlainSerializer(resolved_dict)]
 
 
-def row_entry(rollout: Rollout, key: str) -> Any:
-    """What the row of a prompt has under `key`.
+def row_entry(row: Mapping[str, Any], key: str, where: str = "a row") -> Any:
+    """What the row of a prompt has under `key`. where: names the row in the error.
 
     Raises:
         DataError: it has no such entry, or an empty one.
     """
-    if rollout.row.get(key) in (None, "", []):
-        known = ", ".join(map(repr, rollout.row)) or "none"
-        raise DataError(f"a reward reads {key!r} of each row, and one has none. Its keys: {known}.")
-    return rollout.row[key]
+    if row.get(key) in (None, "", []):
+        known = ", ".join(map(repr, row)) or "none"
+        raise DataError(f"{where}: a reward reads {key!r} of each row, and this one has none. Its keys: {known}.")
+    return row[key]
 
 
 def final_answer(text: str) -> str:

@@ -34,6 +34,10 @@ class Config(RewardConfig):
     cpu_seconds: float = Field(default=5.0, gt=0)
     """Processor time for one answer; one that takes more is wrong."""
 
+    @property
+    def row_key(self) -> str:
+        return "answer"
+
     def check(self, places: Places) -> None:
         if find_spec("math_verify") is None:
             raise ConfigError("reward 'math': the package math-verify is not installed: pip install -r requirements/math.txt")
@@ -45,7 +49,7 @@ class Config(RewardConfig):
 
     def scores(self, judge: "Judge", rollouts: Sequence[Rollout]) -> list[float]:
         """One for each."""
-        expected = [str(row_entry(rollout, "answer")) for rollout in rollouts]
+        expected = [str(row_entry(rollout.row, "answer")) for rollout in rollouts]
         pairs = zip(rollouts, expected, strict=True)
         return [self.right if rollout.ended and judge.agrees(rollout.text, answer) else self.wrong for rollout, answer in pairs]
 

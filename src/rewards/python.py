@@ -52,6 +52,10 @@ class Config(RewardConfig):
             raise ValueError("share: a value is right or wrong; only tests have a share.")
         return self
 
+    @property
+    def row_key(self) -> str:
+        return "answer" if self.by == "value" else "tests"
+
     def check(self, places: Places) -> None:
         sandbox.require()
 
@@ -61,7 +65,7 @@ class Config(RewardConfig):
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[float]:
         """One for each."""
-        rows = [row_entry(rollout, "answer" if self.by == "value" else "tests") for rollout in rollouts]
+        rows = [row_entry(rollout.row, self.row_key) for rollout in rollouts]
         orders = [_Value(row) if self.by == "value" else _Tests(rollout.row, row) for rollout, row in zip(rollouts, rows, strict=True)]
         run = [place for place, rollout in enumerate(rollouts) if rollout.ended]
         programs = [orders[place].make_program(code_of(rollouts[place].text)) for place in run]

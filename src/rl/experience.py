@@ -19,7 +19,7 @@ from src import distributed
 from src.orders import Cursor
 from src.rewards.interface import Rollout
 from src.rl.policy import Generation, score_tokens
-from src.rl.scoring import Judges, ServerAway
+from src.rl.scoring import Judges, Scores, ServerAway
 from src.runs import jsonl_records
 from src.training.parallel.engine import Engine
 from src.training.seeds import rollout_seed
@@ -128,7 +128,7 @@ class Experience:
         own: list[tuple[int, list[dict[str, Any]]]] = []
         for places, counts in rank_batches(len(numbers), self.batch):
             distributed.stop_together()
-            rows = self._make(iteration, places.start // self.batch, [numbers[place] for place in places])
+            rows = self._make(iteration, places.start // self.batch, [numbers[place] for place in places], counts)
             own += [(places.start, rows)] if counts else []
         with self._phase("gathering"):
             gathered = sorted(distributed.all_gather_list(own), key=lambda pair: pair[0])
@@ -159,8 +159,8 @@ class Experience:
                 self.record(step, iteration, rollouts, told)
         return found.cursor
 
-    def _make(self, iteration: int, number: int, asked: Sequence[int]) -> list[dict[str, Any]]:
-        """One batch: sampled, scored and measured."""
+    def _make(self, iteration: int, number: int, asked: Sequence[int], counts: bool) -> list[dict[str, Any]]:
+        """One batch: sampled, scored and measured. One that does not count keeps step with other processes, and gets no scores."""
         device = self.engine.accelerator.device
         prompts = [self.data.prompts[index] for index in asked]
         with self._phase("generation"), self.engine.generating() as model:
@@ -169,13 +169,15 @@ class Experience:
         rollouts = [self._rollout(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         try:
             with self._phase("rewards"), distributed.raise_together():
-                scores = self.judges.score(rollouts)
-                served = self.asked([own.ids for own in rollouts], [own.sampled for own in rollouts]) if self.asked else None
+                scores = self.judges.score(rollouts) if counts else Scores((), ())
+                served = self.asked([own.ids for own in rollouts], [own.sampled for own in rollouts]) if self.asked and counts else None
             with self._phase("measuring"), self.engine.generating() as model:
                 tokens = [row for part in _split(rollouts, self.micro_batch) for row in self._measure(model, part, device)]
         except ServerAway as error:
             distributed.stop_together()  # somebody has asked for it
             raise distributed.TrainingStopped(distributed.Reason(str(error), "limit"), everywhere=True) from None
+        if not counts:
+            return []
         for own, logps in zip(tokens, served or (), strict=False):
             own["reference_logps"] = torch.cat([torch.zeros(len(own["input_ids"]) - len(logps)), torch.tensor(logps)])
         return [

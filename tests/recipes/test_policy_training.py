@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from src.config import Places
+from src.data.rollouts import prompts
 from src.errors import ConfigError, RunError
 from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
 from src.interfaces import load_experiment
 from src.operations import interventions
+from src.registry import METRICS
 from src.rl import scoring
 from src.rl.scoring import require_scores
 from tests import toy
@@ -173,6 +176,54 @@ def test_a_prompt_longer_than_its_room_is_refused_or_left_out(folder: Path, tmp_
     assert {row["prompt"] for row in rollouts(run_of(tmp_path / "world", without))} == {"b"}
 
 
+def test_a_row_without_what_a_reward_reads_is_told_before_a_start(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(folder / "data", tmp_path / "data")
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    asked = [{"prompt": [{"role": "user", "content": "1?"}], **more} for more in ({"answer": "one"}, {}, {"answer": "two"})]
+    talk.write_rows(tmp_path / "data/asked", {"train": asked, "val": [talk.row("1?", "one")] * 4})
+    exp = override(GRPO, {"data.prompts": {**TALK, "corpus": "asked"}, "rewards": [{"name": "letters", "reads": "answer"}]})
+    for words in (["--dry-run"], []):
+        assert toy.main(["-e", "x", *words], {"x": [exp]}, tmp_path) == 1
+        assert "asked: row 1: a reward reads 'answer' of each row, and this one has none. Its keys: 'prompt'." in capsys.readouterr().err
+    monkeypatch.setattr(prompts, "_LOOKED_AT", 1)  # a large file is looked through when it is opened
+    assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, tmp_path) == 0
+    assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path) == 1
+    assert "asked: row 1: a reward reads 'answer'" in capsys.readouterr().err
+    assert not (run_of(tmp_path, exp) / "rollouts.jsonl").exists()
+
+
+def test_values_may_come_from_a_model_of_their_own(folder: Path, tmp_path: Path):
+    """It learns beside the policy, and a training that goes on in the middle of an iteration ends with the same bits."""
+    shutil.copytree(folder, tmp_path / "world")
+    exp = override(PPO, {"model.critic": ref(SFT)})
+    assert toy.main(["-e", "x", "--save_every", "1", "--keep_last", "20"], {"x": [exp]}, tmp_path / "world") == 0
+    run = run_of(tmp_path / "world", exp)
+    before, after = (load_file(max((r / "checkpoints").glob("step-*")) / "model.safetensors") for r in (run_of(folder, SFT), run))
+    name = "transformer.h.0.attn.c_attn.weight"
+    policy, critic = after[f"base.{name}"], after[f"critic.{name.removeprefix('transformer.')}"]
+    assert not torch.equal(policy, before[name])
+    assert not torch.equal(critic, before[name])
+    assert not torch.equal(policy, critic)
+    wanted = weights(run)
+    assert interventions.main(["rewind", str(run), "--to", "6", "--why", "a test"]) == 0
+    assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 0
+    assert weights(run) == wanted
+
+
+def test_what_an_evaluation_draws_does_not_depend_on_the_micro_batch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(METRICS.modules, "digest", "tests.rl.digest")
+    shutil.copytree(folder, tmp_path / "world")
+    sampled = {**GRPO["sampled"], "samples": 2, "metrics": [{"name": "digest"}]}
+    exps = [{**SFT, "model": ref(SFT), "evaluation": {"micro_batch": size}, "sampled": sampled} for size in (2, 4, 8)]
+    exps = [{key: value for key, value in exp.items() if key != "loop"} for exp in exps]
+    assert toy.main(["-e", "x"], {"x": exps}, tmp_path / "world") == 0
+    found = [toy.rows(tmp_path / "world", exp_id(exp))[-1] for exp in exps]
+    assert 0 < found[0]["digest_mean@2"] < 1
+    assert [row["digest_mean@2"] for row in found] == [found[0]["digest_mean@2"]] * 3
+
+
 def test_a_reward_model_with_another_vocabulary_needs_a_template(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shutil.copytree(folder, tmp_path / "world")
     talk.tokenizer([*talk.TOKENS, "<|new|>"]).save_pretrained(tmp_path / "world/data/other_tokenizer")
@@ -255,7 +306,7 @@ def test_a_training_that_is_killed_ends_with_the_same_bits(folder: Path, tmp_pat
 @pytest.mark.parametrize("name", RECIPES)
 def test_any_number_of_processes_draws_the_same_rollouts(folder: Path, tmp_path: Path, name: str):
     found = {}
-    exp = override(RECIPES[name], {"loop.steps": 1, "loop.eval_every": 1})
+    exp = override(RECIPES[name], {"loop.steps": 1, "loop.eval_every": 1, "data.generation_batch": 6})  # three batches: some only keep step
     for processes in (1, 2, 4):
         world = tmp_path / str(processes)
         shutil.copytree(folder, world)

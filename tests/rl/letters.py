@@ -4,7 +4,14 @@ from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer
 
 
 class Config(RewardConfig):
-    """Nothing to choose."""
+    """What it pretends to need."""
+
+    reads: str | None = None
+    """A key of the prompts' rows."""
+
+    @property
+    def row_key(self) -> str | None:
+        return self.reads
 
     def scorer(self, setting: RewardSetting) -> Scorer:
         return lambda rollouts: [self.score(rollout) for rollout in rollouts]

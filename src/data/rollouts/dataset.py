@@ -13,11 +13,12 @@ from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
 from src.config import Places
+from src.data import jsonl
 from src.data.conversations import dataset as conversations
 from src.data.conversations import templates
 from src.data.conversations.rendering import Renderer
 from src.data.rollouts.order import RolloutOrder
-from src.data.rollouts.prompts import Prompts
+from src.data.rollouts.prompts import Prompts, check_beginning
 from src.errors import ConfigError, DataError
 from src.interfaces import Batch, DatasetConfig, DatasetField
 from src.orders import Cursor
@@ -84,6 +85,11 @@ class Config(DatasetConfig):
 
     def check(self, places: Places) -> None:
         self.prompts.check(places)
+
+    def check_rows(self, places: Places, keys: Sequence[str]) -> None:
+        """Raises DataError where rewards read `keys` of rows, and one of the first thousand lacks one."""
+        assert isinstance(self.prompts, conversations.Config), "the validator has checked it"
+        check_beginning(jsonl.require_file(jsonl.corpus_folder(places, self.prompts.corpus), "train.jsonl"), keys)
 
     def check_tokenizer(self, folder: Any) -> None:
         self.prompts.check_tokenizer(folder)

@@ -1,15 +1,19 @@
 """Prompts to be answered by a policy: conversations up to where an answer begins."""
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from src.batches import TokenBatch
+from src.data import jsonl
 from src.data.conversations.dataset import Writing, render_prompt
-from src.data.conversations.entries import Message, read_entry
+from src.data.conversations.entries import Message, check_row, read_entry
 from src.data.conversations.rendering import Renderer
-from src.data.conversations.rows import ANSWERED, PROMPT, RANKED, ConversationRows
+from src.data.conversations.rows import ANSWERED, PROMPT, RANKED, ConversationRows, kind_of
 from src.errors import DataError
+from src.rewards.interface import row_entry
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +27,30 @@ class Prompt(NamedTuple):
     """Of the prepared data."""
 
 
+_KINDS = (ANSWERED, RANKED, PROMPT)
+"""Of rows that ask something."""
+_LOOKED_AT = 1000
+"""Rows that a look at the beginning of a file parses."""
+
+
+def check_beginning(path: Path, keys: Sequence[str]) -> None:
+    """Raises DataError where one of the first thousand rows of a file asks something and has nothing under one of `keys`; names it."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(itertools.islice(file, _LOOKED_AT if keys else 0)):
+            where = f"{path.parent}: row {number}"
+            row = jsonl.parse(line, where)
+            check_row(row, where)
+            for key in keys if kind_of(row) in _KINDS else ():
+                row_entry(row, key, where)
+
+
 class Prompts:
     """The prompts of a split: what comes before the last answer of conversations, or before ranked replies, or is a prompt by itself."""
 
     def __init__(self, rows: ConversationRows, renderer: Renderer, writing: Writing, name: str) -> None:
         """name: of the data, in messages."""
         self._rows, self.renderer, self._writing, self._name = rows, renderer, writing, name
-        self._chosen: Sequence[int] = sorted(number for kind in (ANSWERED, RANKED, PROMPT) for number in rows.numbers_of(kind))
+        self._chosen: Sequence[int] = sorted(number for kind in _KINDS for number in rows.numbers_of(kind))
 
     def limit(self, tokens: int, long: Literal["refuse", "leave_out"]) -> None:
         """Leave out prompts of more tokens, or refuse them.
@@ -51,6 +72,11 @@ class Prompts:
             left_out = len(lengths) - len(fit)
             log.info("%s: %d of %d prompts have more than %d tokens, and are left out.", self._name, left_out, len(lengths), tokens)
         self._chosen = fit
+
+    def require(self, keys: Sequence[str]) -> None:
+        """Raises DataError where a prompt's row has nothing under one of `keys`, which rewards read; names the row."""
+        for number, key in itertools.product(self._chosen if keys else (), keys):
+            row_entry(self._rows[number], key, f"{self._name}: row {number}")
 
     def __len__(self) -> int:
         return len(self._chosen)

@@ -65,6 +65,11 @@ class PolicyTraining(Finetuning):
         names = [reward.name for reward in self.rewards]
         return [f"{name}{names[:place].count(name) + 1}" if name in names[:place] else name for place, name in enumerate(names)]
 
+    @property
+    def row_keys(self) -> list[str]:
+        """What rewards read of the prompts' rows."""
+        return sorted({reward.row_key for reward in self.rewards if reward.row_key})
+
     @abstractmethod
     def reference_kind(self) -> "ReferenceKind":
         """Where the log-probabilities of the reference come from."""
@@ -118,6 +123,7 @@ class PolicyTraining(Finetuning):
             lambda: call_once(self.model.check, places),
             lambda: self.model.check_kind(DECODER, places),
             lambda: call_once(data.check, places),
+            lambda: data.check_rows(places, self.row_keys),
             lambda: data.check_tokenizer(self.model.tokenizer_folder(places)),
             lambda: data.check_length(self.model.longest_sequence(places), longest),
             lambda: data.check_loop(loop.sequences_per_step, loop.steps),
@@ -158,6 +164,7 @@ class PolicyTraining(Finetuning):
             tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
             val = data.build(run.places, tokenizer, "val", self.seed)
             train = data.build(run.places, tokenizer, "train", self.seed)
+            train.prompts.require(self.row_keys)
             inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
             for asked in (self.answers, self.sampled):
                 if asked:
