@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from src import distributed
+from src.errors import ConfigError
 from src.orders import Cursor
 from src.rewards.interface import Rollout
 from src.rl.policy import Generation, score_tokens
@@ -95,7 +96,15 @@ class Experience:
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def begin(self, engine: Engine) -> None:
-        """See `training.spec.Experience`."""
+        """See `training.spec.Experience`.
+
+        Raises:
+            ConfigError: continuous batches of a model that processes share.
+        """
+        if self.generation.continuous and engine.sharded:
+            raise ConfigError(
+                f"data.sampling.batching: continuous: processes that share a model ({engine.name}) must make as many passes each. Write static."
+            )
         self.engine = engine
 
     def tensors(self) -> Mapping[str, Tensor]:

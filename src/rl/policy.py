@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from src import distributed
+from src.errors import RunError
 
 
 class TokenScores(NamedTuple):
@@ -52,24 +55,31 @@ class Generation:
     """Tokens that end an answer; the first also pads."""
     never: Sequence[int] | None
     """Tokens that are never drawn; None for none."""
+    continuous: bool = False
+    """Whether an answer that has ended makes room for the next prompt at once; see `generate_batch` of transformers."""
 
     def sample(self, model: Any, prompts: Mapping[str, Tensor], seed: int) -> list[list[int]]:
         """What is sampled behind B prompts, padded on the left, with the token that ends it where it has ended. Collective for shards.
 
         Draws depend on `seed` and on the prompts of the batch alone.
         """
-        torch.manual_seed(seed)
-        ids = model.generate(
-            input_ids=prompts["input_ids"],
-            attention_mask=prompts["attention_mask"].long(),
+        settings = GenerationConfig(
             do_sample=True,
             temperature=self.temperature,
             max_new_tokens=self.max_new_tokens,
             eos_token_id=list(self.end_ids),
             pad_token_id=self.end_ids[0],
             suppress_tokens=list(self.never) if self.never else None,
-            synced_gpus=distributed.world_size() > 1,  # where the model is shared, every rank must make as many passes
             **self.options,
+        )
+        if self.continuous:
+            return [self.end(row) for row in _generate_continuously(model, prompts, settings, seed)]
+        torch.manual_seed(seed)
+        ids = model.generate(
+            input_ids=prompts["input_ids"],
+            attention_mask=prompts["attention_mask"].long(),
+            generation_config=settings,
+            synced_gpus=distributed.world_size() > 1,  # where the model is shared, every rank must make as many passes
         )
         return [self.end(row) for row in ids[:, prompts["input_ids"].shape[1] :].tolist()]
 
@@ -81,3 +91,19 @@ class Generation:
     def has_ended(self, sampled: Sequence[int]) -> bool:
         """Whether an answer ended by itself."""
         return bool(sampled) and sampled[-1] in self.end_ids
+
+
+def _generate_continuously(model: Any, prompts: Mapping[str, Tensor], settings: GenerationConfig, seed: int) -> list[list[int]]:
+    """What is sampled behind each prompt.
+
+    Raises:
+        RunError: some prompts were not answered, as the thread that answers them has failed.
+    """
+    mask_BT = prompts["attention_mask"].bool()
+    rows = [ids[real].tolist() for ids, real in zip(prompts["input_ids"], mask_BT, strict=True)]
+    options = ContinuousBatchingConfig(seed=seed, drop_unsupported_processors=False)
+    found = [*model.generate_batch(rows, generation_config=settings, continuous_batching_config=options).values()]
+    if len(found) != len(rows) or any(one.error for one in found):
+        told = next((one.error for one in found if one.error), "its thread has ended; the log above says why")
+        raise RunError(f"data.sampling.batching: continuous: answered {len(found)} of {len(rows)} prompts: {told}. Write static.")
+    return [one.generated_tokens for one in found]

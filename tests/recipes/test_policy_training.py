@@ -212,6 +212,22 @@ def test_values_may_come_from_a_model_of_their_own(folder: Path, tmp_path: Path)
     assert weights(run) == wanted
 
 
+@pytest.mark.slow
+def test_answers_of_continuous_batches_are_learned_from(folder: Path, tmp_path: Path):
+    """All prompts are answered; a model that processes share is refused. One call takes 12 seconds, whatever it generates."""
+    exp = override(GRPO, {"data.sampling": {"batching": "continuous"}, "data.generation_batch": 16, "loop.steps": 1, "loop.eval_every": 1})
+    shutil.copytree(folder, tmp_path / "world")
+    assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 0
+    found = rollouts(run_of(tmp_path / "world", exp))
+    assert len(found) == 16
+    assert len({row["answer"] for row in found}) > 4
+    assert all(1 <= row["answer_tokens"] <= 4 for row in found)
+    shutil.copytree(folder, tmp_path / "shared")
+    done = toy.run(project(tmp_path / "shared", exp), ["-e", "x", "--fsdp"], tmp_path / "shared", processes=2)
+    assert done.returncode == 1
+    assert "data.sampling.batching: continuous: processes that share a model" in done.stderr
+
+
 def test_what_an_evaluation_draws_does_not_depend_on_the_micro_batch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(METRICS.modules, "digest", "tests.rl.digest")
     shutil.copytree(folder, tmp_path / "world")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
-from src.config import Places
+from src.config import Places, added_field
 from src.data import jsonl
 from src.data.conversations import dataset as conversations
 from src.data.conversations import templates
@@ -41,7 +41,10 @@ class Sampling(StrictConfig):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Draw among the likeliest tokens that have so much of the probability together."""
     top_k: int = Field(default=0, ge=0)
-    """Draw among so many of the likeliest tokens; 0: among all."""
+    """Draw among so many of the likeliest tokens; 0: among all. Neither this nor top_p is in the log-probabilities that the loss compares."""
+    batching: Literal["static", "continuous"] = added_field("static")
+    """continuous: an answer that has ended makes room for the next prompt at once, for GPUs and answers of uneven lengths (transformers'
+    generate_batch). When a prompt is taken in is a matter of time, so that a restart may not draw what was drawn before."""
 
     def options(self) -> dict[str, Any]:
         """For transformers' `generate`, beside the temperature."""

@@ -188,7 +188,9 @@ class PolicyTraining(Finetuning):
             numbers=numbers,
             batch=data.generation_batch,
             micro_batch=self.micro_batch,
-            generation=Generation(data.max_new_tokens, data.sampling.temperature, data.sampling.options(), ends, never),
+            generation=Generation(
+                data.max_new_tokens, temperature, data.sampling.options(), ends, never, data.sampling.batching == "continuous"
+            ),
             decode=lambda ids: str(tokenizer.decode([*ids], skip_special_tokens=True)),
             judges=judges,
             estimate=self.estimate,
