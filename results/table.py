@@ -192,7 +192,8 @@ def print_pivot(cross: statistics.Pivot, keys: Sequence[str], score: str, style:
         headings = [index, *(f"{columns}={plain(value)}" for value in cross.columns)]
         rows = zip(cross.rows, cross.cells, strict=True)
         lines = [
-            [plain(value), *("-" if cell is None else _score(cell, score, interval, count=True) for cell in line)] for value, line in rows
+            [plain(value), *("-" if cell is None else score_text(cell, score, interval, count=True) for cell in line)]
+            for value, line in rows
         ]
         if style == "rich":
             draw_rich(headings, lines, f"{score}: mean ± {INTERVALS[interval]} (number of runs)")
@@ -205,13 +206,13 @@ def _cells(table: Table, keys: Sequence[str], scores: Sequence[str], interval: s
     facts = ["runs", "state", "step"]
     headings = [*(names[key] for key in keys), *facts, *scores]
     lines = [
-        [*(plain(row[key]) for key in keys), *(plain(row[fact]) for fact in facts), *(_score(row, s, interval) for s in scores)]
+        [*(plain(row[key]) for key in keys), *(plain(row[fact]) for fact in facts), *(score_text(row, s, interval) for s in scores)]
         for row in table
     ]
     return headings, lines
 
 
-def _score(row: dict[str, Any], name: str, interval: str, count: bool = False) -> str:
+def score_text(row: dict[str, Any], name: str, interval: str, count: bool = False) -> str:
     """count: say how many runs the mean is over, even where it is over all."""
     mean, half, covered = row[name], row[f"{name}_{interval}"], statistics.count_runs(row, name)
     if mean is None:

@@ -213,7 +213,8 @@ def _row(path: Path, record: RunRecord, group: str) -> Row:
         state = state_of(path)  # read again: it may have ended since
     row = Row({"exp_id": path.name, "state": state, "group": group, "step": record.summary.step, "tags": record.tags, "note": record.note})
     row.update({f"config.{key}" if key in FACTS or key in AVERAGED else key: value for key, value in record.config.items()})
-    named = {f"score.{name}" if name in row or name in AVERAGED else name: value for name, value in record.summary.last.items()}
+    last = {str(name): value for name, value in record.summary.last.items()}  # haven's rows may have other keys than texts
+    named = {f"score.{name}" if name in row or name in AVERAGED else name: value for name, value in last.items()}
     row.scores = tuple(named)
     row.update(named)
     return row
