@@ -32,30 +32,46 @@ class Configurations:
     """Runs that differ in their seed alone, in the order of `rows`; their labels and colours.
 
     by: dotted config keys that tell configurations apart; None takes those that vary. among: all rows of the groups, where `rows` are
-    some of them, so that a configuration keeps its colour.
+    some of them, so that a configuration keeps its colour. unfinished: means are over all runs, not over those that are done alone.
+    seed: the key that means are taken over.
     """
 
-    def __init__(self, rows: Sequence[results.Row], by: Sequence[str] | None = None, among: Sequence[results.Row] = ()) -> None:
-        self.rows = rows
-        self.keys = statistics.grouping_keys(rows, by)
+    def __init__(
+        self,
+        rows: Sequence[results.Row],
+        by: Sequence[str] | None = None,
+        among: Sequence[results.Row] = (),
+        unfinished: bool = False,
+        seed: str = results.SEED,
+    ) -> None:
+        self.rows, self.unfinished = rows, unfinished
+        self.keys = statistics.grouping_keys(rows, by, seed)
         self.groups = results.group_rows(rows, self.keys)
-        self.colours = colours(among or rows, by)
+        self.colours = colours(among or rows, by, seed)
 
     def label(self, group: Sequence[results.Row]) -> str:
-        """Empty for the only configuration."""
-        return label(group, self.keys)
+        """Empty for the only configuration, if all its runs are drawn."""
+        over = len(statistics.averaged(group, self.unfinished))
+        if over == len(group):
+            return label(group, self.keys)
+        told = label(group[:1], self.keys)
+        return f"{told} ({over} of {len(group)}{'' if over else ' done'})".strip()
+
+    def drawn(self, group: Sequence[results.Row]) -> Sequence[results.Row]:
+        """The runs that the curve of a configuration is the mean of: as in the table or, while none is done, all there are."""
+        return statistics.averaged(group, self.unfinished) or group
 
     def colour(self, group: Sequence[results.Row]) -> str:
         """In hexadecimal digits."""
         return self.colours[group[0]["exp_id"]]
 
 
-def colours(rows: Sequence[results.Row], by: Sequence[str] | None = None) -> dict[str, str]:
+def colours(rows: Sequence[results.Row], by: Sequence[str] | None = None, seed: str = results.SEED) -> dict[str, str]:
     """Exp id -> the colour of its configuration. rows: all of the group; by: what tells configurations apart; None: what varies in it.
 
     The colours follow the values of the configurations, so they do not depend on scores, on the order of runs or on a filter.
     """
-    keys = statistics.grouping_keys(rows, by)
+    keys = statistics.grouping_keys(rows, by, seed)
     groups = sorted(results.group_rows(rows, keys), key=lambda group: [results.sort_key(group[0].get(key)) for key in keys])
     return {row["exp_id"]: _colour(place) for place, group in enumerate(groups) for row in group}
 

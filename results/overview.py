@@ -56,6 +56,14 @@ class Overview:
     warnings: list[str] = field(default_factory=list)
     loaded: Sequence[results.Row] = ()
     """The rows before `select` took some of them: colours follow from all."""
+    unfinished: bool = False
+    """Whether means are over all runs, not over those that are done alone."""
+    seed: str = results.SEED
+    """The key that means are taken over."""
+
+    def configurations(self, by: Sequence[str]) -> legend.Configurations:
+        """The rows by those of the keys `by` that exist; without any by those that vary."""
+        return legend.Configurations(self.rows, _existing(self, by), self.loaded, self.unfinished, self.seed)
 
     def row(self, exp_id: str) -> results.Row | None:
         """The row of an experiment, if it has one."""
@@ -187,10 +195,10 @@ def tabulate(
     if not found.rows:
         return Ranking()
     known = results.score_names(found.rows)
-    drawn = legend.Configurations(found.rows, _existing(found, by), found.loaded)
+    drawn = found.configurations(by)
     names = [name for name in scores if name in known] or headline(found)
     metric = metric if metric in known else next(iter(names), None)
-    rows, keys, names = table.tabulate(found.rows, drawn.keys, names, metric)
+    rows, keys, names = table.tabulate(found.rows, drawn.keys, names, metric, unfinished=found.unfinished)
     columns, same = terminal_table.arrange(rows, keys, names, metric, None, spread)
     best = ""
     if metric is not None and rows[0][metric] is not None:
@@ -227,15 +235,16 @@ def curves(found: Overview, metric: str, look: Look = Look()) -> Curves:
     """Learning curves of the best `LINES` configurations, or the last values of all runs over a config key."""
     if metric not in results.score_names(found.rows):
         return Curves()
-    drawn = legend.Configurations(found.rows, _existing(found, look.by), found.loaded)
+    drawn = found.configurations(look.by)
     if any(look.x in results.config_keys(row) for row in found.rows):
         return Curves([_points(drawn, group, look.x, metric) for group in _having(drawn.groups, metric)], scattered=True)
     best = results.sort_best_first(
-        [{**statistics.aggregate(group, [], [metric])[0], "group": group} for group in _having(drawn.groups, metric)], metric
+        [{**statistics.aggregate(group, [], [metric], found.unfinished)[0], "group": group} for group in _having(drawn.groups, metric)],
+        metric,
     )
     shown = [row["group"] for row in best[:LINES]]
     try:
-        (bands,), notes = banded.bands(found.runs, shown, [metric], look.x)
+        (bands,), notes = banded.bands(found.runs, [drawn.drawn(group) for group in shown], [metric], look.x)
     except UserError as error:
         return Curves(notes=[str(error)])
     left_out = [f"The best {LINES} of {len(best)} configurations; filter to see others."] if len(best) > LINES else []
@@ -340,11 +349,8 @@ def tail(path: Path, lines: int) -> str:
 
 
 def _with_state(row: results.Row, state: str | None) -> results.Row:
-    if state is None or row["state"] == "haven":
-        return row
-    changed = results.Row({**row, "state": state})
-    changed.scores = row.scores
-    return changed
+    """The row with the state of its job, if it is not finished: nothing that a scheduler says changes what is."""
+    return row if state is None or row["state"] in results.FINISHED else row.replace({"state": state})
 
 
 def _words(row: results.Row) -> str:
@@ -356,9 +362,10 @@ def _having(groups: Iterable[list[results.Row]], metric: str) -> list[list[resul
 
 
 def _points(drawn: legend.Configurations, group: Sequence[results.Row], x: str, metric: str) -> Line:
-    """The last values of the runs of a configuration; values of the key that are no numbers are texts."""
+    """The last values of the finished runs of a configuration; values of the key that are no numbers are texts."""
     numbers = all(is_finite(row.get(x, 0)) for row in drawn.rows)
-    placed = [(row[x] if numbers else format_value(row[x]), row[metric]) for row in group if x in row and metric in row]
+    over = statistics.averaged(group, drawn.unfinished)
+    placed = [(row[x] if numbers else format_value(row[x]), row[metric]) for row in over if x in row and metric in row]
     values = [value for _, value in placed]
     return Line(drawn.label(group) or "all", drawn.colour(group), [place for place, _ in placed], values, values, values)
 

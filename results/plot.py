@@ -18,7 +18,7 @@ from src.config import unknown
 from src.errors import ConfigError, DataError, print_errors
 from src.files import write_atomic, writing
 from src.runs.summary import is_finite
-from src.tables import curves
+from src.tables import curves, statistics
 from src.tables import rows as results
 
 if TYPE_CHECKING:
@@ -38,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.png"
     rows, warnings = results.select(options.runs, options.groups, options.where)
     among = results.load_rows(options.runs, options.groups)[0] if options.where else rows
-    drawn = legend.Configurations(rows, options.by, among)
+    if options.y is None and (options.at_step is not None or options.value != "last"):
+        raise ConfigError("--at-step and --value are for points, as curves show every step. Name the score of the points with --y.")
+    rows, left_out = run_arguments.choose_values(options, rows)
+    drawn = legend.Configurations(rows, options.by, among, options.unfinished, options.seed_key)
     if options.y is None:
         if options.log_x:
             raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
         figure, unread = points(options.runs, drawn, options.x, options.y, options.log_x)
     save(figure, output)
-    run_arguments.warn([*warnings, *unread])
+    run_arguments.warn([*warnings, *left_out, *unread])
     print(output)
     return 0
 
@@ -106,7 +109,7 @@ def draw_panels(
             raise unknown("score", metric, known, str(runs))
     if x not in ("step", "seconds", *known):
         raise unknown("axis", x, ["step", "seconds", *known], str(runs))
-    found, warnings = curves.bands(runs, drawn.groups, chosen, x)
+    found, warnings = curves.bands(runs, [drawn.drawn(group) for group in drawn.groups], chosen, x)
     figure = Figure(figsize=(6.4 * len(chosen), 4.8), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     for place, (metric, bands) in enumerate(zip(chosen, found, strict=True), start=1):
@@ -116,14 +119,14 @@ def draw_panels(
             band = whole.smooth(smoothing)
             half = numpy.nan_to_num(band.half_width(interval))
             draw_line(axes, band.x, band.mean, (band.mean - half, band.mean + half), drawn.label(group), drawn.colour(group))
-        if drawn.keys:
+        if drawn.keys or len(statistics.averaged(drawn.rows, drawn.unfinished)) < len(drawn.rows):
             axes.legend(fontsize="small")
     write_plainly(figure)
     return figure, warnings
 
 
 def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool = False) -> tuple["Figure", list[str]]:
-    """One point for each experiment at the last values of two scores, a colour for each configuration but the seed; and what was left out.
+    """One point for each finished experiment at the values of two scores, a colour for each configuration; and what was left out.
 
     x: may also be a dotted config key, such as "model.stride".
 
@@ -140,10 +143,13 @@ def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool
     known = ["step", *scores, *dict.fromkeys(key for row in rows for key in results.config_keys(row))]
     if x not in known:
         raise unknown("axis", x, known, str(runs))
-    placed = [row for row in rows if is_finite(row.get(x)) and is_finite(row.get(y))]
+    counted = statistics.averaged(rows, drawn.unfinished)
+    placed = [row for row in counted if is_finite(row.get(x)) and is_finite(row.get(y))]
     if not placed:
-        raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.")
-    left_out = len(rows) - len(placed)
+        waiting = "" if len(counted) == len(rows) else f" {len(rows) - len(counted)} are not done; --unfinished takes them, too."
+        raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.{waiting}")
+    told = [f"left out: {n} of {len(rows)} runs, which are not done." for n in [len(rows) - len(counted)] if n]
+    told += [f"left out: {n} of {len(rows)} runs, which have no number for {x!r} or {y!r}." for n in [len(counted) - len(placed)] if n]
     figure = Figure(figsize=(6.4, 4.8), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")
@@ -153,7 +159,7 @@ def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool
         axes.plot([row[x] for row in group], [row[y] for row in group], "o", label=text, color=drawn.colour(group))
     axes.legend(fontsize="small")
     write_plainly(figure)
-    return figure, [f"left out: {left_out} of {len(rows)} runs, which have no number for {x!r} or {y!r}."] if left_out else []
+    return figure, told
 
 
 def in_legend(text: str) -> str:
@@ -182,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--x", default="step", metavar="NAME", help="step, seconds, or a score such as tokens (default: step)")
     parser.add_argument("--y", metavar="NAME", help="one point for each experiment: its last value of this score over that of --x")
     parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
+    run_arguments.add_values(parser)
     parser.add_argument("--log_x", action="store_true", help="the x axis of points is logarithmic")
     parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="of the bands (default: std; ci95: Student's t)")
     parser.add_argument("--smooth", type=float, default=0.0, metavar="W", help="weight, below 1, of a moving average (default: none)")

@@ -7,6 +7,7 @@ import io
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report and print its path. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.html"
-    page = render(overview.load(options.runs, options.groups), options.groups, options.metric)
+    found = overview.load(options.runs, options.groups)
+    rows, unread = run_arguments.choose_values(options, found.rows)
+    found = replace(found, rows=rows, warnings=[*found.warnings, *unread], unfinished=options.unfinished, seed=options.seed_key)
+    page = render(found, options.groups, options.metric)
     run_arguments.write_page(output, page)
     return 0
 
@@ -102,7 +106,8 @@ def _results(found: overview.Overview) -> str:
         [cell if cell == wide or "±" not in cell else f"{cell}\n95 %: ±{wide.partition('±')[2]}" for cell, wide in zip(*pair, strict=True)]
         for pair in zip(shown.lines, intervals, strict=True)
     ]
-    told = "Mean ± standard deviation over the seeds and 95 % interval of the mean, best first."
+    runs = "runs" if found.unfinished else "runs that are done"
+    told = f"Mean ± standard deviation over the {runs} and 95 % interval of the mean, best first."
     same = f" In all rows: {', '.join(shown.same)}." if shown.same else ""
     return markup.plain_table(shown.headings, cells, colours=shown.colours) + markup.note(told + same)
 
@@ -215,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.report", description=__doc__)
     run_arguments.add(parser, "only the runs of these groups")
     parser.add_argument("--metric", nargs="+", metavar="NAME", help=f"scores whose curves are drawn (default: the first {PANELS})")
+    run_arguments.add_values(parser)
     parser.add_argument("-o", "--output", type=Path, help=f"the file (default: {PLOTS}/GROUP.html)")
     return parser
 

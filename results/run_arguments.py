@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from src.command_line import parse_arguments
+from src.errors import ConfigError
 from src.files import write_atomic, writing
+from src.tables import curves
+from src.tables import rows as results
 
 RUNS = Path("results/runs")
 
@@ -47,6 +50,32 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     options.runs = options.runs or RUNS
     options.groups = groups or None
     return options
+
+
+def add_values(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which value of which runs a mean is over: see `choose_values`."""
+    parser.add_argument("--unfinished", action="store_true", help="means over all runs that have the score (default: those that are done)")
+    parser.add_argument("--at-step", type=int, metavar="N", help="the values at exactly this step, also of runs that are not done")
+    parser.add_argument("--value", choices=curves.VALUES, default="last", help="which value of a run (default: last)")
+    parser.add_argument("--seed-key", default=results.SEED, metavar="KEY", help=f"what means are taken over (default: {results.SEED})")
+
+
+def choose_values(options: argparse.Namespace, rows: Sequence[results.Row]) -> tuple[list[results.Row], list[str]]:
+    """The rows with the values that the options ask for, and warnings. Sets `unfinished` and `seed_key` to what they come to.
+
+    Raises:
+        ConfigError: options that contradict each other, or an unknown key.
+    """
+    if options.at_step is not None and options.value != "last":
+        raise ConfigError("--at-step takes the value at one step, --value one of the whole run: leave one of them out.")
+    options.seed_key = results.resolve_key(rows, options.seed_key)
+    if rows and options.seed_key != results.SEED:
+        results.check_known("key", [options.seed_key], {key for row in rows for key in results.config_keys(row)}, "--seed-key")
+    options.unfinished = options.unfinished or options.at_step is not None  # at one step all runs can be compared
+    chosen, warnings = curves.choose_values(options.runs, rows, options.value, options.at_step)
+    if options.at_step is not None and (absent := sum(row["step"] is None for row in chosen)):
+        warnings.append(f"{absent} of {len(chosen)} runs have no row at step {options.at_step}; they are left out.")
+    return chosen, warnings
 
 
 def title(groups: Sequence[str] | None) -> str:

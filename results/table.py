@@ -22,10 +22,15 @@ FORMATS = ("rich", "markdown", "csv", "latex", "json")
 INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the mean"}
 """The choices of the value after ±, with their names in `src.tables.statistics.aggregate`."""
 MOST_REMARKS = 5
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""What begins a formula in a spreadsheet."""
 _LATEX = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
+    "<": r"\textless{}",  # in the default encoding of fonts, < > | are other characters
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
     **{character: "\\" + character for character in "&%$#_{}"},
 }
 Table = list[dict[str, Any]]
@@ -36,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; warnings about runs that cannot be read or are not done go to stderr. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
     rows, warnings = results.select(options.runs, options.groups, options.where)
+    rows, unread = run_arguments.choose_values(options, rows)
     known = results.score_names(rows)
     metric = _score_name(options.metric, known) if options.metric else None
     output: Callable[[], None]
@@ -44,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 "--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores, --best and --columns."
             )
-        keys = options.pivot
-        cross, score = pivot_score(rows, keys[0], keys[1], metric)
+        keys = statistics.grouping_keys(rows, options.pivot)
+        cross, score = pivot_score(rows, keys[0], keys[1], metric, options.unfinished)
         output = partial(print_pivot, cross, keys, score, options.format, options.interval)
     else:
         if options.columns and options.format != "rich":
@@ -53,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = [name for name in (_score_name(name, known) for name in options.columns or ()) if name in known]
         asked = [_score_name(name, known) for name in options.scores or ()]
         wanted = asked or (["all"] if options.format in ("csv", "json") else chosen or None)
-        table, keys, scores = tabulate(rows, options.by, wanted, metric, options.best)
+        by = statistics.grouping_keys(rows, options.by, options.seed_key)
+        table, keys, scores = tabulate(rows, by, wanted, metric, options.best, options.unfinished)
         if options.format == "rich":
             lowest = None if options.best is None else options.best == "min"
             columns, same = arrange(table, keys, scores, metric or next(iter(headline(scores)), None), lowest, options.interval)
@@ -64,21 +71,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             output = partial(draw, columns, [about])
         else:
             output = partial(print_table, table, keys, scores, options.format, options.interval)
-    run_arguments.warn([*warnings, *remarks(rows, keys)])
+    run_arguments.warn([*warnings, *unread, *remarks(rows, keys, options.unfinished, options.seed_key)])
     output()
     return 0
 
 
-def remarks(rows: Sequence[results.Row], keys: Sequence[str]) -> list[str]:
+def remarks(rows: Sequence[results.Row], keys: Sequence[str], unfinished: bool = False, seed: str = results.SEED) -> list[str]:
     """Remarks on means over all but `keys`: unfinished runs, missing seeds, other config values that differ."""
     found = []
-    waiting = sum(row["state"] not in ("done", "haven") for row in rows)
+    waiting = len(rows) - len(statistics.averaged(rows))
     if waiting:
-        latest = "the table holds their latest scores" if results.score_names(rows) else "none has a score yet"
-        found.append(f"{waiting} of {len(rows)} runs are not done; {latest}.")
-    if others := [key for key in results.distinguishing_keys(rows) if key not in [*keys, "group"] and "exp_id" not in keys]:
+        taken = "the means are over these, too" if unfinished else "the means are over the others; --unfinished takes all"
+        told = taken if results.score_names(rows) else "none has a score yet"
+        found.append(f"{waiting} of {len(rows)} runs are not done; {told}.")
+    if others := [key for key in results.distinguishing_keys(rows, seed) if key not in [*keys, "group"] and "exp_id" not in keys]:
         found.append(f"the means are over different {', '.join(others)}.")
-    missing = statistics.missing_seeds(rows, keys)
+    missing = statistics.missing_seeds(rows, keys, seed)
     return (
         found + missing[:MOST_REMARKS] + ([f"… and {len(missing) - MOST_REMARKS} more lack seeds."] if len(missing) > MOST_REMARKS else [])
     )
@@ -90,8 +98,9 @@ def tabulate(
     scores: Sequence[str] | None = None,
     metric: str | None = None,
     best: str | None = None,
+    unfinished: bool = False,
 ) -> tuple[Table, list[str], list[str]]:
-    """Aggregated rows, best first, with the keys and the scores that are their columns.
+    """Aggregated rows, best first, with the keys and the scores that are their columns; unfinished: see `statistics.aggregate`.
 
     by: dotted config keys; None takes those that vary, without the seed and what follows it. scores: None takes the headline
     ones, without the loop's diagnostics and without parts such as "em/nq"; ["all"] takes all.
@@ -110,7 +119,7 @@ def tabulate(
         metric = next(iter(headline(shown)), None)
     elif metric not in shown:
         shown = [metric, *shown]
-    table = statistics.aggregate(rows, keys, shown)
+    table = statistics.aggregate(rows, keys, shown, unfinished)
     if metric is not None:
         table = results.sort_best_first(table, metric, None if best is None else best == "min")
     return table, keys, shown
@@ -135,7 +144,9 @@ def default_metric(scores: Sequence[str]) -> str | None:
     return preferred[0] if preferred else None
 
 
-def pivot_score(rows: Sequence[results.Row], index: str, columns: str, metric: str | None = None) -> tuple[statistics.Pivot, str]:
+def pivot_score(
+    rows: Sequence[results.Row], index: str, columns: str, metric: str | None = None, unfinished: bool = False
+) -> tuple[statistics.Pivot, str]:
     """One score over two dotted keys, and its name: `metric`, or the default.
 
     Raises:
@@ -144,11 +155,11 @@ def pivot_score(rows: Sequence[results.Row], index: str, columns: str, metric: s
     score = metric or next(iter(headline(results.headline_scores(results.score_names(rows)))), None)
     if score is None:
         raise ConfigError("--pivot: no run has any score yet.")
-    return statistics.pivot(rows, index, columns, score), score
+    return statistics.pivot(rows, index, columns, score, unfinished), score
 
 
 def print_table(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std") -> None:
-    """Print to stdout. csv and json have all digits; the others four, as mean ± deviation (n)."""
+    """Print to stdout. csv and json have all digits; the others four, as mean ± deviation (3 of 5)."""
     print(render(table, keys, scores, style, interval), end="")
 
 
@@ -180,7 +191,10 @@ def print_pivot(cross: statistics.Pivot, keys: Sequence[str], score: str, style:
     else:
         headings = [index, *(f"{columns}={plain(value)}" for value in cross.columns)]
         rows = zip(cross.rows, cross.cells, strict=True)
-        lines = [[plain(value), *("-" if cell is None else _score(cell, score, interval) for cell in line)] for value, line in rows]
+        lines = [
+            [plain(value), *("-" if cell is None else score_text(cell, score, interval, count=True) for cell in line)]
+            for value, line in rows
+        ]
         if style == "rich":
             draw_rich(headings, lines, f"{score}: mean ± {INTERVALS[interval]} (number of runs)")
         else:
@@ -192,17 +206,19 @@ def _cells(table: Table, keys: Sequence[str], scores: Sequence[str], interval: s
     facts = ["runs", "state", "step"]
     headings = [*(names[key] for key in keys), *facts, *scores]
     lines = [
-        [*(plain(row[key]) for key in keys), *(plain(row[fact]) for fact in facts), *(_score(row, s, interval) for s in scores)]
+        [*(plain(row[key]) for key in keys), *(plain(row[fact]) for fact in facts), *(score_text(row, s, interval) for s in scores)]
         for row in table
     ]
     return headings, lines
 
 
-def _score(row: dict[str, Any], name: str, interval: str) -> str:
-    mean, half, count = row[name], row[f"{name}_{interval}"], row[f"{name}_n"]
+def score_text(row: dict[str, Any], name: str, interval: str, count: bool = False) -> str:
+    """count: say how many runs the mean is over, even where it is over all."""
+    mean, half, covered = row[name], row[f"{name}_{interval}"], statistics.count_runs(row, name)
     if mean is None:
-        return "-"
-    return f"{mean:.4g}" if half is None else f"{mean:.4g} ± {half:.2g} ({count})"
+        return covered
+    covered = covered or (str(row["runs"]) if count and half is not None else "")
+    return f"{mean:.4g}" + (f" ± {half:.2g}" if half is not None else "") + (f" ({covered})" if covered else "")
 
 
 def _ends(interval: str) -> tuple[str, ...]:
@@ -213,8 +229,15 @@ def _ends(interval: str) -> tuple[str, ...]:
 def _csv(rows: Sequence[Sequence[Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([value if isinstance(value, (str, float)) else _raw(value) for value in row] for row in rows)
+    writer.writerows(
+        [_text(value) if isinstance(value, str) else value if isinstance(value, float) else _raw(value) for value in row] for row in rows
+    )
     return text.getvalue()
+
+
+def _text(value: str) -> str:
+    """A text that no spreadsheet takes for a formula."""
+    return f"'{value}" if value[:1] in _FORMULA else value
 
 
 def _raw(value: Any) -> str:
@@ -249,6 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--columns", nargs="+", metavar="NAME", help="on a terminal: scores, keys and facts to show, in this order")
     parser.add_argument("--pivot", nargs=2, metavar=("ROW", "COLUMN"), help="the metric over two dotted keys")
     parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="what follows ± (default: std; ci95: Student's t)")
+    run_arguments.add_values(parser)
     parser.add_argument("--format", choices=FORMATS, default="rich")
     return parser
 

@@ -10,6 +10,7 @@ from typing import Any
 from src.config import unknown
 from src.metrics.answers import INFERENCE
 from src.tables import rows as results
+from src.tables import statistics
 
 FACTS = ("runs", "state", "step")
 _DIGITS = 6
@@ -80,17 +81,17 @@ def plain_score(name: str, known: Sequence[str]) -> str:
 
 
 def score_cells(table: Sequence[dict[str, Any]], name: str, interval: str) -> list[str]:
-    """Means ± deviations of a score, with two digits of the smallest deviation; the number of runs only where some lack the score."""
+    """Means ± deviations of a score, with two digits of the smallest deviation; and "3 of 5" where the mean is not over all."""
     spreads = [half for row in table if (half := row[f"{name}_{interval}"])]
     digits = max(0, min(_DIGITS, 1 - math.floor(math.log10(min(spreads))))) if spreads else None
 
     def cell(row: dict[str, Any]) -> str:
-        mean, half, count = row[name], row[f"{name}_{interval}"], row[f"{name}_n"]
+        mean, half, covered = row[name], row[f"{name}_{interval}"], statistics.count_runs(row, name)
         if mean is None:
-            return "-"
+            return covered
         text = f"{mean:.4g}" if digits is None else f"{mean:.{digits}f}"
         text += f" ± {half:.{digits}f}" if digits is not None and half is not None else ""
-        return text if count == row["runs"] else f"{text} ({count})"
+        return f"{text} ({covered})" if covered else text
 
     return [cell(row) for row in table]
 

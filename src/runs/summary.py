@@ -27,7 +27,8 @@ class Summary:
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add later rows. A value that is not finite does not replace an earlier one, as in haven's tables."""
         for row in rows:
-            self.step = row.get("step", self.step)
+            if is_finite(step := row.get("step")):  # in haven's rows it may be anything
+                self.step = step
             for name, value in row.items():
                 if is_finite(value):
                     self.last[name] = value

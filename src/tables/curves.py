@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from src.errors import DataError, UserError
 from src.files import reading
 from src.runs.jsonl_records import read_appended
+from src.runs.metadata import CODE_VERSIONS
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
 from src.runs.summary import is_finite, parse_rows
 from src.tables import cache as stored
+from src.tables.rows import Row, lower_is_better, score_names
 from src.tables.statistics import t_975
 
 if TYPE_CHECKING:
     import numpy as np
 
 PERF = "perf.jsonl"
+VALUES = ("last", "best", "max", "min")
+"""Which value of a run stands for it."""
 _BATCH = 500
 _HEAD = ""
 """The name of the column that describes the others. The names of scores are stored as JSON."""
@@ -94,6 +98,42 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
                 changed[name] = history
         stored.write(runs, {name: _pack(history) for name, history in changed.items()})
     return found, warnings
+
+
+def choose_values(runs: Path, rows: Sequence[Row], value: str = "last", at_step: int | None = None) -> tuple[list[Row], list[str]]:
+    """The rows with another value of each score than the last, and a warning for each run whose history cannot be read.
+
+    value: one of `VALUES`, over the whole run; the best is that by `loop.best_mode` of the dict for its `loop.best_metric`, and by the name
+    for other scores. at_step: the values at exactly this step, None where a run has no row or no value there.
+    """
+    if value == "last" and at_step is None:
+        return list(rows), []
+    names = list(dict.fromkeys(name for score in score_names(rows) for name in (score, score.removeprefix("score."))))
+    found, warnings = histories(runs, [row["exp_id"] for row in rows], names)
+    return [row.replace(_choose_of_run(row, found.get(row["exp_id"], {}), value, at_step)) for row in rows], warnings
+
+
+def _choose_of_run(row: Row, columns: Columns, value: str, at_step: int | None) -> dict[str, Any]:
+    import numpy as np
+
+    chosen: dict[str, Any] = {}
+    for score in row.scores:
+        column = columns.get(score, columns.get(score.removeprefix("score.")))
+        if column is None:
+            chosen[score] = row[score] if score == CODE_VERSIONS else None
+            continue
+        finite = column[np.isfinite(column) & (at_step is None or columns["step"] == at_step)].tolist()
+        best = (min if _is_lower_better(row, score) else max) if value == "best" else {"min": min, "max": max}.get(value)
+        chosen[score] = (best(finite) if best else finite[-1]) if finite else None
+    if at_step is not None:
+        chosen["step"] = at_step if at_step in columns.get("step", ()) else None
+    return chosen
+
+
+def _is_lower_better(row: Row, score: str) -> bool:
+    if row.get("loop.best_metric") == score and row.get("loop.best_mode") in ("min", "max"):
+        return row["loop.best_mode"] == "min"
+    return lower_is_better(score)
 
 
 def bands(
@@ -185,9 +225,12 @@ def _column(values: list[Any]) -> "np.ndarray":
     import numpy as np
 
     try:
-        return np.array(values, dtype=np.float64)
+        column = np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
+        column = None
+    if column is None or column.ndim != 1:  # haven's rows may hold anything
         return np.array([float(value) if is_finite(value) and abs(value) < 1e308 else np.nan for value in values])
+    return column
 
 
 def _x_values(path: Path, columns: Columns, x: str) -> "np.ndarray":

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,13 @@ from src.runs.summary import is_finite
 from src.tables.scan import RunIndex, RunRecord
 
 FACTS = ("exp_id", "state", "group", "step", "tags", "note")
+AVERAGED = ("exp_ids", "runs", "done", "gpu_hours")
+ENDS = ("_std", "_ci95", "_n")
+"""What the rows of `statistics.aggregate` have besides: columns of their own, and for each score names with these ends."""
+FINISHED = ("done", "haven", "foreign")
+"""States of runs whose last scores are results. Of those that haven wrote, or something else, nothing but scores is known."""
+SEED = "seed"
+"""The key that means are taken over, unless another is named."""
 _LOWER_IS_BETTER = {"loss", "ppl", "perplexity", "error", "errors", "err", "nll", "wer", "cer", "bpb", "bpc", "mse", "mae", "rmse", "kl"}
 
 _SIZES = ("projected_bytes_per_context_token", "decoder_cache_bytes_per_context_token")
@@ -29,15 +36,22 @@ class Row(dict[str, Any]):
     scores: tuple[str, ...] = ()
     """The keys that are scores, in order of first appearance."""
 
+    def replace(self, values: Mapping[str, Any]) -> "Row":
+        """A copy with other values of some of its keys."""
+        changed = Row({**self, **values})
+        changed.scores = self.scores
+        return changed
+
 
 def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[list[Row], list[str]]:
     """One row for each save directory in `runs`, and a warning for each that cannot be read.
 
     group: only the runs of one or several groups; the row of a run in several names the first.
 
-    "tags" (a list) and "note" are what a person said of it. "state" is `metadata.state_of`, or "haven" for a directory that haven wrote.
-    "step" is that of the last row of scores, or None. A config key with the name of a fact is called "config.<name>", a score with the
-    name of either "score.<name>".
+    "tags" (a list) and "note" are what a person said of it. "state" is `metadata.state_of`, or "haven" for a directory that haven wrote,
+    or "foreign" for one whose id another program made. "step" is that of the last row of scores, or None. A config key with the name of a
+    fact or of a column of tables ("runs", "loss_std") is called "config.<name>", a score with such a name or that of a config key
+    "score.<name>".
 
     Raises:
         DataError: there is no such folder, or it holds no run.
@@ -64,7 +78,8 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[lis
             raise unknown("group", each, known, str(runs))
     if not rows and not warnings:
         raise DataError(f"{runs}: no runs in this folder. Train something first, or name the folder given as --savedir_base.")
-    return rows, warnings
+    taken = {name + end for name in score_names(rows) for end in ENDS}
+    return [row if taken.isdisjoint(row) else _rename(row, taken) for row in rows], warnings
 
 
 def group_rows(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
@@ -81,20 +96,20 @@ def varying_keys(rows: Sequence[Row]) -> list[str]:
     return [key for key in keys if len({spell(row, key) for row in rows}) > 1]
 
 
-def distinguishing_keys(rows: Sequence[Row]) -> list[str]:
-    """`varying_keys` without the seed, and without the id of a parent if each seed has a parent of its own.
+def distinguishing_keys(rows: Sequence[Row], seed: str = SEED) -> list[str]:
+    """`varying_keys` without the key `seed`, and without the id of a parent if each seed has a parent of its own.
 
     Of several groups "group" and what varies within one of them: two groups may differ in everything.
     """
     groups = group_rows(rows, ["group"])
     if len(groups) > 1:
-        return ["group", *dict.fromkeys(key for group in groups for key in distinguishing_keys(group))]
-    keys = [key for key in varying_keys(rows) if key != "seed"]
+        return ["group", *dict.fromkeys(key for group in groups for key in distinguishing_keys(group, seed))]
+    keys = [key for key in varying_keys(rows) if key != seed]
     parents = [key for key in keys if key.endswith(".exp_id")]
     alike = group_rows(rows, [key for key in keys if key not in parents])
 
     def follows_seed(key: str) -> bool:
-        counts = [[len(group_rows(group, by)) for by in (["seed"], [key], ["seed", key])] for group in alike]
+        counts = [[len(group_rows(group, by)) for by in ([seed], [key], [seed, key])] for group in alike]
         return all(len(set(count)) == 1 for count in counts) and any(count[0] > 1 for count in counts)
 
     return [key for key in keys if key not in parents or not follows_seed(key)]
@@ -142,12 +157,17 @@ def sort_best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | 
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Each dotted key with its shortest unique suffix: {"model.stride": "stride"}."""
+    """Each dotted key with its shortest unique suffix: {"model.stride": "stride"}. None is a column of tables, such as "runs"."""
     names = {}
+    columns = {*FACTS, *AVERAGED}
     for key in keys:
-        words = key.split(".")
+        words = [key] if key.startswith("config.") else key.split(".")
         ends = [".".join(words[start:]) for start in range(len(words) - 1, -1, -1)]
-        names[key] = next(end for end in ends if sum(other == end or other.endswith("." + end) for other in keys) == 1 or end == key)
+        names[key] = next(
+            end
+            for end in ends
+            if end == key or (end not in columns and sum(other == end or other.endswith("." + end) for other in keys) == 1)
+        )
     return names
 
 
@@ -192,11 +212,26 @@ def _row(path: Path, record: RunRecord, group: str) -> Row:
     if state == "running" and holder_is_dead(path):
         state = state_of(path)  # read again: it may have ended since
     row = Row({"exp_id": path.name, "state": state, "group": group, "step": record.summary.step, "tags": record.tags, "note": record.note})
-    row.update({f"config.{key}" if key in FACTS else key: value for key, value in record.config.items()})
-    named = {f"score.{name}" if name in row else name: value for name, value in record.summary.last.items()}
+    row.update({f"config.{key}" if key in FACTS or key in AVERAGED else key: value for key, value in record.config.items()})
+    last = {str(name): value for name, value in record.summary.last.items()}  # haven's rows may have other keys than texts
+    named = {f"score.{name}" if name in row or name in AVERAGED else name: value for name, value in last.items()}
     row.scores = tuple(named)
     row.update(named)
     return row
+
+
+def _rename(row: Row, taken: Collection[str]) -> Row:
+    """The row with other names for those of its keys that are `taken`."""
+    names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in taken else key for key in row}
+    renamed = Row({names[key]: value for key, value in row.items()})
+    renamed.scores = tuple(names[key] for key in row.scores)
+    return renamed
+
+
+def resolve_key(rows: Iterable[Row], key: str) -> str:
+    """`key`, or "config.<key>" where that is what rows call it."""
+    known = {name for row in rows for name in (*config_keys(row), *FACTS)}
+    return key if key in known or f"config.{key}" not in known else f"config.{key}"
 
 
 def sort_key(value: Any) -> tuple[int, Any, str]:

@@ -52,8 +52,8 @@ def test_markdown(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert printed(capsys, runs, "-e", "tiny", "--format", "markdown", "--scores", "val_loss", "em").splitlines() == [
         "| stride | runs | state | step | val_loss | em |",
         "| --- | --- | --- | --- | --- | --- |",
-        "| 1 | 3 | done | 4 | 0.6833 ± 0.1 (3) | 0.25 ± 0 (3) |",
-        "| 2 | 3 | done | 4 | 0.9333 ± 0.1 (3) | 0.5 ± 0 (3) |",
+        "| 1 | 3 | done | 4 | 0.6833 ± 0.1 | 0.25 ± 0 |",
+        "| 2 | 3 | done | 4 | 0.9333 ± 0.1 | 0.5 ± 0 |",
     ]
 
 
@@ -80,9 +80,18 @@ def test_several_groups_and_where_the_runs_are(runs: Path, capsys: pytest.Captur
 def test_latex_escapes_what_latex_would_read(runs: Path, capsys: pytest.CaptureFixture[str]):
     text = printed(capsys, runs, "--format", "latex", "--by", "model.kind", "model.stride", "--scores", "val_loss")
     assert r"kind & stride & runs & state & step & val\_loss \\" in text
-    assert r"a\_b \& 50\% & 1 & 3 & done & 4 & 0.6833 $\pm$ 0.1 (3) \\" in text
+    assert r"a\_b \& 50\% & 1 & 3 & done & 4 & 0.6833 $\pm$ 0.1 \\" in text
     assert text.count("&") - text.count(r"\&") == 5 * 3
     assert table._escape("\\~^#${}%_&") == r"\textbackslash{}\textasciitilde{}\textasciicircum{}\#\$\{\}\%\_\&"
+    assert table._escape("a<b>|c") == r"a\textless{}b\textgreater{}\textbar{}c"
+
+
+def test_no_cell_of_a_csv_file_is_a_formula():
+    """Spreadsheets run what begins so; numbers below zero stay numbers."""
+    texts = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "a=1"]
+    ((*cells, low, lower),) = csv.reader(io.StringIO(table._csv([[*texts, -1, -0.5]])))
+    assert cells == [*(f"'{text}" for text in texts[:-1]), "a=1"]
+    assert (low, lower) == ("-1", "-0.5")
 
 
 def test_markdown_escapes_its_bars():
@@ -114,7 +123,7 @@ def test_what_is_not_done_or_not_readable_is_said_beside_the_table(runs: Path, c
     assert "| 1 | 4 | " in captured.out
     assert "3 done, 1 failed" in captured.out or "1 failed, 3 done" in captured.out
     assert "exp_dict.json: no such file" in captured.err
-    assert "1 of 7 runs are not done; the table holds their latest scores." in captured.err
+    assert "1 of 7 runs are not done; the means are over the others; --unfinished takes all." in captured.err
 
 
 def test_runs_that_were_stopped_before_their_first_score_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -181,7 +190,7 @@ def test_a_pivot_in_every_format(runs: Path, capsys: pytest.CaptureFixture[str])
 def test_the_95_percent_interval(runs: Path, capsys: pytest.CaptureFixture[str]):
     half = 4.302652729911275 * statistics.stdev(expected(1)) / 3**0.5
     text = printed(capsys, runs, "--interval", "ci95", "--format", "markdown", "--scores", "val_loss")
-    assert f"| 1 | 3 | done | 4 | 0.6833 ± {half:.2g} (3) |" in text
+    assert f"| 1 | 3 | done | 4 | 0.6833 ± {half:.2g} |" in text
     row = next(csv.DictReader(io.StringIO(printed(capsys, runs, "--interval", "ci95", "--format", "csv"))))
     assert float(row["val_loss_ci95"]) == pytest.approx(half, rel=1e-9)
     assert float(row["val_loss_std"]) == statistics.stdev(expected(1))

@@ -15,7 +15,7 @@ def drawn(runs: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> li
 
 
 def row(mean: float | None, half: float | None, count: int = 2) -> dict[str, Any]:
-    return {"em": mean, "em_std": half, "em_n": count, "runs": 2}
+    return {"em": mean, "em_std": half, "em_n": count, "runs": 2, "done": count}
 
 
 def test_scores_come_first_and_what_is_the_same_is_said_once(runs: Path, capsys: pytest.CaptureFixture[str]):
@@ -39,7 +39,7 @@ def test_the_end_of_the_metric_that_is_best_is_marked(runs: Path, capsys: pytest
         ([row(0.123456, None), row(2, None)], ["0.1235", "2"]),
         ([row(1536, 0.0), row(768, 0.0)], ["1536", "768"]),
         ([row(0.5, 1e-12), row(0.5, 0.1)], ["0.500000 ± 0.000000", "0.500000 ± 0.100000"]),
-        ([row(None, None, 0), row(0.5, None, 1)], ["-", "0.5 (1)"]),
+        ([row(None, None, 0), row(0.5, None, 1)], ["0 of 2 done", "0.5 (1 of 2)"]),
     ],
 )
 def test_digits_are_those_of_the_smallest_deviation(rows: list[dict[str, Any]], cells: list[str]):

@@ -184,6 +184,8 @@ def test_missing_scores_and_mixed_states_show(tmp_path: Path):
     make(tmp_path, experiment(1, 1), [{"step": 1, "loss": 2.0}], state="failed")
     rows, _ = results.load_rows(tmp_path)
     (row,) = statistics.aggregate(rows, ["model.stride"], ["loss", "em"])
+    assert (row["loss"], row["loss_n"], row["loss_std"], row["done"], row["runs"]) == (1.0, 1, None, 1, 2)
+    (row,) = statistics.aggregate(rows, ["model.stride"], ["loss", "em"], unfinished=True)
     assert (row["loss"], row["loss_n"], row["loss_std"]) == (1.5, 2, stdev([1.0, 2.0]))
     assert (row["em"], row["em_n"], row["em_std"]) == (0.5, 1, None)
     assert row["state"] in ("1 done, 1 failed", "1 failed, 1 done")
@@ -270,7 +272,10 @@ def test_a_pivot_holds_what_aggregate_holds(tmp_path: Path):
     rows = grid(tmp_path, (10, 2), (0, 1))
     make(tmp_path, experiment(3, 5), [{"step": 1, "loss": 0.5}])
     rows, _ = results.load_rows(tmp_path)
-    found = statistics.pivot(rows, "model.stride", "seed", "loss")
+    missing = statistics.pivot(rows, "model.stride", "seed", "loss").cells[0][0]
+    assert missing is not None
+    assert (missing["loss"], missing["runs"]) == (None, 1), "seed 0 failed"
+    found = statistics.pivot(rows, "model.stride", "seed", "loss", unfinished=True)
     assert (found.rows, found.columns) == ([2, 3, 10], [0, 1, 5])
     assert [[cell and cell["loss"] for cell in line] for line in found.cells] == [[2.0, 2.1, None], [None, None, 0.5], [10.0, 10.1, None]]
     with pytest.raises(ConfigError, match="unknown key 'stride'"):
@@ -278,9 +283,9 @@ def test_a_pivot_holds_what_aggregate_holds(tmp_path: Path):
 
 
 def test_intervals_stand_beside_deviations(tmp_path: Path):
-    (row,) = statistics.aggregate(grid(tmp_path, (1,)), [], ["loss"])
+    (row,) = statistics.aggregate(grid(tmp_path, (1,)), [], ["loss"], unfinished=True)
     assert row["loss_ci95"] == pytest.approx(4.302652729911275 * row["loss_std"] / 3**0.5, rel=1e-9)
-    (alone,) = statistics.aggregate(grid(tmp_path / "other", (1,), (0,)), [], ["loss"])
+    (alone,) = statistics.aggregate(grid(tmp_path / "other", (1,), (0,)), [], ["loss"], unfinished=True)
     assert alone["loss_ci95"] is None
 
 

@@ -1,0 +1,236 @@
+"""A planted group of done, failed, stopped and running seeds: every table, page and file says the same of it."""
+
+import csv
+import io
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from results import legend, overview, plot, report, table
+from results.dashboard import ALL, Dashboard
+from src.experiments.identity import exp_id
+from src.runs.run_dir import RunDir
+from src.tables import rows as results
+
+# panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of
+pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.errors.Pandas4Warning")
+
+DONE = (0.50, 0.51, 0.52)
+"""The last losses of the seeds of stride 2 that are done. One more failed at step 68, one was stopped: both far from an end."""
+MEAN, STD = "0.510", "0.010"
+
+
+def experiment(stride: int, seed: int, **more: object) -> dict:
+    return {"recipe": "toy", "seed": seed, "model": {"name": "m", "stride": stride}, **more}
+
+
+def plant(runs: Path, exp: dict, values: Sequence[tuple[int, float]], state: str, name: str = "val_loss", group: str = "g") -> str:
+    with RunDir.open(runs, exp, exp, facts={"groups": [group]}) as run:
+        for step, value in values:
+            run.scores.append({"step": step, name: value})
+        run.set_status(state)
+    return run.exp_id
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """Stride 2 has the best finished runs and the worst others; of stride 3 none is done; of stride 1 all are."""
+    runs = tmp_path / "runs"
+    for seed, last in enumerate(DONE):
+        plant(runs, experiment(2, seed), [(68, 1.0 + seed), (200, last - 0.25), (300, last)], "done")
+    plant(runs, experiment(2, 3), [(68, 1.8)], "failed")
+    plant(runs, experiment(2, 4), [(68, 0.9), (100, 0.3)], "stopped")
+    for seed in range(2):
+        plant(runs, experiment(1, seed), [(68, 2.0), (300, 0.6 + seed / 100)], "done")
+    for seed, state in enumerate(("failed", "stopped")):
+        plant(runs, experiment(3, seed), [(68, 0.01)], state)
+    return runs
+
+
+def rows_of(runs: Path, capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[int, dict]:
+    assert table.main([str(runs), "--format", "json", *map(str, arguments)]) == 0
+    return {row["model.stride"]: row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_every_view_has_the_means_of_what_is_done(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = rows_of(planted, capsys)
+    assert list(found) == [2, 1, 3], "the best first, and last what has no result"
+    assert [found[2][key] for key in ("val_loss", "val_loss_std", "val_loss_n", "done", "runs")] == [
+        *(statistics.fmean(DONE), statistics.stdev(DONE)),
+        *(3, 3, 5),
+    ]
+    assert (found[3]["val_loss"], found[3]["val_loss_n"], found[3]["done"]) == (None, 0, 0)
+    cells = [f"{MEAN} ± {STD} (3 of 5)", "0.6050 ± 0.0071", "0 of 2 done"]
+
+    assert table.main([str(planted)]) == 0
+    terminal = capsys.readouterr()
+    digits = ["0.5100 ± 0.0100 (3 of 5)", *cells[1:]]
+    assert [line.split("│")[1].strip() for line in terminal.out.splitlines() if line.startswith("│")] == digits
+    assert "4 of 9 runs are not done; the means are over the others" in terminal.err
+
+    assert table.main([str(planted), "--format", "latex"]) == 0
+    latex = capsys.readouterr().out
+    assert r"0.51 $\pm$ 0.01 (3 of 5) \\" in latex
+    assert r"0.605 $\pm$ 0.0071 \\" in latex
+    assert r"0 of 2 done \\" in latex
+    assert table.main([str(planted), "--format", "csv"]) == 0
+    assert [(row["val_loss"], row["val_loss_n"]) for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == [
+        (str(found[2]["val_loss"]), "3"),
+        (str(found[1]["val_loss"]), "2"),
+        ("", "0"),
+    ]
+
+    assert Dashboard(planted, ALL).results.value["val_loss ↓"].tolist() == digits
+    output = tmp_path / "report.html"
+    assert report.main([str(planted), "-o", str(output)]) == 0
+    assert all(text in output.read_text() for text in digits)
+    assert "Best val_loss: 0.5100 ± 0.0100 (3 of 5) with stride=2" in output.read_text()
+
+    drawn = {line.label: line for line in overview.curves(overview.load(planted), "val_loss").lines}
+    (axes,) = plot.draw(planted, results.load_rows(planted)[0]).axes
+    lines = {str(line.get_label()).strip(): line for line in axes.lines}
+    assert set(lines) == set(drawn) == {"stride=1 (2)", "stride=2 (3 of 5)", "stride=3 (0 of 2 done)"}
+    best = "stride=2 (3 of 5)"
+    assert drawn[best].mean[-1] == list(lines[best].get_ydata())[-1] == found[2]["val_loss"]
+    assert drawn[best].x == [68, 200, 300], "step 100 is of a run that was stopped"
+    assert drawn["stride=3 (0 of 2 done)"].mean == [0.01], "what goes on is seen"
+
+
+def test_the_last_value_of_a_run_that_is_not_done_never_looks_like_a_result(planted: Path, capsys: pytest.CaptureFixture[str]):
+    """Not even alone in its row, nor as a point."""
+    rows = ("--where", "model.stride == 2", "--by", "seed", "--format", "markdown")
+    assert table.main([str(planted), *rows]) == 0
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [line[-1] for line in lines] == ["0.5 |", "0.51 |", "0.52 |", "0 of 1 done |", "0 of 1 done |"]
+    assert sorted(line[2] for line in lines) == ["done"] * 3 + ["failed", "stopped"]
+    figure, left_out = plot.points(planted, legend.Configurations(results.load_rows(planted)[0]), "model.stride", "val_loss")
+    assert sorted(value for line in figure.axes[0].lines for value in line.get_ydata()) == [*DONE, 0.6, 0.61]
+    assert left_out == ["left out: 4 of 9 runs, which are not done."]
+    scattered = overview.curves(overview.load(planted), "val_loss", overview.Look("model.stride")).lines
+    assert sorted(value for line in scattered for value in line.mean) == [*DONE, 0.6, 0.61]
+
+
+@pytest.mark.parametrize(
+    ("options", "of_stride_2"),
+    [
+        ([], DONE),
+        (["--unfinished"], [*DONE, 1.8, 0.3]),
+        (["--at-step", "68"], [1.0, 2.0, 3.0, 1.8, 0.9]),
+        (["--at-step", "100"], [0.3]),
+        (["--at-step", "7"], []),
+        (["--value", "best"], [0.25, 0.26, 0.27]),
+        (["--value", "min"], [0.25, 0.26, 0.27]),
+        (["--value", "max"], [1.0, 2.0, 3.0]),
+        (["--value", "min", "--unfinished"], [0.25, 0.26, 0.27, 1.8, 0.3]),
+    ],
+)
+def test_other_values_of_other_runs(
+    planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], of_stride_2: Sequence[float]
+):
+    row = rows_of(planted, capsys, *options)[2]
+    assert row["val_loss"] == (pytest.approx(statistics.fmean(of_stride_2), rel=1e-12) if of_stride_2 else None)
+    assert (row["val_loss_n"], row["runs"]) == (len(of_stride_2), 5)
+    shown = table.score_text(row, "val_loss", "std")
+    output = tmp_path / "report.html"
+    assert report.main([str(planted), *options, "-o", str(output)]) == 0
+    text = output.read_text()
+    count = f"({len(of_stride_2)} of 5)"
+    assert (count in shown) == (count in text.split("Learning curves")[0]) == (0 < len(of_stride_2) < 5)
+    assert plot.main([str(planted), *options, "--x", "model.stride", "--y", "val_loss", "--output", str(tmp_path / "a.svg")]) == int(
+        not of_stride_2
+    )
+
+
+def test_runs_without_the_step_are_counted(planted: Path, capsys: pytest.CaptureFixture[str]):
+    assert table.main([str(planted), "--at-step", "100"]) == 0
+    assert "8 of 9 runs have no row at step 100; they are left out." in capsys.readouterr().err
+
+
+def test_the_best_value_is_the_best_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """By loop.best_mode for its metric; by the name for others."""
+    for mode, best in (("min", 0.2), ("max", 0.9)):
+        exp = experiment(1, 0, loop={"best_metric": "skill", "best_mode": mode})
+        plant(tmp_path / mode, exp, [(1, 0.5), (2, 0.2), (3, 0.9), (4, 0.4)], "done", "skill")
+        rows = json.loads((table.main([str(tmp_path / mode), "--value", "best", "--format", "json"]), capsys.readouterr().out)[1])
+        assert rows[0]["skill"] == best
+    plant(tmp_path / "named", experiment(1, 0), [(1, 0.5), (2, 0.9), (3, 0.4)], "done", "em")
+    assert table.main([str(tmp_path / "named"), "--value", "best", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["em"] == 0.9
+
+
+def test_columns_of_tables_are_no_config_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Two runs of `runs` 7 and 9 once both showed 1."""
+    for runs, deviation in ((7, 0.1), (9, 0.2)):
+        exp = {"recipe": "toy", "runs": runs, "val_loss_std": deviation, "done": runs, "model": {"name": "m", "state": runs}}
+        plant(tmp_path, exp, [(1, runs / 10)], "done")
+    assert table.main([str(tmp_path), "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    keys = ("config.runs", "config.val_loss_std", "config.done", "model.state", "runs", "val_loss", "val_loss_std")
+    assert [[row[key] for key in keys] for row in rows] == [[7, 0.1, 7, 7, 1, 0.7, None], [9, 0.2, 9, 9, 1, 0.9, None]]
+    assert table.main([str(tmp_path), "--by", "runs", "model.state", "--format", "markdown"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "| config.runs | model.state | runs | state | step | val_loss |"
+
+
+def test_a_score_that_is_called_like_a_deviation_is_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for seed in range(2):
+        exp = experiment(1, seed)
+        with RunDir.open(tmp_path, exp, exp) as run:
+            run.scores.append({"step": 1, "reward": float(seed), "reward_std": 5.0})
+            run.set_status("done")
+    assert table.main([str(tmp_path), "--format", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["reward"], row["reward_std"], row["score.reward_std"]) == (0.5, math.sqrt(0.5), 5.0)
+
+
+def test_means_over_another_key_than_the_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for seed in (1, 2):
+        for repeat in range(3 if seed == 1 else 2):
+            plant(tmp_path, experiment(1, seed, runs=repeat, trial={"number": repeat}), [(1, seed + repeat / 10)], "done")
+    for key, word in (("runs", "config.runs"), ("config.runs", "config.runs")):
+        assert table.main([str(tmp_path), "--seed-key", key, "--by", "seed", "--format", "json"]) == 0
+        captured = capsys.readouterr()
+        assert [(row["seed"], row["runs"], row["val_loss"]) for row in json.loads(captured.out)] == [
+            (1, 3, pytest.approx(1.1)),
+            (2, 2, pytest.approx(2.05)),
+        ]
+        assert f"seed=2: no run with {word} 2, which others have." in captured.err
+    keys = legend.Configurations(results.load_rows(tmp_path)[0], seed="config.runs").keys
+    assert sorted(keys) == ["seed", "trial.number"]
+    output = tmp_path / "a.svg"
+    assert plot.main([str(tmp_path), "--seed-key", "runs", "--output", str(output)]) == 0
+    assert report.main([str(tmp_path), "--seed-key", "runs", "-o", str(tmp_path / "a.html")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--at-step", "1", "--value", "best"], "--at-step takes the value at one step, --value one of the whole run"),
+        (["--seed-key", "sed"], "--seed-key: unknown key 'sed'. Did you mean 'seed'?"),
+    ],
+)
+def test_mistakes_are_one_line(planted: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
+    for command in (table.main, report.main):
+        assert command([str(planted), *arguments]) == 1
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err.count("\n")) == ("", 1)
+        assert message in captured.err
+    assert plot.main([str(planted), "--value", "best"]) == 1
+    assert "--at-step and --value are for points, as curves show every step." in capsys.readouterr().err
+
+
+def test_what_haven_ran_counts_as_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Nothing but scores is known of it."""
+    import pickle
+
+    for seed in range(2):
+        exp = experiment(1, seed)
+        path = tmp_path / exp_id(exp)
+        path.mkdir()
+        (path / "exp_dict.json").write_text(json.dumps(exp))
+        (path / "score_list.pkl").write_bytes(pickle.dumps([{"val_loss": 0.5 + seed}]))
+    (row,) = rows_of(tmp_path, capsys, "--by", "model.stride").values()
+    assert (row["val_loss"], row["done"], row["state"]) == (1.0, 2, "haven")
