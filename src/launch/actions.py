@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ _POLL_SECONDS = 0.5
 _SUBMITTED = {"run": ("never", "stopped", "lost"), "retry": ("failed", "lost"), "reset": status.STATES}
 _HINTS = {
     "failed": "run leaves it as it is. --job_option retry starts it again, -r 1 starts it over",
+    "stopped": "it is stopped, not failed: run starts it again, and so does a retry of its parents (--with-parents)",
     "done": "it is done",
     "queued": "it is queued already",
     "running": "it is running already",
@@ -75,13 +76,24 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
         if option == "reset":
             _kill(request.runs, [item.exp_id for item in request.planned if item.exp_id in request.chosen])
         rows = {row.exp_id: row for row in status.table(request.runs, [item.exp_id for item in request.planned], ACT)}
-        todo = [item for item in request.planned if _needs_job(request, rows[item.exp_id], option)]
+        todo = _choose(request, rows, option)
         if not todo:
             log.info("nothing to submit")
             return
         made = _build_jobs(request, given, todo, option)
         ids = _submit(request, given, made)
     given.launcher.wait_for(ids)
+
+
+def _choose(request: Request, rows: Mapping[str, Row], option: str) -> list[Planned]:
+    """Those to submit. With a retried parent also its children that were not started, or stopped, as it had failed."""
+    todo: dict[str, Planned] = {}
+    for item in request.planned:
+        row = rows[item.exp_id]
+        orphaned = option == "retry" and row.state in ("never", "stopped") and not row.doubt
+        if (orphaned and not todo.keys().isdisjoint(references.parent_ids(item.exp))) or _needs_job(request, row, option):
+            todo[item.exp_id] = item
+    return list(todo.values())
 
 
 def _needs_job(request: Request, row: Row, option: str) -> bool:
@@ -96,7 +108,7 @@ def _needs_job(request: Request, row: Row, option: str) -> bool:
     if row.state in states:
         return True
     hint = _HINTS.get(row.state, f"it is {row.state}, not failed")
-    log.info("%s: %s%s", row.exp_id, hint, f" ({row.reason})" if row.reason and row.state in ("failed", "unknown") else "")
+    log.info("%s: %s%s", row.exp_id, hint, f" ({row.reason})" if row.reason and row.state in ("failed", "stopped", "unknown") else "")
     return False
 
 

@@ -543,10 +543,10 @@ class TestParents:
     def test_a_child_of_a_parent_that_fails_names_it(self, tmp_path: Path, state: str | None, told: str):
         parent = job(tmp_path, "parent", "raise SystemExit(1)")
         child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,))
-        if state:
-            status(tmp_path, parent, state)
         patience = {"parent_patience_seconds": 0} if state else {"parent_wait_seconds": 0}
         config, (_, other), _ = launched(tmp_path, [parent, child], **patience)
+        if state:
+            status(tmp_path, parent, state)
         assert wait_for(config, other).state == "failed"
         assert f"not started: it starts from experiment {parent.exp_id}, which {told} seconds; see {parent.run}" in log(child, "err")
         assert log(child) == ""
