@@ -551,6 +551,16 @@ class TestParents:
         assert f"not started: it starts from experiment {parent.exp_id}, which {told} seconds; see {parent.run}" in log(child, "err")
         assert log(child) == ""
 
+    def test_a_failure_of_a_parent_that_is_submitted_again_does_not_count(self, tmp_path: Path):
+        parent = job(tmp_path, "parent", "import time; time.sleep(60)")
+        child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,))
+        status(tmp_path, parent, "failed")
+        config, (first, other), _ = launched(tmp_path, [parent, child], parent_patience_seconds=0)
+        wait_for(config, other, "running")
+        status(tmp_path, parent, "done")
+        assert wait_for(config, other).state == "completed", log(child, "err")
+        config.kill([first])
+
     def test_parents_of_earlier_submissions_are_waited_for(self, tmp_path: Path):
         parent = job(tmp_path, "parent")
         child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,), after_jobs=("some-job",))
