@@ -3,16 +3,17 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from src import files, registry
 from src.errors import LaunchError, RunError
-from src.launch import snapshot, status, submissions
+from src.launch import snapshot, status, submissions, tracking
 from src.launch.job import Job, LauncherConfig
 from src.launch.resources import Resources
-from src.launch.status import Row, TrackedJob
+from src.launch.status import Row
+from src.launch.tracking import ACT, ALIVE, TrackedJob, track
 from src.runs import metadata, run_dir
 from src.runs import parents as references
 from src.runs.plan import Planned
@@ -24,6 +25,7 @@ _POLL_SECONDS = 0.5
 _SUBMITTED = {"run": ("never", "stopped", "lost"), "retry": ("failed", "lost"), "reset": status.STATES}
 _HINTS = {
     "failed": "run leaves it as it is. --job_option retry starts it again, -r 1 starts it over",
+    "stopped": "it is stopped, not failed: run starts it again, and so does a retry of its parents (--with-parents)",
     "done": "it is done",
     "queued": "it is queued already",
     "running": "it is running already",
@@ -56,8 +58,8 @@ def pending_parents(runs: Path, planned: Sequence[Planned]) -> set[str]:
     """Parents of `planned` that are queued or running as jobs: those that a job can wait for."""
     here = {item.exp_id for item in planned}
     parents = [parent for item in planned for parent in references.parent_ids(item.exp) if parent not in here]
-    tracked = status.track(runs, list(dict.fromkeys(parents)))[0] if parents else {}
-    return {exp_id for exp_id, job in tracked.items() if _is_alive(job)}
+    tracked = track(runs, list(dict.fromkeys(parents)))[0] if parents else {}
+    return {exp_id for exp_id, job in tracked.items() if job.is_alive}
 
 
 def run(request: Request, given: Resources, option: str = "run") -> None:
@@ -73,8 +75,8 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
         submissions.refuse(submissions.reconcile(request.runs), [item.exp_id for item in request.planned])
         if option == "reset":
             _kill(request.runs, [item.exp_id for item in request.planned if item.exp_id in request.chosen])
-        rows = {row.exp_id: row for row in status.table(request.runs, [item.exp_id for item in request.planned])}
-        todo = [item for item in request.planned if _needs_job(request, rows[item.exp_id], option)]
+        rows = {row.exp_id: row for row in status.table(request.runs, [item.exp_id for item in request.planned], ACT)}
+        todo = _choose(request, rows, option)
         if not todo:
             log.info("nothing to submit")
             return
@@ -83,16 +85,30 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
     given.launcher.wait_for(ids)
 
 
+def _choose(request: Request, rows: Mapping[str, Row], option: str) -> list[Planned]:
+    """Those to submit. With a retried parent also its children that were not started, or stopped, as it had failed."""
+    todo: dict[str, Planned] = {}
+    for item in request.planned:
+        row = rows[item.exp_id]
+        orphaned = option == "retry" and row.state in ("never", "stopped") and not row.doubt
+        if (orphaned and not todo.keys().isdisjoint(references.parent_ids(item.exp))) or _needs_job(request, row, option):
+            todo[item.exp_id] = item
+    return list(todo.values())
+
+
 def _needs_job(request: Request, row: Row, option: str) -> bool:
     """Whether to submit a job for this row; logs why not."""
     starts_over = row.exp_id in request.chosen and (request.reset or option == "reset")
-    if starts_over and row.state not in (*status.ALIVE, "unknown"):
+    if row.doubt:
+        log.info("%s: %s (%s)", row.exp_id, _HINTS["unknown"], row.reason)
+        return False
+    if starts_over and row.state not in (*ALIVE, "unknown"):
         return option != "retry" or row.state in _SUBMITTED["retry"]
     states = _SUBMITTED["run"] if option == "reset" else _SUBMITTED[option]
     if row.state in states:
         return True
     hint = _HINTS.get(row.state, f"it is {row.state}, not failed")
-    log.info("%s: %s%s", row.exp_id, hint, f" ({row.reason})" if row.reason and row.state in ("failed", "unknown") else "")
+    log.info("%s: %s%s", row.exp_id, hint, f" ({row.reason})" if row.reason and row.state in ("failed", "stopped", "unknown") else "")
     return False
 
 
@@ -132,8 +148,8 @@ def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) 
     """
     here = {item.exp_id for item in todo}
     outside = list(dict.fromkeys(p for item in todo for p in references.parent_ids(item.exp) if p not in here))
-    rows = {row.exp_id: row for row in status.table(request.runs, outside)}
-    tracked = status.track(request.runs, outside)[0] if outside else {}
+    rows = {row.exp_id: row for row in status.table(request.runs, outside, ACT)}
+    tracked = track(request.runs, outside)[0] if outside else {}
     found, wrong = {}, []
     for item in todo:
         waits = []
@@ -141,8 +157,8 @@ def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) 
             if parent in here or rows[parent].state == "done":
                 continue
             row, job = rows[parent], tracked.get(parent)
-            if row.state in status.ALIVE and job and job.launcher and _is_alive(job):
-                if status.same_scheduler(job.launcher, given.launcher):
+            if row.state in ALIVE and job and job.launcher and job.is_alive:
+                if tracking.same_scheduler(job.launcher, given.launcher):
                     waits.append(job.job_id)
                 else:
                     wrong.append(
@@ -190,12 +206,12 @@ def kill(runs: Path, exp_ids: Sequence[str]) -> None:
 
 def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
     """Kill what can be killed, then raise for the rest."""
-    tracked, wrong = status.track(runs, exp_ids)
-    alive = {exp_id: job for exp_id, job in tracked.items() if _is_alive(job)}
+    tracked, wrong = track(runs, exp_ids)
+    alive = {exp_id: job for exp_id, job in tracked.items() if job.is_alive}
     for exp_id in exp_ids:
         if exp_id not in alive and exp_id not in wrong:
             log.info("%s: %s", exp_id, _why_no_job(runs / exp_id, tracked.get(exp_id)))
-    launchers = status.group_by_scheduler((job.launcher, job.job_id) for job in alive.values() if job.launcher)
+    launchers = tracking.group_by_scheduler((job.launcher, job.job_id) for job in alive.values() if job.launcher)
     for launcher, ids in launchers:
         launcher.kill(ids)
     if alive:
@@ -223,7 +239,7 @@ def _wait_until_gone(launchers: Sequence[tuple[LauncherConfig, list[str]]]) -> N
         for launcher, ids in launchers:
             try:
                 seen = launcher.states(ids)
-                left += [job_id for job_id in ids if job_id in seen and seen[job_id].state in status.ALIVE]
+                left += [job_id for job_id in ids if job_id in seen and seen[job_id].state in ALIVE]
             except LaunchError as error:
                 left += ids
                 why = f" {error}"
@@ -233,7 +249,3 @@ def _wait_until_gone(launchers: Sequence[tuple[LauncherConfig, list[str]]]) -> N
             told = f"{', '.join(left)}: told to end, but not known to be gone after {GONE_SECONDS:g} s."
             raise LaunchError(f"{told} Look again later.{why}")
         time.sleep(_POLL_SECONDS)
-
-
-def _is_alive(job: TrackedJob) -> bool:
-    return job.seen is not None and job.seen.state in status.ALIVE

@@ -1,16 +1,20 @@
 """The interface of a launcher."""
 
+import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
+from src.errors import LaunchError
 from src.interfaces import Component
 from src.registry import LAUNCHERS, bind
 
 Note = Callable[[Mapping[str, str]], None]
 """Called by a launcher with {exp_id: job id} as soon as the scheduler has given ids, before anything else can fail."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,3 +116,37 @@ class LauncherConfig(Component):
 def bind_launcher(raw: object) -> LauncherConfig:
     """The launcher that `raw["launcher"]` names. Raises `config.Problems`: everything wrong with `raw`, by path."""
     return bind(LAUNCHERS, raw, key="launcher")
+
+
+def ask(calls: Sequence[Callable[[], T]], seconds: float | None) -> list[T | LaunchError]:
+    """What each call to a scheduler returns, or its LaunchError. Those that take longer than `seconds` are left alone; None: none is."""
+
+    def answer(call: Callable[[], T]) -> T | LaunchError:
+        try:
+            return call()
+        except LaunchError as error:
+            return error
+
+    if seconds is None:
+        return [answer(call) for call in calls]
+    found: dict[int, T | LaunchError | Exception] = {}
+
+    def work(place: int) -> None:
+        try:
+            found[place] = answer(calls[place])
+        except Exception as error:  # noqa: BLE001  raised below, by the thread that asks
+            found[place] = error
+
+    # Daemons: a scheduler that hangs does not keep this process from ending.
+    workers = [threading.Thread(target=work, args=(place,), daemon=True) for place in range(len(calls))]
+    until = time.monotonic() + seconds
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(max(0.0, until - time.monotonic()))
+    late = LaunchError(f"the scheduler did not answer in {seconds:.2g} s, so what became of the job is not known")
+    answers = [found.get(place, late) for place in range(len(calls))]
+    for each in answers:
+        if isinstance(each, Exception) and not isinstance(each, LaunchError):
+            raise each
+    return answers  # type: ignore[return-value]

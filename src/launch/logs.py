@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from src.launch import status
+from src.launch.tracking import ALIVE
 
 LINES = 20
 POLL_SECONDS = 0.5
@@ -36,7 +37,8 @@ def follow(runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callab
         if time.monotonic() - asked >= STATES_SECONDS:
             rows = status.table(runs, exp_ids)
             # A scheduler that does not answer has ended nothing.
-            alive = {row.exp_id for row in rows if row.state in status.ALIVE or (row.state == "unknown" and row.exp_id in alive)}
+            doubtful = {row.exp_id for row in rows if row.doubt or row.state == "unknown"}
+            alive = {row.exp_id for row in rows if row.state in ALIVE} | (alive & doubtful)
             ended = not alive
             asked = time.monotonic()
         for exp_id in exp_ids:

@@ -6,22 +6,21 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from src.command_line import aligned_lines
 from src.config import unknown
-from src.errors import ConfigError, LaunchError, UserError
+from src.errors import ConfigError, UserError
 from src.files import reading
 from src.launch import submissions
-from src.launch.job import LauncherConfig, SchedulerState
+from src.launch.tracking import LOOK, Question, TrackedJob, track
 from src.runs import events, lease, metadata, parents, scores
 
 LOGS = "logs"
 STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "unknown")
-ALIVE = ("queued", "running")
 _SILENT_SECONDS = 10 * lease.STALE_SECONDS
 """A forgotten job whose run is held on another machine counts as running if its heartbeat is more recent than this."""
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -48,17 +47,8 @@ class Row:
     """Age of the last heartbeat; None if no process holds the save directory."""
     job_id: str | None
     log: Path | None
-
-
-@dataclass(frozen=True)
-class TrackedJob:
-    """The job of one experiment."""
-
-    job_id: str
-    submission: str
-    launcher: LauncherConfig | None
-    seen: SchedulerState | None
-    """None: the scheduler does not know it."""
+    doubt: str = ""
+    """Why the scheduler's word is lacking: the state is the last one known, and nothing is submitted. "": it is not lacking."""
 
 
 def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
@@ -87,91 +77,67 @@ def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
     return runs, selected
 
 
-def table(runs: Path, exp_ids: Sequence[str]) -> list[Row]:
+def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK) -> list[Row]:
     """One row for each experiment, in the same order. A damaged one is "unknown", with the reason; it never raises.
 
-    Interrupted submissions are reconciled first, unless another process is submitting.
+    What is done, or held by a living process of this machine, is known from its save directory. The schedulers are asked only for the
+    others, in one call each. Interrupted submissions are reconciled first, unless another process is submitting.
     """
-    trouble: dict[str, str] = {}
+    began = time.monotonic()
+    trouble = _reconcile(runs, question)
+    left = question.seconds and max(min(0.5, question.seconds), question.seconds - (time.monotonic() - began))
+    settled = {exp_id for exp_id in exp_ids if _is_settled(runs / exp_id)}
+    tracked, wrong = track(runs, exp_ids, replace(question, seconds=left), settled)
+    return [_row(runs, exp_id, tracked.get(exp_id), wrong.get(exp_id) or trouble.get(exp_id) or "") for exp_id in exp_ids]
+
+
+_reconciled: dict[Path, tuple[float, dict[str, str]]] = {}
+"""By folder of runs: when its interrupted submissions were last reconciled, and what is not known of their experiments."""
+
+
+def _reconcile(runs: Path, question: Question) -> dict[str, str]:
+    """What is not known of the experiments of interrupted submissions."""
+    when, trouble = _reconciled.get(runs, (float("-inf"), {}))
+    if time.monotonic() - when <= question.max_age_seconds:
+        return trouble
+    trouble = {}
     with contextlib.suppress(UserError):
         if submissions.interrupted_names(runs):
             with submissions.lock(runs, wait_seconds=0.0):
-                trouble = {exp_id: unclear.message for unclear in submissions.reconcile(runs) for exp_id in unclear.experiments}
-    tracked, wrong = track(runs, exp_ids)
-    return [_row(runs, exp_id, tracked.get(exp_id), wrong.get(exp_id) or trouble.get(exp_id)) for exp_id in exp_ids]
+                unclear = submissions.reconcile(runs, question.seconds)
+                trouble = {exp_id: one.message for one in unclear for exp_id in one.experiments}
+    _reconciled[runs] = time.monotonic(), trouble
+    return trouble
 
 
-def track(runs: Path, exp_ids: Sequence[str]) -> tuple[dict[str, TrackedJob], dict[str, str]]:
-    """The jobs of these experiments and what went wrong, by experiment. All jobs of a scheduler are asked for at once.
-
-    A job that its save directory does not name, such as a removed one, counts only while it is queued or running.
-    """
-    noted: dict[str, dict[str, str]] = {}
-    wrong: dict[str, str] = {}
-    for exp_id in exp_ids:
-        try:
-            if (job := metadata.read_job(runs / exp_id)) is not None:
-                noted[exp_id] = job
-        except UserError as error:
-            wrong[exp_id] = str(error)
-    elsewhere = submissions.last_jobs(runs, [exp_id for exp_id in exp_ids if exp_id not in noted])
-    noted |= {exp_id: {"job_id": job_id, "submission": name} for exp_id, (job_id, name) in elsewhere.items()}
-    launchers: dict[str, LauncherConfig] = {}
-    refused: dict[str, str] = {}
-    for name in dict.fromkeys(job["submission"] for job in noted.values() if job["submission"]):
-        try:
-            launchers[name] = submissions.read(runs, name).load_launcher()
-        except UserError as error:
-            refused[name] = str(error)
-    wrong |= {exp_id: f"job {job['job_id']}: {refused[job['submission']]}" for exp_id, job in noted.items() if job["submission"] in refused}
-    seen: dict[str, SchedulerState] = {}
-    known = {exp_id: launchers[job["submission"]] for exp_id, job in noted.items() if job["submission"] in launchers}
-    for launcher, ids in group_by_scheduler((launcher, exp_id) for exp_id, launcher in known.items()):
-        try:
-            found = launcher.states([noted[exp_id]["job_id"] for exp_id in ids])
-        except LaunchError as error:
-            wrong |= dict.fromkeys(ids, str(error))
-        else:
-            seen |= {exp_id: found[noted[exp_id]["job_id"]] for exp_id in ids if noted[exp_id]["job_id"] in found}
-    alive = {exp_id for exp_id, what in seen.items() if what.state in ALIVE}
-    tracked = {
-        exp_id: TrackedJob(job["job_id"], job["submission"], known.get(exp_id), seen.get(exp_id))
-        for exp_id, job in noted.items()
-        if exp_id not in elsewhere or exp_id in alive
-    }
-    return tracked, {exp_id: text for exp_id, text in wrong.items() if exp_id not in alive}
+def _is_settled(run: Path) -> bool:
+    """Whether no scheduler needs to be asked: the run is done, or a living process of this machine trains it."""
+    with contextlib.suppress(UserError):
+        state = metadata.read_status(run)["state"]
+        return state == "done" or (state == "running" and lease.holder_is_dead(run) is False)
+    return False
 
 
-def same_scheduler(one: LauncherConfig, other: LauncherConfig) -> bool:
-    """Whether jobs of the two launchers can be listed, killed and waited for together."""
-    return (one.name, one.scheduler()) == (other.name, other.scheduler())
-
-
-def group_by_scheduler(pairs: Iterable[tuple[LauncherConfig, str]]) -> list[tuple[LauncherConfig, list[str]]]:
-    """For each scheduler a launcher, and all ids that come with launchers of that scheduler."""
-    groups: dict[Any, tuple[LauncherConfig, list[str]]] = {}
-    for launcher, name in pairs:
-        groups.setdefault((launcher.name, launcher.scheduler()), (launcher, []))[1].append(name)
-    return list(groups.values())
-
-
-def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, trouble: str | None) -> Row:
+def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, doubt: str) -> Row:
     """The row of one experiment. Its save directory is read after the scheduler was asked, so that no end is missed."""
     run = runs / exp_id
     status: dict[str, Any] = {}
-    own = "new"
+    beat = lease.heartbeat_seconds(run)
+    seen = tracked.seen if tracked else None
+    if seen and seen.state == "unknown":
+        doubt = seen.reason or f"the scheduler says {seen.word}"
     try:
         status = metadata.read_status(run)
         own = metadata.state_of(run, status)
     except UserError as error:
-        trouble = trouble or str(error)
-    beat = lease.heartbeat_seconds(run)
-    state, reason = ("unknown", trouble) if trouble else _resolve_state(run, own, status, tracked, beat)
+        doubt = doubt or str(error)
+        state, reason = "unknown", doubt
+    else:
+        state, reason = _resolve_state(run, own, status, tracked, beat, doubt)
     exp, complaint = _try_read(lambda: metadata.read_exp_dict(run), {})
     with contextlib.suppress(PermissionError):  # of an unreadable directory
         complaint = complaint if (run / metadata.EXP_DICT).exists() else ""
     last, more = _try_read(lambda: scores.last_row(run / scores.SCORES) or {}, {})
-    seen = tracked.seen if tracked else None
     if state in ("failed", "stopped", "lost", "queued") and (parent := _failed_parents(runs, exp)) and parent not in reason:
         reason = f"{reason}; {parent}" if reason else parent
     starts = _try_read(lambda: metadata.attempts(run), 0)[0]
@@ -193,13 +159,16 @@ def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, trouble: str | Non
         beat,
         tracked.job_id if tracked else None,
         next((path for path in logs_of(runs, exp_id) if os.path.exists(path)), None),
+        doubt if state not in ("done", "running") or doubt in reason else "",
     )
 
 
-def _resolve_state(run: Path, own: str, status: Mapping[str, Any], tracked: TrackedJob | None, beat: float | None) -> tuple[State, str]:
+def _resolve_state(
+    run: Path, own: str, status: Mapping[str, Any], tracked: TrackedJob | None, beat: float | None, doubt: str = ""
+) -> tuple[State, str]:
     """State and reason: "done" if the save directory says so; else what the scheduler says; else what the directory says.
 
-    own: `metadata.state_of` the save directory. beat: `lease.heartbeat_seconds`.
+    own: `metadata.state_of` the save directory. beat: `lease.heartbeat_seconds`. doubt: why nobody knows what the scheduler says.
     """
     said = str(status.get("reason") or "")
     if own == "done":
@@ -207,11 +176,16 @@ def _resolve_state(run: Path, own: str, status: Mapping[str, Any], tracked: Trac
     if own == "running" and lease.holder_is_dead(run) is False:
         # Whatever happened to the job: a process on this machine trains it now.
         return "running", ""
+    beats = own == "running" and beat is not None and beat < _SILENT_SECONDS
+    if doubt:
+        # The last that its save directory says stands, unless the job may have ended or begun since without writing there.
+        known = tracked is not None and (beats or own in ("failed", "stopped"))
+        return (own if known else "unknown"), "; ".join(text for text in (said, doubt) if text)  # type: ignore[return-value]
     seen = tracked.seen if tracked else None
     if tracked is None or (seen is None and own in ("failed", "stopped")):
         return ("never" if own == "new" else own), said  # type: ignore[return-value]
     if seen is None:
-        if own == "running" and beat is not None and beat < _SILENT_SECONDS:
+        if beats:
             return "running", f"job {tracked.job_id} is unknown to the scheduler, but its heartbeat is recent"
         if own == "new":
             return "lost", f"submitted as job {tracked.job_id}, which the scheduler no longer knows"

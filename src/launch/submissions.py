@@ -17,7 +17,7 @@ from typing import Any
 from src.errors import ConfigError, LaunchError, RunError
 from src.files import defer_sync, read_json, reading, write_json, writing
 from src.launch import resources
-from src.launch.job import LauncherConfig
+from src.launch.job import LauncherConfig, ask
 from src.runs import metadata
 
 FOLDER = "submissions"
@@ -175,13 +175,16 @@ def _submission_names(runs: Path) -> list[str]:
         return []
 
 
-def reconcile(runs: Path) -> list[UnresolvedSubmission]:
+def reconcile(runs: Path, seconds: float | None = None) -> list[UnresolvedSubmission]:
     """Ask the launchers of interrupted submissions for their jobs, and note them; the ones left unresolved. Call it under `lock`.
+
+    seconds: how long to wait for their schedulers, all together; None: as long as the launchers do.
 
     Raises:
         RunError: the disk refuses.
     """
     found: list[UnresolvedSubmission] = []
+    until = None if seconds is None else time.monotonic() + seconds
     for name in interrupted_names(runs):
         folder = runs / FOLDER / name
         if not (folder / INTENT).exists():
@@ -190,7 +193,7 @@ def reconcile(runs: Path) -> list[UnresolvedSubmission]:
         try:
             submission = read(runs, name)
             experiments = submission.experiments
-            _reconcile_one(runs, submission)
+            _reconcile_one(runs, submission, None if until is None else max(0.0, until - time.monotonic()))
         except LaunchError as error:
             found.append(UnresolvedSubmission(folder, experiments, str(error)))
     return found
@@ -211,8 +214,11 @@ def refuse(unclear: Sequence[UnresolvedSubmission], exp_ids: Collection[str]) ->
         raise LaunchError("\n".join(wrong))
 
 
-def _reconcile_one(runs: Path, submission: Submission) -> None:
-    found = submission.load_launcher().find(submission.folder, list(submission.experiments))
+def _reconcile_one(runs: Path, submission: Submission, seconds: float | None) -> None:
+    launcher = submission.load_launcher()
+    (found,) = ask([lambda: launcher.find(submission.folder, list(submission.experiments))], seconds)
+    if isinstance(found, LaunchError):
+        raise found
     log.info("%s: was interrupted; %d of its %d jobs are there", submission.name, len(found), len(submission.experiments))
     before = _read_noted_jobs(submission.folder)
     if before is None:  # damaged: if an experiment was submitted again since, the later job counts

@@ -26,6 +26,7 @@ from src.command_line import make_parser, run_command
 from src.errors import ConfigError, UserError
 from src.launch import status as launch_status
 from src.launch.status import Row
+from src.launch.tracking import ALIVE
 from src.runs import events, heartbeat, lease, metadata
 
 NEW, KNOWN = 3, 4
@@ -168,7 +169,7 @@ def inspect_runs(runs: Path, exp_ids: Sequence[str], limits: Limits) -> tuple[li
             verdict = judge(run, row, limits)
             verdicts.append(verdict)
             logs = launch_status.logs_of(runs, row.exp_id)
-            new += [(row.exp_id, event) for event in events.scan(run, logs, row.attempts, ended=row.state not in launch_status.ALIVE)]
+            new += [(row.exp_id, event) for event in events.scan(run, logs, row.attempts, ended=row.state not in ALIVE)]
             new += [(row.exp_id, event) for event in [*events.scan_ledger(run, row.attempts), *_note_incident(run, verdict)]]
         except UserError as error:
             trouble.append(str(error))

@@ -34,6 +34,10 @@ def test_every_word_of_slurm_has_a_state(word: str):
     [
         ({"state": "PENDING", "reason": "Dependency"}, ("queued", "PENDING", "Dependency", "", None, 0)),
         (
+            {"state": "PENDING", "reason": "DependencyNeverSatisfied"},
+            ("cancelled", "PENDING", "DependencyNeverSatisfied", "", 0.0, 0),
+        ),
+        (
             {"state": "PENDING", "reason": "BeginTime", "restarts": 2, "node": "n1"},
             ("queued", "PENDING", "BeginTime", "n1", None, 2),
         ),

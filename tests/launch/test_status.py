@@ -22,7 +22,7 @@ from src.errors import ConfigError, LaunchError
 from src.experiments.identity import exp_id
 from src.files import write_json
 from src.interfaces import RecipeConfig
-from src.launch import actions, logs, resources, submissions
+from src.launch import actions, logs, resources, submissions, tracking
 from src.launch import status as jobs
 from src.launch.job import SchedulerState
 from src.runs import lease, metadata
@@ -451,7 +451,7 @@ def seen(state: str, word: str = "", reason: str = "") -> SchedulerState:
 )
 def test_scheduler_and_directory_together(tmp_path: Path, own: str, said: SchedulerState | None, expected: tuple[str, str]):
     status = {"state": own, **({"reason": "it broke"} if own == "failed" else {})}
-    assert jobs._resolve_state(tmp_path, own, status, jobs.TrackedJob("7", "s", None, said), None) == expected
+    assert jobs._resolve_state(tmp_path, own, status, tracking.TrackedJob("7", "s", None, said), None) == expected
 
 
 def test_without_a_job_the_directory_speaks(tmp_path: Path):
@@ -469,12 +469,12 @@ def test_a_forgotten_job_on_another_machine_counts_as_running_while_it_beats(tmp
     beat = lease.heartbeat_seconds(tmp_path)
     assert beat is not None
     assert max(0.0, age) <= beat < max(0.0, age) + 5
-    assert jobs._resolve_state(tmp_path, "running", {"state": "running"}, jobs.TrackedJob("7", "s", None, None), beat)[0] == state
+    assert jobs._resolve_state(tmp_path, "running", {"state": "running"}, tracking.TrackedJob("7", "s", None, None), beat)[0] == state
 
 
 def test_a_training_by_hand_is_seen_though_its_old_job_failed(tmp_path: Path):
     write_json(tmp_path / "lease", {**lease.this_process(), "beat": 3})
-    job = jobs.TrackedJob("7", "s", None, seen("failed", "FAILED"))
+    job = tracking.TrackedJob("7", "s", None, seen("failed", "FAILED"))
     assert jobs._resolve_state(tmp_path, "running", {"state": "running"}, job, 1.0) == ("running", "")
 
 

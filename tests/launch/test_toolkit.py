@@ -543,13 +543,23 @@ class TestParents:
     def test_a_child_of_a_parent_that_fails_names_it(self, tmp_path: Path, state: str | None, told: str):
         parent = job(tmp_path, "parent", "raise SystemExit(1)")
         child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,))
-        if state:
-            status(tmp_path, parent, state)
         patience = {"parent_patience_seconds": 0} if state else {"parent_wait_seconds": 0}
         config, (_, other), _ = launched(tmp_path, [parent, child], **patience)
+        if state:
+            status(tmp_path, parent, state)
         assert wait_for(config, other).state == "failed"
         assert f"not started: it starts from experiment {parent.exp_id}, which {told} seconds; see {parent.run}" in log(child, "err")
         assert log(child) == ""
+
+    def test_a_failure_of_a_parent_that_is_submitted_again_does_not_count(self, tmp_path: Path):
+        parent = job(tmp_path, "parent", "import time; time.sleep(60)")
+        child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,))
+        status(tmp_path, parent, "failed")
+        config, (first, other), _ = launched(tmp_path, [parent, child], parent_patience_seconds=0)
+        wait_for(config, other, "running")
+        status(tmp_path, parent, "done")
+        assert wait_for(config, other).state == "completed", log(child, "err")
+        config.kill([first])
 
     def test_parents_of_earlier_submissions_are_waited_for(self, tmp_path: Path):
         parent = job(tmp_path, "parent")

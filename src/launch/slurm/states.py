@@ -28,6 +28,7 @@ _REASONS = {
     "DEADLINE": "deadline passed",
     "PREEMPTED": "preempted, and not to be queued again",
 }
+_HOPELESS = "DependencyNeverSatisfied"
 _KILLED, _OUT_OF_MEMORY = "killed by SIGKILL", _REASONS["OUT_OF_MEMORY"]
 _MEMORY_SECONDS, _MEMORY_JOBS = 5.0, 1000  # one short question: the answer is welcome, but nobody should wait for it
 _QUEUE_FIELDS = {"JobArrayID": 64, "State": 32, "Reason": 256, "NodeList": 256, "TimeUsed": 32, "RestartCnt": 16, "exit_code": 16}
@@ -169,12 +170,14 @@ def _scheduler_state(word: str, reason: str, node: str, exit_code: str, seconds:
     """`word` is "RUNNING", "CANCELLED by 0", "CANCELLED+"…; `exit_code` is "1:0", code and signal."""
     word = word.split(maxsplit=1)[0].rstrip("+") if word.strip() else ""
     state = STATES.get(word, "unknown")
+    if state == "queued" and reason == _HOPELESS:
+        state = "cancelled"  # Slurm cancels it at its next look, as --kill-on-invalid-dep tells it
     said = "" if reason in ("None", "NonZeroExitCode", "(null)", "N/A") else reason
     if state in ("running", "completed"):
         said = ""
     elif state == "failed":
         said = _REASONS.get(word) or _describe_exit(exit_code) or said
-    elif state == "cancelled" and said != "DependencyNeverSatisfied":
+    elif state == "cancelled" and said != _HOPELESS:
         said = ""
     node = "" if node in ("None assigned", "(null)", "N/A", "n/a") else node
     return SchedulerState(state, word, said, node, None if state == "queued" else seconds, restarts)

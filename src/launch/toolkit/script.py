@@ -1,5 +1,6 @@
 """The bash script of a toolkit job: it waits for parents, appends to the logs, and stops the training before the time limit."""
 
+import hashlib
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from src.launch.job import Job
 from src.launch.toolkit.service import JobConfig
 from src.runs.metadata import STATUS
 
+GAVE_UP = ".gave_up"
+"""Beside the script of a job that has waited for a parent in vain: its name ends so."""
 PORT = 29501
 """Where the first of several nodes listens."""
 
@@ -18,22 +21,25 @@ NODE_RANK=${{RANK:-0}}; unset RANK WORLD_SIZE LOCAL_RANK
 export NODE_RANK NNODES MASTER_PORT={PORT}
 [ "$NODE_RANK" = 0 ] || {{ OUT="$OUT.node$NODE_RANK"; ERR="$ERR.node$NODE_RANK"; }}"""
 
-# Waits for a parent's status.json to say "done"; gives up when it has said the same for too long.
+# Waits for a parent's status.json to say "done"; gives up when it has said the same for too long, or the parent's own job has given up.
+# A failure that was there when this job was submitted ($3: its digest) does not count: the parent was submitted with it, again.
 _WAIT = f"""\
 pause() {{ sleep "$1" & wait $!; [ -z "$TOLD" ] || exit {STOPPED}; }}
+GAVE_UP={GAVE_UP}; rm -f "$0$GAVE_UP"
+give_up() {{ echo "not started: it starts from experiment $*" >&2; : > "$0$GAVE_UP"; exit 1; }}
 wait_for() {{
     status=$2/{STATUS}; since=$SECONDS; before=
     while :; do
         state=$(sed -n 's/^ *"state": "\\([a-z]*\\)".*/\\1/p' "$status" 2> /dev/null | head -n 1)
         [ "$state" != "$before" ] && {{ since=$SECONDS; before=$state; }}
+        limit=$LONGEST
         case "$state" in
             done) return ;;
-            failed | stopped) limit=$PATIENCE ;;
-            *) limit=$LONGEST ;;
+            failed | stopped) [ "$(md5sum < "$status" | cut -c 1-32)" = "$3" ] || limit=$PATIENCE ;;
         esac
+        [ ! -e "${{0%/*}}/$1.sh$GAVE_UP" ] || give_up "$1, which was not started either"
         if [ $((SECONDS - since)) -ge "$limit" ]; then
-            echo "not started: it starts from experiment $1, which is ${{state:-not started}} for $limit seconds; see $status" >&2
-            exit 1
+            give_up "$1, which is ${{state:-not started}} for $limit seconds; see $status"
         fi
         pause "$POLL"
     done
@@ -73,7 +79,7 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
         *(f"""trap 'TOLD=1; [ -z "$CHILD" ] || kill -s {name} -- "-$CHILD" 2> /dev/null' {name}""" for name in ("TERM", "USR1")),
         f"POLL={config.parent_poll_seconds:g}; PATIENCE={config.parent_patience_seconds}; LONGEST={config.parent_wait_seconds}",
         _WAIT,
-        *(f"wait_for {parent} {_quote(run)}" for parent, run in parents.items()),
+        *(f"wait_for {parent} {_quote(run)} {_digest(run / STATUS)}" for parent, run in parents.items()),
         # Waiting for parents counts too. At the stop the training gets SIGUSR1, writes a checkpoint and exits with `STOPPED`.
         f"STOP_AFTER=$(({stop_after} > SECONDS ? {stop_after} - SECONDS : 1))",
         f"cd {_quote(job.cwd)} || exit 1",
@@ -91,3 +97,11 @@ def parents_to_await(job: Job, submitted: Sequence[str]) -> dict[str, Path]:
 
 def _quote(path: Path) -> str:
     return shlex.quote(str(path))
+
+
+def _digest(path: Path) -> str:
+    """Of the content of a file, as md5sum writes it; "none" if there is none."""
+    try:
+        return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    except FileNotFoundError:
+        return "none"

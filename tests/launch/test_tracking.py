@@ -1,0 +1,146 @@
+"""Whom a look at experiments asks, how often and for how long; and what is known where nobody answers."""
+
+import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.files import write_json
+from src.launch import actions, resources, tracking
+from src.launch import status as jobs
+from src.launch.slurm import launcher as slurm
+from src.launch.tracking import LOOK, REFRESH, Question
+from src.runs import lease
+from src.runs.plan import Planned
+from tests.launch.fake_slurm.cluster import Cluster
+from tests.launch.test_status import World, planned
+
+DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+PATIENT_LOOK, PATIENT_REFRESH = (dataclasses.replace(question, seconds=300.0) for question in (LOOK, REFRESH))
+"""However busy the machine, the stand-in has the time to answer."""
+
+
+@pytest.fixture
+def world(tmp_path: Path, cluster: Cluster) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_memories(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_memory", tracking._Memory())
+
+
+def submit(world: World, count: int, option: str = "run") -> list[Planned]:
+    items = [planned("end", str(n)) for n in range(count)]
+    actions.run(world.request(items), resources.load("there", {"launcher": "slurm"}, world.runs), option)
+    return items
+
+
+def say(world: World, item: Planned, state: str, **facts: Any) -> None:
+    write_json(world.runs / item.exp_id / "status.json", {"state": state, **facts})
+
+
+def hold(world: World, item: Planned, **other: Any) -> None:
+    write_json(world.runs / item.exp_id / "lease", {**lease.this_process(), "beat": 3, **other})
+
+
+def look(world: World, items: list[Planned], question: Question = PATIENT_LOOK) -> list[jobs.Row]:
+    return jobs.table(world.runs, [item.exp_id for item in items], question)
+
+
+def test_nobody_is_asked_about_what_is_done_or_runs_here(world: World, cluster: Cluster):
+    items = submit(world, 12)
+    for item in items[:11]:
+        say(world, item, "done")
+    say(world, items[11], "running")
+    hold(world, items[11])
+    cluster.fail("squeue", "say", DOWN, times=1000)
+    cluster.forget_calls()
+    rows = look(world, items)
+    assert [(row.state, row.reason) for row in rows] == [("done", "")] * 11 + [("running", "")]
+    assert rows[0].job_id == "1_0"
+    assert cluster.calls() == []
+
+
+def test_what_is_known_stays_known_while_nobody_answers(world: World, cluster: Cluster):
+    items = submit(world, 5)
+    say(world, items[0], "failed", reason="out of luck")
+    say(world, items[1], "stopped", reason="time is up")
+    for item, host in ((items[2], "far"), (items[3], "")):
+        say(world, item, "running")
+        if host:
+            hold(world, item, boot_id="another", host=host)
+    cluster.fail("squeue", "say", DOWN, times=1000)
+    rows = look(world, items)
+    assert [row.state for row in rows] == ["failed", "stopped", "running", "unknown", "unknown"]
+    assert all("Unable to contact slurm controller" in row.reason for row in rows)
+    assert [row.reason.partition(";")[0] for row in rows[:2]] == ["out of luck", "time is up"]
+    queued = len(cluster.alive())
+    for option in ("run", "retry"):  # what is not known is not submitted again
+        submit(world, 5, option)
+    assert len(cluster.alive()) == queued
+
+
+def test_one_question_serves_all_who_look(world: World, cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    """Any number of runs, readers and times; anew for a job that nobody asked about, and when the answer is 30 seconds old."""
+    monkeypatch.setattr(tracking, "time", cluster.clock)
+    monkeypatch.setattr(jobs, "time", cluster.clock)
+    items = submit(world, 6)
+    for item in items[:3]:
+        say(world, item, "done")
+    cluster.forget_calls()
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: look(world, items, PATIENT_REFRESH), range(12)))
+    assert [row.state for row in found[-1]] == ["done"] * 3 + ["queued"] * 3
+    assert len(cluster.calls("squeue")) == 1
+    cluster.set("1_4", state="RUNNING", node="n1")
+    cluster.clock.now += REFRESH.max_age_seconds
+    assert [row.state for row in look(world, items[3:5], PATIENT_REFRESH)] == ["queued", "queued"]
+    assert [row.state for row in look(world, items[3:5])] == ["queued", "running"], "who does not ask for an old answer gets none"
+    assert len(cluster.calls("squeue")) == 2
+    cluster.clock.now += 1
+    assert [row.state for row in look(world, items, PATIENT_REFRESH)][3:] == ["queued", "running", "queued"]
+    submit(world, 7)
+    cluster.forget_calls()
+    look(world, [*items, planned("end", "6")], PATIENT_REFRESH)
+    assert len(cluster.calls("squeue")) == 1
+    assert LOOK.seconds == REFRESH.seconds == 5
+    assert REFRESH.max_age_seconds <= 30
+
+
+def test_a_scheduler_that_hangs_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch):
+    items = submit(world, 2)
+    say(world, items[0], "failed", reason="out of luck")
+    release, asked = threading.Event(), []
+
+    def hang(self: slurm.Config, job_ids: list[str]) -> dict[str, Any]:
+        asked.append(job_ids)
+        release.wait()
+        return {}
+
+    monkeypatch.setattr(slurm.Config, "states", hang)
+    try:
+        rows = look(world, items, Question(seconds=0.2, max_age_seconds=30.0))
+        assert [row.state for row in rows] == ["failed", "unknown"]
+        assert all("the scheduler did not answer in 0.2 s" in row.reason for row in rows)
+        look(world, items, Question(seconds=300.0, max_age_seconds=30.0))
+        assert len(asked) == 1, "that it hangs is remembered, too"
+    finally:
+        release.set()
+
+
+def test_an_interrupted_submission_delays_no_look(world: World, monkeypatch: pytest.MonkeyPatch):
+    items = submit(world, 2)
+    (folder,) = world.submissions()
+    (folder / "jobs.json").unlink()
+    release = threading.Event()
+    monkeypatch.setattr(slurm.Config, "find", lambda *_: release.wait() and {})
+    try:
+        rows = look(world, items, Question(seconds=0.2))
+        assert [row.state for row in rows] == ["unknown", "unknown"]
+        assert "was interrupted, and what it queued is not known" in rows[0].reason
+    finally:
+        release.set()
